@@ -1,0 +1,138 @@
+"""Every error that kvferry raises, as one tree.
+
+    KVFerryError
+    |-- ConfigurationError          something was set up wrongly, by the operator or by our caller
+    |   |-- SettingsError           a setting has an impossible value, or a port is taken
+    |   |-- LayoutError             a cache, a shard or a tensor is described wrongly
+    |   `-- ModelError              a model directory or configuration cannot be used
+    |-- UsageError                  our caller broke the rules of a transfer; the transfer itself goes on
+    |   |-- UnknownRoomError        no transfer of this number is open here
+    |   |-- RoomExistsError         this number is already in use here
+    |   |-- ChunkError              a chunk after the last one, or one that leaves a gap
+    |   |-- PageError               pages out of range, repeated, or too few or too many
+    |   `-- EndpointClosedError     the endpoint was closed
+    |-- PeerError                   the peer broke the rules
+    |   |-- MessageError            bytes that are no message of ours
+    |   |-- VersionError            a message of another protocol version
+    |   `-- IncompatiblePeerError   the two sides cannot exchange caches; names both values
+    |-- TransportError              memory or bytes could not be registered, connected or moved
+    |   |-- TransportUnavailableError  the transport's library or hardware is missing
+    |   |-- RegistrationError       an address outside registered memory
+    |   `-- PeerDisconnectedError   the connection to the peer is gone
+    |-- RegistryError               the registry refused or could not be reached
+    |   |-- RegistryUnreachableError
+    |   `-- RegistrationRefusedError
+    `-- TransferError               how a transfer ended, if not well
+        |-- TransferAbortedError    one side called abort
+        |-- TransferTimeoutError    a deadline passed
+        `-- TransferFailedError     something failed; `__cause__` is the original exception where it arose here
+
+`ConfigurationError` and `UsageError` are our side's mistakes, `PeerError` is the other side's. What failed on another
+rank arrives as `TransferFailedError` whose message names the rank and quotes the exception's type and text.
+"""
+
+from __future__ import annotations
+
+
+class KVFerryError(Exception):
+    """Base of everything that kvferry raises on purpose."""
+
+
+class ConfigurationError(KVFerryError):
+    """Something was set up wrongly on this side."""
+
+
+class SettingsError(ConfigurationError):
+    """A setting has an impossible value, or names something that is taken."""
+
+
+class LayoutError(ConfigurationError):
+    """A component, a shard, a tensor or a parallel layout is described wrongly."""
+
+
+class ModelError(ConfigurationError):
+    """A model directory or configuration cannot be used."""
+
+
+class UsageError(KVFerryError):
+    """Our caller broke the rules of a transfer. Nothing was sent; the transfer goes on as it was."""
+
+
+class UnknownRoomError(UsageError):
+    """No transfer with this room number is open at this endpoint."""
+
+
+class RoomExistsError(UsageError):
+    """A transfer with this room number is already open at this endpoint."""
+
+
+class ChunkError(UsageError):
+    """A chunk came after the last one, or does not follow the one before it."""
+
+
+class PageError(UsageError):
+    """Page indices are out of range, repeated, or of the wrong number."""
+
+
+class EndpointClosedError(UsageError):
+    """The endpoint was closed and takes no more work."""
+
+
+class PeerError(KVFerryError):
+    """The peer broke the rules."""
+
+
+class MessageError(PeerError):
+    """Bytes arrived that are no message of this protocol."""
+
+
+class VersionError(PeerError):
+    """The peer speaks another version of the protocol."""
+
+
+class IncompatiblePeerError(PeerError):
+    """The two sides cannot exchange caches. The message names both values of everything that differs."""
+
+
+class TransportError(KVFerryError):
+    """Memory could not be registered, a peer not connected, or bytes not moved."""
+
+
+class TransportUnavailableError(TransportError):
+    """The transport's library or device is missing on this machine."""
+
+
+class RegistrationError(TransportError):
+    """An address lies outside the memory that was registered."""
+
+
+class PeerDisconnectedError(TransportError):
+    """The connection to the peer is gone, or there never was one."""
+
+
+class RegistryError(KVFerryError):
+    """The registry refused a request or could not be reached."""
+
+
+class RegistryUnreachableError(RegistryError):
+    """Nothing answered at the registry's address."""
+
+
+class RegistrationRefusedError(RegistryError):
+    """The registry refused a rank's registration."""
+
+
+class TransferError(KVFerryError):
+    """How a transfer ended, if it did not end well."""
+
+
+class TransferAbortedError(TransferError):
+    """One of the two sides aborted the transfer."""
+
+
+class TransferTimeoutError(TransferError):
+    """A deadline passed before the transfer was complete."""
+
+
+class TransferFailedError(TransferError):
+    """Something failed on the way. `__cause__` holds the original exception where it arose on this side."""
