@@ -1,0 +1,90 @@
+"""Half-open ranges of global indices, and boxes of them.
+
+A box is one interval per logical axis. Everything that tensor parallelism, pipeline stages or replication do to a
+cache is to choose the box that a rank holds; nothing here knows their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import TypeAlias
+
+import msgspec
+
+from kvferry.errors import LayoutError
+
+
+class Interval(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """The global indices start, start + 1, ..., stop - 1 of one logical axis.
+
+    Raises:
+        LayoutError: if start is negative or lies behind stop.
+    """
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise LayoutError(f"interval [{self.start}, {self.stop}) must satisfy 0 <= start <= stop")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __bool__(self) -> bool:
+        return self.stop > self.start
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.stop})"
+
+    def overlap(self, other: Interval) -> Interval | None:
+        """The indices in both, or None where there are none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Interval(start, stop) if start < stop else None
+
+    def covers(self, other: Interval) -> bool:
+        """Whether every index of `other` is in this interval."""
+        return self.start <= other.start and other.stop <= self.stop
+
+
+Box: TypeAlias = tuple[Interval, ...]
+"""One interval per axis, in the order of the component's axes."""
+
+
+def overlap(left: Box, right: Box) -> Box | None:
+    """The box of elements that lie in both, axis by axis; None where there are none."""
+    shared = []
+    for one, other in zip(left, right, strict=True):
+        both = one.overlap(other)
+        if both is None:
+            return None
+        shared.append(both)
+    return tuple(shared)
+
+
+def covers(outer: Box, inner: Box) -> bool:
+    """Whether every element of `inner` lies in `outer`."""
+    return all(one.covers(other) for one, other in zip(outer, inner, strict=True))
+
+
+def volume(box: Box) -> int:
+    """How many elements a box has."""
+    return prod(len(interval) for interval in box)
+
+
+def cut(box: Box, by: Iterable[Box]) -> list[Box]:
+    """Cuts a box at every face of the boxes in `by`, so that each part lies either inside or outside of each of them.
+
+    The parts tile the box. They come in lexicographic order.
+    """
+    edges: list[set[int]] = [{interval.start, interval.stop} for interval in box]
+    for other in by:
+        for edge, interval, cutter in zip(edges, box, other, strict=True):
+            edge.update(point for point in (cutter.start, cutter.stop) if interval.start < point < interval.stop)
+    parts: list[Box] = [()]
+    for edge in edges:
+        points = sorted(edge)
+        slices = [Interval(start, stop) for start, stop in zip(points, points[1:], strict=False)]
+        parts = [(*part, piece) for part in parts for piece in slices]
+    return parts

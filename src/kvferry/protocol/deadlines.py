@@ -1,0 +1,20 @@
+"""How long each state of a transfer may last. Every wait in the protocol sits under one of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Longest waits, in seconds.
+
+    Attributes:
+        bootstrap_s: from opening a room until both sides have found each other.
+        waiting_s: without any progress, while it is the caller's or the peer's turn.
+        write_s: from posting a write until it is complete.
+    """
+
+    bootstrap_s: float
+    waiting_s: float
+    write_s: float

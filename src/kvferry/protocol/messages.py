@@ -1,0 +1,245 @@
+"""What peers say to each other: typed, versioned, bounded.
+
+Control messages travel over the peer channel, notifications with the bytes over the transport. Every message is the
+four bytes of `MAGIC`, the protocol version as two bytes, and a MessagePack body whose type is tagged.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import ConfigurationError, MessageError, PageError, VersionError
+from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.plan import Piece
+
+PROTOCOL_VERSION = 1
+MAGIC = b"kvfy"
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_AUX_BYTES = 1024 * 1024
+
+_HEADER = struct.Struct("<4sH")
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of everything that travels."""
+
+
+class Hello(Message, frozen=True):
+    """Decode to prefill: who are you, and what do you hold?"""
+
+    endpoint: str
+    engine: str
+    coordinates: RankCoordinates
+
+
+class Welcome(Message, frozen=True):
+    """Prefill to decode: the answer to `Hello`. `endpoint` is new at every start of the rank."""
+
+    endpoint: str
+    engine: str
+    coordinates: RankCoordinates
+    layout: RankLayout
+    transport: str
+
+
+class Attach(Message, frozen=True):
+    """Decode to prefill: connect your transport to mine and prepare to send me these pieces.
+
+    Attributes:
+        pieces: the receiver's whole plan; the prefill rank prepares those that list its group rank as a holder.
+        transport: the transport's name, `transport_metadata` what it needs to connect.
+    """
+
+    endpoint: str
+    engine: str
+    coordinates: RankCoordinates
+    layout: RankLayout
+    pieces: tuple[Piece, ...]
+    transport: str
+    transport_metadata: bytes
+
+
+class Attached(Message, frozen=True):
+    """Prefill to decode: ready to send."""
+
+    endpoint: str
+
+
+class Refused(Message, frozen=True):
+    """Prefill to decode: we cannot exchange caches. `error` is the name of an exception of kvferry.errors."""
+
+    endpoint: str
+    error: str
+    reason: str
+
+
+class Detach(Message, frozen=True):
+    """Decode to prefill: forget me; I will not open rooms any more."""
+
+    endpoint: str
+
+
+class Ping(Message, frozen=True):
+    """Decode to prefill, at regular intervals: I am alive, are you?"""
+
+    endpoint: str
+
+
+class Pong(Message, frozen=True):
+    """Prefill to decode: the answer to `Ping`. `attached` is false where the prefill rank does not know the sender."""
+
+    endpoint: str
+    attached: bool
+
+
+class OpenRoom(Message, frozen=True):
+    """Decode to prefill: send me this room.
+
+    Attributes:
+        room: the transfer's number.
+        generation: random, so that what belongs to an earlier use of the number is told apart.
+        receivers: how many decode ranks will open this room with the same prefill rank.
+        prefix_pages: pages at the start of the request that the decode side already holds and that need not be sent.
+        pages: page numbers on the decode side for the rest of the request, int64 little-endian, one after the other.
+    """
+
+    room: int
+    generation: int
+    receivers: int
+    prefix_pages: int
+    pages: bytes
+
+
+class AbortRoom(Message, frozen=True):
+    """Decode to prefill: stop. Answered by `Drained` once no write of this generation can happen any more."""
+
+    room: int
+    generation: int
+    reason: str
+
+
+class RoomFailed(Message, frozen=True):
+    """Prefill to decode: this rank cannot complete the room. `Drained` follows."""
+
+    room: int
+    generation: int
+    writer: int
+    error: str
+    reason: str
+
+
+class Drained(Message, frozen=True):
+    """Prefill to decode: this rank will not write for this generation again, and none of its writes is in flight."""
+
+    room: int
+    generation: int
+    writer: int
+
+
+class ChunkArrived(Message, frozen=True):
+    """Notification: all bytes of one chunk from one writer are in place. `sequence` counts from 0 per receiver."""
+
+    room: int
+    generation: int
+    writer: int
+    sequence: int
+
+
+class WriterFinished(Message, frozen=True):
+    """Notification: this writer is through with the room.
+
+    Attributes:
+        chunks: how many chunks this writer sent to this receiver; they may arrive after this message.
+        aux: the request's aux data, from the one rank that sends it; None from all others.
+    """
+
+    room: int
+    generation: int
+    writer: int
+    chunks: int
+    aux: bytes | None = None
+
+
+ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom
+ToDecode: TypeAlias = Welcome | Attached | Refused | Pong | RoomFailed | Drained
+Notification: TypeAlias = ChunkArrived | WriterFinished
+
+_Body = TypeVar("_Body")
+
+_encoder = msgspec.msgpack.Encoder()
+_to_prefill = msgspec.msgpack.Decoder(ToPrefill)
+_to_decode = msgspec.msgpack.Decoder(ToDecode)
+_notification = msgspec.msgpack.Decoder(Notification)
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message.
+
+    Raises:
+        MessageError: if it is larger than the peer would accept.
+    """
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"{type(message).__name__} of {len(body)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+    return _HEADER.pack(MAGIC, PROTOCOL_VERSION) + body
+
+
+def _body(data: bytes) -> memoryview:
+    if len(data) < _HEADER.size or data[:4] != MAGIC:
+        raise MessageError(f"{len(data)} bytes that are no message of kvferry: {bytes(data[:16])!r}")
+    if len(data) > MAX_MESSAGE_BYTES + _HEADER.size:
+        raise MessageError(f"a message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+    version = _HEADER.unpack_from(data)[1]
+    if version != PROTOCOL_VERSION:
+        raise VersionError(
+            f"the peer speaks protocol version {version}, this side {PROTOCOL_VERSION}: run the same kvferry on both"
+        )
+    return memoryview(data)[_HEADER.size :]
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Body], data: bytes, what: str) -> _Body:
+    try:
+        return decoder.decode(_body(data))
+    except (msgspec.DecodeError, ConfigurationError) as error:
+        raise MessageError(f"a malformed {what}: {error}") from error
+
+
+def decode_to_prefill(data: bytes) -> ToPrefill:
+    """Reads what a decode rank sent.
+
+    Raises:
+        MessageError: if the bytes are no such message, or describe an impossible layout.
+        VersionError: if they are of another protocol version.
+    """
+    return _decode(_to_prefill, data, "message to a prefill rank")
+
+
+def decode_to_decode(data: bytes) -> ToDecode:
+    """Reads what a prefill rank sent; errors as in `decode_to_prefill`."""
+    return _decode(_to_decode, data, "message to a decode rank")
+
+
+def decode_notification(data: bytes) -> Notification:
+    """Reads a notification that came with the bytes; errors as in `decode_to_prefill`."""
+    return _decode(_notification, data, "notification")
+
+
+def pack_pages(pages: NDArray[np.int64]) -> bytes:
+    """Page numbers as they travel in `OpenRoom`."""
+    return pages.astype("<i8", copy=False).tobytes()
+
+
+def unpack_pages(data: bytes) -> NDArray[np.int64]:
+    """The inverse of `pack_pages`.
+
+    Raises:
+        PageError: if the bytes are not a whole number of pages.
+    """
+    if len(data) % 8:
+        raise PageError(f"{len(data)} bytes of page numbers are not a multiple of 8")
+    return np.frombuffer(data, "<i8").astype(np.int64, copy=False)

@@ -1,0 +1,289 @@
+"""The decode side of one transfer, on one rank.
+
+Everything that changes the state of a receiving room lives here; like `sender`, it is told events and answers with
+commands. Arrivals are counted per writer's engine rank, so their order does not matter and a repeated one changes
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvferry.errors import (
+    KVFerryError,
+    TransferAbortedError,
+    TransferFailedError,
+    TransferTimeoutError,
+)
+from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.states import RECEIVER_TRANSITIONS, ReceiverTrigger, TransferState
+
+# ---- events -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """Every prefill rank of the group is ready to send.
+
+    Attributes:
+        ranks: engine ranks of the whole group; all are asked to send, so that all learn of the room.
+        writers: those elected to send bytes to this rank.
+        aux_writer: the one that sends the aux data.
+    """
+
+    ranks: frozenset[int]
+    writers: frozenset[int]
+    aux_writer: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectFailed:
+    """The prefill engine could not be reached, or refused."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A notification `ChunkArrived` from the rank that it names."""
+
+    writer: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A notification `WriterFinished` from the rank that it names."""
+
+    writer: int
+    chunks: int
+    aux: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class SenderFailed:
+    """A prefill rank cannot complete the room."""
+
+    writer: int
+    error: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SenderDrained:
+    """A prefill rank will not write for this generation again."""
+
+    writer: int
+
+
+@dataclass(frozen=True, slots=True)
+class SenderLost:
+    """A prefill rank is gone."""
+
+    writer: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverAbortRequested:
+    """Our caller gave up."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverTick:
+    """Time has passed."""
+
+
+ReceiverEvent: TypeAlias = (
+    Connected
+    | ConnectFailed
+    | Arrived
+    | Finished
+    | SenderFailed
+    | SenderDrained
+    | SenderLost
+    | ReceiverAbortRequested
+    | ReceiverTick
+)
+
+# ---- commands ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendOpen:
+    """Ask a prefill rank to send the room."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendAbort:
+    """Ask a prefill rank to stop and to say when it is drained."""
+
+    rank: int
+    reason: str
+
+
+ReceiverCommand: TypeAlias = SendOpen | SendAbort
+
+# ---- the machine ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Writer:
+    """What has come from one rank that owes us something."""
+
+    arrived: set[int] = field(default_factory=set)
+    finished_chunks: int | None = None
+    is_drained: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.finished_chunks is not None and len(self.arrived) == self.finished_chunks
+
+
+class ReceiverMachine:
+    """One room on one decode rank.
+
+    Attributes:
+        state: where it stands.
+        error: why it failed, once it has.
+        aux: the request's aux data, once it has come.
+    """
+
+    def __init__(self, room: int, *, rank: int, deadlines: Deadlines, now: float) -> None:
+        """Arguments as for `SenderMachine`; rank is this decode rank's engine rank."""
+        self.room = room
+        self.state = TransferState.BOOTSTRAPPING
+        self.error: KVFerryError | None = None
+        self.aux: bytes | None = None
+        self._rank = rank
+        self._deadlines = deadlines
+        self._last_progress = now
+        self._ranks: frozenset[int] = frozenset()
+        self._expected: dict[int, _Writer] = {}
+
+    @property
+    def are_pages_reusable(self) -> bool:
+        """Whether no byte of the pages can change any more on behalf of this room."""
+        if not self.state.is_final:
+            return False
+        return all(writer.is_drained or writer.finished_chunks is not None for writer in self._expected.values())
+
+    @property
+    def undrained(self) -> list[int]:
+        """Ranks that may still write."""
+        return [
+            rank for rank, writer in self._expected.items() if not writer.is_drained and writer.finished_chunks is None
+        ]
+
+    @property
+    def deadline(self) -> float | None:
+        """When `ReceiverTick` is due at the latest; None where nothing is awaited."""
+        if self.state.is_final:
+            return None
+        if self.state is TransferState.BOOTSTRAPPING:
+            return self._last_progress + self._deadlines.bootstrap_s
+        return self._last_progress + self._deadlines.waiting_s
+
+    def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverCommand]:
+        """Takes in what happened and says what to do. Never raises for what a peer did."""
+        match event:
+            case Connected():
+                return self._connected(event, now)
+            case ConnectFailed(error):
+                return self._fail(_as_transfer_error(f"room {self.room}: connecting failed", error))
+            case Arrived(rank, sequence):
+                return self._arrived(rank, sequence, now)
+            case Finished():
+                return self._finished(event, now)
+            case SenderFailed(rank, error_name, reason):
+                message = f"room {self.room}: prefill rank {rank} failed with {error_name}: {reason}"
+                return self._fail(TransferFailedError(message))
+            case SenderDrained(rank):
+                if rank in self._expected:
+                    self._expected[rank].is_drained = True
+                return []
+            case SenderLost(rank, error):
+                return self._fail(_as_transfer_error(f"room {self.room}: prefill rank {rank} is gone", error))
+            case ReceiverAbortRequested(reason):
+                return self._fail(TransferAbortedError(f"room {self.room} was aborted by the decode side: {reason}"))
+            case ReceiverTick():
+                return self._tick(now)
+
+    def _move(self, trigger: ReceiverTrigger) -> None:
+        self.state = RECEIVER_TRANSITIONS[self.state][trigger]
+
+    def _connected(self, event: Connected, now: float) -> list[ReceiverCommand]:
+        if self.state is not TransferState.BOOTSTRAPPING:
+            return []
+        self._last_progress = now
+        self._ranks = event.ranks
+        self._expected = {rank: _Writer() for rank in sorted(event.writers | {event.aux_writer})}
+        self._move(ReceiverTrigger.ALL_SENDERS_ASKED)
+        return [SendOpen(rank) for rank in sorted(event.ranks)]
+
+    def _arrived(self, rank: int, sequence: int, now: float) -> list[ReceiverCommand]:
+        writer = self._expected.get(rank)
+        if writer is None or self.state.is_final:
+            return []
+        writer.arrived.add(sequence)
+        self._last_progress = now
+        self._move(ReceiverTrigger.CHUNK_ARRIVED)
+        return self._maybe_succeed()
+
+    def _finished(self, event: Finished, now: float) -> list[ReceiverCommand]:
+        writer = self._expected.get(event.writer)
+        if writer is None:
+            return []
+        if writer.finished_chunks is not None and writer.finished_chunks != event.chunks:
+            return self._fail(
+                TransferFailedError(
+                    f"room {self.room}: prefill rank {event.writer} said that it sent {writer.finished_chunks} chunks, "
+                    f"then {event.chunks}"
+                )
+            )
+        writer.finished_chunks = event.chunks
+        if self.state.is_final:
+            return []
+        self._last_progress = now
+        if event.aux is not None:
+            self.aux = event.aux
+        return self._maybe_succeed()
+
+    def _maybe_succeed(self) -> list[ReceiverCommand]:
+        if all(writer.is_complete for writer in self._expected.values()):
+            self._move(ReceiverTrigger.ALL_ARRIVED)
+        return []
+
+    def _tick(self, now: float) -> list[ReceiverCommand]:
+        if self.deadline is None or now < self.deadline:
+            return []
+        if self.state is TransferState.BOOTSTRAPPING:
+            what = (
+                f"the prefill engine was not connected within {self._deadlines.bootstrap_s:g} s "
+                "(KVFERRY_BOOTSTRAP_TIMEOUT_S); is it running, and registered at the same registry?"
+            )
+        else:
+            waiting = [rank for rank, writer in self._expected.items() if not writer.is_complete]
+            what = (
+                f"nothing came for {self._deadlines.waiting_s:g} s (KVFERRY_WAITING_TIMEOUT_S) and prefill ranks {waiting} "
+                "have not finished"
+            )
+        return self._fail(TransferTimeoutError(f"room {self.room} on decode rank {self._rank}: {what}"))
+
+    def _fail(self, error: KVFerryError) -> list[ReceiverCommand]:
+        if self.state.is_final:
+            return []
+        self.error = error
+        self._move(ReceiverTrigger.FAILURE)
+        return [SendAbort(rank, str(error)) for rank in sorted(self._ranks)]
+
+
+def _as_transfer_error(what: str, cause: Exception) -> TransferFailedError:
+    error = TransferFailedError(f"{what}: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,447 @@
+"""The prefill side of one transfer, on one rank.
+
+Everything that changes the state of a sending room lives here. This module knows neither threads nor transports: it is
+told what happened (events) and answers with what to do (commands), and both are plain data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvferry.errors import (
+    IncompatiblePeerError,
+    KVFerryError,
+    PageError,
+    TransferAbortedError,
+    TransferFailedError,
+    TransferTimeoutError,
+)
+from kvferry.protocol.chunks import Chunk, Pages
+from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.states import SENDER_TRANSITIONS, SenderTrigger, TransferState
+
+# ---- events -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReceiverOpened:
+    """A decode rank asked for the room.
+
+    Attributes:
+        receiver: its endpoint's identity.
+        expected_receivers: how many decode ranks will ask.
+        prefix_pages, pages: as in the message `OpenRoom`.
+        is_writer: whether this rank was elected to send it anything.
+        sends_aux: whether this rank sends it the aux data.
+    """
+
+    receiver: str
+    generation: int
+    expected_receivers: int
+    prefix_pages: int
+    pages: Pages
+    is_writer: bool
+    sends_aux: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkSubmitted:
+    """The caller handed in the next chunk."""
+
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    """All bytes of one write are in the receiver's memory, and the source pages are no longer read."""
+
+    receiver: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """A write ended with an error; the transport is through with its memory."""
+
+    receiver: str
+    sequence: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSent:
+    """A receiver was told that this rank is through."""
+
+    receiver: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishFailed:
+    """A receiver could not be told."""
+
+    receiver: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverAborted:
+    """A decode rank wants no more of this generation."""
+
+    receiver: str
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverLost:
+    """A decode rank is gone."""
+
+    receiver: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class SenderAbortRequested:
+    """Our caller gave up."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SenderTick:
+    """Time has passed."""
+
+
+SenderEvent: TypeAlias = (
+    ReceiverOpened
+    | ChunkSubmitted
+    | WriteDone
+    | WriteFailed
+    | FinishSent
+    | FinishFailed
+    | ReceiverAborted
+    | ReceiverLost
+    | SenderAbortRequested
+    | SenderTick
+)
+
+# ---- commands ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """Write these pages of ours to those of the receiver; answer with WriteDone or WriteFailed."""
+
+    receiver: str
+    generation: int
+    sequence: int
+    source_pages: Pages
+    destination_pages: Pages
+
+
+@dataclass(frozen=True, slots=True)
+class SendFinish:
+    """Tell the receiver that this rank is through; answer with FinishSent or FinishFailed."""
+
+    receiver: str
+    generation: int
+    chunks: int
+    aux: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendFailed:
+    """Tell the receiver that the room failed here. No answer."""
+
+    receiver: str
+    generation: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class SendDrained:
+    """Tell the receiver that no write of this rank can touch its pages any more. No answer."""
+
+    receiver: str
+    generation: int
+
+
+SenderCommand: TypeAlias = Write | SendFinish | SendFailed | SendDrained
+
+# ---- the machine ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Receiver:
+    """What is known of one decode rank of the room."""
+
+    opened: ReceiverOpened
+    chunks_sent: int = 0
+    writes_in_flight: dict[int, float] = field(default_factory=dict)  # sequence -> time it was posted
+    finish_requested: bool = False
+    finish_sent: bool = False
+    told_failed: bool = False
+    told_drained: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.opened.prefix_pages + len(self.opened.pages)
+
+
+class SenderMachine:
+    """One room on one prefill rank.
+
+    Attributes:
+        state: where it stands.
+        error: why it failed, once it has.
+    """
+
+    def __init__(self, room: int, *, rank: int, deadlines: Deadlines, now: float) -> None:
+        """Args:
+        room: the transfer's number.
+        rank: this rank's engine rank, for messages.
+        deadlines: longest waits.
+        now: the time, in seconds on any steady clock.
+        """
+        self.room = room
+        self.state = TransferState.BOOTSTRAPPING
+        self.error: KVFerryError | None = None
+        self._rank = rank
+        self._deadlines = deadlines
+        self._last_progress = now
+        self._receivers: dict[str, _Receiver] = {}
+        self._chunks: list[Chunk] = []  # submitted while not every receiver was there
+        self._first_page: int | None = None
+        self._last_chunk: Chunk | None = None
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no write is in flight: nothing reads the source pages on behalf of this room."""
+        return not any(receiver.writes_in_flight for receiver in self._receivers.values())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the room can be forgotten."""
+        return self.state.is_final and self.is_drained
+
+    @property
+    def deadline(self) -> float | None:
+        """When `SenderTick` is due at the latest; None where nothing is awaited."""
+        if self.state.is_final:
+            return None
+        if self.state is TransferState.BOOTSTRAPPING:
+            return self._last_progress + self._deadlines.bootstrap_s
+        posted = [time for receiver in self._receivers.values() for time in receiver.writes_in_flight.values()]
+        if posted:
+            return min(posted) + self._deadlines.write_s
+        return self._last_progress + self._deadlines.waiting_s
+
+    def handle(self, event: SenderEvent, now: float) -> list[SenderCommand]:
+        """Takes in what happened and says what to do. Never raises for what a peer did."""
+        match event:
+            case ReceiverOpened():
+                commands = self._receiver_opened(event, now)
+            case ChunkSubmitted(chunk):
+                commands = self._chunk_submitted(chunk, now)
+            case WriteDone(name, sequence):
+                self._receivers[name].writes_in_flight.pop(sequence, None)
+                self._last_progress = now
+                commands = self._maybe_finish()
+            case WriteFailed(name, sequence, error):
+                self._receivers[name].writes_in_flight.pop(sequence, None)
+                commands = self._fail(_failure(f"writing chunk {sequence} of room {self.room} to {name} failed", error))
+            case FinishSent(name):
+                self._receivers[name].finish_sent = True
+                commands = self._maybe_succeed()
+            case FinishFailed(name, error):
+                commands = self._fail(_failure(f"telling {name} that room {self.room} is complete failed", error))
+            case ReceiverAborted(name, generation, reason):
+                commands = self._receiver_aborted(name, generation, reason)
+            case ReceiverLost(name, error):
+                commands = self._receiver_lost(name, error)
+            case SenderAbortRequested(reason):
+                commands = self._fail(
+                    TransferAbortedError(f"room {self.room} was aborted by the prefill side: {reason}")
+                )
+            case SenderTick():
+                commands = self._tick(now)
+        return commands + self._tell_drained()
+
+    def _move(self, trigger: SenderTrigger) -> None:
+        self.state = SENDER_TRANSITIONS[self.state][trigger]
+
+    def _receiver_opened(self, event: ReceiverOpened, now: float) -> list[SenderCommand]:
+        known = self._receivers.get(event.receiver)
+        if known is not None:
+            if known.opened.generation == event.generation:
+                return []  # the same message twice
+            return self._refuse(
+                event,
+                TransferFailedError(
+                    f"room {self.room} is already being sent to {event.receiver}; "
+                    "wait for it to end before opening it again"
+                ),
+            )
+        if self.state.is_final:
+            complete = TransferFailedError(f"room {self.room} is already complete on prefill rank {self._rank}")
+            return self._refuse(event, self.error or complete)
+        self._receivers[event.receiver] = _Receiver(event)
+        if len({receiver.opened.expected_receivers for receiver in self._receivers.values()}) > 1 or (
+            len(self._receivers) > event.expected_receivers
+        ):
+            return self._fail(
+                IncompatiblePeerError(
+                    f"room {self.room}: {event.receiver} speaks of {event.expected_receivers} receivers, "
+                    f"others of {[receiver.opened.expected_receivers for receiver in self._receivers.values()]}, "
+                    f"and {len(self._receivers)} have opened it; do two decode engines use the same room number?"
+                )
+            )
+        self._last_progress = now
+        if len(self._receivers) < event.expected_receivers:
+            return []
+        self._move(SenderTrigger.ALL_RECEIVERS_OPEN)
+        waiting, self._chunks = self._chunks, []
+        commands: list[SenderCommand] = []
+        for chunk in waiting:
+            if not self.state.is_final:
+                commands += self._send_chunk(chunk, now)
+        return commands
+
+    def _refuse(self, event: ReceiverOpened, error: KVFerryError) -> list[SenderCommand]:
+        return [
+            SendFailed(event.receiver, event.generation, error),
+            SendDrained(event.receiver, event.generation),
+        ]
+
+    def _chunk_submitted(self, chunk: Chunk, now: float) -> list[SenderCommand]:
+        if self.state.is_final:
+            return []  # the caller learns from the state
+        if self.state is TransferState.BOOTSTRAPPING:
+            self._chunks.append(chunk)
+            return []
+        self._last_progress = now
+        return self._send_chunk(chunk, now)
+
+    def _send_chunk(self, chunk: Chunk, now: float) -> list[SenderCommand]:
+        if self._first_page is None:
+            self._first_page = chunk.start
+        commands: list[SenderCommand] = []
+        for name, receiver in self._receivers.items():
+            if (problem := self._page_problem(name, receiver, chunk)) is not None:
+                return self._fail(problem)
+            start = max(chunk.start, receiver.opened.prefix_pages)
+            if start >= chunk.stop or not receiver.opened.is_writer:
+                continue
+            first = start - receiver.opened.prefix_pages
+            commands.append(
+                Write(
+                    receiver=name,
+                    generation=receiver.opened.generation,
+                    sequence=receiver.chunks_sent,
+                    source_pages=chunk.pages[start - chunk.start :],
+                    destination_pages=receiver.opened.pages[first : first + chunk.stop - start],
+                )
+            )
+            receiver.writes_in_flight[receiver.chunks_sent] = now
+            receiver.chunks_sent += 1
+        if commands:
+            self._move(SenderTrigger.WRITE_STARTED)
+        if chunk.is_last:
+            self._last_chunk = chunk
+        return commands + self._maybe_finish()
+
+    def _page_problem(self, name: str, receiver: _Receiver, chunk: Chunk) -> PageError | None:
+        prefix = receiver.opened.prefix_pages
+        if self._first_page is not None and self._first_page > prefix:
+            return PageError(
+                f"room {self.room}: the first chunk starts at page {self._first_page} of the request, but {name} holds "
+                f"only the first {prefix} pages"
+            )
+        if chunk.stop > receiver.stop or (chunk.is_last and chunk.stop != receiver.stop):
+            return PageError(
+                f"room {self.room}: rank {self._rank} has {chunk.stop} pages of the request"
+                f"{'' if chunk.is_last else ' and more to come'}, {name} has room for {receiver.stop} "
+                f"({prefix} held, {len(receiver.opened.pages)} to fill): both sides must count the same pages"
+            )
+        return None
+
+    def _maybe_finish(self) -> list[SenderCommand]:
+        if self._last_chunk is None or self.state.is_final or not self.is_drained:
+            return []
+        commands: list[SenderCommand] = []
+        for name, receiver in self._receivers.items():
+            if receiver.finish_requested or not (receiver.opened.is_writer or receiver.opened.sends_aux):
+                continue
+            receiver.finish_requested = True
+            aux = (self._last_chunk.aux or b"") if receiver.opened.sends_aux else None
+            commands.append(SendFinish(name, receiver.opened.generation, receiver.chunks_sent, aux))
+        return commands or self._maybe_succeed()
+
+    def _maybe_succeed(self) -> list[SenderCommand]:
+        waiting = any(receiver.finish_requested and not receiver.finish_sent for receiver in self._receivers.values())
+        if self._last_chunk is not None and not waiting and not self.state.is_final:
+            self._move(SenderTrigger.ALL_FINISHED)
+        return []
+
+    def _receiver_aborted(self, name: str, generation: int, reason: str) -> list[SenderCommand]:
+        receiver = self._receivers.get(name)
+        if receiver is None or receiver.opened.generation != generation:
+            return [SendDrained(name, generation)]  # nothing of that generation was ever written
+        if self.state is TransferState.SUCCESS:
+            return [SendDrained(name, generation)]
+        receiver.told_failed = True  # it knows
+        return self._fail(TransferAbortedError(f"room {self.room} was aborted by {name}: {reason}"))
+
+    def _receiver_lost(self, name: str, error: Exception) -> list[SenderCommand]:
+        receiver = self._receivers.get(name)
+        if receiver is None or self.state.is_final:
+            return []
+        receiver.told_failed = receiver.told_drained = True  # nobody there to tell
+        return self._fail(_failure(f"room {self.room}: {name} is gone", error))
+
+    def _tick(self, now: float) -> list[SenderCommand]:
+        if self.deadline is None or now < self.deadline:
+            return []
+        if self.state is TransferState.BOOTSTRAPPING:
+            expected = [receiver.opened.expected_receivers for receiver in self._receivers.values()]
+            what = (
+                f"{len(self._receivers)} of {expected[0] if expected else 'an unknown number of'} decode ranks "
+                f"opened it within {self._deadlines.bootstrap_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
+            )
+        elif not self.is_drained:
+            slow = [name for name, receiver in self._receivers.items() if receiver.writes_in_flight]
+            what = f"writes to {slow} did not end within {self._deadlines.write_s:g} s (KVFERRY_WRITE_TIMEOUT_S)"
+        else:
+            what = f"no chunk was submitted for {self._deadlines.waiting_s:g} s (KVFERRY_WAITING_TIMEOUT_S)"
+        return self._fail(TransferTimeoutError(f"room {self.room} on prefill rank {self._rank}: {what}"))
+
+    def _fail(self, error: KVFerryError) -> list[SenderCommand]:
+        if self.state.is_final:
+            return []
+        self.error = error
+        self._move(SenderTrigger.FAILURE)
+        self._chunks.clear()
+        commands: list[SenderCommand] = []
+        for name, receiver in self._receivers.items():
+            if not receiver.told_failed:
+                receiver.told_failed = True
+                commands.append(SendFailed(name, receiver.opened.generation, error))
+        return commands
+
+    def _tell_drained(self) -> list[SenderCommand]:
+        """A failed room's receivers may reuse their pages once nothing of ours is in flight to them."""
+        if self.state is not TransferState.FAILED:
+            return []
+        commands: list[SenderCommand] = []
+        for name, receiver in self._receivers.items():
+            if not receiver.told_drained and not receiver.writes_in_flight:
+                receiver.told_drained = True
+                commands.append(SendDrained(name, receiver.opened.generation))
+        return commands
+
+
+def _failure(what: str, cause: Exception) -> TransferFailedError:
+    error = TransferFailedError(f"{what}: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error

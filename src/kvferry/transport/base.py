@@ -1,0 +1,223 @@
+"""What every transport does: move bytes from our memory into a peer's, and carry small notifications.
+
+The contract, which `tests/contract` checks for every transport:
+
+* `register` and `connect` come first; descriptor lists are prepared once per peer and selected by index many times.
+* `post` starts a write. It may complete at once. Whoever posted must `poll` until `poll` says done or raises: a
+  notification may leave only when its sender polls.
+* After `poll` said done, all bytes are in the peer's memory and ours is no longer read; then, and not before, the peer
+  receives the notification. After `poll` raised, the transport is through with both memories too.
+* `release` frees a flight's resources. It does not stop it; only a finished flight may be released.
+* Notifications from one peer may arrive in any order.
+* `take_notifications` must be called now and then by a side that receives, and need not be called more often than
+  every 100 microseconds.
+
+All methods may be called from any thread, except that one flight belongs to one thread at a time, and `close` comes
+last. Errors are `TransportError`s whose `__cause__` is the library's own exception.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import MessageError, RegistrationError
+from kvferry.layout import Device, Region
+from kvferry.plan.descriptors import DescriptorIndices, RowArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedList:
+    """A local handle for a descriptor list; it never travels.
+
+    Attributes:
+        peer: whose memory it describes; None for our own.
+        handle: the transport's own.
+        count: how many descriptors it has.
+    """
+
+    peer: str | None
+    handle: Any
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlightReport:
+    """What the transport says of a finished write.
+
+    Attributes:
+        total_bytes: bytes that moved.
+        descriptors: descriptors after merging.
+        post_s: time spent in posting.
+        transfer_s: time from post to completion.
+    """
+
+    total_bytes: int
+    descriptors: int
+    post_s: float
+    transfer_s: float
+
+
+class Flight(ABC):
+    """One write on its way."""
+
+
+class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """The wire form of an endpoint's transport: what a peer needs to connect.
+
+    Attributes:
+        name: identifies the endpoint among all peers.
+        device: where its registered memory lives.
+        regions: the memory that peers may write to.
+        private: the transport's own bytes.
+    """
+
+    name: str
+    device: Device
+    regions: tuple[Region, ...]
+    private: bytes
+
+    def encode(self) -> bytes:
+        """As bytes that travel in `Attach`."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> PeerMetadata:
+        """The inverse of `encode`.
+
+        Raises:
+            MessageError: if the bytes are nothing of the kind.
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=PeerMetadata)
+        except msgspec.DecodeError as error:
+            raise MessageError(f"malformed transport metadata: {error}") from error
+
+
+class Transport(ABC):
+    """Moves bytes. See the module's docstring for the contract."""
+
+    name: str
+    """How settings and handshakes call this transport."""
+
+    @abstractmethod
+    def register(self, regions: Sequence[Region], device: Device) -> None:
+        """Makes memory known, once, before anything else.
+
+        Raises:
+            RegistrationError: if the memory cannot be registered.
+        """
+
+    @abstractmethod
+    def metadata(self) -> bytes:
+        """What a peer needs to connect to us, as it travels."""
+
+    @abstractmethod
+    def connect(self, metadata: bytes) -> str:
+        """Connects to a peer and returns its name. A peer that is known under that name is removed first.
+
+        Raises:
+            TransportError: if it cannot be connected.
+            MessageError: if the metadata is malformed.
+        """
+
+    @abstractmethod
+    def disconnect(self, peer: str) -> None:
+        """Forgets a peer and its prepared lists. An unknown one is ignored."""
+
+    @abstractmethod
+    def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
+        """Prepares a descriptor list for our own memory (peer None) or a peer's.
+
+        Args:
+            rows: uint64, shape [rows, 5]; see `DescriptorRows`.
+
+        Raises:
+            RegistrationError: if a row leaves registered memory, naming it.
+            PeerDisconnectedError: if the peer is unknown.
+        """
+
+    @abstractmethod
+    def release_list(self, prepared: PreparedList) -> None:
+        """Frees a descriptor list. No flight may use it any more."""
+
+    @abstractmethod
+    def post(
+        self,
+        local: PreparedList,
+        local_indices: DescriptorIndices,
+        remote: PreparedList,
+        remote_indices: DescriptorIndices,
+        notification: bytes,
+    ) -> Flight:
+        """Starts writing the selected local descriptors to the selected remote ones, index by index.
+
+        Raises:
+            PeerDisconnectedError: if the connection is gone.
+            TransportError: for anything else; nothing is in flight then.
+        """
+
+    @abstractmethod
+    def poll(self, flight: Flight) -> FlightReport | None:
+        """The report of a finished write, None while it is on its way.
+
+        Raises:
+            PeerDisconnectedError: if the connection broke.
+            TransportError: if the write failed.
+        """
+
+    @abstractmethod
+    def release(self, flight: Flight) -> None:
+        """Frees a finished flight."""
+
+    @abstractmethod
+    def notify(self, peer: str, notification: bytes) -> None:
+        """Sends a notification that belongs to no write.
+
+        Raises:
+            PeerDisconnectedError: if the connection is gone.
+        """
+
+    @abstractmethod
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        """Notifications that came since the last call: (name of the peer, bytes)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Disconnects every peer and gives all memory back. Later calls do nothing."""
+
+
+def check_rows(rows: NDArray[np.uint64], regions: Sequence[Region], device: Device, *, owner: str) -> None:
+    """Refuses descriptor rows that leave registered memory.
+
+    Transports accept such rows in silence and fail, or write elsewhere, much later.
+
+    Raises:
+        RegistrationError: naming the first row that does.
+    """
+    if rows.ndim != 2 or rows.shape[1] != 5 or rows.dtype != np.uint64:
+        raise RegistrationError(f"descriptor rows must be uint64 of shape [rows, 5], not {rows.dtype} {rows.shape}")
+    if len(rows) == 0:
+        return
+    starts = np.array(sorted(regions), np.uint64).reshape(-1, 2)
+    first = rows[:, 0]
+    stop = first + rows[:, 3] * (np.maximum(rows[:, 4], 1) - 1).astype(np.uint64) + rows[:, 1]
+    if len(starts):
+        nearest = np.searchsorted(starts[:, 0], first, side="right").astype(np.int64) - 1
+        limit = starts[np.maximum(nearest, 0), 0] + starts[np.maximum(nearest, 0), 1]
+        outside = (nearest < 0) | (stop > limit)
+    else:
+        outside = np.ones(len(rows), np.bool_)
+    outside |= rows[:, 2] != device.index
+    if outside.any():
+        bad = int(np.flatnonzero(outside)[0])
+        raise RegistrationError(
+            f"descriptor row {bad} [{int(first[bad]):#x}, {int(stop[bad]):#x}) on device {int(rows[bad, 2])} lies outside "
+            f"the memory that {owner} registered on {device}: {len(regions)} regions"
+        )

@@ -1,0 +1,184 @@
+"""A transport between endpoints of one process, with the full contract.
+
+It is for tests of engines and of kvferry itself, and for trying things out; bytes are copied when a flight is polled,
+so that a write is on its way for a while, as on a wire.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import PeerDisconnectedError, RegistrationError, TransportError
+from kvferry.layout import Device, MemoryKind, Region
+from kvferry.plan.descriptors import DescriptorIndices, RowArray
+from kvferry.transport.base import Flight, FlightReport, PeerMetadata, PreparedList, Transport, check_rows
+
+
+class InProcessNetwork:
+    """What in-process transports are connected by; one per test."""
+
+    def __init__(self) -> None:
+        # Guards the table of members, which endpoints join and leave from their own threads.
+        self._lock = threading.Lock()
+        self._members: dict[str, InProcessTransport] = {}
+
+    def join(self, member: InProcessTransport) -> None:
+        """Makes a transport reachable; one of the same name is replaced, as by a restart."""
+        with self._lock:
+            self._members[member.endpoint_name] = member
+
+    def leave(self, member: InProcessTransport) -> None:
+        """Makes a transport unreachable."""
+        with self._lock:
+            if self._members.get(member.endpoint_name) is member:
+                del self._members[member.endpoint_name]
+
+    def member(self, name: str) -> InProcessTransport:
+        """The transport of that name.
+
+        Raises:
+            PeerDisconnectedError: if there is none.
+        """
+        with self._lock:
+            if name not in self._members:
+                raise PeerDisconnectedError(f"no endpoint {name!r} in this process")
+            return self._members[name]
+
+
+class _InProcessFlight(Flight):
+    def __init__(self, target: InProcessTransport, copies: tuple[NDArray[np.uint64], ...], notification: bytes) -> None:
+        self.target = target
+        self.sources, self.destinations, self.lengths = copies
+        self.notification = notification
+        self.posted_at = time.perf_counter()
+        self.report: FlightReport | None = None
+
+
+class InProcessTransport(Transport):
+    """Moves bytes within the process."""
+
+    name = "inprocess"
+
+    def __init__(self, network: InProcessNetwork, endpoint_name: str | None = None) -> None:
+        """Args:
+        network: what connects the endpoints.
+        endpoint_name: unique in the network; made up if None.
+        """
+        self.endpoint_name = endpoint_name or f"inprocess-{uuid.uuid4().hex}"
+        self._network = network
+        self._regions: tuple[Region, ...] = ()
+        self._device = Device()
+        self._peers: dict[str, PeerMetadata] = {}
+        # Guards the notifications, which other endpoints' threads append to.
+        self._lock = threading.Lock()
+        self._notifications: list[tuple[str, bytes]] = []
+        self._closed = False
+        network.join(self)
+
+    def register(self, regions: Sequence[Region], device: Device) -> None:
+        if device.kind is not MemoryKind.DRAM:
+            raise RegistrationError(f"the in-process transport copies host memory only, not {device}")
+        self._regions, self._device = tuple(regions), device
+
+    def metadata(self) -> bytes:
+        return PeerMetadata(name=self.endpoint_name, device=self._device, regions=self._regions, private=b"").encode()
+
+    def connect(self, metadata: bytes) -> str:
+        peer = PeerMetadata.decode(metadata)
+        self._network.member(peer.name)
+        self._peers[peer.name] = peer
+        return peer.name
+
+    def disconnect(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+
+    def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
+        if peer is None:
+            check_rows(rows, self._regions, self._device, owner="this endpoint")
+        else:
+            metadata = self._peers.get(peer)
+            if metadata is None:
+                raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
+            check_rows(rows, metadata.regions, metadata.device, owner=peer)
+        return PreparedList(peer, rows, int(rows[:, 4].sum()))
+
+    def release_list(self, prepared: PreparedList) -> None:
+        pass
+
+    def post(
+        self,
+        local: PreparedList,
+        local_indices: DescriptorIndices,
+        remote: PreparedList,
+        remote_indices: DescriptorIndices,
+        notification: bytes,
+    ) -> Flight:
+        if local.peer is not None or remote.peer is None:
+            raise TransportError("a write goes from a list of our own memory to one of a peer's")
+        if remote.peer not in self._peers:
+            raise PeerDisconnectedError(f"no connection to {remote.peer!r}: connect first")
+        if len(local_indices) != len(remote_indices) or len(local_indices) == 0:
+            raise TransportError(
+                f"a write needs as many local as remote descriptors and at least one: {len(local_indices)} and "
+                f"{len(remote_indices)}"
+            )
+        sources, lengths = _expand(local, local_indices)
+        destinations, remote_lengths = _expand(remote, remote_indices)
+        if not np.array_equal(lengths, remote_lengths):
+            raise TransportError("local and remote descriptors differ in length")
+        return _InProcessFlight(self._network.member(remote.peer), (sources, destinations, lengths), notification)
+
+    def poll(self, flight: Flight) -> FlightReport | None:
+        assert isinstance(flight, _InProcessFlight)
+        if flight.report is None:
+            self._network.member(flight.target.endpoint_name)  # raises if it left meanwhile
+            for source, destination, length in zip(
+                flight.sources.tolist(), flight.destinations.tolist(), flight.lengths.tolist(), strict=True
+            ):
+                ctypes.memmove(destination, source, length)
+            flight.target.deliver(self.endpoint_name, flight.notification)
+            elapsed = time.perf_counter() - flight.posted_at
+            flight.report = FlightReport(int(flight.lengths.sum()), len(flight.lengths), 0.0, elapsed)
+        return flight.report
+
+    def release(self, flight: Flight) -> None:
+        pass
+
+    def notify(self, peer: str, notification: bytes) -> None:
+        if peer not in self._peers:
+            raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
+        self._network.member(peer).deliver(self.endpoint_name, notification)
+
+    def deliver(self, sender: str, notification: bytes) -> None:
+        """Takes a notification from another transport of the network."""
+        with self._lock:
+            self._notifications.append((sender, notification))
+
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        with self._lock:
+            taken, self._notifications = self._notifications, []
+        return taken
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._network.leave(self)
+            self._peers.clear()
+
+
+def _expand(prepared: PreparedList, indices: DescriptorIndices) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Addresses and lengths of the selected descriptors."""
+    rows: RowArray = prepared.handle
+    if indices.min() < 0 or indices.max() >= prepared.count:
+        raise TransportError(f"descriptor indices [{indices.min()}, {indices.max()}] exceed a list of {prepared.count}")
+    starts = np.concatenate([[0], np.cumsum(rows[:, 4])]).astype(np.int64)
+    row = np.searchsorted(starts, indices, side="right") - 1
+    element = (indices - starts[row]).astype(np.uint64)
+    return rows[row, 0] + element * rows[row, 3], rows[row, 1]

@@ -1,0 +1,278 @@
+"""NIXL: RDMA, shared memory or TCP, whatever UCX finds between two endpoints.
+
+This talks to NIXL's bindings directly, because its Python wrapper fixes the progress thread's delay at 0, which burns a
+core in an idle process. The thread itself is needed: a side that only receives completes nothing without it. It wakes
+up for events and, as a safeguard, every `progress_delay_us`; at 20 ms an idle process costs 0.3 % of a core and
+notifications are as fast as at 1 ms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from kvferry.errors import (
+    PeerDisconnectedError,
+    RegistrationError,
+    TransportError,
+    TransportUnavailableError,
+)
+from kvferry.layout import Device, Region
+from kvferry.plan.descriptors import DescriptorIndices, RowArray
+from kvferry.transport.base import Flight, FlightReport, PeerMetadata, PreparedList, Transport, check_rows
+
+BINDINGS = ("nixl_cu13._bindings", "nixl_cu12._bindings", "nixl._bindings")
+"""Where NIXL's bindings are looked for, in this order. Each of the wheels carries its own."""
+
+
+def load_bindings() -> ModuleType:
+    """NIXL's bindings.
+
+    Raises:
+        TransportUnavailableError: if no wheel of NIXL is installed, saying how to install one.
+    """
+    problems = []
+    for name in BINDINGS:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            problems.append(f"{name}: {error}")
+    raise TransportUnavailableError(
+        "NIXL is not installed: pip install 'kvferry[nixl]' (CUDA 13 and machines without CUDA) or "
+        f"'kvferry[nixl-cu12]' ({'; '.join(problems)})"
+    )
+
+
+class _NixlFlight(Flight):
+    """A posted transfer request."""
+
+    __slots__ = ("handle", "peer", "report")
+
+    def __init__(self, handle: int, peer: str) -> None:
+        self.handle = handle
+        self.peer = peer
+        self.report: FlightReport | None = None
+
+
+class NixlTransport(Transport):
+    """Moves bytes with NIXL."""
+
+    name = "nixl"
+
+    def __init__(
+        self,
+        endpoint_name: str,
+        *,
+        backend: str = "UCX",
+        backend_parameters: Mapping[str, str] | None = None,
+        progress_delay_us: int = 20_000,
+    ) -> None:
+        """Args:
+        endpoint_name: the agent's name, unique among all endpoints and new at every start.
+        backend: NIXL's backend.
+        backend_parameters: as the backend knows them, such as num_threads for UCX.
+        progress_delay_us: the longest that the progress thread sleeps, in microseconds.
+
+        Raises:
+            TransportUnavailableError: if NIXL or the backend is missing.
+        """
+        self.endpoint_name = endpoint_name
+        self._nixl = load_bindings()
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.useListenThread = False
+        config.pthrDelay = progress_delay_us
+        # Reader-writer: workers post side by side, only connecting and registering exclude each other.
+        config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
+        config.captureTelemetry = True
+        self._agent: Any = self._nixl.nixlAgent(endpoint_name, config)
+        available = self._agent.getAvailPlugins()
+        if backend not in available:
+            raise TransportUnavailableError(f"NIXL has no backend {backend!r} here (KVFERRY_NIXL_BACKEND): {available}")
+        with self._translated(f"creating NIXL backend {backend!r} with {dict(backend_parameters or {})}"):
+            self._backend: int = self._agent.createBackend(backend, dict(backend_parameters or {}))
+        self._regions: tuple[Region, ...] = ()
+        self._device = Device()
+        self._registered: Any = None
+        # Guards the tables of peers and lists: endpoints connect peers from several worker threads.
+        self._lock = threading.Lock()
+        self._peers: dict[str, PeerMetadata] = {}
+        self._lists: dict[str | None, set[int]] = {}
+
+    @contextlib.contextmanager
+    def _translated(self, what: str, peer: str | None = None) -> Iterator[None]:
+        """Turns NIXL's exceptions into ours; NIXL says only a code, so that `what` says what was being done."""
+        nixl = self._nixl
+        try:
+            yield
+        except nixl.nixlRemoteDisconnectError as error:
+            raise PeerDisconnectedError(f"{what}: the connection to {peer} is gone ({error})") from error
+        except nixl.nixlNotFoundError as error:
+            raise RegistrationError(f"{what}: memory or peer {peer} is not known to NIXL ({error})") from error
+        except (
+            nixl.nixlBackendError,
+            nixl.nixlCancelledError,
+            nixl.nixlInvalidParamError,
+            nixl.nixlMismatchError,
+            nixl.nixlNotAllowedError,
+            nixl.nixlNotPostedError,
+            nixl.nixlNotSupportedError,
+            nixl.nixlRepostActiveError,
+            nixl.nixlUnknownError,
+        ) as error:
+            raise TransportError(f"{what}: {type(error).__name__}: {error}") from error
+
+    def _memory_type(self, device: Device) -> Any:
+        return getattr(self._nixl, f"{device.kind.value}_SEG")
+
+    def register(self, regions: Sequence[Region], device: Device) -> None:
+        if any(region.length < 1 or region.address < 1 for region in regions):
+            raise RegistrationError(f"cannot register regions without address or length: {regions}")
+        descriptors = [(region.address, region.length, device.index, "") for region in regions]
+        if descriptors:
+            registered = self._nixl.nixlRegDList(self._memory_type(device), descriptors)
+            with self._translated(f"registering {len(regions)} regions of {device}"):
+                self._agent.registerMem(registered, [self._backend])
+            self._registered = registered
+        self._regions, self._device = tuple(regions), device
+
+    def metadata(self) -> bytes:
+        private = self._agent.getLocalMD()
+        return PeerMetadata(
+            name=self.endpoint_name, device=self._device, regions=self._regions, private=private
+        ).encode()
+
+    def connect(self, metadata: bytes) -> str:
+        peer = PeerMetadata.decode(metadata)
+        self.disconnect(peer.name)  # NIXL refuses to add an agent of a known name
+        with self._translated(f"connecting to {peer.name}", peer.name):
+            name = self._agent.loadRemoteMD(peer.private)
+            if isinstance(name, bytes):
+                name = name.decode()
+            if name != peer.name:
+                self._agent.invalidateRemoteMD(name)
+                raise TransportError(f"a peer that calls itself {peer.name!r} sent the metadata of {name!r}")
+            self._agent.makeConnection(name, [self._backend])
+        with self._lock:
+            self._peers[peer.name] = peer
+        return peer.name
+
+    def disconnect(self, peer: str) -> None:
+        with self._lock:
+            known = self._peers.pop(peer, None)
+            lists = self._lists.pop(peer, set())
+        for handle in lists:
+            self._agent.releasedDlistH(handle)
+        if known is not None:
+            with contextlib.suppress(TransportError), self._translated(f"disconnecting from {peer}", peer):
+                self._agent.invalidateRemoteMD(peer)
+
+    def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
+        if peer is None:
+            regions, device, owner = self._regions, self._device, "this endpoint"
+        else:
+            with self._lock:
+                metadata = self._peers.get(peer)
+            if metadata is None:
+                raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
+            regions, device, owner = metadata.regions, metadata.device, peer
+        check_rows(rows, regions, device, owner=owner)
+        with self._translated(f"preparing {len(rows)} descriptor rows of {owner}", peer):
+            handle = self._agent.prepXferDlist(
+                self._nixl.NIXL_INIT_AGENT if peer is None else peer,
+                self._memory_type(device),
+                rows,
+                [self._backend],
+            )
+        with self._lock:
+            self._lists.setdefault(peer, set()).add(handle)
+        return PreparedList(peer, handle, int(rows[:, 4].sum()))
+
+    def release_list(self, prepared: PreparedList) -> None:
+        with self._lock:
+            lists = self._lists.get(prepared.peer, set())
+            known = prepared.handle in lists
+            lists.discard(prepared.handle)
+        if known:
+            self._agent.releasedDlistH(prepared.handle)
+
+    def post(
+        self,
+        local: PreparedList,
+        local_indices: DescriptorIndices,
+        remote: PreparedList,
+        remote_indices: DescriptorIndices,
+        notification: bytes,
+    ) -> Flight:
+        peer = remote.peer
+        if local.peer is not None or peer is None:
+            raise TransportError("a write goes from a list of our own memory to one of a peer's")
+        with self._translated(f"posting {len(local_indices)} descriptors to {peer}", peer):
+            handle = self._agent.makeXferReq(
+                self._nixl.NIXL_WRITE,
+                local.handle,
+                local_indices,
+                remote.handle,
+                remote_indices,
+                "",
+                [self._backend],
+                False,
+            )
+            try:
+                self._agent.postXferReq(handle, notification)
+            except BaseException:
+                self._agent.releaseXferReq(handle)
+                raise
+        return _NixlFlight(handle, peer)
+
+    def poll(self, flight: Flight) -> FlightReport | None:
+        assert isinstance(flight, _NixlFlight)
+        if flight.report is None:
+            with self._translated(f"writing to {flight.peer}", flight.peer):
+                if self._agent.getXferStatus(flight.handle) != self._nixl.NIXL_SUCCESS:
+                    return None
+                telemetry = self._agent.getXferTelemetry(flight.handle)
+            flight.report = FlightReport(
+                total_bytes=telemetry.totalBytes,
+                descriptors=telemetry.descCount,
+                post_s=_seconds(telemetry.postDuration),
+                transfer_s=_seconds(telemetry.xferDuration),
+            )
+        return flight.report
+
+    def release(self, flight: Flight) -> None:
+        assert isinstance(flight, _NixlFlight)
+        with self._translated(f"releasing a write to {flight.peer}", flight.peer):
+            self._agent.releaseXferReq(flight.handle)
+
+    def notify(self, peer: str, notification: bytes) -> None:
+        with self._lock:
+            if peer not in self._peers:
+                raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
+        with self._translated(f"notifying {peer}", peer):
+            self._agent.genNotif(peer, notification, [self._backend])
+
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        received = self._agent.getNotifs({}, [self._backend])
+        return [(peer, notification) for peer, notifications in received.items() for notification in notifications]
+
+    def close(self) -> None:
+        if self._agent is None:
+            return
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        for handle in self._lists.pop(None, set()):
+            self._agent.releasedDlistH(handle)
+        if self._registered is not None:
+            with contextlib.suppress(TransportError), self._translated("deregistering memory"):
+                self._agent.deregisterMem(self._registered, [self._backend])
+        self._agent = None  # ends NIXL's progress thread
+
+
+def _seconds(duration: Any) -> float:
+    """NIXL's telemetry counts microseconds, as a number or a timedelta depending on its version."""
+    return duration.total_seconds() if hasattr(duration, "total_seconds") else float(duration) * 1e-6
