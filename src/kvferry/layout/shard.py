@@ -122,8 +122,8 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         for step in sorted(self.steps(), key=lambda step: step.stride):
             if step.count > 1 and step.stride < inner_bytes:
                 raise LayoutError(
-                    f"shard of {self.component.name!r}: a step on {step.name} is {step.stride} bytes, but one {step.name} "
-                    f"takes {inner_bytes}: elements would overlap. Check the tensor's shape and dimension names"
+                    f"shard of {self.component.name!r}: a step on {step.name} is {step.stride} bytes, but one "
+                    f"{step.name} takes {inner_bytes}: elements would overlap. Check the tensor's shape and dimension names"
                 )
             inner_bytes = max(inner_bytes, step.stride * step.count)
 
@@ -166,8 +166,8 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
             mine, first = shard.paging, self.shards[0].paging
             if (mine.page_tokens, mine.num_pages) != (first.page_tokens, first.num_pages):
                 raise LayoutError(
-                    f"{shard.component.name!r} has {mine.num_pages} pages of {mine.page_tokens} tokens, {names[0]!r} has "
-                    f"{first.num_pages} of {first.page_tokens}: pools that share page indices need the same pages"
+                    f"{shard.component.name!r} has {mine.num_pages} pages of {mine.page_tokens} tokens, {names[0]!r} "
+                    f"has {first.num_pages} of {first.page_tokens}: pools that share page indices need the same pages"
                 )
 
     @property

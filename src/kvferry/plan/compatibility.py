@@ -24,7 +24,8 @@ def check_exchangeable(source: RankLayout, destination: RankLayout, *, source_na
         differences += _component_differences(theirs[name], ours[name], source_name, destination_name)
     if source.page_tokens != destination.page_tokens:
         differences.append(
-            f"page size: {source_name} has {source.page_tokens} tokens a page, {destination_name} {destination.page_tokens}"
+            f"page size: {source_name} has {source.page_tokens} tokens a page, "
+            f"{destination_name} {destination.page_tokens}"
         )
     if differences:
         raise IncompatiblePeerError("the two sides cannot exchange caches: " + "; ".join(differences))

@@ -107,4 +107,5 @@ def descriptor_indices(rows: NDArray[np.int32], pages: PageArray, *, pool_pages:
     Returns:
         int32 array of shape [rows * pages].
     """
-    return np.add.outer(rows * np.int32(pool_pages), pages.astype(np.int32)).ravel()
+    indices: DescriptorIndices = np.add.outer(rows * np.int32(pool_pages), pages.astype(np.int32)).ravel()
+    return indices

@@ -60,7 +60,7 @@ def lower(box: Box, source: Shard, destination: Shard) -> Runs:
         *map(_Loop, map(len, box[1:]), source.strides, destination.strides),
     ]
     length = source.component.element_bytes
-    remaining = []
+    remaining: list[_Loop] = []
     for loop in sorted(loops, key=lambda loop: loop.source_stride):
         if loop.count == 1:
             continue

@@ -172,9 +172,9 @@ Notification: TypeAlias = ChunkArrived | WriterFinished
 _Body = TypeVar("_Body")
 
 _encoder = msgspec.msgpack.Encoder()
-_to_prefill = msgspec.msgpack.Decoder(ToPrefill)
-_to_decode = msgspec.msgpack.Decoder(ToDecode)
-_notification = msgspec.msgpack.Decoder(Notification)
+_to_prefill: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
+_to_decode: msgspec.msgpack.Decoder[ToDecode] = msgspec.msgpack.Decoder(ToDecode)
+_notification: msgspec.msgpack.Decoder[Notification] = msgspec.msgpack.Decoder(Notification)
 
 
 def encode(message: Message) -> bytes:

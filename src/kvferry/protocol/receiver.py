@@ -270,8 +270,8 @@ class ReceiverMachine:
         else:
             waiting = [rank for rank, writer in self._expected.items() if not writer.is_complete]
             what = (
-                f"nothing came for {self._deadlines.waiting_s:g} s (KVFERRY_WAITING_TIMEOUT_S) and prefill ranks {waiting} "
-                "have not finished"
+                f"nothing came for {self._deadlines.waiting_s:g} s (KVFERRY_WAITING_TIMEOUT_S) "
+                f"and prefill ranks {waiting} have not finished"
             )
         return self._fail(TransferTimeoutError(f"room {self.room} on decode rank {self._rank}: {what}"))
 

@@ -64,8 +64,8 @@ class FlightReport:
     transfer_s: float
 
 
-class Flight(ABC):
-    """One write on its way."""
+class Flight:
+    """One write on its way. Each transport has its own kind."""
 
 
 class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,6 +218,6 @@ def check_rows(rows: NDArray[np.uint64], regions: Sequence[Region], device: Devi
     if outside.any():
         bad = int(np.flatnonzero(outside)[0])
         raise RegistrationError(
-            f"descriptor row {bad} [{int(first[bad]):#x}, {int(stop[bad]):#x}) on device {int(rows[bad, 2])} lies outside "
-            f"the memory that {owner} registered on {device}: {len(regions)} regions"
+            f"descriptor row {bad} [{int(first[bad]):#x}, {int(stop[bad]):#x}) on device {int(rows[bad, 2])} lies "
+            f"outside the memory that {owner} registered on {device}: {len(regions)} regions"
         )
