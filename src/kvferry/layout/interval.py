@@ -7,6 +7,7 @@ cache is to choose the box that a rank holds; nothing here knows their names.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from math import prod
 from typing import TypeAlias
 
@@ -85,6 +86,6 @@ def cut(box: Box, by: Iterable[Box]) -> list[Box]:
     parts: list[Box] = [()]
     for edge in edges:
         points = sorted(edge)
-        slices = [Interval(start, stop) for start, stop in zip(points, points[1:], strict=False)]
+        slices = [Interval(start, stop) for start, stop in pairwise(points)]
         parts = [(*part, piece) for part in parts for piece in slices]
     return parts

@@ -6,8 +6,9 @@ NHD, HND and packed layouts are nothing but strides, separate tensors per layer 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from itertools import combinations
 
 import msgspec
 
@@ -123,9 +124,26 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
             if step.count > 1 and step.stride < inner_bytes:
                 raise LayoutError(
                     f"shard of {self.component.name!r}: a step on {step.name} is {step.stride} bytes, but one "
-                    f"{step.name} takes {inner_bytes}: elements would overlap. Check the tensor's shape and dimension names"
+                    f"{step.name} takes {inner_bytes}: elements would overlap. "
+                    "Check the tensor's shape and dimension names"
                 )
             inner_bytes = max(inner_bytes, step.stride * step.count)
+        self._refuse_shared_layers()
+
+    def _refuse_shared_layers(self) -> None:
+        nested = sorted((step for step in self.steps() if step.count > 1), key=lambda step: -step.stride)
+        placed = sorted(zip(self.addresses, range(self.box[0].start, self.box[0].stop), strict=True))
+        apart: set[int] = set()  # layers of one tensor have few distinct distances
+        for (low, one), (high, other) in combinations(placed, 2):
+            if high - low in apart:
+                continue
+            if _meets_itself(high - low, nested, self.component.element_bytes):
+                first = self.component.axes[0].name
+                raise LayoutError(
+                    f"shard of {self.component.name!r}: {first} {one} at {low:#x} and {first} {other} at {high:#x} "
+                    f"share bytes: every {first} needs memory of its own"
+                )
+            apart.add(high - low)
 
     def steps(self) -> Iterator[Step]:
         """The dimensions of the address map below the first axis, in no particular order."""
@@ -147,13 +165,25 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         return [Region(address, last + self.component.element_bytes) for address in self.addresses]
 
 
+def _meets_itself(distance: int, nested: Sequence[Step], element_bytes: int) -> bool:
+    """Whether the elements that `nested` steps reach, largest stride first, share a byte with those `distance` on."""
+    if not nested:
+        return distance < element_bytes
+    step, inner = nested[0], nested[1:]
+    whole, rest = divmod(distance, step.stride)
+    return (whole < step.count and _meets_itself(rest, inner, element_bytes)) or (
+        whole + 1 < step.count and _meets_itself(step.stride - rest, inner, element_bytes)
+    )
+
+
 class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that one rank caches: a shard of every component, in pools that share page indices.
 
     Every rank of an engine lists every component, also those of which it holds nothing (an empty box).
 
     Raises:
-        LayoutError: if there is no shard, a component appears twice, or the shards' pages or devices differ.
+        LayoutError: if there is no shard, a component appears twice, the shards' pages or devices differ, or two
+            components start in the same place.
     """
 
     shards: tuple[Shard, ...]
@@ -169,6 +199,20 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
                     f"{shard.component.name!r} has {mine.num_pages} pages of {mine.page_tokens} tokens, {names[0]!r} "
                     f"has {first.num_pages} of {first.page_tokens}: pools that share page indices need the same pages"
                 )
+            if shard.device != self.device:
+                raise LayoutError(
+                    f"{shard.component.name!r} is on {shard.device}, {names[0]!r} on {self.device}: the pools of a "
+                    "rank share a device, which empty shards name too"
+                )
+        owners: dict[int, str] = {}
+        for shard in self.shards:
+            name = shard.component.name
+            for address in shard.addresses if volume(shard.box) else ():
+                if owners.setdefault(address, name) != name:
+                    raise LayoutError(
+                        f"{name!r} and {owners[address]!r} both start at {address:#x}: every component needs memory "
+                        "of its own"
+                    )
 
     @property
     def device(self) -> Device:

@@ -139,6 +139,8 @@ def _check_tensor(
             raise LayoutError(
                 f"{what} has {size} in dimension {name!r} where the rank holds {expected[name]}: shape {tensor.shape}"
             )
+    if 0 in tensor.shape:
+        raise LayoutError(f"{what} has shape {tensor.shape}: a pool needs at least one page and one token a page")
     innermost = dims[-1]
     if tensor.shape[-1] > 1 and tensor.strides[-1] != component.element_bytes:
         raise LayoutError(

@@ -93,6 +93,13 @@ class ReceiverAbortRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class ReceiverBroke:
+    """Something went wrong in this process that is nobody's message."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class ReceiverTick:
     """Time has passed."""
 
@@ -106,6 +113,7 @@ ReceiverEvent: TypeAlias = (
     | SenderDrained
     | SenderLost
     | ReceiverAbortRequested
+    | ReceiverBroke
     | ReceiverTick
 )
 
@@ -211,6 +219,8 @@ class ReceiverMachine:
                 return self._fail(_as_transfer_error(f"room {self.room}: prefill rank {rank} is gone", error))
             case ReceiverAbortRequested(reason):
                 return self._fail(TransferAbortedError(f"room {self.room} was aborted by the decode side: {reason}"))
+            case ReceiverBroke(error):
+                return self._fail(_as_transfer_error(f"room {self.room} met an unexpected error", error))
             case ReceiverTick():
                 return self._tick(now)
 

@@ -109,6 +109,13 @@ class SenderAbortRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class SenderBroke:
+    """Something went wrong in this process that is nobody's message and no write."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class SenderTick:
     """Time has passed."""
 
@@ -123,6 +130,7 @@ SenderEvent: TypeAlias = (
     | ReceiverAborted
     | ReceiverLost
     | SenderAbortRequested
+    | SenderBroke
     | SenderTick
 )
 
@@ -131,10 +139,16 @@ SenderEvent: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Write:
-    """Write these pages of ours to those of the receiver; answer with WriteDone or WriteFailed."""
+    """Write these pages of ours to those of the receiver; answer with WriteDone or WriteFailed.
+
+    Attributes:
+        chunk: the number of the submitted chunk.
+        sequence: the number of the write among those to this receiver.
+    """
 
     receiver: str
     generation: int
+    chunk: int
     sequence: int
     source_pages: Pages
     destination_pages: Pages
@@ -264,6 +278,8 @@ class SenderMachine:
                 commands = self._fail(
                     TransferAbortedError(f"room {self.room} was aborted by the prefill side: {reason}")
                 )
+            case SenderBroke(error):
+                commands = self._fail(_failure(f"room {self.room} met an unexpected error", error))
             case SenderTick():
                 commands = self._tick(now)
         return commands + self._tell_drained()
@@ -326,10 +342,11 @@ class SenderMachine:
     def _send_chunk(self, chunk: Chunk, now: float) -> list[SenderCommand]:
         if self._first_page is None:
             self._first_page = chunk.start
-        commands: list[SenderCommand] = []
         for name, receiver in self._receivers.items():
             if (problem := self._page_problem(name, receiver, chunk)) is not None:
                 return self._fail(problem)
+        commands: list[SenderCommand] = []
+        for name, receiver in self._receivers.items():
             start = max(chunk.start, receiver.opened.prefix_pages)
             if start >= chunk.stop or not receiver.opened.is_writer:
                 continue
@@ -338,6 +355,7 @@ class SenderMachine:
                 Write(
                     receiver=name,
                     generation=receiver.opened.generation,
+                    chunk=chunk.number,
                     sequence=receiver.chunks_sent,
                     source_pages=chunk.pages[start - chunk.start :],
                     destination_pages=receiver.opened.pages[first : first + chunk.stop - start],
@@ -391,6 +409,7 @@ class SenderMachine:
         if self.state is TransferState.SUCCESS:
             return [SendDrained(name, generation)]
         receiver.told_failed = True  # it knows
+        receiver.told_drained = False  # it asks, so it is told, and told again if it asks again
         return self._fail(TransferAbortedError(f"room {self.room} was aborted by {name}: {reason}"))
 
     def _receiver_lost(self, name: str, error: Exception) -> list[SenderCommand]:

@@ -96,7 +96,7 @@ class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             return msgspec.msgpack.decode(data, type=PeerMetadata)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MessageError(f"malformed transport metadata: {error}") from error
 
 
@@ -104,7 +104,10 @@ class Transport(ABC):
     """Moves bytes. See the module's docstring for the contract."""
 
     name: str
-    """How settings and handshakes call this transport."""
+    """How settings and handshakes call this kind of transport."""
+
+    endpoint_name: str
+    """What peers know this endpoint by: unique, and new at every start."""
 
     @abstractmethod
     def register(self, regions: Sequence[Region], device: Device) -> None:
@@ -205,19 +208,20 @@ def check_rows(rows: NDArray[np.uint64], regions: Sequence[Region], device: Devi
         raise RegistrationError(f"descriptor rows must be uint64 of shape [rows, 5], not {rows.dtype} {rows.shape}")
     if len(rows) == 0:
         return
-    starts = np.array(sorted(regions), np.uint64).reshape(-1, 2)
-    first = rows[:, 0]
-    stop = first + rows[:, 3] * (np.maximum(rows[:, 4], 1) - 1).astype(np.uint64) + rows[:, 1]
-    if len(starts):
-        nearest = np.searchsorted(starts[:, 0], first, side="right").astype(np.int64) - 1
-        limit = starts[np.maximum(nearest, 0), 0] + starts[np.maximum(nearest, 0), 1]
-        outside = (nearest < 0) | (stop > limit)
-    else:
-        outside = np.ones(len(rows), np.bool_)
+    # A region of no length at address 0 stands before all others, so that every address has one at or before it.
+    known = np.array([(0, 0), *((region.address, region.length) for region in sorted(regions))], np.uint64)
+    first, length, _, stride, count = rows.T
+    nearest = known[np.searchsorted(known[:, 0], first, side="right") - 1]
+    limit = nearest[:, 0] + nearest[:, 1]
+    # Compared by division: a sum or product of absurd numbers would wrap around and look small.
+    room = np.where(limit > first, limit - first, np.uint64(0))
+    steps = np.maximum(count, 1) - np.uint64(1)
+    outside = (length > room) | ((stride > 0) & (steps > (room - length) // np.maximum(stride, 1)))
     outside |= rows[:, 2] != device.index
     if outside.any():
         bad = int(np.flatnonzero(outside)[0])
+        stop = int(first[bad]) + int(length[bad]) + int(stride[bad]) * int(steps[bad])
         raise RegistrationError(
-            f"descriptor row {bad} [{int(first[bad]):#x}, {int(stop[bad]):#x}) on device {int(rows[bad, 2])} lies "
+            f"descriptor row {bad} [{int(first[bad]):#x}, {stop:#x}) on device {int(rows[bad, 2])} lies "
             f"outside the memory that {owner} registered on {device}: {len(regions)} regions"
         )

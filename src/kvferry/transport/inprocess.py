@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,9 +53,19 @@ class InProcessNetwork:
             return self._members[name]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Connection:
+    """Ends when either side does: a later endpoint of the same name is another peer, with other memory."""
+
+    peer: PeerMetadata
+    target: InProcessTransport
+
+
 class _InProcessFlight(Flight):
-    def __init__(self, target: InProcessTransport, copies: tuple[NDArray[np.uint64], ...], notification: bytes) -> None:
-        self.target = target
+    def __init__(
+        self, connection: _Connection, copies: tuple[NDArray[np.uint64], ...], notification: bytes
+    ) -> None:
+        self.connection = connection
         self.sources, self.destinations, self.lengths = copies
         self.notification = notification
         self.posted_at = time.perf_counter()
@@ -75,7 +86,7 @@ class InProcessTransport(Transport):
         self._network = network
         self._regions: tuple[Region, ...] = ()
         self._device = Device()
-        self._peers: dict[str, PeerMetadata] = {}
+        self._connections: dict[str, _Connection] = {}
         # Guards the notifications, which other endpoints' threads append to.
         self._lock = threading.Lock()
         self._notifications: list[tuple[str, bytes]] = []
@@ -92,22 +103,31 @@ class InProcessTransport(Transport):
 
     def connect(self, metadata: bytes) -> str:
         peer = PeerMetadata.decode(metadata)
-        self._network.member(peer.name)
-        self._peers[peer.name] = peer
+        self._connections[peer.name] = _Connection(peer, self._network.member(peer.name))
         return peer.name
 
     def disconnect(self, peer: str) -> None:
-        self._peers.pop(peer, None)
+        self._connections.pop(peer, None)
+
+    def _connection(self, peer: str) -> _Connection:
+        connection = self._connections.get(peer)
+        if connection is None:
+            raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
+        return connection
+
+    def _alive(self, connection: _Connection) -> InProcessTransport:
+        if self._network.member(connection.peer.name) is not connection.target:
+            raise PeerDisconnectedError(f"{connection.peer.name!r} was started anew: connect again")
+        return connection.target
 
     def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
         if peer is None:
+            connection = None
             check_rows(rows, self._regions, self._device, owner="this endpoint")
         else:
-            metadata = self._peers.get(peer)
-            if metadata is None:
-                raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
-            check_rows(rows, metadata.regions, metadata.device, owner=peer)
-        return PreparedList(peer, rows, int(rows[:, 4].sum()))
+            connection = self._connection(peer)
+            check_rows(rows, connection.peer.regions, connection.peer.device, owner=peer)
+        return PreparedList(peer, (rows.copy(), connection), int(rows[:, 4].sum()))
 
     def release_list(self, prepared: PreparedList) -> None:
         pass
@@ -122,8 +142,9 @@ class InProcessTransport(Transport):
     ) -> Flight:
         if local.peer is not None or remote.peer is None:
             raise TransportError("a write goes from a list of our own memory to one of a peer's")
-        if remote.peer not in self._peers:
-            raise PeerDisconnectedError(f"no connection to {remote.peer!r}: connect first")
+        connection = self._connection(remote.peer)
+        if remote.handle[1] is not connection:
+            raise PeerDisconnectedError(f"the list was prepared for an earlier connection to {remote.peer!r}")
         if len(local_indices) != len(remote_indices) or len(local_indices) == 0:
             raise TransportError(
                 f"a write needs as many local as remote descriptors and at least one: {len(local_indices)} and "
@@ -133,17 +154,18 @@ class InProcessTransport(Transport):
         destinations, remote_lengths = _expand(remote, remote_indices)
         if not np.array_equal(lengths, remote_lengths):
             raise TransportError("local and remote descriptors differ in length")
-        return _InProcessFlight(self._network.member(remote.peer), (sources, destinations, lengths), notification)
+        self._alive(connection)
+        return _InProcessFlight(connection, (sources, destinations, lengths), notification)
 
     def poll(self, flight: Flight) -> FlightReport | None:
         assert isinstance(flight, _InProcessFlight)
         if flight.report is None:
-            self._network.member(flight.target.endpoint_name)  # raises if it left meanwhile
+            target = self._alive(flight.connection)
             for source, destination, length in zip(
                 flight.sources.tolist(), flight.destinations.tolist(), flight.lengths.tolist(), strict=True
             ):
                 ctypes.memmove(destination, source, length)
-            flight.target.deliver(self.endpoint_name, flight.notification)
+            target.deliver(self.endpoint_name, flight.notification)
             elapsed = time.perf_counter() - flight.posted_at
             flight.report = FlightReport(int(flight.lengths.sum()), len(flight.lengths), 0.0, elapsed)
         return flight.report
@@ -152,9 +174,7 @@ class InProcessTransport(Transport):
         pass
 
     def notify(self, peer: str, notification: bytes) -> None:
-        if peer not in self._peers:
-            raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
-        self._network.member(peer).deliver(self.endpoint_name, notification)
+        self._alive(self._connection(peer)).deliver(self.endpoint_name, notification)
 
     def deliver(self, sender: str, notification: bytes) -> None:
         """Takes a notification from another transport of the network."""
@@ -170,12 +190,12 @@ class InProcessTransport(Transport):
         if not self._closed:
             self._closed = True
             self._network.leave(self)
-            self._peers.clear()
+            self._connections.clear()
 
 
 def _expand(prepared: PreparedList, indices: DescriptorIndices) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """Addresses and lengths of the selected descriptors."""
-    rows: RowArray = prepared.handle
+    rows: RowArray = prepared.handle[0]
     if indices.min() < 0 or indices.max() >= prepared.count:
         raise TransportError(f"descriptor indices [{indices.min()}, {indices.max()}] exceed a list of {prepared.count}")
     starts = np.concatenate([[0], np.cumsum(rows[:, 4])]).astype(np.int64)

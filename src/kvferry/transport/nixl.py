@@ -101,7 +101,7 @@ class NixlTransport(Transport):
         # Guards the tables of peers and lists: endpoints connect peers from several worker threads.
         self._lock = threading.Lock()
         self._peers: dict[str, PeerMetadata] = {}
-        self._lists: dict[str | None, set[int]] = {}
+        self._lists: dict[str | None, set[PreparedList]] = {}
 
     @contextlib.contextmanager
     def _translated(self, what: str, peer: str | None = None) -> Iterator[None]:
@@ -135,8 +135,11 @@ class NixlTransport(Transport):
         descriptors = [(region.address, region.length, device.index, "") for region in regions]
         if descriptors:
             registered = self._nixl.nixlRegDList(self._memory_type(device), descriptors)
-            with self._translated(f"registering {len(regions)} regions of {device}"):
-                self._agent.registerMem(registered, [self._backend])
+            try:
+                with self._translated(f"registering {len(regions)} regions of {device}"):
+                    self._agent.registerMem(registered, [self._backend])
+            except TransportError as error:
+                raise RegistrationError(str(error)) from error.__cause__
             self._registered = registered
         self._regions, self._device = tuple(regions), device
 
@@ -149,14 +152,18 @@ class NixlTransport(Transport):
     def connect(self, metadata: bytes) -> str:
         peer = PeerMetadata.decode(metadata)
         self.disconnect(peer.name)  # NIXL refuses to add an agent of a known name
-        with self._translated(f"connecting to {peer.name}", peer.name):
-            name = self._agent.loadRemoteMD(peer.private)
-            if isinstance(name, bytes):
-                name = name.decode()
-            if name != peer.name:
-                self._agent.invalidateRemoteMD(name)
-                raise TransportError(f"a peer that calls itself {peer.name!r} sent the metadata of {name!r}")
-            self._agent.makeConnection(name, [self._backend])
+        try:
+            with self._translated(f"connecting to {peer.name}", peer.name):
+                name = self._agent.loadRemoteMD(peer.private)
+                if isinstance(name, bytes):
+                    name = name.decode()
+                if name != peer.name:
+                    self._agent.invalidateRemoteMD(name)
+                    raise TransportError(f"a peer that calls itself {peer.name!r} sent the metadata of {name!r}")
+                self._agent.makeConnection(name, [self._backend])
+        except TransportError:
+            self._invalidate(peer.name)  # NIXL keeps what it loaded before it failed, and would refuse the next try
+            raise
         with self._lock:
             self._peers[peer.name] = peer
         return peer.name
@@ -165,11 +172,14 @@ class NixlTransport(Transport):
         with self._lock:
             known = self._peers.pop(peer, None)
             lists = self._lists.pop(peer, set())
-        for handle in lists:
-            self._agent.releasedDlistH(handle)
+        for prepared in lists:
+            self._agent.releasedDlistH(prepared.handle)
         if known is not None:
-            with contextlib.suppress(TransportError), self._translated(f"disconnecting from {peer}", peer):
-                self._agent.invalidateRemoteMD(peer)
+            self._invalidate(peer)
+
+    def _invalidate(self, peer: str) -> None:
+        with contextlib.suppress(TransportError), self._translated(f"disconnecting from {peer}", peer):
+            self._agent.invalidateRemoteMD(peer)
 
     def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
         if peer is None:
@@ -188,15 +198,16 @@ class NixlTransport(Transport):
                 rows,
                 [self._backend],
             )
+        prepared = PreparedList(peer, handle, int(rows[:, 4].sum()))
         with self._lock:
-            self._lists.setdefault(peer, set()).add(handle)
-        return PreparedList(peer, handle, int(rows[:, 4].sum()))
+            self._lists.setdefault(peer, set()).add(prepared)
+        return prepared
 
     def release_list(self, prepared: PreparedList) -> None:
         with self._lock:
             lists = self._lists.get(prepared.peer, set())
-            known = prepared.handle in lists
-            lists.discard(prepared.handle)
+            known = prepared in lists
+            lists.discard(prepared)
         if known:
             self._agent.releasedDlistH(prepared.handle)
 
@@ -211,6 +222,11 @@ class NixlTransport(Transport):
         peer = remote.peer
         if local.peer is not None or peer is None:
             raise TransportError("a write goes from a list of our own memory to one of a peer's")
+        with self._lock:  # NIXL would follow the pointer of a released list
+            if remote not in self._lists.get(peer, ()):
+                raise PeerDisconnectedError(f"the list was prepared for an earlier connection to {peer!r}")
+            if local not in self._lists.get(None, ()):
+                raise TransportError("the list of our own memory was released")
         with self._translated(f"posting {len(local_indices)} descriptors to {peer}", peer):
             handle = self._agent.makeXferReq(
                 self._nixl.NIXL_WRITE,
@@ -265,8 +281,8 @@ class NixlTransport(Transport):
             return
         for peer in list(self._peers):
             self.disconnect(peer)
-        for handle in self._lists.pop(None, set()):
-            self._agent.releasedDlistH(handle)
+        for prepared in self._lists.pop(None, set()):
+            self._agent.releasedDlistH(prepared.handle)
         if self._registered is not None:
             with contextlib.suppress(TransportError), self._translated("deregistering memory"):
                 self._agent.deregisterMem(self._registered, [self._backend])

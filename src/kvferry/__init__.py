@@ -1,0 +1,54 @@
+"""kvferry moves LLM KV caches from prefill workers to decode workers: any parallel layout to any other.
+
+Describe what a rank caches with `layout`, make a `PrefillEndpoint` on every prefill rank and a `DecodeEndpoint` on
+every decode rank, open the same room number on both sides, and submit chunks of pages as they are computed.
+"""
+
+from kvferry._version import __version__
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, ReceiverStats, Sender, SenderStats
+from kvferry.layout import (
+    Axis,
+    Component,
+    Interval,
+    RankCoordinates,
+    RankLayout,
+    Shard,
+    all_coordinates,
+    attention_components,
+    empty_shard,
+    latent_component,
+    shard_from_tensors,
+    split,
+    stage_layers,
+)
+from kvferry.protocol.states import TransferState
+from kvferry.settings import Settings
+from kvferry.transport import InProcessNetwork, InProcessTransport, NixlTransport
+
+__all__ = [
+    "Axis",
+    "Component",
+    "DecodeEndpoint",
+    "InProcessNetwork",
+    "InProcessTransport",
+    "Interval",
+    "NixlTransport",
+    "PrefillEndpoint",
+    "RankCoordinates",
+    "RankLayout",
+    "Receiver",
+    "ReceiverStats",
+    "Sender",
+    "SenderStats",
+    "Settings",
+    "Shard",
+    "TransferState",
+    "__version__",
+    "all_coordinates",
+    "attention_components",
+    "empty_shard",
+    "latent_component",
+    "shard_from_tensors",
+    "split",
+    "stage_layers",
+]

@@ -1,0 +1,1 @@
+"""How endpoints find and talk to one another: the registry (HTTP) and the channel between peers."""

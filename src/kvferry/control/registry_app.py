@@ -1,0 +1,176 @@
+"""The registry's routes: HTTP requests in, registrations asked, JSON out.
+
+All handlers run on one event loop and none awaits between reading and changing the registrations, so these
+need no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvferry._version import __version__
+from kvferry.control.registrations import RankRegistration, Registrations
+from kvferry.control.registry_messages import (
+    API_VERSION,
+    LARGEST_BODY_BYTES,
+    UNKNOWN_ENGINE,
+    EngineList,
+    Health,
+    Lease,
+    Problem,
+    Removal,
+)
+from kvferry.errors import ConfigurationError, MessageError, RegistrationRefusedError
+
+
+class _BodyTooLargeError(MessageError):
+    pass
+
+
+class _BodyTooSlowError(MessageError):
+    pass
+
+
+# The most telling match along an exception's classes wins.
+_STATUS_OF_ERROR: dict[type[Exception], int] = {
+    ConfigurationError: 400,
+    MessageError: 400,
+    _BodyTooSlowError: 408,
+    RegistrationRefusedError: 409,
+    _BodyTooLargeError: 413,
+}
+
+
+def registry_app(registrations: Registrations, clock: Callable[[], float], *, body_timeout_s: float = 5.0) -> Starlette:
+    """The ASGI application of a registry that keeps its state in `registrations`.
+
+    Args:
+        registrations: the state; nothing else may use it while the application runs.
+        clock: the present time in seconds; it never goes back.
+        body_timeout_s: how long a client may take to send a request's body.
+    """
+    started_at = clock()
+
+    async def put_rank(request: Request) -> Response:
+        body = await _read_body(request, body_timeout_s)
+        registration = _decode_registration(body)
+        engine, rank = request.path_params["engine"], _rank_in_path(request)
+        if (registration.engine, registration.engine_rank) != (engine, rank):
+            raise MessageError(
+                f"the body registers rank {registration.engine_rank} of engine {registration.engine!r} under "
+                f"the path of rank {rank} of engine {engine!r}"
+            )
+        return _json(Lease(lease_s=registrations.register(registration, clock())))
+
+    async def delete_rank(request: Request) -> Response:
+        incarnation = request.query_params.get("incarnation")
+        if not incarnation:
+            raise MessageError("a removal must say ?incarnation=, the id of the start that registered the rank")
+        removed = registrations.remove(request.path_params["engine"], _rank_in_path(request), incarnation)
+        return _json(Removal(removed=removed))
+
+    async def get_engine(request: Request) -> Response:
+        name = request.path_params["engine"]
+        view = registrations.engine(name, clock())
+        if not view.registrations:
+            return _problem(404, UNKNOWN_ENGINE, f"no rank of an engine named {name!r} is registered")
+        return _json(view)
+
+    async def get_engines(_request: Request) -> Response:
+        return _json(EngineList(engines=registrations.engines(clock())))
+
+    async def get_health(_request: Request) -> Response:
+        return _json(Health(version=__version__, api_version=API_VERSION, uptime_s=clock() - started_at))
+
+    rank_path = "/v1/engines/{engine}/ranks/{rank}"
+    return Starlette(
+        routes=[
+            Route(rank_path, put_rank, methods=["PUT"]),
+            Route(rank_path, delete_rank, methods=["DELETE"]),
+            Route("/v1/engines/{engine}", get_engine, methods=["GET"]),
+            Route("/v1/engines", get_engines, methods=["GET"]),
+            Route("/health", get_health, methods=["GET"]),
+        ],
+        exception_handlers={
+            **dict.fromkeys(_STATUS_OF_ERROR, _on_error),
+            HTTPException: _on_http_exception,
+            Exception: _on_bug,
+        },
+    )
+
+
+async def _read_body(request: Request, timeout_s: float) -> bytes:
+    """The body, refused as soon as it is known to be too large rather than after it was kept."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and (len(declared) > 18 or int(declared) > LARGEST_BODY_BYTES):
+        raise _body_too_large()
+
+    async def collect() -> bytes:
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > LARGEST_BODY_BYTES:
+                raise _body_too_large()
+        return bytes(body)
+
+    try:
+        return await asyncio.wait_for(collect(), timeout_s)
+    except asyncio.TimeoutError:
+        raise _BodyTooSlowError(f"the request's body did not arrive within {timeout_s:g} s") from None
+    except ClientDisconnect:
+        raise MessageError("the client left before its request was complete") from None
+
+
+def _body_too_large() -> MessageError:
+    return _BodyTooLargeError(f"the request's body is larger than {LARGEST_BODY_BYTES} bytes")
+
+
+def _decode_registration(body: bytes) -> RankRegistration:
+    try:
+        return msgspec.json.decode(body, type=RankRegistration)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MessageError(f"the request's body is no registration: {error}") from error
+
+
+def _rank_in_path(request: Request) -> int:
+    text: str = request.path_params["rank"]
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9):
+        raise MessageError(f"{text[:80]!r} in the path is no engine rank: it must be a number")
+    return int(text)
+
+
+async def _on_error(_request: Request, error: Exception) -> Response:
+    status = next(_STATUS_OF_ERROR[kind] for kind in type(error).__mro__ if kind in _STATUS_OF_ERROR)
+    # The rest of a body that was not read must not be taken for the next request.
+    headers = {"connection": "close"} if isinstance(error, (_BodyTooLargeError, _BodyTooSlowError)) else None
+    return _problem(status, type(error).__name__.lstrip("_"), str(error), headers)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    headers = error.headers if isinstance(error, HTTPException) else None
+    asked = f"{request.method} {request.url.path}"
+    return _problem(status, "HTTPException", f"this registry has nothing at {asked[:200]}", headers)
+
+
+async def _on_bug(_request: Request, error: Exception) -> Response:
+    # The server logs the exception with its traceback; the client gets to know what kind it was.
+    return _problem(500, type(error).__name__, f"the registry failed: {error}")
+
+
+def _json(answer: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _problem(status: int, error: str, message: str, headers: Any = None) -> Response:
+    body = msgspec.json.encode(Problem(error=error, message=message))
+    return Response(body, status_code=status, media_type="application/json", headers=headers)

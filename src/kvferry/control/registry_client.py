@@ -1,0 +1,389 @@
+"""Talks to a registry, and keeps a rank registered there."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from kvferry.control.registrations import EngineView, RankRegistration, check_engine_name
+from kvferry.control.registry_messages import UNKNOWN_ENGINE, EngineList, Health, Lease, Problem, Removal
+from kvferry.errors import (
+    KVFerryError,
+    RegistrationRefusedError,
+    RegistryError,
+    RegistryUnreachableError,
+    SettingsError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    import httpx
+
+Answer = TypeVar("Answer")
+
+# Sixteen thousand registrations take about five MiB: more than this did not come from a registry.
+_LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
+# Shorter than the server keeps an idle connection, so that a request meets none that is about to close.
+_KEEP_ALIVE_S = 60.0
+
+
+class RegistryClient:
+    """A registry, as its clients see it. May be used from several threads at once.
+
+    Args:
+        url: the registry's address, such as "http://127.0.0.1:8998"; a path stands before the registry's own.
+        timeout_s: how long each step of a request may take: to connect, to send, to wait for the answer, to
+            read it.
+
+    Raises:
+        SettingsError: if the url is no http or https address, or the timeout is not positive and finite.
+    """
+
+    def __init__(self, url: str, timeout_s: float = 2.0) -> None:
+        _check_url(url)
+        if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+            raise SettingsError(f"the registry's timeout_s is {timeout_s}: it must be positive and finite")
+        self._url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._http: httpx.Client | None = None
+        self._is_closed = False
+
+    @property
+    def url(self) -> str:
+        """The registry's address, without a slash at the end."""
+        return self._url
+
+    def register(self, registration: RankRegistration) -> float:
+        """Register a rank, or renew its lease.
+
+        Returns:
+            How long the lease lasts, in seconds.
+
+        Raises:
+            RegistrationRefusedError: with the registry's reason.
+            RegistryUnreachableError: if nothing answered.
+            RegistryError: if what answered is no registry, or it failed.
+        """
+        path = _rank_path(registration.engine, registration.engine_rank)
+        status, body = self._exchange("PUT", path, content=msgspec.json.encode(registration))
+        problem = self._problem(body) if 400 <= status < 500 else None
+        if problem is not None:
+            raise RegistrationRefusedError(f"the registry at {self._url} refused: {problem.message}")
+        return self._answer(status, body, Lease).lease_s
+
+    def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
+        """End a rank's lease, if this incarnation holds it; otherwise nothing changes.
+
+        Returns:
+            Whether a lease was ended.
+
+        Raises:
+            RegistryUnreachableError: if nothing answered.
+            RegistryError: if what answered is no registry, or it failed.
+            SettingsError: if no engine can have this name.
+        """
+        check_engine_name(engine)
+        query = {"incarnation": incarnation}
+        return self._answer(*self._exchange("DELETE", _rank_path(engine, engine_rank), params=query), Removal).removed
+
+    def engine(self, name: str) -> EngineView:
+        """The live ranks of one engine; a view without any if the registry knows none.
+
+        Raises:
+            RegistryUnreachableError: if nothing answered.
+            RegistryError: if what answered is no registry, or it failed.
+            SettingsError: if no engine can have this name.
+        """
+        check_engine_name(name)
+        status, body = self._exchange("GET", f"/v1/engines/{quote(name, safe='')}")
+        if status == 404:
+            problem = self._problem(body)
+            if problem is not None and problem.error == UNKNOWN_ENGINE:
+                return EngineView(engine=name, registrations=(), world_size=0, complete=False)
+        return self._answer(status, body, EngineView)
+
+    def engines(self) -> tuple[EngineView, ...]:
+        """Every engine that has a live rank, by name.
+
+        Raises:
+            RegistryUnreachableError: if nothing answered.
+            RegistryError: if what answered is no registry, or it failed.
+        """
+        return self._answer(*self._exchange("GET", "/v1/engines"), EngineList).engines
+
+    def health(self) -> Health:
+        """The registry's version, and how long it has been up.
+
+        Raises:
+            RegistryUnreachableError: if nothing answered.
+            RegistryError: if what answered is no registry, or it failed.
+        """
+        return self._answer(*self._exchange("GET", "/health"), Health)
+
+    def close(self) -> None:
+        """Close the connections. May be called again; requests made later raise UsageError."""
+        with self._lock:
+            http, self._http, self._is_closed = self._http, None, True
+        if http is not None:
+            http.close()
+
+    def __enter__(self) -> RegistryClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _connections(self) -> httpx.Client:
+        # Imported at the first request: it would take most of the time that `import kvferry` takes.
+        import httpx
+
+        with self._lock:
+            if self._is_closed:
+                raise UsageError(f"the client of the registry at {self._url} was closed")
+            if self._http is None:
+                self._http = httpx.Client(
+                    timeout=self._timeout_s,
+                    trust_env=False,
+                    # Loading certificates takes long, and without TLS there is nothing to verify.
+                    verify=self._url.lower().startswith("https:"),
+                    limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S),
+                )
+            return self._http
+
+    def _exchange(self, method: str, path: str, **arguments: Any) -> tuple[int, bytes]:
+        """Status and body of the answer, whatever they are."""
+        connections = self._connections()
+        import httpx
+
+        try:
+            with connections.stream(method, self._url + path, **arguments) as response:
+                return response.status_code, self._read(response)
+        except (httpx.RemoteProtocolError, httpx.DecodingError) as error:
+            # A registry that is stopped between request and answer looks like this. httpx has no class for
+            # it.
+            if "disconnected" in str(error):
+                raise self._unreachable(error) from error
+            raise RegistryError(
+                f"what answers at {self._url} does not speak HTTP ({error}): check the registry's url"
+            ) from error
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        # A url that reads well may still hold a name that no host can have.
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise SettingsError(f"the registry's url {self._url!r} cannot be used: {error}") from error
+        except RuntimeError as error:
+            if self._is_closed:
+                raise UsageError(f"the client of the registry at {self._url} was closed") from error
+            raise
+
+    def _read(self, response: httpx.Response) -> bytes:
+        """The body, neither endless nor for ever."""
+        deadline = time.monotonic() + self._timeout_s
+        body = bytearray()
+        for piece in response.iter_bytes():
+            body += piece
+            if len(body) > _LARGEST_ANSWER_BYTES:
+                raise RegistryError(f"what answers at {self._url} is no registry: its answer does not end")
+            if time.monotonic() > deadline:
+                raise RegistryUnreachableError(
+                    f"the registry at {self._url} did not finish its answer within {self._timeout_s:g} s"
+                )
+        return bytes(body)
+
+    def _unreachable(self, error: Exception) -> RegistryUnreachableError:
+        cause = str(error) or type(error).__name__
+        return RegistryUnreachableError(
+            f"the registry at {self._url} cannot be reached ({type(error).__name__}: {cause}): check that it "
+            "runs, that the url is right, and that no firewall stands between"
+        )
+
+    def _answer(self, status: int, body: bytes, kind: type[Answer]) -> Answer:
+        if status == 200:
+            try:
+                return msgspec.json.decode(body, type=kind)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KVFerryError) as error:
+                raise self._no_registry(status, body) from error
+        problem = self._problem(body)
+        if problem is None:
+            raise self._no_registry(status, body)
+        raise RegistryError(
+            f"the registry at {self._url} answered with status {status}, {problem.error}: {problem.message}"
+        )
+
+    def _problem(self, body: bytes) -> Problem | None:
+        try:
+            return msgspec.json.decode(body, type=Problem)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+
+    def _no_registry(self, status: int, body: bytes) -> RegistryError:
+        return RegistryError(
+            f"what answers at {self._url} is not a registry of this version (status {status}, body beginning "
+            f"{body[:60]!r}): check the registry's url"
+        )
+
+
+class LeaseKeeper:
+    """Keeps one rank registered, from a daemon thread, until it is closed.
+
+    It renews at a third of the lease. Whatever goes wrong, it reports and tries again: after a short time
+    first, then less and less often. A registry that restarted learns of the rank with the next renewal.
+
+    Args:
+        client: the registry; the keeper does not close it.
+        registration: what to register.
+        on_problem: called from the keeper's thread with every new problem: one that has another type or
+            message than the problem before, or that comes after a success. It should return soon.
+        shortest_retry_s: the wait after the first failure, in seconds; it doubles with each one that follows.
+        longest_retry_s: where the doubling ends, in seconds. Each wait is shortened at random by up to a
+            half, so that the ranks of an engine do not all return at once.
+
+    Attributes:
+        registered: set while the registry holds the rank's lease, as far as this side knows: from a success
+            until a refusal, until the lease would have run out, or until close.
+        last_error: the latest failure since the last success, or None.
+    """
+
+    def __init__(
+        self,
+        client: RegistryClient,
+        registration: RankRegistration,
+        on_problem: Callable[[Exception], None],
+        *,
+        shortest_retry_s: float = 0.1,
+        longest_retry_s: float = 2.0,
+    ) -> None:
+        if not 0 < shortest_retry_s <= longest_retry_s <= threading.TIMEOUT_MAX:
+            raise SettingsError(
+                f"shortest_retry_s is {shortest_retry_s} and longest_retry_s is {longest_retry_s}: both must "
+                "be positive, and the first not above the second"
+            )
+        self.registered = threading.Event()
+        self.last_error: Exception | None = None
+        self._client = client
+        self._registration = registration
+        self._on_problem = on_problem
+        self._shortest_retry_s = shortest_retry_s
+        self._longest_retry_s = longest_retry_s
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to register; return at once. Wait for `registered` to know of the success.
+
+        Raises:
+            UsageError: if the keeper was started or closed before.
+        """
+        with self._lock:
+            if self._thread is not None or self._closing.is_set():
+                raise UsageError("this lease keeper was started or closed before: make a new one")
+            registration = self._registration
+            name = f"kvferry-lease-{registration.engine}-{registration.engine_rank}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    def close(self, timeout_s: float = 6.0) -> bool:
+        """Remove the registration if the registry can be reached, and end the thread. May be called again.
+
+        Args:
+            timeout_s: how long to wait for the thread, in seconds. A request in progress and the removal each
+                take as long as the client's timeouts allow, and looking up the registry's name may take
+                longer.
+
+        Returns:
+            Whether the thread ended in time. If not, it still ends by itself, and so does the lease.
+        """
+        with self._lock:
+            self._closing.set()
+            thread = self._thread
+        if thread is None:
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def __enter__(self) -> LeaseKeeper:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        retry_s = self._shortest_retry_s
+        lease_ends_at = 0.0
+        while not self._closing.is_set():
+            # The lease runs from when the registry got the request: counted from here, it is never overrated.
+            asked_at = time.monotonic()
+            try:
+                lease_s = self._client.register(self._registration)
+            except Exception as error:
+                if isinstance(error, RegistrationRefusedError) or time.monotonic() >= lease_ends_at:
+                    self.registered.clear()
+                self._report(error)
+                wait_s = retry_s * _jitter()
+                retry_s = min(2 * retry_s, self._longest_retry_s)
+            else:
+                lease_ends_at = asked_at + lease_s
+                retry_s = self._shortest_retry_s
+                self.last_error = None
+                self.registered.set()
+                wait_s = lease_s / 3
+            self._closing.wait(wait_s)
+        self._remove()
+
+    def _remove(self) -> None:
+        self.registered.clear()
+        registration = self._registration
+        try:
+            self._client.remove(registration.engine, registration.engine_rank, registration.incarnation)
+        except Exception as error:
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        previous, self.last_error = self.last_error, error
+        if previous is not None and (type(previous), str(previous)) == (type(error), str(error)):
+            return
+        try:
+            self._on_problem(error)
+        except Exception:
+            # The caller's mistake must not cost the rank its lease.
+            logging.getLogger(__name__).exception("on_problem raised while it was told of %r", error)
+
+
+def _jitter() -> float:
+    return random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, guards nothing
+
+
+def _rank_path(engine: str, engine_rank: int) -> str:
+    return f"/v1/engines/{quote(engine, safe='')}/ranks/{engine_rank}"
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good or not url.isascii() or not url.isprintable() or " " in url:
+        raise SettingsError(
+            f"{url!r} is no address of a registry: it must read like http://127.0.0.1:8998 (IPv6 in brackets)"
+        )
+    if parts.query or parts.fragment or "?" in url or "#" in url:
+        raise SettingsError(f"the registry's url {url!r} has a query or a fragment: leave them out")
+    if parts.username is not None or parts.password is not None:
+        # Not quoted: every message about the registry, this one too, would carry the password into logs.
+        raise SettingsError("the registry's url carries a user name or a password: leave them out")

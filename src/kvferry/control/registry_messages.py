@@ -1,0 +1,74 @@
+"""What the registry and its clients say to one another over HTTP, beside the registrations themselves.
+
+    PUT    /v1/engines/{engine}/ranks/{rank}                      RankRegistration -> Lease
+    DELETE /v1/engines/{engine}/ranks/{rank}?incarnation={id}     -> Removal
+    GET    /v1/engines                                            -> EngineList
+    GET    /v1/engines/{engine}                                   -> EngineView
+    GET    /health                                                -> Health
+
+All bodies are JSON. Every answer that is not a success is a `Problem`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvferry.control.registrations import EngineView
+
+API_VERSION = 1
+"""The `v1` of the routes. A client of another version does not find them."""
+
+LARGEST_BODY_BYTES = 64 * 1024
+"""What a request may carry. A registration takes less than one kilobyte."""
+
+LONGEST_LEASE_S = 86400.0
+"""A lease longer than a day would keep dead ranks listed for longer than anyone would wait."""
+
+UNKNOWN_ENGINE = "UnknownEngine"
+"""The `error` of a `Problem` that says that the engine has no live rank."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """A registration was granted: it lasts `lease_s` seconds unless it is renewed."""
+
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LEASE_S)]
+
+
+class Removal(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the removal ended a lease; if not, this incarnation held none."""
+
+    removed: bool
+
+
+class EngineList(msgspec.Struct, frozen=True, kw_only=True):
+    """Every engine that has a live rank, by name."""
+
+    engines: tuple[EngineView, ...]
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """The registry answers.
+
+    Attributes:
+        version: the version of kvferry that it runs.
+        api_version: the version of its routes and messages.
+        uptime_s: seconds since it started; the registrations are no older.
+    """
+
+    version: str
+    api_version: int
+    uptime_s: float
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request was not done.
+
+    Attributes:
+        error: the kind, mostly the name of one of kvferry's errors.
+        message: a sentence for a person.
+    """
+
+    error: str
+    message: str

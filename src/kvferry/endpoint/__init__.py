@@ -1,0 +1,17 @@
+"""The shell around the pure rooms: endpoints with their threads, queues, pollers and deadlines."""
+
+from kvferry.endpoint.decode import DecodeEndpoint
+from kvferry.endpoint.prefill import PrefillEndpoint
+from kvferry.endpoint.receiving import Receiver
+from kvferry.endpoint.sending import Sender
+from kvferry.endpoint.stats import ReceiverStats, SenderStats, WriteRecord
+
+__all__ = [
+    "DecodeEndpoint",
+    "PrefillEndpoint",
+    "Receiver",
+    "ReceiverStats",
+    "Sender",
+    "SenderStats",
+    "WriteRecord",
+]

@@ -1,0 +1,43 @@
+"""What both endpoints are made with."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from kvferry.errors import UsageError
+from kvferry.settings import Settings
+from kvferry.transport import NixlTransport, Transport
+
+_ROOM_LIMIT = 2**63
+
+
+def endpoint_name(engine: str, engine_rank: int) -> str:
+    """A name for one start of one rank: readable, and never used before."""
+    return f"{engine}-{engine_rank}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def create_transport(settings: Settings, name: str) -> Transport:
+    """The transport that the settings ask for.
+
+    Raises:
+        TransportUnavailableError: if it is not installed.
+    """
+    parameters = {"num_threads": str(settings.nixl_threads)} if settings.nixl_threads else {}
+    return NixlTransport(
+        name,
+        backend=settings.nixl_backend,
+        backend_parameters=parameters,
+        progress_delay_us=settings.nixl_progress_delay_us,
+    )
+
+
+def checked_room(room: int) -> int:
+    """A room number, if it is one.
+
+    Raises:
+        UsageError: if it is no integer in [0, 2**63).
+    """
+    if isinstance(room, bool) or not isinstance(room, int) or not 0 <= room < _ROOM_LIMIT:
+        raise UsageError(f"room {room!r} is not an integer in [0, 2**63)")
+    return room

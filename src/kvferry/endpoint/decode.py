@@ -1,0 +1,208 @@
+"""The decode side's shell: binds protocol, plan, transport and control together for one rank."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from types import TracebackType
+
+from numpy.typing import ArrayLike
+
+from kvferry.control.registry_client import RegistryClient
+from kvferry.endpoint.construction import checked_room, create_transport, endpoint_name
+from kvferry.endpoint.decode_driver import DecodeDriver
+from kvferry.endpoint.links import Identity, LinkKey
+from kvferry.endpoint.receiving import Receiver, ReceivingRoom
+from kvferry.errors import EndpointClosedError, LayoutError, PageError, RoomExistsError, UnknownRoomError
+from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.protocol.chunks import checked_pages
+from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.receiver import ReceiverMachine
+from kvferry.settings import Settings
+from kvferry.transport import Transport
+
+
+class DecodeEndpoint:
+    """One rank of a decode engine: asks prefill engines for requests' caches and receives them.
+
+    A thread of its own does all I/O; `open` and reading a state never do any. The object is a context manager, and its
+    methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        *,
+        engine: str = "decode",
+        coordinates: RankCoordinates | None = None,
+        settings: Settings | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        """Registers the memory and starts the thread. Prefill engines are looked up when a room first asks for one.
+
+        Args:
+            layout: what this rank caches and where. The memory must live as long as the endpoint.
+            engine: this engine's name, for messages.
+            coordinates: this rank's place in the engine; the only rank by default.
+            settings: read from the environment if None.
+            transport: made as the settings say if None; closed together with the endpoint.
+
+        Raises:
+            SettingsError: if a setting is impossible.
+            TransportError: if the transport is missing or the memory cannot be registered.
+        """
+        self.layout = layout
+        self.engine = engine
+        self.coordinates = coordinates or RankCoordinates()
+        self.settings = settings or Settings()
+        self.engine_rank = self.coordinates.engine_rank
+        self._registry_client = RegistryClient(self.settings.registry_address)
+        self.transport = transport or create_transport(self.settings, endpoint_name(engine, self.engine_rank))
+        self._deadlines = Deadlines(
+            bootstrap_s=self.settings.bootstrap_timeout_s,
+            waiting_s=self.settings.waiting_timeout_s,
+            write_s=self.settings.write_timeout_s,
+        )
+        # Guards the table of rooms, which callers add to and the driver takes from.
+        self._lock = threading.Lock()
+        self._rooms: dict[int, Receiver] = {}
+        self._is_closed = False
+        try:
+            self.transport.register(layout.regions(), layout.device)
+            identity = Identity(
+                endpoint=self.transport.endpoint_name,
+                engine=engine,
+                coordinates=self.coordinates,
+                layout=layout,
+                transport=self.transport.name,
+                transport_metadata=self.transport.metadata(),
+            )
+        except BaseException:
+            self.transport.close()
+            raise
+        self._driver = DecodeDriver(
+            identity, self.transport, self._registry_client, self.settings, forget_room=self._forget_room
+        )
+        self._driver.start()
+
+    def open(
+        self,
+        room: int,
+        pages: ArrayLike,
+        *,
+        engine: str = "prefill",
+        prefill_dp_rank: int = 0,
+        prefix_tokens: int = 0,
+    ) -> Receiver:
+        """Asks a prefill engine for a request's cache. Returns at once and does no I/O.
+
+        Every rank of this rank's data-parallel group must open the room. The pages belong to the transfer until
+        `pages_reusable`.
+
+        Args:
+            room: the request's number on both sides, below 2**63; free again once the transfer has ended.
+            pages: page numbers in this rank's pool for the part of the request that is missing here, in order. Empty
+                if nothing is missing: then only aux data and completion come.
+            engine: the prefill engine's name.
+            prefill_dp_rank: the data-parallel group there that has the request.
+            prefix_tokens: tokens at the start of the request that this side already holds: whole pages.
+
+        Raises:
+            RoomExistsError: if a transfer with this number is still open here.
+            PageError: if page numbers are wrong, or the prefix is not a whole number of pages.
+            UsageError: if the room's number is out of range.
+            EndpointClosedError: if the endpoint was closed.
+        """
+        checked_room(room)
+        page_tokens = self.layout.page_tokens
+        if prefix_tokens < 0 or prefix_tokens % page_tokens:
+            raise PageError(
+                f"room {room}: a prefix of {prefix_tokens} tokens is not a whole number of pages of {page_tokens} "
+                "tokens; round it down and let the rest be sent"
+            )
+        checked = checked_pages(pages, pool_pages=self.layout.num_pages, where=f"room {room}")
+        if prefill_dp_rank < 0:
+            raise LayoutError(f"room {room}: prefill_dp_rank is {prefill_dp_rank}: it must not be negative")
+        machine = ReceiverMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=time.monotonic())
+        generation = secrets.randbits(63)
+        receiver = Receiver(room, lambda event: self._driver.post_event(room, generation, event))
+        opened = ReceivingRoom(
+            machine,
+            generation=generation,
+            prefix_pages=prefix_tokens // page_tokens,
+            pages=checked,
+            receiver=receiver,
+        )
+        with self._lock:
+            if self._is_closed:
+                raise EndpointClosedError(f"room {room}: the endpoint is closed")
+            if room in self._rooms:
+                raise RoomExistsError(f"room {room} is already open on decode rank {self.engine_rank}")
+            self._rooms[room] = receiver
+        self._driver.open_room(opened, LinkKey(engine, prefill_dp_rank))
+        return receiver
+
+    def receiver(self, room: int) -> Receiver:
+        """The open transfer of that number.
+
+        Raises:
+            UnknownRoomError: if there is none, or it has ended.
+        """
+        with self._lock:
+            found = self._rooms.get(room)
+        if found is None:
+            raise UnknownRoomError(f"room {room} is not open on decode rank {self.engine_rank}")
+        return found
+
+    def connect(self, engine: str = "prefill", *, prefill_dp_rank: int = 0, timeout_s: float | None = None) -> None:
+        """Connects to a prefill engine and waits until it is ready, so that the first room need not.
+
+        Args:
+            timeout_s: the longest wait; None stands for bootstrap_timeout_s.
+
+        Raises:
+            IncompatiblePeerError: if the two sides cannot exchange caches, naming both values.
+            KVFerryError: if the engine cannot be reached or refuses for another reason.
+            TransferTimeoutError: if it is not there in time.
+        """
+        self._driver.connect(LinkKey(engine, prefill_dp_rank), timeout_s or self.settings.bootstrap_timeout_s)
+
+    @property
+    def open_rooms(self) -> int:
+        """How many rooms have not ended, or still quarantine their pages."""
+        with self._lock:
+            return len(self._rooms)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the endpoint's thread runs."""
+        return self._driver.is_alive
+
+    def close(self) -> None:
+        """Aborts what is open, waits as long as close_timeout_s until nothing can be written, and gives all back."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            receivers = list(self._rooms.values())
+        for receiver in receivers:
+            receiver.abort("the decode endpoint was closed")
+        deadline = time.monotonic() + self.settings.close_timeout_s
+        for receiver in receivers:
+            receiver.wait_pages_reusable(max(0.0, deadline - time.monotonic()))
+        self._driver.close()
+        self._registry_client.close()
+        self.transport.close()
+
+    def __enter__(self) -> DecodeEndpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _forget_room(self, room: int) -> None:
+        with self._lock:
+            self._rooms.pop(room, None)

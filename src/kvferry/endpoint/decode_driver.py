@@ -1,0 +1,409 @@
+"""The one thread of a decode endpoint: links, rooms, messages, notifications, deadlines.
+
+It owns everything that it touches. Callers hand in work through a queue and wake it up; registry look-ups, which block,
+run on a small pool and hand their results in the same way. The loop sleeps as long as it can: not at all after
+something happened, a millisecond while rooms are open, and until somebody knocks when there are none.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
+
+import zmq
+
+from kvferry.control.channel import ConnectedChannel, Wakeup
+from kvferry.control.registrations import RankRegistration
+from kvferry.control.registry_client import RegistryClient
+from kvferry.endpoint.links import Identity, Link, LinkKey, LinkState
+from kvferry.endpoint.receiving import ReceivingRoom
+from kvferry.errors import (
+    EndpointClosedError,
+    KVFerryError,
+    PeerDisconnectedError,
+    PeerError,
+    RegistryError,
+    TransferTimeoutError,
+)
+from kvferry.protocol import messages
+from kvferry.protocol.receiver import (
+    Arrived,
+    ConnectFailed,
+    Finished,
+    ReceiverBroke,
+    ReceiverCommand,
+    ReceiverEvent,
+    ReceiverTick,
+    SendAbort,
+    SenderDrained,
+    SenderFailed,
+    SenderLost,
+    SendOpen,
+)
+from kvferry.settings import Settings
+from kvferry.transport import Transport
+
+log = logging.getLogger(__name__)
+
+_HOT_S = 0.02
+_HOT_SLEEP_S = 100e-6
+_ROOMS_OPEN_MS = 1
+_LINKS_OPEN_MS = 50
+_IDLE_MS = 500
+_TICK_S = 0.1
+_RESOLVE_AGAIN_S = 0.1
+
+
+class DecodeDriver:
+    """Runs a decode endpoint."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        transport: Transport,
+        registry: RegistryClient,
+        settings: Settings,
+        *,
+        forget_room: Callable[[int], None],
+    ) -> None:
+        """Args:
+        forget_room: called with the number of a room that is over and done with.
+        """
+        self._identity = identity
+        self._transport = transport
+        self._registry = registry
+        self._settings = settings
+        self._forget_room = forget_room
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wakeup = Wakeup()
+        self._poller = zmq.Poller()
+        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        self._resolvers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvferry-decode-resolver")
+        self._inbox: deque[Callable[[float], None]] = deque()
+        self._links: dict[LinkKey, Link] = {}
+        self._retired_links: list[Link] = []
+        self._waiting: dict[LinkKey, list[ReceivingRoom]] = {}
+        self._connecting: dict[LinkKey, list[Future[None]]] = {}
+        self._rooms: dict[int, ReceivingRoom] = {}
+        self._room_links: dict[int, Link] = {}
+        self._hot_until = 0.0
+        self._next_tick_at = 0.0
+        self._next_ping_at = 0.0
+        self._is_stopping = threading.Event()
+        rank = identity.coordinates.engine_rank
+        self._thread = threading.Thread(target=self._run, name=f"kvferry-decode-{rank}", daemon=True)
+
+    # ---- from any thread ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def open_room(self, room: ReceivingRoom, key: LinkKey) -> None:
+        """Takes a new room in."""
+        self._submit(lambda now: self._take_room(room, key, now))
+
+    def post_event(self, room: int, generation: int, event: ReceiverEvent) -> None:
+        """Hands an event to a room, if it is still the same one."""
+
+        def deliver(now: float) -> None:
+            opened = self._rooms.get(room)
+            if opened is not None and opened.generation == generation:
+                self._handle(opened, event, now)
+
+        self._submit(deliver)
+
+    def connect(self, key: LinkKey, timeout_s: float) -> None:
+        """Waits until a link is ready; see `DecodeEndpoint.connect`."""
+        ready: Future[None] = Future()
+        self._submit(lambda now: self._take_connect(key, ready, now))
+        try:
+            ready.result(timeout_s)
+        except FutureTimeoutError:
+            raise TransferTimeoutError(
+                f"prefill engine {key.engine!r} was not connected within {timeout_s:g} s; is it running, and "
+                "registered at the same registry?"
+            ) from None
+
+    def close(self) -> None:
+        """Says goodbye to every peer and ends the thread."""
+        self._is_stopping.set()
+        self._wakeup.wake()
+        self._thread.join()
+        self._resolvers.shutdown(wait=True, cancel_futures=True)
+        for link in [*self._links.values(), *self._retired_links]:
+            link.close(say_goodbye=True)
+        for futures in self._connecting.values():
+            for future in futures:
+                future.set_exception(EndpointClosedError("the endpoint was closed"))
+        self._context.term()
+        self._wakeup.close()
+
+    def _submit(self, work: Callable[[float], None]) -> None:
+        self._inbox.append(work)
+        self._wakeup.wake()
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_stopping.is_set():
+            try:
+                if self._turn():
+                    self._hot_until = time.monotonic() + _HOT_S
+            except Exception:
+                log.exception("the driver of a decode endpoint goes on after an error")
+
+    def _turn(self) -> bool:
+        """One round of the loop; returns whether anything happened."""
+        is_hot = time.monotonic() < self._hot_until
+        ready = dict(self._poller.poll(0 if is_hot else self._longest_wait_ms()))
+        now = time.monotonic()
+        happened = self._work_inbox(ready, now)
+        for link in [*self._links.values(), *self._retired_links]:
+            for channel in link.channels:
+                if channel.socket in ready:
+                    happened = True
+                    self._receive(link, channel, now)
+        if self._rooms:
+            for peer, data in self._transport.take_notifications():
+                happened = True
+                self._notified(peer, data, now)
+        if now >= self._next_tick_at:
+            self._next_tick_at = now + _TICK_S
+            self._tick(now)
+        if is_hot and not happened:
+            time.sleep(_HOT_SLEEP_S)
+        return happened
+
+    def _longest_wait_ms(self) -> int:
+        if self._rooms:
+            return _ROOMS_OPEN_MS
+        return _LINKS_OPEN_MS if self._waiting or self._connecting else _IDLE_MS
+
+    def _work_inbox(self, ready: dict[object, int], now: float) -> bool:
+        if self._wakeup.fileno() in ready:
+            self._wakeup.clear()
+        happened = False
+        while self._inbox:
+            happened = True
+            self._inbox.popleft()(now)
+        return happened
+
+    # ---- rooms --------------------------------------------------------------------------------------------------
+
+    def _take_room(self, room: ReceivingRoom, key: LinkKey, now: float) -> None:
+        self._rooms[room.room] = room
+        link = self._link(key, now)
+        if link.state is LinkState.READY:
+            self._connect_room(room, link, now)
+        else:
+            self._waiting.setdefault(key, []).append(room)
+
+    def _take_connect(self, key: LinkKey, ready: Future[None], now: float) -> None:
+        if self._link(key, now).state is LinkState.READY:
+            ready.set_result(None)
+        else:
+            self._connecting.setdefault(key, []).append(ready)
+
+    def _connect_room(self, room: ReceivingRoom, link: Link, now: float) -> None:
+        self._room_links[room.room] = link
+        self._handle(room, link.connected(room.room), now)
+
+    def _handle(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
+        """Tells a room what happened, does what it says, and forgets it when it is over."""
+        try:
+            commands = room.handle(event, now)
+        except Exception as error:
+            log.exception("room %d met an unexpected error", room.room)
+            commands = room.handle(ReceiverBroke(error), now)
+        for command in commands:
+            self._execute(room, command, now)
+        if room.receiver.pages_reusable and self._rooms.get(room.room) is room:
+            del self._rooms[room.room]
+            self._room_links.pop(room.room, None)
+            self._forget_room(room.room)
+
+    def _execute(self, room: ReceivingRoom, command: ReceiverCommand, now: float) -> None:
+        link = self._room_links.get(room.room)
+        if link is None:
+            return
+        message: messages.Message
+        match command:
+            case SendOpen(rank):
+                message = messages.OpenRoom(
+                    room=room.room,
+                    generation=room.generation,
+                    receivers=self._identity.coordinates.group_size,
+                    prefix_pages=room.prefix_pages,
+                    pages=messages.pack_pages(room.pages),
+                )
+            case SendAbort(rank, reason):
+                message = messages.AbortRoom(room=room.room, generation=room.generation, reason=reason)
+        try:
+            link.send(rank, message)
+        except KVFerryError as error:
+            self._handle(room, SenderLost(rank, error), now)
+
+    def _notified(self, peer: str, data: bytes, now: float) -> None:
+        """Counts an arrival, if it is of a room that is open, and from the rank that it names."""
+        try:
+            message = messages.decode_notification(data)
+        except PeerError as error:
+            log.warning("dropped a notification from %s: %s", peer, error)
+            return
+        room = self._rooms.get(message.room)
+        link = self._room_links.get(message.room)
+        if room is None or link is None or room.generation != message.generation:
+            return  # belongs to a room that is over
+        if not link.is_rank(message.writer, peer):
+            log.warning("dropped a notification for room %d: %s is not rank %d", message.room, peer, message.writer)
+            return
+        match message:
+            case messages.ChunkArrived(writer=writer, sequence=sequence):
+                self._handle(room, Arrived(writer, sequence), now)
+            case messages.WriterFinished(writer=writer, chunks=chunks, aux=aux):
+                self._handle(room, Finished(writer, chunks, aux), now)
+
+    # ---- links --------------------------------------------------------------------------------------------------
+
+    def _link(self, key: LinkKey, now: float) -> Link:
+        """The link of that key, begun if there is none."""
+        if key not in self._links:
+            self._links[key] = Link(key, self._identity, deadline=now + self._settings.bootstrap_timeout_s)
+            self._resolvers.submit(self._resolve, self._links[key])
+        return self._links[key]
+
+    def _resolve(self, link: Link) -> None:
+        """Asks the registry until it knows every rank of the engine. Runs on the pool."""
+        problem: KVFerryError = PeerDisconnectedError("it was not looked up")
+        while not self._is_stopping.is_set() and time.monotonic() < link.deadline:
+            try:
+                view = self._registry.engine(link.key.engine)
+                if view.complete:
+                    self._submit(partial(self._resolved, link, view.registrations))
+                    return
+                problem = PeerDisconnectedError(
+                    f"the registry at {self._registry.url} knows {len(view.registrations)} of "
+                    f"{view.world_size or 'an unknown number of'} ranks of engine {link.key.engine!r}"
+                )
+            except RegistryError as error:
+                problem = error
+            except Exception as error:
+                problem = RegistryError(f"looking up {link.key.engine!r} failed: {type(error).__name__}: {error}")
+                problem.__cause__ = error
+            self._is_stopping.wait(_RESOLVE_AGAIN_S)
+        self._submit(partial(self._fail_link, link, problem))
+
+    def _resolved(self, link: Link, registrations: tuple[RankRegistration, ...], now: float) -> None:
+        def connect(address: str) -> ConnectedChannel:
+            channel = ConnectedChannel(self._context, identity=self._identity.endpoint, address=address)
+            self._poller.register(channel.socket, zmq.POLLIN)
+            return channel
+
+        if self._links.get(link.key) is not link:
+            return
+        try:
+            link.resolved(registrations, connect, now)
+        except KVFerryError as error:
+            self._fail_link(link, error, now)
+
+    def _receive(self, link: Link, channel: ConnectedChannel, now: float) -> None:
+        for data in channel.receive():
+            try:
+                message = messages.decode_to_decode(data)
+                match message:
+                    case messages.RoomFailed() | messages.Drained():
+                        self._room_message(link, message, now)
+                    case _ if self._links.get(link.key) is link:
+                        if link.received(channel, message, now):
+                            self._link_ready(link, now)
+            except KVFerryError as error:
+                self._fail_link(link, error, now)
+                return
+
+    def _room_message(self, link: Link, message: messages.RoomFailed | messages.Drained, now: float) -> None:
+        room = self._rooms.get(message.room)
+        if room is None or room.generation != message.generation or self._room_links.get(message.room) is not link:
+            return
+        match message:
+            case messages.RoomFailed():
+                self._handle(room, SenderFailed(message.writer, message.error, message.reason), now)
+            case messages.Drained():
+                self._handle(room, SenderDrained(message.writer), now)
+
+    def _link_ready(self, link: Link, now: float) -> None:
+        for future in self._connecting.pop(link.key, []):
+            future.set_result(None)
+        for room in self._waiting.pop(link.key, []):
+            if self._rooms.get(room.room) is room:
+                self._connect_room(room, link, now)
+
+    def _fail_link(self, link: Link, error: KVFerryError, now: float) -> None:
+        """Fails everything that relies on a link. It stays connected for as long as a rank may still write."""
+        if self._links.get(link.key) is not link:
+            return
+        log.error("the link to prefill engine %r is down: %s", link.key.engine, error)
+        del self._links[link.key]
+        self._retired_links.append(link)
+        for future in self._connecting.pop(link.key, []):
+            future.set_exception(error)
+        for room in self._waiting.pop(link.key, []):
+            if self._rooms.get(room.room) is room:
+                self._handle(room, ConnectFailed(error), now)
+        for number in [number for number, its_link in self._room_links.items() if its_link is link]:
+            self._handle(self._rooms[number], ConnectFailed(error), now)
+        self._close_retired_links()
+
+    def _close_retired_links(self) -> None:
+        in_use = {id(link) for link in self._room_links.values()}
+        for link in [link for link in self._retired_links if id(link) not in in_use]:
+            self._retired_links.remove(link)
+            for channel in link.channels:
+                self._poller.unregister(channel.socket)
+            link.close(say_goodbye=True)
+
+    # ---- time ---------------------------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        for room in list(self._rooms.values()):
+            deadline = room.machine.deadline
+            if deadline is not None and now >= deadline:
+                self._handle(room, ReceiverTick(), now)
+        for link in list(self._links.values()):
+            if link.state is not LinkState.READY and now >= link.deadline:
+                problem = PeerDisconnectedError(
+                    f"prefill engine {link.key.engine!r}: still {link.state.value} after "
+                    f"{self._settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
+                )
+                self._fail_link(link, problem, now)
+        if now >= self._next_ping_at:
+            self._next_ping_at = now + self._settings.heartbeat_interval_s
+            self._heartbeat(now)
+        if self._retired_links:
+            self._close_retired_links()
+
+    def _heartbeat(self, now: float) -> None:
+        for link in list(self._links.values()):
+            if link.state is not LinkState.READY:
+                continue
+            silent = link.silent_rank(now, self._settings.peer_timeout_s)
+            try:
+                if silent is not None:
+                    raise PeerDisconnectedError(
+                        f"prefill rank {silent[0]} of {link.key.engine!r} has been silent for {silent[1]:.1f} s "
+                        "(KVFERRY_PEER_TIMEOUT_S)"
+                    )
+                link.ping()
+            except KVFerryError as error:
+                self._fail_link(link, error, now)

@@ -1,0 +1,234 @@
+"""A decode rank's link to one data-parallel group of a prefill engine.
+
+A link is made when the first room asks for the engine: its ranks are looked up, greeted, checked and attached, all
+without holding up anything else. Rooms wait for it; if it fails, they fail with its reason, and the next room starts
+a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvferry import errors
+from kvferry.control.channel import ConnectedChannel
+from kvferry.control.registrations import RankRegistration
+from kvferry.errors import IncompatiblePeerError, KVFerryError, PeerDisconnectedError, PeerError
+from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.plan import Piece, check_exchangeable, elect_writer, pieces_for_receiver
+from kvferry.protocol import messages
+from kvferry.protocol.receiver import Connected
+
+log = logging.getLogger(__name__)
+
+
+class LinkState(Enum):
+    """How far a link is."""
+
+    RESOLVING = "looking up the engine at the registry"
+    GREETING = "asking the ranks what they hold"
+    ATTACHING = "waiting for the ranks to prepare"
+    READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkKey:
+    """Which group of ranks a link goes to."""
+
+    engine: str
+    dp_rank: int
+
+
+@dataclass(slots=True)
+class _RankLink:
+    """One prefill rank of the group."""
+
+    registration: RankRegistration
+    channel: ConnectedChannel
+    last_heard_at: float
+    welcome: messages.Welcome | None = None
+    is_attached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who we are, in every message to a prefill rank."""
+
+    endpoint: str
+    engine: str
+    coordinates: RankCoordinates
+    layout: RankLayout
+    transport: str
+    transport_metadata: bytes
+
+
+class Link:
+    """Owned by the driver thread.
+
+    Attributes:
+        key: where it goes.
+        state: how far it is.
+        deadline: when it must be ready.
+    """
+
+    def __init__(self, key: LinkKey, identity: Identity, *, deadline: float) -> None:
+        self.key = key
+        self.state = LinkState.RESOLVING
+        self.deadline = deadline
+        self._identity = identity
+        self._ranks: dict[int, _RankLink] = {}  # by engine rank
+        self._pieces: tuple[Piece, ...] = ()
+
+    @property
+    def channels(self) -> list[ConnectedChannel]:
+        """The connections to the group's ranks."""
+        return [rank.channel for rank in self._ranks.values()]
+
+    def resolved(
+        self, registrations: tuple[RankRegistration, ...], connect: Callable[[str], ConnectedChannel], now: float
+    ) -> None:
+        """Greets the ranks that the registry named.
+
+        Raises:
+            PeerDisconnectedError: if an address makes no sense.
+            VersionError: if a rank speaks another protocol version.
+            IncompatiblePeerError: if the engine has no such data-parallel rank.
+        """
+        self.state = LinkState.GREETING
+        group = [each for each in registrations if each.coordinates.dp_rank == self.key.dp_rank]
+        if not group:
+            size = registrations[0].coordinates.dp_size
+            raise IncompatiblePeerError(
+                f"engine {self.key.engine!r} has no dp_rank {self.key.dp_rank}: its dp_size is {size}"
+            )
+        hello = messages.Hello(
+            endpoint=self._identity.endpoint, engine=self._identity.engine, coordinates=self._identity.coordinates
+        )
+        for registration in group:
+            if registration.protocol_version != messages.PROTOCOL_VERSION:
+                raise errors.VersionError(
+                    f"prefill rank {registration.engine_rank} of {self.key.engine!r} speaks protocol version "
+                    f"{registration.protocol_version}, this side {messages.PROTOCOL_VERSION}: "
+                    "run the same kvferry on both"
+                )
+            channel = connect(registration.control_address)
+            self._ranks[registration.engine_rank] = _RankLink(registration, channel, now)
+            channel.send(messages.encode(hello))
+
+    def received(self, channel: ConnectedChannel, message: messages.ToDecode, now: float) -> bool:
+        """Takes a message about the link itself; returns whether the link became ready by it.
+
+        Raises:
+            IncompatiblePeerError: if the caches cannot be exchanged, from our side or the prefill rank's.
+            PeerError: if a rank is not who the registry said it was.
+            PeerDisconnectedError: if a rank has forgotten us.
+        """
+        rank = next(rank for rank in self._ranks.values() if rank.channel is channel)
+        rank.last_heard_at = now
+        match message:
+            case messages.Welcome() if self.state is LinkState.GREETING:
+                self._check_welcome(rank, message)
+                rank.welcome = message
+                if all(each.welcome is not None for each in self._ranks.values()):
+                    self._attach()
+            case messages.Attached() if self.state is LinkState.ATTACHING:
+                rank.is_attached = True
+                if all(each.is_attached for each in self._ranks.values()):
+                    self.state = LinkState.READY
+                    return True
+            case messages.Refused():
+                kind = getattr(errors, message.error, IncompatiblePeerError)
+                is_ours = isinstance(kind, type) and issubclass(kind, KVFerryError)
+                raise (kind if is_ours else PeerError)(
+                    f"prefill rank {rank.registration.engine_rank} of {self.key.engine!r} refused: {message.reason}"
+                )
+            case messages.Pong(attached=False) if self.state is LinkState.READY:
+                raise PeerDisconnectedError(
+                    f"prefill rank {rank.registration.engine_rank} of {self.key.engine!r} does not know this endpoint "
+                    "any more: it was restarted, or had lost it"
+                )
+        return False
+
+    def _check_welcome(self, rank: _RankLink, message: messages.Welcome) -> None:
+        registration = rank.registration
+        if (message.engine, message.coordinates) != (registration.engine, registration.coordinates):
+            raise PeerError(
+                f"at {registration.control_address} the registry named rank {registration.engine_rank} of "
+                f"{registration.engine!r}, but rank {message.coordinates.engine_rank} of {message.engine!r} answered"
+            )
+        name = f"prefill rank {registration.engine_rank} of {registration.engine!r}"
+        if message.transport != self._identity.transport:
+            raise IncompatiblePeerError(
+                f"transport: {name} uses {message.transport}, this decode rank {self._identity.transport}"
+            )
+        check_exchangeable(message.layout, self._identity.layout, source_name=name, destination_name="this decode rank")
+
+    def _attach(self) -> None:
+        layouts = {
+            rank.registration.coordinates.group_rank: rank.welcome.layout
+            for rank in self._ranks.values()
+            if rank.welcome is not None
+        }
+        self._pieces = pieces_for_receiver(layouts, self._identity.layout)
+        self.state = LinkState.ATTACHING
+        attach = messages.encode(
+            messages.Attach(
+                endpoint=self._identity.endpoint,
+                engine=self._identity.engine,
+                coordinates=self._identity.coordinates,
+                layout=self._identity.layout,
+                pieces=self._pieces,
+                transport=self._identity.transport,
+                transport_metadata=self._identity.transport_metadata,
+            )
+        )
+        for rank in self._ranks.values():
+            rank.channel.send(attach)
+
+    def connected(self, room: int) -> Connected:
+        """Who sends what in a room, once the link is ready."""
+        by_group_rank = {rank.registration.coordinates.group_rank: number for number, rank in self._ranks.items()}
+        receiver = self._identity.coordinates.group_rank
+        writers = {by_group_rank[elect_writer(piece, room=room, receiver=receiver)] for piece in self._pieces}
+        aux_writer = next(n for n, rank in self._ranks.items() if rank.registration.coordinates.is_aux_writer)
+        return Connected(ranks=frozenset(self._ranks), writers=frozenset(writers), aux_writer=aux_writer)
+
+    def send(self, engine_rank: int, message: messages.Message) -> None:
+        """Sends to one rank.
+
+        Raises:
+            PeerDisconnectedError: if it cannot be sent.
+        """
+        self._ranks[engine_rank].channel.send(messages.encode(message))
+
+    def is_rank(self, engine_rank: int, endpoint: str) -> bool:
+        """Whether an endpoint is the rank that it claims to be."""
+        rank = self._ranks.get(engine_rank)
+        return rank is not None and rank.welcome is not None and rank.welcome.endpoint == endpoint
+
+    def ping(self) -> None:
+        """Shows every rank that we live, and asks for the same."""
+        ping = messages.encode(messages.Ping(endpoint=self._identity.endpoint))
+        for rank in self._ranks.values():
+            rank.channel.send(ping)
+
+    def silent_rank(self, now: float, limit_s: float) -> tuple[int, float] | None:
+        """A rank that has been silent for too long, and for how long."""
+        for number, rank in self._ranks.items():
+            if now - rank.last_heard_at > limit_s:
+                return number, now - rank.last_heard_at
+        return None
+
+    def close(self, *, say_goodbye: bool) -> None:
+        """Closes the connections."""
+        goodbye = messages.encode(messages.Detach(endpoint=self._identity.endpoint))
+        for rank in self._ranks.values():
+            if say_goodbye:
+                try:
+                    rank.channel.send(goodbye)
+                except PeerDisconnectedError as error:
+                    log.debug("no goodbye to rank %d: %s", rank.registration.engine_rank, error)
+            rank.channel.close()
+        self._ranks.clear()

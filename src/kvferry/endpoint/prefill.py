@@ -1,0 +1,451 @@
+"""The prefill side's shell: binds protocol, plan, transport and control together for one rank."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import zlib
+from collections import deque
+from types import TracebackType
+
+import zmq
+
+from kvferry.control.channel import ListeningChannel, Wakeup
+from kvferry.control.registrations import RankRegistration
+from kvferry.control.registry_client import LeaseKeeper, RegistryClient
+from kvferry.control.registry_server import RegistryServer
+from kvferry.endpoint.actors import RunQueue
+from kvferry.endpoint.attachment import Attachment
+from kvferry.endpoint.construction import checked_room, create_transport, endpoint_name
+from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers, DetachRequested
+from kvferry.endpoint.sending import Sender, SendingRoom
+from kvferry.endpoint.workers import start_workers
+from kvferry.errors import (
+    EndpointClosedError,
+    KVFerryError,
+    PageError,
+    PeerDisconnectedError,
+    PeerError,
+    RoomExistsError,
+    UnknownRoomError,
+)
+from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.protocol import messages
+from kvferry.protocol.chunks import checked_pages
+from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.early import EarlyRooms
+from kvferry.protocol.sender import ReceiverAborted, ReceiverLost, SenderAbortRequested, SenderMachine, SenderTick
+from kvferry.settings import Settings, bracketed
+from kvferry.transport import Transport
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+_TICK_MS = 100
+_IDLE_MS = 1000
+
+
+class PrefillEndpoint:
+    """One rank of a prefill engine: sends the caches of requests to whichever decode ranks ask for them.
+
+    Threads of its own move bytes and messages; `open`, `Sender.submit` and reading a state never do I/O. The object is
+    a context manager, and its methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        *,
+        engine: str = "prefill",
+        coordinates: RankCoordinates | None = None,
+        settings: Settings | None = None,
+        transport: Transport | None = None,
+        host_registry: bool | None = None,
+    ) -> None:
+        """Registers the memory, starts the threads and announces the rank; the registry may come up later.
+
+        Args:
+            layout: what this rank caches and where. The memory must live as long as the endpoint.
+            engine: the engine's name, by which decode endpoints find it.
+            coordinates: this rank's place in the engine; the only rank by default.
+            settings: read from the environment if None.
+            transport: made as the settings say if None; closed together with the endpoint.
+            host_registry: whether to run the registry in this process. By default the engine's first rank does,
+                unless `registry_url` is set.
+
+        Raises:
+            SettingsError: if a setting is impossible or a port is taken.
+            TransportError: if the transport is missing or the memory cannot be registered.
+        """
+        self.layout = layout
+        self.engine = engine
+        self.coordinates = coordinates or RankCoordinates()
+        self.settings = settings or Settings()
+        self.engine_rank = self.coordinates.engine_rank
+        self.group_rank = self.coordinates.group_rank
+        self.pool_pages = layout.num_pages
+        self.transport = transport or create_transport(self.settings, endpoint_name(engine, self.engine_rank))
+        self._deadlines = Deadlines(
+            bootstrap_s=self.settings.bootstrap_timeout_s,
+            waiting_s=self.settings.waiting_timeout_s,
+            write_s=self.settings.write_timeout_s,
+        )
+        self._queues: list[RunQueue] = [queue.SimpleQueue() for _ in range(self.settings.used_queues)]
+        self._peers = DecodePeers(self._make_peer)
+        # Guards rooms and early messages together: what comes for a room goes to exactly one of them.
+        self._rooms_lock = threading.Lock()
+        self._rooms: dict[int, SendingRoom] = {}
+        self._early = EarlyRooms(limit=self.settings.max_early_rooms, keep_s=self.settings.bootstrap_timeout_s)
+        self._outbox: deque[tuple[str, messages.Message]] = deque()
+        self._is_closed = False
+        self._is_stopping = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wakeup = Wakeup()
+        self._registry: RegistryServer | None = None
+        self._registry_client: RegistryClient | None = None
+        self._lease: LeaseKeeper | None = None
+        self._channel: ListeningChannel | None = None
+        try:
+            self._start(host_registry)
+        except BaseException:
+            self._release_resources()
+            raise
+        name = f"kvferry-prefill-{self.engine_rank}"
+        self._workers = start_workers(self.settings.workers, self._queues, self.transport, name=name)
+        self._thread = threading.Thread(target=self._run, name=f"{name}-control", daemon=True)
+        self._thread.start()
+
+    def _start(self, host_registry: bool | None) -> None:
+        settings = self.settings
+        self.transport.register(self.layout.regions(), self.layout.device)
+        self._channel = ListeningChannel(self._context, host=bracketed(settings.host), port=settings.control_port)
+        self.control_address = f"tcp://{bracketed(settings.advertise_host or settings.host)}:{self._channel.port}"
+        if host_registry is None:
+            host_registry = self.engine_rank == 0 and settings.registry_url is None
+        if host_registry:
+            self._registry = RegistryServer(
+                settings.registry_host, settings.registry_port, lease_s=settings.registry_lease_s
+            )
+            self._registry.start()
+        self.registry_url = self._registry.url if self._registry else settings.registry_address
+        self._registry_client = RegistryClient(self.registry_url)
+        registration = RankRegistration(
+            engine=self.engine,
+            incarnation=self.transport.endpoint_name,
+            coordinates=self.coordinates,
+            control_address=self.control_address,
+            layout_digest=self.layout.digest,
+            protocol_version=messages.PROTOCOL_VERSION,
+        )
+        self._lease = LeaseKeeper(self._registry_client, registration, self._on_registry_problem)
+        self._lease.start()
+
+    def _on_registry_problem(self, error: Exception) -> None:
+        log.error("prefill rank %d of %r is not registered: %s", self.engine_rank, self.engine, error)
+
+    # ---- for callers --------------------------------------------------------------------------------------------
+
+    def wait_registered(self, timeout_s: float) -> bool:
+        """Waits until the registry knows this rank; False if it does not after timeout_s. See `registry_error`."""
+        assert self._lease is not None
+        return self._lease.registered.wait(timeout_s)
+
+    @property
+    def registry_error(self) -> Exception | None:
+        """Why the registry does not know this rank at present, if so."""
+        assert self._lease is not None
+        return self._lease.last_error
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether every thread of the endpoint runs."""
+        return self._thread.is_alive() and all(worker.is_alive for worker in self._workers)
+
+    @property
+    def open_rooms(self) -> int:
+        """How many rooms have not ended, or still have writes on their way."""
+        with self._rooms_lock:
+            return len(self._rooms)
+
+    def open(self, room: int) -> Sender:
+        """Opens a room: this rank will send a request's cache under this number. Does no I/O.
+
+        Args:
+            room: the request's number on both sides, below 2**63; free again once the transfer has ended.
+
+        Raises:
+            RoomExistsError: if a transfer with this number is still open here.
+            UsageError: if the number is out of range.
+            EndpointClosedError: if the endpoint was closed.
+        """
+        checked_room(room)
+        machine = SenderMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=time.monotonic())
+        with self._rooms_lock:
+            if self._is_closed:
+                raise EndpointClosedError(f"room {room}: the endpoint is closed")
+            if room in self._rooms:
+                raise RoomExistsError(f"room {room} is already open on prefill rank {self.engine_rank}")
+            opened = SendingRoom(machine, self._queue_of(room), self, synchronous=self.settings.synchronous)
+            self._rooms[room] = opened
+            for receiver, message in self._early.take(room):
+                self._deliver(opened, receiver, message)
+        return opened.sender
+
+    def sender(self, room: int) -> Sender:
+        """The open transfer of that number.
+
+        Raises:
+            UnknownRoomError: if there is none, or it has ended.
+        """
+        with self._rooms_lock:
+            found = self._rooms.get(room)
+        if found is None:
+            raise UnknownRoomError(f"room {room} is not open on prefill rank {self.engine_rank}")
+        return found.sender
+
+    def close(self) -> None:
+        """Aborts what is open, waits for writes on their way as long as close_timeout_s, and gives everything back."""
+        with self._rooms_lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            rooms = list(self._rooms.values())
+        for room in rooms:
+            room.post(SenderAbortRequested("the prefill endpoint was closed"))
+        deadline = time.monotonic() + self.settings.close_timeout_s
+        while self.open_rooms and time.monotonic() < deadline:
+            time.sleep(0.001)
+        for index in range(len(self._workers)):
+            self._queues[index % len(self._queues)].put(None)
+        stuck = [worker for worker in self._workers if not worker.join(max(0.0, deadline - time.monotonic()) + 0.1)]
+        self._is_stopping = True
+        self._wakeup.wake()
+        self._thread.join()
+        if stuck:
+            # Taking memory away under a write corrupts whatever lives there next: better to keep all of it.
+            log.error("%d writes are still on their way; the transport stays open until the process ends", len(stuck))
+            self._release_control()
+        else:
+            self._release_resources()
+
+    def __enter__(self) -> PrefillEndpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _release_control(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+        if self._registry_client is not None:
+            self._registry_client.close()
+        if self._channel is not None:
+            self._channel.close()
+        self._context.term()
+        self._wakeup.close()
+        if self._registry is not None:
+            self._registry.close()
+
+    def _release_resources(self) -> None:
+        self._release_control()
+        self.transport.close()
+
+    # ---- for rooms, from any worker -----------------------------------------------------------------------------
+
+    def attachment(self, receiver: str) -> Attachment | None:
+        """The decode rank of that name, if it is connected."""
+        peer = self._peers.get(receiver)
+        return peer.attachment if peer is not None else None
+
+    def send(self, receiver: str, message: messages.Message) -> None:
+        """Sends a control message, from the control thread, soon."""
+        self._outbox.append((receiver, message))
+        self._wakeup.wake()
+
+    def forget_room(self, room: SendingRoom) -> None:
+        """Drops a room that is done."""
+        with self._rooms_lock:
+            if self._rooms.get(room.room) is room:
+                del self._rooms[room.room]
+
+    # ---- the control thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        assert self._channel is not None
+        poller = zmq.Poller()
+        poller.register(self._channel.socket, zmq.POLLIN)
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        next_tick_at = 0.0
+        while not self._is_stopping or self._outbox:
+            try:
+                poller.poll(_TICK_MS if self._rooms or self._early else _IDLE_MS)
+                self._wakeup.clear()
+                now = time.monotonic()
+                for identity, data in self._channel.receive():
+                    self._receive(identity, data, now)
+                self._flush()
+                if now >= next_tick_at:
+                    next_tick_at = now + _TICK_S
+                    self._tick(now)
+            except Exception:
+                log.exception("the control thread of prefill rank %d goes on after an error", self.engine_rank)
+
+    def _flush(self) -> None:
+        assert self._channel is not None
+        while self._outbox:
+            receiver, message = self._outbox.popleft()
+            try:
+                self._channel.send(receiver, messages.encode(message))
+            except KVFerryError as error:
+                log.warning("%s to %s was lost: %s", type(message).__name__, receiver, error)
+
+    def _receive(self, identity: str, data: bytes, now: float) -> None:
+        try:
+            message = messages.decode_to_prefill(data)
+        except PeerError as error:
+            log.warning("dropped a message from %s: %s", identity, error)
+            return
+        peer = self._peers.get(identity)
+        if peer is not None:
+            peer.last_heard_at = now
+        match message:
+            case messages.Hello():
+                self.send(identity, self._welcome())
+            case messages.Attach():
+                self._attach(identity, message)
+            case messages.Detach():
+                self._lose(identity, PeerDisconnectedError("it was closed"))
+            case messages.Ping():
+                attached = peer is not None and peer.attachment is not None
+                self.send(identity, messages.Pong(endpoint=self.transport.endpoint_name, attached=attached))
+            case messages.OpenRoom():
+                self._open_room(identity, message, now)
+            case messages.AbortRoom():
+                self._abort_room(identity, message, now)
+
+    def _welcome(self) -> messages.Welcome:
+        return messages.Welcome(
+            endpoint=self.transport.endpoint_name,
+            engine=self.engine,
+            coordinates=self.coordinates,
+            layout=self.layout,
+            transport=self.transport.name,
+        )
+
+    def _attach(self, identity: str, message: messages.Attach) -> None:
+        if message.endpoint != identity:
+            reason = f"endpoint {message.endpoint!r} speaks through the connection of {identity!r}"
+            refused = messages.Refused(endpoint=self.transport.endpoint_name, error="PeerError", reason=reason)
+            self.send(identity, refused)
+            return
+        self._peers.get_or_make(identity).post(message)
+
+    def _make_peer(self, name: str) -> DecodePeer:
+        return DecodePeer(
+            name,
+            self._queues[zlib.crc32(name.encode()) % len(self._queues)],
+            transport=self.transport,
+            layout=self.layout,
+            coordinates=self.coordinates,
+            send=self.send,
+            now=time.monotonic(),
+        )
+
+    def _open_room(self, identity: str, message: messages.OpenRoom, now: float) -> None:
+        try:
+            attachment = self.attachment(identity)
+            if attachment is None:
+                raise PeerDisconnectedError(f"{identity} must attach before it opens rooms")
+            if message.receivers < 1 or message.prefix_pages < 0:
+                raise PageError(f"{message.receivers} receivers and {message.prefix_pages} prefix pages make no sense")
+            checked_pages(
+                messages.unpack_pages(message.pages),
+                pool_pages=attachment.pages,
+                where=f"room {message.room} on {identity}",
+            )
+            with self._rooms_lock:
+                room = self._rooms.get(message.room)
+                if room is not None:
+                    self._deliver(room, identity, message)
+                elif not self._early.keep(identity, message, now):
+                    raise PageError(
+                        f"{len(self._early)} rooms wait for the prefill side already (KVFERRY_MAX_EARLY_ROOMS)"
+                    )
+        except KVFerryError as error:
+            self._refuse_room(identity, message, error)
+
+    def _abort_room(self, identity: str, message: messages.AbortRoom, now: float) -> None:
+        with self._rooms_lock:
+            room = self._rooms.get(message.room)
+            if room is not None:
+                self._deliver(room, identity, message)
+                return
+            self._early.keep(identity, message, now)
+        self._drained(identity, message.room, message.generation)
+
+    def _deliver(self, room: SendingRoom, identity: str, message: messages.OpenRoom | messages.AbortRoom) -> None:
+        """Hands a message to its room."""
+        if isinstance(message, messages.AbortRoom):
+            room.post(ReceiverAborted(identity, message.generation, message.reason))
+            return
+        attachment = self.attachment(identity)
+        if attachment is None:
+            return  # lost meanwhile; the room's deadline or the peer's next message tells
+        room.post(room.opened_by(attachment, message, sends_aux=self.coordinates.is_aux_writer))
+
+    def _refuse_room(self, identity: str, message: messages.OpenRoom, error: KVFerryError) -> None:
+        self.send(
+            identity,
+            messages.RoomFailed(
+                room=message.room,
+                generation=message.generation,
+                writer=self.engine_rank,
+                error=type(error).__name__,
+                reason=str(error),
+            ),
+        )
+        self._drained(identity, message.room, message.generation)
+
+    def _drained(self, identity: str, room: int, generation: int) -> None:
+        self.send(identity, messages.Drained(room=room, generation=generation, writer=self.engine_rank))
+
+    def _lose(self, identity: str, error: KVFerryError) -> None:
+        """Fails a decode rank's rooms and forgets it."""
+        peer = self._peers.remove(identity)
+        with self._rooms_lock:
+            self._early.forget(identity)
+            rooms = list(self._rooms.values())
+        for room in rooms:
+            room.post(ReceiverLost(identity, error))
+        if peer is not None:
+            peer.post(DetachRequested())
+
+    def _tick(self, now: float) -> None:
+        with self._rooms_lock:
+            expired = list(self._early.expired(now))
+            due = [
+                room for room in self._rooms.values() if room.next_deadline is not None and now >= room.next_deadline
+            ]
+        for room in due:
+            room.post(SenderTick())
+        for receiver, message in expired:
+            reason = (
+                f"prefill rank {self.engine_rank} was not asked to send room {message.room} within "
+                f"{self.settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
+            )
+            self._refuse_room(receiver, message, UnknownRoomError(reason))
+        for peer in self._peers.all():
+            silence_s = now - peer.last_heard_at
+            if silence_s > self.settings.peer_timeout_s:
+                log.error("lost decode rank %s: silent for %.1f s", peer.name, silence_s)
+                self._lose(
+                    peer.name,
+                    PeerDisconnectedError(f"silent for {silence_s:.1f} s (KVFERRY_PEER_TIMEOUT_S)"),
+                )
+
+    def _queue_of(self, room: int) -> RunQueue:
+        return self._queues[zlib.crc32(room.to_bytes(8, "little")) % len(self._queues)]

@@ -1,0 +1,69 @@
+"""One room on a decode rank: the caller's `Receiver`, and what the driver thread keeps of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvferry.endpoint.stats import ReceiverStats
+from kvferry.endpoint.transfer import Transfer
+from kvferry.protocol.chunks import Pages
+from kvferry.protocol.receiver import (
+    Arrived,
+    ReceiverAbortRequested,
+    ReceiverCommand,
+    ReceiverEvent,
+    ReceiverMachine,
+)
+
+
+class Receiver(Transfer):
+    """One request's transfer to this decode rank, as its caller sees it."""
+
+    def __init__(self, room: int, post: Callable[[ReceiverEvent], None]) -> None:
+        """For `DecodeEndpoint.open`."""
+        super().__init__(room)
+        self._post = post
+        self._aux: bytes | None = None
+        self.stats = ReceiverStats(opened_at=time.monotonic(), first_arrival_at=None, ended_at=None, chunks=0)
+
+    @property
+    def aux(self) -> bytes:
+        """The request's aux data: b"" before it has come, and where the prefill side gave none."""
+        return self._aux or b""
+
+    def abort(self, reason: str = "no reason given") -> None:
+        """Gives the transfer up, on both sides. Returns at once.
+
+        The pages are reusable only when `pages_reusable` says so: a write may still be on its way.
+        """
+        self._post(ReceiverAbortRequested(reason))
+
+
+class ReceivingRoom:
+    """A room's state machine and what belongs to it. Owned by the driver thread."""
+
+    def __init__(
+        self, machine: ReceiverMachine, *, generation: int, prefix_pages: int, pages: Pages, receiver: Receiver
+    ) -> None:
+        self.room = machine.room
+        self.generation = generation
+        self.prefix_pages = prefix_pages
+        self.pages = pages
+        self.receiver = receiver
+        self.machine = machine
+
+    def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverCommand]:
+        """Tells the machine what happened and shows the caller where the room stands."""
+        commands = self.machine.handle(event, now)
+        stats = self.receiver.stats
+        arrived = isinstance(event, Arrived)
+        self.receiver.stats = ReceiverStats(
+            opened_at=stats.opened_at,
+            first_arrival_at=now if arrived and stats.first_arrival_at is None else stats.first_arrival_at,
+            ended_at=now if self.machine.state.is_final and stats.ended_at is None else stats.ended_at,
+            chunks=stats.chunks + arrived,
+        )
+        self.receiver._aux = self.machine.aux
+        self.receiver._update(self.machine.state, self.machine.error, pages_reusable=self.machine.are_pages_reusable)
+        return commands

@@ -1,0 +1,128 @@
+"""Every setting of kvferry, typed, with its environment variable.
+
+The environment is read here and nowhere else. A value passed to `Settings` wins over the environment variable, which
+wins over the default.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from kvferry.errors import SettingsError
+
+PREFIX = "KVFERRY_"
+
+
+def default_workers(cpus: int) -> int:
+    """How many transfer workers suit a machine: an eighth of half its CPUs, but at least 4 and at most 12."""
+    return min(max(4, int(0.5 * cpus) // 8), 12)
+
+
+class Settings(BaseSettings):
+    """Settings of one endpoint. Each is also an environment variable: `workers` is KVFERRY_WORKERS.
+
+    Raises:
+        SettingsError: if a value is impossible, naming the variable, the value and what is allowed.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+
+    host: str = Field("127.0.0.1", description="Address that the peer channel binds to.")
+    advertise_host: str | None = Field(
+        None, description="Address that peers are told; needed where host is a wildcard such as 0.0.0.0 or ::."
+    )
+    control_port: int = Field(0, ge=0, le=65535, description="Port of the peer channel; 0 takes any free one.")
+
+    registry_host: str = Field("127.0.0.1", description="Address that an embedded registry binds to.")
+    registry_port: int = Field(8998, ge=0, le=65535, description="Port of an embedded registry; 0 takes any free one.")
+    registry_url: str | None = Field(
+        None, description="Where the registry answers; by default at registry_host and registry_port."
+    )
+    registry_lease_s: float = Field(10.0, gt=0, le=3600, description="How long a registration lasts without renewal.")
+
+    transport: Literal["nixl"] = Field("nixl", description="What moves the bytes.")
+    nixl_backend: str = Field("UCX", description="NIXL's backend.")
+    nixl_threads: int = Field(
+        0, ge=0, le=256, description="NIXL's own worker threads, which help writes of 1024 descriptors and more."
+    )
+    nixl_progress_delay_us: int = Field(
+        20_000, ge=1000, le=1_000_000, description="Longest sleep of NIXL's progress thread, in microseconds."
+    )
+
+    workers: int = Field(
+        default_factory=lambda: default_workers(os.cpu_count() or 1),
+        ge=1,
+        le=256,
+        description="Threads that move chunks on the prefill side.",
+    )
+    queues: int = Field(
+        4, ge=1, le=256, description="Queues that rooms are spread over; no more are used than there are workers."
+    )
+    synchronous: bool = Field(
+        False, description="Let submit wait until the bytes have moved: the baseline to measure against."
+    )
+
+    bootstrap_timeout_s: float = Field(60.0, gt=0, description="Longest wait for the two sides to find each other.")
+    waiting_timeout_s: float = Field(
+        300.0, gt=0, description="Longest wait without progress while it is the caller's or the peer's turn."
+    )
+    write_timeout_s: float = Field(60.0, gt=0, description="Longest time that one write may take.")
+    heartbeat_interval_s: float = Field(2.0, gt=0, description="How often a decode rank asks whether peers live.")
+    peer_timeout_s: float = Field(15.0, gt=0, description="Silence after which a peer counts as lost.")
+    close_timeout_s: float = Field(5.0, ge=0, description="How long close waits for writes that are on their way.")
+    max_early_rooms: int = Field(
+        10_000, ge=1, description="Rooms that decode ranks may open before the prefill side does."
+    )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            problems = []
+            for item in error.errors():
+                name = ".".join(str(part) for part in item["loc"])
+                variable = f" ({PREFIX}{name.upper()})" if name else ""
+                problems.append(f"{name}{variable} = {item['input']!r}: {item['msg']}" if name else item["msg"])
+            raise SettingsError("; ".join(problems)) from error
+
+    @model_validator(mode="after")
+    def _check(self) -> Settings:
+        if is_wildcard(self.host) and (self.advertise_host is None or is_wildcard(self.advertise_host)):
+            raise ValueError(
+                f"host (KVFERRY_HOST) is {self.host}, which peers cannot connect to: set advertise_host "
+                "(KVFERRY_ADVERTISE_HOST) to an address of this machine that they reach"
+            )
+        if self.peer_timeout_s <= self.heartbeat_interval_s:
+            raise ValueError(
+                f"peer_timeout_s (KVFERRY_PEER_TIMEOUT_S) is {self.peer_timeout_s:g}: it must be longer than "
+                f"heartbeat_interval_s (KVFERRY_HEARTBEAT_INTERVAL_S), {self.heartbeat_interval_s:g}"
+            )
+        return self
+
+    @property
+    def registry_address(self) -> str:
+        """The registry's URL."""
+        return self.registry_url or f"http://{bracketed(self.registry_host)}:{self.registry_port}"
+
+    @property
+    def used_queues(self) -> int:
+        """How many queues there really are: a queue without a worker would stand still."""
+        return min(self.queues, self.workers)
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a host means every interface, so that nobody can connect to it under that name."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host in ("", "*")
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands in a URL: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
