@@ -32,7 +32,7 @@ from kvferry.layout.parallel import RankCoordinates
 
 _ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _VISIBLE_ASCII = re.compile(r"[!-~]+")
-_LONGEST_INCARNATION = 64
+_LONGEST_INCARNATION = 256
 _LONGEST_ADDRESS = 256
 _LONGEST_DIGEST = 128
 _LARGEST_PROTOCOL_VERSION = 2**31 - 1

@@ -232,7 +232,7 @@ def _quiet_server(registrations: Registrations, on_up: Callable[[], None]) -> uv
             await super().startup(sockets)
             on_up()
 
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             # uvicorn would raise the signal again after the shutdown, and the command would end as if killed.
             self.force_exit = self.should_exit
             self.should_exit = True
