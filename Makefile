@@ -1,0 +1,49 @@
+# `make demo` and `make test` work on a fresh clone with nothing but Python 3.10 or newer installed.
+
+PYTHON ?= python3
+# Installed first and pinned: without a pin, another package's wish for torch brings the newest CUDA build along.
+TORCH ?= torch==2.13.0
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+DEMO_FLAGS ?=
+
+.PHONY: help demo test check format bench clean
+
+help:
+	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
+	@echo "make test    set up, then run the tests"
+	@echo "make check   set up, then check style and types"
+	@echo "make format  let the tools fix style"
+	@echo "make bench   set up, then measure what the README claims"
+	@echo "make clean   remove the environment and all caches"
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "kvferry needs Python 3.10 or newer: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "On Debian: apt-get install python3-venv"; exit 1; }
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet "$(TORCH)"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[demo,dev]"
+	@touch $@
+
+demo: $(INSTALLED)
+	$(VENV)/bin/kvferry demo $(DEMO_FLAGS)
+
+test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest
+
+check: $(INSTALLED)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+format: $(INSTALLED)
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+bench: $(INSTALLED)
+	$(VENV)/bin/python benchmarks/submit.py
+	$(VENV)/bin/python benchmarks/idle.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

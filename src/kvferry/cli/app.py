@@ -1,0 +1,147 @@
+"""The command line of kvferry."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvferry._version import __version__
+from kvferry.errors import KVFerryError
+from kvferry.settings import Settings
+
+app = typer.Typer(
+    name="kvferry",
+    help="Moves LLM KV caches from prefill workers to decode workers, from any parallel layout to any other.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+FAILED, WRONG_INPUT = 1, 2
+
+
+def main() -> None:
+    """Runs the command line. Errors that a person can act on are one line on stderr and exit code 2."""
+    try:
+        app()
+    except KVFerryError as error:
+        Console(stderr=True).print(f"[bold red]kvferry:[/] {type(error).__name__}:", end=" ")
+        Console(stderr=True).print(str(error), markup=False, highlight=False)
+        sys.exit(WRONG_INPUT)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvferry {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def registry(
+    host: Annotated[str | None, typer.Option(help="Address to listen on [KVFERRY_REGISTRY_HOST].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes any free one [KVFERRY_REGISTRY_PORT].")] = None,
+    lease_s: Annotated[
+        float | None, typer.Option(help="Seconds that a registration lasts [KVFERRY_REGISTRY_LEASE_S].")
+    ] = None,
+) -> None:
+    """Run the registry on its own, where prefill ranks register and decode ranks find them.
+
+    By default the first rank of a prefill engine runs one itself; with several prefill engines, or to let engines come
+    and go, run this once and point all ranks to it with KVFERRY_REGISTRY_URL.
+    """
+    from kvferry.control.registry_server import RegistryServer
+
+    given = {"registry_host": host, "registry_port": port, "registry_lease_s": lease_s}
+    settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    server = RegistryServer(settings.registry_host, settings.registry_port, lease_s=settings.registry_lease_s)
+
+    def started(url: str) -> None:
+        typer.echo(f"The registry answers at {url}. Set KVFERRY_REGISTRY_URL={url} for every rank. Ctrl-C stops it.")
+
+    server.serve_forever(started)
+
+
+@app.command()
+def demo(
+    prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a prefill engine.")] = 4,
+    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a decode engine.")] = 2,
+    prefill_pp: Annotated[int, typer.Option(help="Pipeline stages of a prefill engine.")] = 1,
+    decode_pp: Annotated[int, typer.Option(help="Pipeline stages of a decode engine.")] = 1,
+    prefill_stages: Annotated[
+        str | None, typer.Option(help="Layers of every prefill stage, such as 3,1; instead of --prefill-pp.")
+    ] = None,
+    decode_stages: Annotated[
+        str | None, typer.Option(help="Layers of every decode stage, such as 1,3; instead of --decode-pp.")
+    ] = None,
+    prefill_engines: Annotated[int, typer.Option(help="Prefill engines side by side.")] = 1,
+    decode_engines: Annotated[int, typer.Option(help="Decode engines side by side.")] = 1,
+    arch: Annotated[
+        str, typer.Option(help="Architecture of a small model with seeded weights: qwen3, llama or deepseek_v3.")
+    ] = "qwen3",
+    kv_heads: Annotated[int, typer.Option(help="KV heads of the seeded model.")] = 4,
+    layers: Annotated[int, typer.Option(help="Layers of the seeded model.")] = 4,
+    model: Annotated[
+        Path | None, typer.Option(help="Directory of a local checkpoint to use instead, with its tokenizer.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Text file with one prompt a line; prompts come with kvferry.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="How many requests.")] = 8,
+    in_flight: Annotated[int, typer.Option(help="Requests that a decode rank waits for at a time.")] = 4,
+    page_size: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens prefilled and sent at a time; whole pages.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to decode for every request.")] = 24,
+    seed: Annotated[int, typer.Option(help="Seed of weights and page orders.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Prefill on some ranks, move the cache over NIXL, decode on others, and check every byte and token.
+
+    Every rank is a process of its own with its own paged pool in random page order. A real transformers model prefills;
+    each prefill rank keeps only its shard of the cache. What the decode side generates comes from nothing but the bytes
+    that arrived, and must equal what the undivided model generates. The exit code is 0 only if it does and every byte
+    is exact.
+    """
+    from kvferry.cli.demo.prepare import prepare
+
+    started_at = time.monotonic()
+    options = prepare(
+        prefill=(prefill_tp, prefill_pp, prefill_stages, prefill_engines),
+        decode=(decode_tp, decode_pp, decode_stages, decode_engines),
+        architecture=arch,
+        num_kv_heads=kv_heads,
+        num_layers=layers,
+        model_directory=model,
+        prompt_file=prompt_file,
+        requests=requests,
+        in_flight=in_flight,
+        page_tokens=page_size,
+        chunk_tokens=chunk_tokens,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
+    from kvferry.cli.demo import report, run, verdict
+
+    with report.progress_view(options, Console(stderr=True)) as view:
+        outcome = run.run(options, view.on_report)
+    judged = verdict.judge(options, outcome)
+    transport = Settings().transport
+    if json:
+        typer.echo(report.as_json(options, judged, transport=transport))
+    else:
+        elapsed_s = time.monotonic() - started_at
+        report.show(options, judged, Console(), transport=transport, elapsed_s=elapsed_s)
+    if not judged.holds:
+        raise typer.Exit(FAILED)

@@ -1,0 +1,246 @@
+"""What each process of the demo does. Every rank is one process with its own pool and its own endpoint."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import multiprocessing.queues
+import struct
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.cli.demo.options import DemoOptions, Request
+from kvferry.cli.demo.pool import DECODE_POISON, PREFILL_POISON, RankPool
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, ReceiverStats, SenderStats
+from kvferry.engines.reference.engine import load_model
+from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.settings import Settings
+
+Connection: TypeAlias = multiprocessing.connection.Connection
+ShardQueue: TypeAlias = "multiprocessing.queues.Queue[tuple[int, int, dict[str, NDArray[np.uint8]], bytes]]"
+
+_AUX = struct.Struct("<q")
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A rank has its model and memory. `registry_url` comes from the one that runs the registry."""
+
+    registry_url: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Described:
+    """A rank's layout, for the proof and the picture."""
+
+    layout: RankLayout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """A prefill rank has sent a request; `shard` is what its pool held, whole pages as bytes."""
+
+    room: int
+    shard: dict[str, NDArray[np.uint8]]
+    stats: SenderStats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Received:
+    """A decode rank has received a request; `shard` is what its pool holds now."""
+
+    room: int
+    shard: dict[str, NDArray[np.uint8]]
+    stats: ReceiverStats
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A decode engine has decoded a request from what arrived."""
+
+    room: int
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Undivided:
+    """The undivided model's answer to a request."""
+
+    room: int
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A process is through. `damaged_bytes` counts bytes of its pool that nobody may have touched."""
+
+    damaged_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """A process failed."""
+
+    error: str
+    details: str
+
+
+Report: TypeAlias = Ready | Described | Sent | Received | Decoded | Undivided | Ended | Crashed
+
+
+def guarded(main: Callable[..., None], reports: Connection, *arguments: Any) -> None:
+    """Runs a process's main function and reports what it raises."""
+    torch.set_num_threads(1)  # as many processes share a few cores; also makes sums the same in all of them
+    try:
+        main(reports, *arguments)
+    except BaseException as error:
+        reports.send(Crashed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+
+
+def undivided_main(reports: Connection, options: DemoOptions) -> None:
+    """Answers every request with the model in one piece."""
+    model = load_model(options.model)
+    for request in options.requests:
+        tokens = model.generate_undivided(request.token_ids, options.chunk_tokens, options.max_new_tokens)
+        reports.send(Undivided(request.room, tokens))
+    reports.send(Ended())
+
+
+def prefill_main(reports: Connection, options: DemoOptions, engine: int, coordinates: RankCoordinates) -> None:
+    """Prefills this engine's requests and sends this rank's shard of their caches, chunk by chunk.
+
+    Every rank runs the whole forward pass, since splitting the computation is not what is shown here; of the cache it
+    keeps its own shard alone.
+    """
+    model = load_model(options.model)
+    pool = RankPool(
+        options.components,
+        options.prefill,
+        coordinates,
+        pages=options.pool_pages(),
+        page_tokens=options.page_tokens,
+        poison=PREFILL_POISON,
+        seed=f"{options.seed} prefill {engine} {coordinates.engine_rank}",
+    )
+    runs_registry = engine == 0 and coordinates.engine_rank == 0
+    registry_url: str | None = None
+    if not runs_registry:
+        reports.send(Ready())
+        registry_url = reports.recv()
+    settings = Settings(registry_url=registry_url, registry_port=0, bootstrap_timeout_s=_TIMEOUT_S)
+    with PrefillEndpoint(
+        pool.layout,
+        engine=engine_name(engine),
+        coordinates=coordinates,
+        settings=settings,
+        host_registry=runs_registry,
+    ) as endpoint:
+        if runs_registry:
+            reports.send(Ready(endpoint.registry_url))
+            reports.recv()
+        reports.send(Described(pool.layout))
+        mine = [request for request in options.requests if request.prefill_engine == engine]
+        senders = [(request, endpoint.open(request.room)) for request in mine]
+        pages_of = {}
+        for request, sender in senders:
+            pages_of[request.room] = pages = pool.allocate(request.pages(options.page_tokens))
+            for chunk in model.prefill(request.token_ids, options.chunk_tokens):
+                first, stop = chunk.start // options.page_tokens, -(-chunk.stop // options.page_tokens)
+                pool.write(pages[first:stop], chunk.caches)
+                is_last = chunk.next_token is not None
+                aux = _AUX.pack(chunk.next_token) if chunk.next_token is not None else None
+                sender.submit(pages[first:stop], last=is_last, aux=aux)
+        for request, sender in senders:
+            sender.wait(_TIMEOUT_S)
+            reports.send(Sent(request.room, pool.read(pages_of[request.room]), sender.stats))
+        reports.send(Ended(pool.damaged_bytes()))
+        reports.recv()  # the registry and the peer channel stay until everybody is through
+
+
+def decode_main(
+    reports: Connection, options: DemoOptions, engine: int, coordinates: RankCoordinates, shards: ShardQueue
+) -> None:
+    """Receives this rank's shard of this engine's requests; the first rank puts the shards together and decodes."""
+    is_first = coordinates.engine_rank == 0
+    model = load_model(options.model) if is_first else None
+    pool = RankPool(
+        options.components,
+        options.decode,
+        coordinates,
+        pages=options.pool_pages(),
+        page_tokens=options.page_tokens,
+        poison=DECODE_POISON,
+        seed=f"{options.seed} decode {engine} {coordinates.engine_rank}",
+    )
+    reports.send(Ready())
+    settings = Settings(registry_url=reports.recv(), bootstrap_timeout_s=_TIMEOUT_S)
+    with DecodeEndpoint(pool.layout, engine=f"decode-{engine}", coordinates=coordinates, settings=settings) as endpoint:
+        reports.send(Described(pool.layout))
+        mine = [request for request in options.requests if request.decode_engine == engine]
+        rooms: dict[int, tuple[NDArray[np.int64], Receiver]] = {}
+
+        def open_next() -> None:
+            if len(rooms) < len(mine):
+                request = mine[len(rooms)]
+                pages = pool.allocate(request.pages(options.page_tokens))
+                receiver = endpoint.open(request.room, pages, engine=engine_name(request.prefill_engine))
+                rooms[request.room] = (pages, receiver)
+
+        for _ in range(options.in_flight):
+            open_next()
+        for request in mine:
+            pages, receiver = rooms[request.room]
+            receiver.wait(_TIMEOUT_S)
+            open_next()
+            shard = pool.read(pages)
+            shards.put((coordinates.engine_rank, request.room, shard, receiver.aux))
+            reports.send(Received(request.room, shard, receiver.stats))
+        damaged_bytes = pool.damaged_bytes()
+    if model is not None:
+        for request, caches, first_token in _assembled(options, mine, shards):
+            reports.send(Decoded(request.room, model.decode(caches, first_token, options.max_new_tokens)))
+    reports.send(Ended(damaged_bytes))
+    reports.recv()
+
+
+def _assembled(
+    options: DemoOptions, requests: list[Request], shards: ShardQueue
+) -> list[tuple[Request, dict[str, torch.Tensor], int]]:
+    """Every request's whole cache, from nothing but what the ranks of this engine received."""
+    ranks = options.decode.coordinates
+    arrived: dict[int, dict[int, tuple[dict[str, NDArray[np.uint8]], bytes]]] = {}
+    for _ in range(len(requests) * len(ranks)):
+        rank, room, shard, aux = shards.get(timeout=_TIMEOUT_S)
+        arrived.setdefault(room, {})[rank] = shard, aux
+    assembled = []
+    for request in requests:
+        caches = {}
+        for component in options.components:
+            sizes = [axis.size for axis in component.axes]
+            dtype = getattr(torch, component.dtype)
+            whole = torch.full((sizes[0], len(request.token_ids), *sizes[1:]), float("nan"), dtype=dtype)
+            for coordinates in ranks:
+                held = options.decode.held(component, coordinates)
+                layers, heads = held["layer"], held.get("head")
+                if not layers:
+                    continue
+                part = torch.from_numpy(arrived[request.room][coordinates.engine_rank][0][component.name]).view(dtype)
+                target = whole[layers.start : layers.stop]
+                if heads is not None:
+                    target = target[:, :, heads.start : heads.stop]
+                target.copy_(part[:, : len(request.token_ids)])
+            caches[component.name] = whole
+        (first_token,) = _AUX.unpack(arrived[request.room][0][1])
+        assembled.append((request, caches, first_token))
+    return assembled
+
+
+def engine_name(engine: int) -> str:
+    """How the demo's prefill engines are registered."""
+    return f"prefill-{engine}"
