@@ -87,23 +87,27 @@ def checked_pages(pages: ArrayLike, *, pool_pages: int, where: str) -> Pages:
     """A private copy of page numbers, all inside the pool and each there once.
 
     Raises:
-        PageError: naming the first offending page and its position.
+        PageError: naming an offending page.
     """
-    given = np.asarray(pages)
+    try:
+        given = np.asarray(pages)
+    except ValueError as error:
+        raise PageError(f"{where}: pages must be a flat sequence of integers: {error}") from error
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise PageError(f"{where}: pages must be a flat sequence of integers, not {given.dtype} of shape {given.shape}")
     copy = given.astype(np.int64, copy=True)
     if copy.size == 0:
         return copy
-    if copy.min() < 0 or copy.max() >= pool_pages:
+    # The scheduler waits for this: as unsigned numbers, negative ones are too large as well, and one look is enough.
+    if copy.view(np.uint64).max() >= pool_pages:
         position = int(np.flatnonzero((copy < 0) | (copy >= pool_pages))[0])
         raise PageError(
-            f"{where}: page {copy[position]} at position {position} is out of range: the pool has {pool_pages} pages"
+            f"{where}: page {given[position]} at position {position} is out of range: the pool has {pool_pages} pages"
         )
     seen = np.zeros(pool_pages, np.bool_)
     seen[copy] = True
     if np.count_nonzero(seen) != copy.size:
         numbers, counts = np.unique(copy, return_counts=True)
-        page = int(numbers[counts > 1][0])
-        raise PageError(f"{where}: page {page} appears {int(counts.max())} times; a request holds each page once")
+        first = int(np.flatnonzero(counts > 1)[0])
+        raise PageError(f"{where}: page {numbers[first]} appears {counts[first]} times; a request holds each page once")
     return copy

@@ -37,17 +37,26 @@ class EarlyRooms:
         return len(self._rooms)
 
     def keep(self, receiver: str, message: EarlyMessage, now: float) -> bool:
-        """Keeps a message; False if there are too many rooms already."""
+        """Keeps a message; False if there are too many rooms already.
+
+        An abort is kept behind the open that it belongs to, so that the room fails before its first write; without one
+        there is nothing to stop, and it takes no place. Either way nothing was written: `Drained` may be sent at once.
+        """
         room = self._rooms.get(message.room)
+        if isinstance(message, AbortRoom):
+            kept = room.messages.get(receiver, []) if room is not None else []
+            if kept and kept[-1].generation == message.generation:
+                kept[1:] = [message]
+            return True
         if room is None:
             if len(self._rooms) >= self._limit:
                 return False
             room = self._rooms[message.room] = _EarlyRoom(now)
-        kept = room.messages.setdefault(receiver, [])
-        if kept and kept[0].generation != message.generation:
-            kept.clear()
-            room.since = now
-        kept.append(message)
+        known = room.messages.get(receiver)
+        if known is None or known[0].generation != message.generation:
+            room.messages[receiver] = [message]
+            if known is not None:
+                room.since = now
         return True
 
     def take(self, room: int) -> list[tuple[str, EarlyMessage]]:

@@ -7,13 +7,13 @@ four bytes of `MAGIC`, the protocol version as two bytes, and a MessagePack body
 from __future__ import annotations
 
 import struct
-from typing import TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import ConfigurationError, MessageError, PageError, VersionError
+from kvferry.errors import ConfigurationError, MessageError, VersionError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Piece
 
@@ -23,6 +23,9 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_AUX_BYTES = 1024 * 1024
 
 _HEADER = struct.Struct("<4sH")
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""A number that is refused on arrival if it is negative."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -78,6 +81,12 @@ class Refused(Message, frozen=True):
     reason: str
 
 
+class Closed(Message, frozen=True):
+    """Prefill to decode: this rank was closed. None of its writes is in flight, and none will be."""
+
+    endpoint: str
+
+
 class Detach(Message, frozen=True):
     """Decode to prefill: forget me; I will not open rooms any more."""
 
@@ -108,7 +117,7 @@ class OpenRoom(Message, frozen=True):
         pages: page numbers on the decode side for the rest of the request, int64 little-endian, one after the other.
     """
 
-    room: int
+    room: Count
     generation: int
     receivers: int
     prefix_pages: int
@@ -118,7 +127,7 @@ class OpenRoom(Message, frozen=True):
 class AbortRoom(Message, frozen=True):
     """Decode to prefill: stop. Answered by `Drained` once no write of this generation can happen any more."""
 
-    room: int
+    room: Count
     generation: int
     reason: str
 
@@ -126,9 +135,9 @@ class AbortRoom(Message, frozen=True):
 class RoomFailed(Message, frozen=True):
     """Prefill to decode: this rank cannot complete the room. `Drained` follows."""
 
-    room: int
+    room: Count
     generation: int
-    writer: int
+    writer: Count
     error: str
     reason: str
 
@@ -136,18 +145,18 @@ class RoomFailed(Message, frozen=True):
 class Drained(Message, frozen=True):
     """Prefill to decode: this rank will not write for this generation again, and none of its writes is in flight."""
 
-    room: int
+    room: Count
     generation: int
-    writer: int
+    writer: Count
 
 
 class ChunkArrived(Message, frozen=True):
     """Notification: all bytes of one chunk from one writer are in place. `sequence` counts from 0 per receiver."""
 
-    room: int
+    room: Count
     generation: int
-    writer: int
-    sequence: int
+    writer: Count
+    sequence: Count
 
 
 class WriterFinished(Message, frozen=True):
@@ -158,15 +167,15 @@ class WriterFinished(Message, frozen=True):
         aux: the request's aux data, from the one rank that sends it; None from all others.
     """
 
-    room: int
+    room: Count
     generation: int
-    writer: int
-    chunks: int
+    writer: Count
+    chunks: Count
     aux: bytes | None = None
 
 
 ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom
-ToDecode: TypeAlias = Welcome | Attached | Refused | Pong | RoomFailed | Drained
+ToDecode: TypeAlias = Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained
 Notification: TypeAlias = ChunkArrived | WriterFinished
 
 _Body = TypeVar("_Body")
@@ -181,9 +190,12 @@ def encode(message: Message) -> bytes:
     """The bytes of a message.
 
     Raises:
-        MessageError: if it is larger than the peer would accept.
+        MessageError: if it is larger than the peer would accept, or holds what cannot travel.
     """
-    body = _encoder.encode(message)
+    try:
+        body = _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise MessageError(f"{type(message).__name__} cannot travel: {error}") from error
     if len(body) > MAX_MESSAGE_BYTES:
         raise MessageError(f"{type(message).__name__} of {len(body)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
     return _HEADER.pack(MAGIC, PROTOCOL_VERSION) + body
@@ -205,7 +217,7 @@ def _body(data: bytes) -> memoryview:
 def _decode(decoder: msgspec.msgpack.Decoder[_Body], data: bytes, what: str) -> _Body:
     try:
         return decoder.decode(_body(data))
-    except (msgspec.DecodeError, ConfigurationError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigurationError) as error:
         raise MessageError(f"a malformed {what}: {error}") from error
 
 
@@ -238,8 +250,8 @@ def unpack_pages(data: bytes) -> NDArray[np.int64]:
     """The inverse of `pack_pages`.
 
     Raises:
-        PageError: if the bytes are not a whole number of pages.
+        MessageError: if the bytes are not a whole number of pages.
     """
     if len(data) % 8:
-        raise PageError(f"{len(data)} bytes of page numbers are not a multiple of 8")
+        raise MessageError(f"{len(data)} bytes of page numbers are not a multiple of 8")
     return np.frombuffer(data, "<i8").astype(np.int64, copy=False)

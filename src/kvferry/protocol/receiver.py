@@ -182,6 +182,11 @@ class ReceiverMachine:
         return all(writer.is_drained or writer.finished_chunks is not None for writer in self._expected.values())
 
     @property
+    def chunks(self) -> int:
+        """How many chunks have arrived, over all writers."""
+        return sum(len(writer.arrived) for writer in self._expected.values())
+
+    @property
     def undrained(self) -> list[int]:
         """Ranks that may still write."""
         return [
@@ -238,18 +243,18 @@ class ReceiverMachine:
 
     def _arrived(self, rank: int, sequence: int, now: float) -> list[ReceiverCommand]:
         writer = self._expected.get(rank)
-        if writer is None or self.state.is_final:
+        if writer is None or self.state.is_final or sequence in writer.arrived:
             return []
         writer.arrived.add(sequence)
         self._last_progress = now
         self._move(ReceiverTrigger.CHUNK_ARRIVED)
-        return self._maybe_succeed()
+        return self._maybe_succeed(rank, writer)
 
     def _finished(self, event: Finished, now: float) -> list[ReceiverCommand]:
         writer = self._expected.get(event.writer)
-        if writer is None:
+        if writer is None or writer.finished_chunks == event.chunks:
             return []
-        if writer.finished_chunks is not None and writer.finished_chunks != event.chunks:
+        if writer.finished_chunks is not None:
             return self._fail(
                 TransferFailedError(
                     f"room {self.room}: prefill rank {event.writer} said that it sent {writer.finished_chunks} chunks, "
@@ -262,9 +267,17 @@ class ReceiverMachine:
         self._last_progress = now
         if event.aux is not None:
             self.aux = event.aux
-        return self._maybe_succeed()
+        return self._maybe_succeed(event.writer, writer)
 
-    def _maybe_succeed(self) -> list[ReceiverCommand]:
+    def _maybe_succeed(self, rank: int, writer: _Writer) -> list[ReceiverCommand]:
+        last = max(writer.arrived, default=-1)
+        if writer.finished_chunks is not None and last >= writer.finished_chunks:
+            return self._fail(
+                TransferFailedError(
+                    f"room {self.room}: prefill rank {rank} said that it sent {writer.finished_chunks} chunks, "
+                    f"but number {last} arrived"
+                )
+            )
         if all(writer.is_complete for writer in self._expected.values()):
             self._move(ReceiverTrigger.ALL_ARRIVED)
         return []

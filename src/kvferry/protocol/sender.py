@@ -289,9 +289,12 @@ class SenderMachine:
 
     def _receiver_opened(self, event: ReceiverOpened, now: float) -> list[SenderCommand]:
         known = self._receivers.get(event.receiver)
+        if known is not None and known.opened.generation == event.generation:
+            return []  # the same message twice
+        if self.state.is_final:
+            complete = TransferFailedError(f"room {self.room} is already complete on prefill rank {self._rank}")
+            return self._refuse(event, self.error or complete)
         if known is not None:
-            if known.opened.generation == event.generation:
-                return []  # the same message twice
             return self._refuse(
                 event,
                 TransferFailedError(
@@ -299,9 +302,6 @@ class SenderMachine:
                     "wait for it to end before opening it again"
                 ),
             )
-        if self.state.is_final:
-            complete = TransferFailedError(f"room {self.room} is already complete on prefill rank {self._rank}")
-            return self._refuse(event, self.error or complete)
         self._receivers[event.receiver] = _Receiver(event)
         if len({receiver.opened.expected_receivers for receiver in self._receivers.values()}) > 1 or (
             len(self._receivers) > event.expected_receivers
@@ -414,9 +414,11 @@ class SenderMachine:
 
     def _receiver_lost(self, name: str, error: Exception) -> list[SenderCommand]:
         receiver = self._receivers.get(name)
-        if receiver is None or self.state.is_final:
+        if receiver is None:
             return []
         receiver.told_failed = receiver.told_drained = True  # nobody there to tell
+        if receiver.finish_sent or not (receiver.opened.is_writer or receiver.opened.sends_aux):
+            return []  # it got from this rank all that it was to get; the other receivers go on
         return self._fail(_failure(f"room {self.room}: {name} is gone", error))
 
     def _tick(self, now: float) -> list[SenderCommand]:
@@ -431,6 +433,12 @@ class SenderMachine:
         elif not self.is_drained:
             slow = [name for name, receiver in self._receivers.items() if receiver.writes_in_flight]
             what = f"writes to {slow} did not end within {self._deadlines.write_s:g} s (KVFERRY_WRITE_TIMEOUT_S)"
+        elif self._last_chunk is not None:
+            untold = [name for name, receiver in self._receivers.items() if not receiver.finish_sent]
+            what = (
+                f"{untold} could not be told within {self._deadlines.waiting_s:g} s that it is complete "
+                "(KVFERRY_WAITING_TIMEOUT_S)"
+            )
         else:
             what = f"no chunk was submitted for {self._deadlines.waiting_s:g} s (KVFERRY_WAITING_TIMEOUT_S)"
         return self._fail(TransferTimeoutError(f"room {self.room} on prefill rank {self._rank}: {what}"))

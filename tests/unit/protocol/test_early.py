@@ -1,0 +1,129 @@
+"""Rooms that decode ranks opened before the prefill side did."""
+
+from __future__ import annotations
+
+from kvferry.protocol.early import EarlyMessage, EarlyRooms
+from kvferry.protocol.messages import AbortRoom, OpenRoom
+
+
+def opened(room: int, generation: int = 1) -> OpenRoom:
+    return OpenRoom(room=room, generation=generation, receivers=1, prefix_pages=0, pages=b"")
+
+
+def aborted(room: int, generation: int = 1) -> AbortRoom:
+    return AbortRoom(room=room, generation=generation, reason="the client went away")
+
+
+def early(limit: int = 10, keep_s: float = 5.0) -> EarlyRooms:
+    return EarlyRooms(limit=limit, keep_s=keep_s)
+
+
+def test_what_was_kept_is_taken_once_and_in_order():
+    rooms = early()
+    kept: list[tuple[str, EarlyMessage]] = [
+        ("a", opened(1)),
+        ("b", opened(1, 9)),
+        ("a", aborted(1)),
+        ("a", opened(2)),
+    ]
+    for receiver, message in kept:
+        assert rooms.keep(receiver, message, now=0.0)
+    assert rooms.take(1) == [("a", opened(1)), ("a", aborted(1)), ("b", opened(1, 9))]
+    assert rooms.take(1) == []
+    assert rooms.take(3) == []
+    assert len(rooms) == 1
+
+
+def test_a_newer_generation_of_the_same_receiver_replaces_the_older_one():
+    rooms = early()
+    for message in (opened(1, 1), aborted(1, 1), opened(1, 2)):
+        rooms.keep("a", message, now=0.0)
+    rooms.keep("b", opened(1, 7), now=0.0)
+    assert rooms.take(1) == [("a", opened(1, 2)), ("b", opened(1, 7))]
+
+
+def test_a_newer_generation_is_kept_for_the_whole_time_again():
+    rooms = early(keep_s=5.0)
+    rooms.keep("a", opened(1, 1), now=0.0)
+    rooms.keep("a", opened(1, 2), now=4.0)
+    assert list(rooms.expired(now=8.9)) == []
+    assert list(rooms.expired(now=9.0)) == [("a", opened(1, 2))]
+
+
+def test_the_same_open_twice_is_kept_once():
+    rooms = early()
+    for _ in range(3):
+        assert rooms.keep("a", opened(1), now=0.0)
+    assert rooms.take(1) == [("a", opened(1))]
+
+
+def test_an_abort_without_its_open_takes_no_place():
+    rooms = early(limit=1)
+    assert rooms.keep("a", aborted(1), now=0.0)
+    assert len(rooms) == 0
+    assert rooms.keep("a", opened(2), now=0.0)
+    assert rooms.keep("a", aborted(3), now=0.0), "an abort needs no place, so there is always room for it"
+
+
+def test_an_abort_of_another_generation_leaves_the_open_alone():
+    rooms = early()
+    rooms.keep("a", opened(1, 2), now=0.0)
+    rooms.keep("a", aborted(1, 1), now=4.0)
+    assert list(rooms.expired(now=4.9)) == []
+    assert rooms.take(1) == [("a", opened(1, 2))]
+
+
+def test_an_abort_of_one_receiver_says_nothing_of_another():
+    rooms = early()
+    rooms.keep("a", opened(1), now=0.0)
+    rooms.keep("b", aborted(1), now=0.0)
+    assert rooms.take(1) == [("a", opened(1))]
+
+
+def test_too_many_rooms_are_refused_but_known_ones_still_grow():
+    rooms = early(limit=2)
+    assert rooms.keep("a", opened(1), now=0.0)
+    assert rooms.keep("a", opened(2), now=0.0)
+    assert not rooms.keep("a", opened(3), now=0.0)
+    assert rooms.keep("b", opened(2), now=0.0)
+    assert rooms.keep("a", aborted(2), now=0.0)
+    rooms.take(1)
+    assert rooms.keep("a", opened(3), now=0.0)
+
+
+def test_a_refused_room_leaves_nothing_behind():
+    rooms = early(limit=0)
+    assert not rooms.keep("a", opened(1), now=0.0)
+    assert len(rooms) == 0
+    assert rooms.take(1) == []
+
+
+def test_rooms_that_nobody_opened_expire_and_their_receivers_are_named():
+    rooms = early(keep_s=5.0)
+    rooms.keep("a", opened(1), now=0.0)
+    rooms.keep("b", opened(1, 9), now=1.0)
+    rooms.keep("a", opened(2), now=1.0)
+    assert list(rooms.expired(now=4.9)) == []
+    assert list(rooms.expired(now=5.0)) == [("a", opened(1)), ("b", opened(1, 9))]
+    assert list(rooms.expired(now=5.0)) == []
+    assert len(rooms) == 1
+
+
+def test_who_aborted_is_not_told_that_the_room_expired():
+    rooms = early(keep_s=5.0)
+    rooms.keep("a", opened(1), now=0.0)
+    rooms.keep("a", aborted(1), now=0.0)
+    rooms.keep("b", opened(1, 9), now=0.0)
+    assert list(rooms.expired(now=5.0)) == [("b", opened(1, 9))]
+
+
+def test_a_receiver_that_is_gone_is_forgotten_everywhere():
+    rooms = early()
+    rooms.keep("a", opened(1), now=0.0)
+    rooms.keep("b", opened(1), now=0.0)
+    rooms.keep("a", opened(2), now=0.0)
+    rooms.forget("a")
+    assert len(rooms) == 1
+    assert rooms.take(2) == []
+    assert rooms.take(1) == [("b", opened(1))]
+    rooms.forget("nobody")

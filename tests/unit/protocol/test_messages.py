@@ -1,0 +1,392 @@
+"""What travels: every message comes back as it was sent, and nothing else gets in."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.errors import MessageError, PeerError, VersionError
+from kvferry.layout import (
+    Device,
+    Interval,
+    MemoryKind,
+    Paging,
+    RankCoordinates,
+    RankLayout,
+    Shard,
+    attention_components,
+    latent_component,
+)
+from kvferry.plan import Piece
+from kvferry.protocol import messages
+from kvferry.protocol.messages import (
+    AbortRoom,
+    Attach,
+    Attached,
+    ChunkArrived,
+    Closed,
+    Detach,
+    Drained,
+    Hello,
+    Message,
+    Notification,
+    OpenRoom,
+    Ping,
+    Pong,
+    Refused,
+    RoomFailed,
+    ToDecode,
+    ToPrefill,
+    Welcome,
+    WriterFinished,
+    decode_notification,
+    decode_to_decode,
+    decode_to_prefill,
+    encode,
+    pack_pages,
+    unpack_pages,
+)
+
+DECODERS: dict[Any, Any] = {
+    ToPrefill: decode_to_prefill,
+    ToDecode: decode_to_decode,
+    Notification: decode_notification,
+}
+HEADER_BYTES = 6
+COORDINATES = RankCoordinates(tp_rank=1, tp_size=2, pp_rank=0, pp_size=3, dp_rank=3, dp_size=4)
+LAYOUT = RankLayout(
+    shards=tuple(
+        Shard(
+            component=component,
+            box=(Interval(0, 2), Interval(1, 2), Interval(0, 4)),
+            addresses=(4096 + number * 65536, 8192 + number * 65536),
+            strides=(8, 2),
+            paging=Paging(page_tokens=16, num_pages=10, page_stride=128, token_stride=8),
+            device=Device(MemoryKind.VRAM, 3),
+        )
+        for number, component in enumerate(
+            attention_components(num_layers=2, num_kv_heads=2, head_dim=4, dtype="bfloat16")
+        )
+    )
+)
+PIECES = (Piece("k", (Interval(0, 2), Interval(1, 2), Interval(0, 4)), (0, 1)), Piece("v", (), ()))
+EXAMPLES: list[Message] = [
+    Hello(endpoint="d0", engine="decode", coordinates=COORDINATES),
+    Attach(
+        endpoint="d0",
+        engine="decode",
+        coordinates=COORDINATES,
+        layout=LAYOUT,
+        pieces=PIECES,
+        transport="nixl",
+        transport_metadata=b"\x00\xff",
+    ),
+    Detach(endpoint="d0"),
+    Ping(endpoint="d0"),
+    OpenRoom(room=2**64 - 1, generation=2**63, receivers=2, prefix_pages=3, pages=pack_pages(np.arange(5))),
+    AbortRoom(room=0, generation=-1, reason="the client went away: \N{SNOWMAN}"),
+    Welcome(endpoint="p0", engine="prefill", coordinates=COORDINATES, layout=LAYOUT, transport="nixl"),
+    Attached(endpoint="p0"),
+    Refused(endpoint="p0", error="IncompatiblePeerError", reason="page size 16 here, 32 there"),
+    Closed(endpoint="p0"),
+    Pong(endpoint="p0", attached=False),
+    RoomFailed(room=1, generation=2, writer=3, error="PageError", reason="page 7 is out of range"),
+    Drained(room=1, generation=2, writer=3),
+    ChunkArrived(room=1, generation=2, writer=3, sequence=0),
+    WriterFinished(room=1, generation=2, writer=3, chunks=4),
+    WriterFinished(room=1, generation=2, writer=3, chunks=0, aux=b"\x00"),
+]
+
+
+def decoder_of(message: Message) -> Any:
+    return next(decoder for union, decoder in DECODERS.items() if isinstance(message, get_args(union)))
+
+
+def changed(message: Message, path: tuple[str | int, ...], value: object) -> bytes:
+    """The message's bytes with one field, somewhere inside, set to what our own classes would refuse."""
+    body = msgspec.msgpack.decode(encode(message)[HEADER_BYTES:])
+    inner = body
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = value
+    return encode(message)[:HEADER_BYTES] + msgspec.msgpack.encode(body)
+
+
+def with_body(body: bytes) -> bytes:
+    return encode(Ping(endpoint=""))[:HEADER_BYTES] + body
+
+
+def test_there_is_an_example_of_every_message():
+    classes = {member for union in DECODERS for member in get_args(union)}
+    assert {type(example) for example in EXAMPLES} == classes
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_as_it_was_sent(message: Message):
+    assert decoder_of(message)(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_is_refused_where_another_kind_is_expected(message: Message):
+    for decoder in DECODERS.values():
+        if decoder is not decoder_of(message):
+            with pytest.raises(MessageError, match=type(message).__name__):
+                decoder(encode(message))
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_truncated_message_is_refused_wherever_it_was_cut(message: Message):
+    data = encode(message)
+    for length in range(len(data)):
+        with pytest.raises(MessageError):
+            decoder_of(message)(data[:length])
+
+
+@pytest.mark.parametrize("decoder", DECODERS.values())
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"kvf",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"kvfx\x01\x00\xc0",
+        with_body(b""),
+        with_body(b"\xc0"),
+        with_body(b"\x80"),
+        with_body(msgspec.msgpack.encode({"type": "Unheard"})),
+        with_body(msgspec.msgpack.encode([1, 2, 3])),
+        encode(Ping(endpoint="d0")) + b"\x00",
+    ],
+    ids=["empty", "short", "http", "magic", "no-body", "nil", "no-tag", "tag", "array", "trailing"],
+)
+def test_garbage_is_no_message(decoder: Any, data: bytes):
+    with pytest.raises(MessageError):
+        decoder(data)
+
+
+@pytest.mark.parametrize("decoder", DECODERS.values())
+def test_another_version_is_refused_with_both_versions_named(decoder: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(messages, "PROTOCOL_VERSION", 513)
+    data = encode(Ping(endpoint="d0"))
+    monkeypatch.undo()
+    with pytest.raises(VersionError, match=r"version 513, this side 1\b"):
+        decoder(data)
+
+
+def test_another_version_is_told_before_its_body_is_read():
+    with pytest.raises(VersionError):
+        decode_to_prefill(messages.MAGIC + b"\x02\x00" + b"whatever the future holds")
+
+
+def test_the_largest_message_passes_and_a_byte_more_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch):
+    message = Ping(endpoint="d" * 100)
+    data = encode(message)
+    body = len(data) - HEADER_BYTES
+    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", body)
+    assert decode_to_prefill(encode(message)) == message
+    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", body - 1)
+    with pytest.raises(MessageError, match=f"Ping of {body} bytes exceeds the limit of {body - 1}"):
+        encode(message)
+    with pytest.raises(MessageError, match=f"exceeds the limit of {body - 1}"):
+        decode_to_prefill(data)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        OpenRoom(room=2**64, generation=1, receivers=1, prefix_pages=0, pages=b""),
+        RoomFailed(room=1, generation=1, writer=0, error="OSError", reason="cannot open 'caf\udce9'"),
+    ],
+    ids=["number", "surrogate"],
+)
+def test_what_cannot_be_encoded_is_a_message_error(message: Message):
+    with pytest.raises(MessageError, match=type(message).__name__):
+        encode(message)
+
+
+ATTACH = EXAMPLES[1]
+SHARD = ("layout", "shards", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        (("coordinates", "tp_rank"), 2, "tp_rank is 2"),
+        (("coordinates", "pp_size"), 0, "pp_size is 0"),
+        (("coordinates", "dp_rank"), -1, "dp_rank is -1"),
+        (("layout", "shards"), [], "at least one"),
+        ((*SHARD, "component", "dtype"), "float7", "float7"),
+        ((*SHARD, "component", "axes"), [], "at least one"),
+        ((*SHARD, "component", "axes", 0, 1), 0, "size 0"),
+        ((*SHARD, "box", 0), [1, 0], r"\[1, 0\)"),
+        ((*SHARD, "box", 1), [1, 9], "not a part of it"),
+        ((*SHARD, "addresses"), [4096], "2 addresses"),
+        ((*SHARD, "strides"), [8, 1], "overlap"),
+        ((*SHARD, "paging", 0), 0, "0 tokens"),
+        ((*SHARD, "device", 0), "TAPE", "TAPE"),
+        (("pieces", 0, 1, 0), [-1, 1], r"\[-1, 1\)"),
+        (("pieces", 0, 2), ["one"], "Expected `int`"),
+        (("transport_metadata",), "text", "Expected `bytes`"),
+    ],
+)
+def test_an_impossible_layout_inside_a_message_is_a_malformed_message(
+    path: tuple[str | int, ...], value: object, reason: str
+):
+    with pytest.raises(MessageError, match=reason):
+        decode_to_prefill(changed(ATTACH, path, value))
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "value"),
+    [
+        (EXAMPLES[4], "room", -1),
+        (EXAMPLES[5], "room", -1),
+        (EXAMPLES[12], "sequence", -1),
+        (EXAMPLES[13], "chunks", -1),
+        (EXAMPLES[13], "chunks", 1.5),
+        (EXAMPLES[13], "room", True),
+    ],
+)
+def test_a_number_that_counts_nothing_is_a_malformed_message(message: Message, field: str, value: object):
+    with pytest.raises(MessageError, match=field):
+        decoder_of(message)(changed(message, (field,), value))
+
+
+def test_text_that_is_not_utf_8_is_a_malformed_message():
+    data = encode(Ping(endpoint="abc")).replace(b"abc", b"\xff\xfe\xfd")
+    with pytest.raises(MessageError, match="utf-8"):
+        decode_to_prefill(data)
+
+
+def test_bottomless_nesting_is_a_malformed_message():
+    known = {"type": "Ping", "endpoint": "d0"}
+    fields = b"".join(msgspec.msgpack.encode(text) for item in known.items() for text in item)
+    nested = msgspec.msgpack.encode("novelty") + b"\x91" * 200_000 + b"\xc0"
+    with pytest.raises(MessageError):
+        decode_to_prefill(with_body(b"\x83" + fields + nested))
+
+
+def test_an_announced_size_allocates_nothing():
+    for body in (b"\xdd\x7f\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"):
+        fields = msgspec.msgpack.encode("type") + msgspec.msgpack.encode("Attach") + msgspec.msgpack.encode("pieces")
+        with pytest.raises(MessageError):
+            decode_to_prefill(with_body(b"\x82" + fields + body))
+
+
+def test_a_field_of_the_same_version_that_is_new_to_us_is_skipped():
+    body = msgspec.msgpack.encode({"type": "Ping", "endpoint": "d0", "novelty": [1, {"two": b"3"}]})
+    assert decode_to_prefill(with_body(body)) == Ping(endpoint="d0")
+
+
+class Bomb:
+    exploded = False
+
+    def __reduce__(self) -> Any:
+        return setattr, (Bomb, "exploded", True)
+
+
+def test_nothing_is_ever_unpickled():
+    bomb = pickle.dumps(Bomb())
+    for decoder in DECODERS.values():
+        for data in (bomb, with_body(bomb), with_body(msgspec.msgpack.encode(bomb))):
+            with pytest.raises(MessageError):
+                decoder(data)
+    assert not Bomb.exploded
+    pickle.loads(bomb)
+    assert Bomb.exploded
+
+
+def test_page_numbers_travel_as_little_endian_int64():
+    assert pack_pages(np.array([1, 2**40])) == b"\x01" + b"\x00" * 12 + b"\x01\x00\x00"
+    assert pack_pages(np.array([3, 1, 2], ">i8")) == pack_pages(np.array([3, 1, 2]))
+    assert unpack_pages(b"").tolist() == []
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1)))
+def test_page_numbers_come_back_as_they_were_packed(pages: list[int]):
+    back = unpack_pages(pack_pages(np.array(pages, np.int64)))
+    assert back.dtype == np.int64
+    assert back.tolist() == pages
+
+
+def test_page_numbers_that_are_cut_short_are_the_peers_mistake():
+    with pytest.raises(MessageError, match="15 bytes"):
+        unpack_pages(b"\x00" * 15)
+
+
+# ---- whatever arrives, the peer is to blame and nothing else breaks ------------------------------------------------
+
+
+def refuse_or_read(data: bytes) -> None:
+    for decoder in DECODERS.values():
+        try:
+            message = decoder(data)
+        except PeerError:
+            continue
+        assert decoder(encode(message)) == message
+
+
+anything: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8) | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+fields = sorted({field for example in EXAMPLES for field in type(example).__struct_fields__})
+tags = sorted({type(example).__name__ for example in EXAMPLES})
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(data: bytes):
+    refuse_or_read(data)
+    refuse_or_read(with_body(data))
+
+
+@given(st.sampled_from(tags), st.dictionaries(st.sampled_from(fields), anything))
+def test_random_fields_of_a_known_message_are_read_or_refused(tag: str, body: dict[str, Any]):
+    refuse_or_read(with_body(msgspec.msgpack.encode({"type": tag, **body})))
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_damaged_messages_are_read_or_refused(data: st.DataObject):
+    damaged = bytearray(encode(data.draw(st.sampled_from(EXAMPLES))))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(damaged) - 1))
+        match data.draw(st.sampled_from(["flip", "drop", "insert"])):
+            case "flip":
+                damaged[at] = data.draw(st.integers(0, 255))
+            case "drop" if len(damaged) > 1:
+                del damaged[at]
+            case _:
+                damaged[at:at] = data.draw(st.binary(max_size=4))
+    refuse_or_read(bytes(damaged))
+
+
+@given(st.data())
+def test_a_message_with_one_impossible_value_inside_is_read_or_refused(data: st.DataObject):
+    message = data.draw(st.sampled_from(EXAMPLES))
+    path: list[str | int] = []
+    inner: Any = msgspec.msgpack.decode(encode(message)[HEADER_BYTES:])
+    while isinstance(inner, (dict, list)) and inner:
+        steps: list[Any] = list(inner) if isinstance(inner, dict) else list(range(len(inner)))
+        path.append(data.draw(st.sampled_from(steps)))
+        inner = inner[path[-1]]  # type: ignore[index]
+        if data.draw(st.integers(0, 9)) == 0:
+            break
+    refuse_or_read(changed(message, tuple(path), data.draw(anything)))
+
+
+def test_a_latent_layout_travels_too():
+    component = latent_component(num_layers=1, latent_dim=8, dtype="uint8")
+    paging = Paging(page_tokens=1, num_pages=1, page_stride=8, token_stride=8)
+    shard = Shard(component=component, box=component.whole, addresses=(0,), strides=(1,), paging=paging)
+    message = Welcome(
+        endpoint="p", engine="e", coordinates=COORDINATES, layout=RankLayout(shards=(shard,)), transport="t"
+    )
+    assert decode_to_decode(encode(message)) == message

@@ -1,0 +1,315 @@
+"""The decode side of one transfer: each rule one test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.errors import TransferAbortedError, TransferFailedError, TransferTimeoutError
+from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.receiver import (
+    Arrived,
+    Connected,
+    ConnectFailed,
+    Finished,
+    ReceiverAbortRequested,
+    ReceiverBroke,
+    ReceiverCommand,
+    ReceiverMachine,
+    ReceiverTick,
+    SendAbort,
+    SenderDrained,
+    SenderFailed,
+    SenderLost,
+    SendOpen,
+)
+from kvferry.protocol.states import TransferState
+
+BOOTSTRAP, WAITING, TRANSFERRING, SUCCESS, FAILED = TransferState
+DEADLINES = Deadlines(bootstrap_s=10.0, waiting_s=20.0, write_s=5.0)
+
+
+def machine() -> ReceiverMachine:
+    return ReceiverMachine(7, rank=3, deadlines=DEADLINES, now=0.0)
+
+
+def connected(*writers: int, ranks: int = 4, aux_writer: int = 0) -> Connected:
+    return Connected(ranks=frozenset(range(ranks)), writers=frozenset(writers), aux_writer=aux_writer)
+
+
+def run(receiver: ReceiverMachine, *events: Any, now: float = 0.0) -> list[ReceiverCommand]:
+    """The commands for the last of some events."""
+    commands: list[ReceiverCommand] = []
+    for event in events:
+        commands = receiver.handle(event, now)
+    return commands
+
+
+# ---- the way to success --------------------------------------------------------------------------------------------
+
+
+def test_a_room_goes_from_connecting_to_success():
+    receiver = machine()
+    assert receiver.state is BOOTSTRAP
+    assert run(receiver, connected(1, ranks=3)) == [SendOpen(0), SendOpen(1), SendOpen(2)]
+    assert receiver.state is WAITING
+    run(receiver, Arrived(1, 0))
+    assert receiver.state is TRANSFERRING
+    run(receiver, Arrived(1, 1), Finished(1, 2, None))
+    assert (receiver.state, receiver.are_pages_reusable) == (TRANSFERRING, False)
+    assert run(receiver, Finished(0, 0, b"token")) == []
+    assert (receiver.state, receiver.aux, receiver.error) == (SUCCESS, b"token", None)
+    assert receiver.are_pages_reusable
+    assert receiver.deadline is None
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        [Finished(0, 2, b"t"), Finished(1, 1, None), Arrived(1, 0), Arrived(0, 1), Arrived(0, 0)],
+        [Arrived(0, 1), Finished(1, 1, None), Arrived(0, 0), Arrived(1, 0), Finished(0, 2, b"t")],
+        [Arrived(1, 0), Arrived(0, 0), Finished(0, 2, b"t"), Arrived(0, 1), Finished(1, 1, None)],
+    ],
+)
+def test_arrivals_count_in_any_order(order: list[Any]):
+    receiver = machine()
+    run(receiver, connected(0, 1))
+    for event in order:
+        assert not receiver.state.is_final
+        run(receiver, event)
+    assert receiver.state is SUCCESS
+
+
+def test_the_aux_writer_is_waited_for_even_if_it_writes_nothing():
+    receiver = machine()
+    run(receiver, connected(1), Arrived(1, 0), Finished(1, 1, None))
+    assert receiver.state is TRANSFERRING
+    run(receiver, Finished(0, 0, b""))
+    assert (receiver.state, receiver.aux) == (SUCCESS, b"")
+
+
+def test_a_request_without_pages_needs_only_the_aux():
+    receiver = machine()
+    run(receiver, connected(), Finished(0, 0, b"t"))
+    assert receiver.state is SUCCESS
+
+
+def test_ranks_that_owe_nothing_are_asked_but_not_awaited():
+    receiver = machine()
+    assert run(receiver, connected(0, ranks=2)) == [SendOpen(0), SendOpen(1)]
+    assert run(receiver, Arrived(1, 0), Finished(1, 1, b"stray"), SenderDrained(1)) == []
+    assert (receiver.state, receiver.aux) == (WAITING, None)
+    run(receiver, Finished(0, 0, b"t"))
+    assert (receiver.state, receiver.aux) == (SUCCESS, b"t")
+
+
+def test_a_repeated_arrival_counts_once():
+    receiver = machine()
+    run(receiver, connected(0), Arrived(0, 0), Arrived(0, 0), Finished(0, 2, b"t"), Arrived(0, 0))
+    assert receiver.state is TRANSFERRING
+    run(receiver, Arrived(0, 1))
+    assert receiver.state is SUCCESS
+
+
+def test_a_repeated_finish_changes_nothing():
+    receiver = machine()
+    run(receiver, connected(0), Finished(0, 1, b"t"))
+    assert run(receiver, Finished(0, 1, b"other"), now=15.0) == []
+    assert (receiver.state, receiver.aux, receiver.deadline) == (WAITING, b"t", 20.0)
+
+
+def test_connecting_twice_asks_once():
+    receiver = machine()
+    run(receiver, connected(0))
+    assert run(receiver, connected(0)) == []
+    assert receiver.state is WAITING
+
+
+def test_what_comes_after_success_changes_nothing():
+    receiver = machine()
+    run(receiver, connected(0), Finished(0, 0, b"t"))
+    late = [
+        Arrived(0, 0),
+        Finished(0, 0, b"other"),
+        Finished(0, 3, None),
+        SenderFailed(0, "PageError", "late"),
+        SenderDrained(0),
+        SenderLost(0, OSError()),
+        ReceiverAbortRequested("late"),
+        ConnectFailed(OSError()),
+        ReceiverBroke(OSError()),
+        connected(1),
+        ReceiverTick(),
+    ]
+    for event in late:
+        assert run(receiver, event, now=1000.0) == []
+    assert (receiver.state, receiver.aux, receiver.error) == (SUCCESS, b"t", None)
+    assert receiver.are_pages_reusable
+
+
+# ---- writers that contradict themselves ----------------------------------------------------------------------------
+
+
+def test_a_writer_that_finishes_twice_with_other_numbers_fails_the_room():
+    receiver = machine()
+    run(receiver, connected(0), Finished(0, 1, b"t"))
+    assert run(receiver, Finished(0, 2, b"t"))
+    assert isinstance(receiver.error, TransferFailedError)
+    assert "prefill rank 0 said that it sent 1 chunks, then 2" in str(receiver.error)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [Arrived(0, 1), Finished(0, 1, b"t")],
+        [Finished(0, 1, b"t"), Arrived(0, 1)],
+        [Arrived(0, 0), Arrived(0, 1), Finished(0, 1, b"t")],
+    ],
+)
+def test_a_chunk_beyond_those_announced_fails_the_room_and_never_stands_in_for_another(events: list[Any]):
+    receiver = machine()
+    run(receiver, connected(0), *events)
+    assert receiver.state is FAILED
+    assert "prefill rank 0 said that it sent 1 chunks, but number 1 arrived" in str(receiver.error)
+
+
+# ---- failures, and when pages may be used again --------------------------------------------------------------------
+
+
+def test_pages_are_never_reusable_while_the_room_is_open():
+    receiver = machine()
+    assert not receiver.are_pages_reusable
+    run(receiver, connected(0, 1), Finished(0, 0, b"t"), SenderDrained(1))
+    assert not receiver.are_pages_reusable
+
+
+@pytest.mark.parametrize(
+    "event", [ReceiverAbortRequested("gone"), ConnectFailed(OSError("refused")), SenderLost(2, OSError("reset"))]
+)
+def test_a_room_that_failed_before_anyone_was_asked_gives_its_pages_back_at_once(event: Any):
+    receiver = machine()
+    assert run(receiver, event) == []
+    assert receiver.state is FAILED
+    assert receiver.are_pages_reusable
+    assert run(receiver, connected(0)) == [], "nobody is asked any more"
+    assert receiver.are_pages_reusable
+
+
+def test_a_failed_connection_keeps_its_cause():
+    receiver = machine()
+    cause = OSError("refused")
+    run(receiver, ConnectFailed(cause))
+    assert isinstance(receiver.error, TransferFailedError)
+    assert receiver.error.__cause__ is cause
+    assert "connecting failed: OSError: refused" in str(receiver.error)
+
+
+def test_an_abort_is_sent_to_every_rank_and_pages_wait_for_all_that_may_write():
+    receiver = machine()
+    commands = run(receiver, connected(0, 2, ranks=3), ReceiverAbortRequested("the client went away"))
+    assert isinstance(receiver.error, TransferAbortedError)
+    assert commands == [SendAbort(rank, str(receiver.error)) for rank in (0, 1, 2)]
+    assert receiver.undrained == [0, 2]
+    run(receiver, SenderDrained(1))
+    assert receiver.undrained == [0, 2]
+    run(receiver, SenderDrained(2))
+    assert receiver.undrained == [0]
+    assert not receiver.are_pages_reusable
+    run(receiver, SenderDrained(0))
+    assert receiver.undrained == []
+    assert receiver.are_pages_reusable
+
+
+def test_an_arrival_after_the_abort_does_not_free_the_pages():
+    receiver = machine()
+    run(receiver, connected(0), ReceiverAbortRequested("gone"), Arrived(0, 0))
+    assert (receiver.state, receiver.are_pages_reusable) == (FAILED, False)
+
+
+def test_a_writer_that_finished_will_not_write_again_even_if_the_room_failed():
+    receiver = machine()
+    run(receiver, connected(0, 1), Finished(1, 5, None), ReceiverAbortRequested("gone"))
+    assert receiver.undrained == [0]
+    run(receiver, Finished(0, 5, b"t"))
+    assert receiver.are_pages_reusable
+    assert (receiver.state, receiver.aux) == (FAILED, None)
+
+
+def test_the_failure_of_one_rank_stops_all_others():
+    receiver = machine()
+    commands = run(receiver, connected(0, ranks=2), SenderFailed(1, "PageError", "page 9 is out of range"))
+    assert isinstance(receiver.error, TransferFailedError)
+    assert "prefill rank 1 failed with PageError: page 9 is out of range" in str(receiver.error)
+    assert [command.rank for command in commands] == [0, 1]
+
+
+def test_a_lost_rank_keeps_the_pages_until_it_is_known_to_be_quiet():
+    receiver = machine()
+    cause = OSError("no heartbeat")
+    commands = run(receiver, connected(0, 1, ranks=2), SenderLost(1, cause))
+    assert receiver.error is not None
+    assert receiver.error.__cause__ is cause
+    assert [command.rank for command in commands] == [0, 1]
+    run(receiver, SenderDrained(0))
+    assert receiver.undrained == [1]
+    run(receiver, SenderDrained(1))
+    assert receiver.are_pages_reusable
+
+
+def test_an_unexpected_error_of_ours_fails_the_room_like_any_other():
+    receiver = machine()
+    commands = run(receiver, connected(0, ranks=2), ReceiverBroke(ZeroDivisionError("division by zero")))
+    assert "ZeroDivisionError: division by zero" in str(receiver.error)
+    assert [command.rank for command in commands] == [0, 1]
+    assert receiver.undrained == [0]
+
+
+def test_the_first_failure_is_the_one_that_is_told():
+    receiver = machine()
+    run(receiver, connected(0), ReceiverAbortRequested("first"))
+    assert run(receiver, SenderFailed(0, "OSError", "second"), ReceiverAbortRequested("third")) == []
+    assert "first" in str(receiver.error)
+
+
+# ---- deadlines -----------------------------------------------------------------------------------------------------
+
+
+def expires(receiver: ReceiverMachine, at: float, message: str) -> list[ReceiverCommand]:
+    assert (receiver.state.is_final, receiver.deadline) == (False, at)
+    assert receiver.handle(ReceiverTick(), at - 0.001) == []
+    assert not receiver.state.is_final
+    commands = receiver.handle(ReceiverTick(), at)
+    assert isinstance(receiver.error, TransferTimeoutError)
+    assert message in str(receiver.error)
+    assert (receiver.state, receiver.deadline) == (FAILED, None)
+    return commands
+
+
+def test_a_room_that_is_never_connected_ends():
+    receiver = machine()
+    assert expires(receiver, 10.0, "was not connected within 10 s") == []
+    assert receiver.are_pages_reusable
+
+
+def test_a_room_of_which_nothing_comes_ends():
+    receiver = machine()
+    run(receiver, connected(0, 1, ranks=2), now=4.0)
+    assert len(expires(receiver, 24.0, "nothing came for 20 s")) == 2
+    assert not receiver.are_pages_reusable
+
+
+def test_what_comes_starts_the_wait_anew_and_those_still_missing_are_named():
+    receiver = machine()
+    run(receiver, connected(0, 1))
+    run(receiver, Arrived(0, 0), now=4.0)
+    run(receiver, Finished(0, 1, b"t"), now=6.0)
+    expires(receiver, 26.0, "prefill ranks [1] have not finished")
+
+
+def test_a_repeated_arrival_does_not_put_off_the_deadline():
+    receiver = machine()
+    run(receiver, connected(0))
+    run(receiver, Arrived(0, 0), now=4.0)
+    run(receiver, Arrived(0, 0), now=15.0)
+    expires(receiver, 24.0, "nothing came for 20 s")

@@ -1,0 +1,520 @@
+"""The prefill side of one transfer: each rule one test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.errors import (
+    IncompatiblePeerError,
+    PageError,
+    TransferAbortedError,
+    TransferFailedError,
+    TransferTimeoutError,
+)
+from kvferry.protocol.chunks import Chunk
+from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.sender import (
+    ChunkSubmitted,
+    FinishFailed,
+    FinishSent,
+    ReceiverAborted,
+    ReceiverLost,
+    ReceiverOpened,
+    SendDrained,
+    SenderAbortRequested,
+    SenderBroke,
+    SenderCommand,
+    SenderMachine,
+    SenderTick,
+    SendFailed,
+    SendFinish,
+    Write,
+    WriteDone,
+    WriteFailed,
+)
+from kvferry.protocol.states import TransferState
+
+BOOTSTRAP, WAITING, TRANSFERRING, SUCCESS, FAILED = TransferState
+DEADLINES = Deadlines(bootstrap_s=10.0, waiting_s=20.0, write_s=5.0)
+
+
+def machine() -> SenderMachine:
+    return SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0)
+
+
+def opened(receiver: str = "d0", *, generation: int = 1, pages: Sequence[int] = (10, 11, 12), **changes: Any):
+    fields = {"expected_receivers": 1, "prefix_pages": 0, "is_writer": True, "sends_aux": True, **changes}
+    return ReceiverOpened(receiver=receiver, generation=generation, pages=np.array(pages, np.int64), **fields)
+
+
+def chunk(*pages: int, start: int = 0, is_last: bool = False, aux: bytes | None = None) -> ChunkSubmitted:
+    return ChunkSubmitted(Chunk(number=0, start=start, pages=np.array(pages, np.int64), is_last=is_last, aux=aux))
+
+
+def run(sender: SenderMachine, *events: Any, now: float = 0.0) -> list[SenderCommand]:
+    """The commands for the last of some events."""
+    commands: list[SenderCommand] = []
+    for event in events:
+        commands = sender.handle(event, now)
+    return commands
+
+
+def writes(commands: Sequence[SenderCommand]) -> list[tuple[str, int, list[int], list[int]]]:
+    assert all(isinstance(command, Write) for command in commands), commands
+    return [
+        (command.receiver, command.sequence, command.source_pages.tolist(), command.destination_pages.tolist())
+        for command in commands
+        if isinstance(command, Write)
+    ]
+
+
+def failed_of(commands: Sequence[SenderCommand]) -> list[tuple[str, int]]:
+    return [(command.receiver, command.generation) for command in commands if isinstance(command, SendFailed)]
+
+
+def drained_of(commands: Sequence[SenderCommand]) -> list[tuple[str, int]]:
+    return [(command.receiver, command.generation) for command in commands if isinstance(command, SendDrained)]
+
+
+# ---- the way to success --------------------------------------------------------------------------------------------
+
+
+def test_a_room_goes_from_opening_to_success():
+    sender = machine()
+    assert sender.state is BOOTSTRAP
+    assert run(sender, opened()) == []
+    assert sender.state is WAITING
+    assert writes(run(sender, chunk(1, 2))) == [("d0", 0, [1, 2], [10, 11])]
+    assert sender.state is TRANSFERRING
+    assert writes(run(sender, chunk(3, start=2, is_last=True, aux=b"token"))) == [("d0", 1, [3], [12])]
+    assert run(sender, WriteDone("d0", 1)) == []
+    assert run(sender, WriteDone("d0", 0)) == [SendFinish("d0", 1, 2, b"token")]
+    assert (sender.state, sender.is_drained, sender.is_done) == (TRANSFERRING, True, False)
+    assert run(sender, FinishSent("d0")) == []
+    assert sender.state is SUCCESS
+    assert sender.is_done
+    assert sender.deadline is None
+    assert sender.error is None
+
+
+def test_chunks_handed_in_before_a_receiver_opens_are_written_once_it_does():
+    sender = machine()
+    assert run(sender, chunk(1), chunk(2, 3, start=1, is_last=True)) == []
+    assert sender.state is BOOTSTRAP
+    assert writes(run(sender, opened())) == [("d0", 0, [1], [10]), ("d0", 1, [2, 3], [11, 12])]
+
+
+def test_nothing_is_written_before_every_receiver_has_opened():
+    sender = machine()
+    assert run(sender, opened("d0", expected_receivers=2), chunk(1, 2, 3, is_last=True)) == []
+    assert writes(run(sender, opened("d1", expected_receivers=2, pages=[20, 21, 22]))) == [
+        ("d0", 0, [1, 2, 3], [10, 11, 12]),
+        ("d1", 0, [1, 2, 3], [20, 21, 22]),
+    ]
+
+
+def test_each_receiver_gets_what_lies_behind_its_own_prefix():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=3, prefix_pages=1, pages=[10, 11]))
+    run(sender, opened("d1", expected_receivers=3, prefix_pages=2, pages=[20]))
+    run(sender, opened("d2", expected_receivers=3, prefix_pages=3, pages=[]))
+    assert writes(run(sender, chunk(1))) == []
+    assert writes(run(sender, chunk(2, start=1))) == [("d0", 0, [2], [10])]
+    assert writes(run(sender, chunk(3, start=2, is_last=True))) == [("d0", 1, [3], [11]), ("d1", 0, [3], [20])]
+    run(sender, WriteDone("d0", 0), WriteDone("d0", 1))
+    assert run(sender, WriteDone("d1", 0)) == [
+        SendFinish("d0", 1, 2, b""),
+        SendFinish("d1", 1, 1, b""),
+        SendFinish("d2", 1, 0, b""),
+    ]
+
+
+def test_a_prefix_that_covers_everything_needs_no_write():
+    sender = machine()
+    run(sender, opened(prefix_pages=3, pages=[]))
+    assert run(sender, chunk(1, 2, 3, is_last=True, aux=b"t")) == [SendFinish("d0", 1, 0, b"t")]
+    assert sender.state is WAITING
+    run(sender, FinishSent("d0"))
+    assert sender.state is SUCCESS
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_request_without_pages_needs_no_write(early: bool):
+    sender = machine()
+    events = [chunk(is_last=True, aux=b"t"), opened(pages=[])]
+    assert run(sender, *(events if early else reversed(events))) == [SendFinish("d0", 1, 0, b"t")]
+
+
+def test_the_first_chunk_may_start_where_the_shortest_prefix_ends():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2, prefix_pages=5, pages=[10]))
+    run(sender, opened("d1", expected_receivers=2, prefix_pages=4, pages=[20, 21]))
+    assert writes(run(sender, chunk(8, 9, start=4, is_last=True))) == [
+        ("d0", 0, [9], [10]),
+        ("d1", 0, [8, 9], [20, 21]),
+    ]
+
+
+def test_a_rank_that_owes_nothing_sends_nothing_and_succeeds():
+    sender = machine()
+    run(sender, opened(is_writer=False, sends_aux=False))
+    assert run(sender, chunk(1, 2, 3, is_last=True)) == []
+    assert sender.state is SUCCESS
+
+
+def test_a_rank_that_only_sends_aux_writes_nothing_and_tells_so():
+    sender = machine()
+    run(sender, opened(is_writer=False))
+    assert run(sender, chunk(1, 2)) == []
+    assert run(sender, chunk(3, start=2, is_last=True, aux=b"t")) == [SendFinish("d0", 1, 0, b"t")]
+
+
+def test_a_rank_that_does_not_send_aux_sends_none_even_if_it_has_some():
+    sender = machine()
+    run(sender, opened(sends_aux=False), chunk(1, 2, 3, is_last=True, aux=b"t"))
+    assert run(sender, WriteDone("d0", 0)) == [SendFinish("d0", 1, 1, None)]
+
+
+def test_receivers_are_told_only_when_no_write_to_any_of_them_is_in_flight():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2), opened("d1", expected_receivers=2))
+    run(sender, chunk(1, 2, 3, is_last=True))
+    assert run(sender, WriteDone("d1", 0)) == []
+    assert not sender.is_drained
+    assert [type(command) for command in run(sender, WriteDone("d0", 0))] == [SendFinish, SendFinish]
+    assert sender.is_drained
+
+
+def test_success_waits_until_every_receiver_was_told():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2, pages=[]), opened("d1", expected_receivers=2, pages=[]))
+    run(sender, chunk(is_last=True), FinishSent("d1"))
+    assert not sender.state.is_final
+    run(sender, FinishSent("d0"))
+    assert sender.state is SUCCESS
+
+
+# ---- who may open --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("expected", [1, 2])
+def test_the_same_open_twice_changes_nothing(expected: int):
+    sender = machine()
+    run(sender, opened(expected_receivers=expected))
+    state = sender.state
+    assert run(sender, opened(expected_receivers=expected), now=3.0) == []
+    assert (sender.state, sender.deadline) == (state, 10.0 if expected == 2 else 20.0)
+
+
+def test_a_second_generation_of_a_known_receiver_is_refused_and_the_first_goes_on():
+    sender = machine()
+    run(sender, opened(generation=1), chunk(1, 2))
+    refused, drained = run(sender, opened(generation=2))
+    assert isinstance(refused, SendFailed)
+    assert "already being sent to d0" in str(refused.error)
+    assert (refused.receiver, refused.generation, drained) == ("d0", 2, SendDrained("d0", 2))
+    assert writes(run(sender, chunk(3, start=2, is_last=True))) == [("d0", 1, [3], [12])]
+    assert sender.state is TRANSFERRING
+
+
+def test_who_opens_a_room_that_is_complete_is_refused():
+    sender = machine()
+    run(sender, opened(is_writer=False, sends_aux=False), chunk(1, 2, 3, is_last=True))
+    refused, drained = run(sender, opened("d1"))
+    assert isinstance(refused, SendFailed)
+    assert "already complete on prefill rank 3" in str(refused.error)
+    assert drained == SendDrained("d1", 1)
+    assert sender.state is SUCCESS
+
+
+@pytest.mark.parametrize("receiver", ["d0", "d1"])
+def test_who_opens_a_room_that_failed_learns_why(receiver: str):
+    sender = machine()
+    run(sender, opened(), SenderAbortRequested("the client went away"))
+    refused, drained = run(sender, opened(receiver, generation=9))
+    assert isinstance(refused, SendFailed)
+    assert refused.error is sender.error
+    assert drained == SendDrained(receiver, 9)
+
+
+def test_more_receivers_than_announced_fail_the_room_for_all():
+    sender = machine()
+    run(sender, opened("d0"), chunk(1))
+    commands = run(sender, opened("d1", generation=5))
+    assert isinstance(sender.error, IncompatiblePeerError)
+    assert failed_of(commands) == [("d0", 1), ("d1", 5)]
+    assert drained_of(commands) == [("d1", 5)], "d0 still has a write in flight"
+    assert drained_of(run(sender, WriteDone("d0", 0))) == [("d0", 1)]
+
+
+def test_receivers_that_disagree_on_their_number_fail_the_room():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=3))
+    commands = run(sender, opened("d1", expected_receivers=2))
+    assert isinstance(sender.error, IncompatiblePeerError)
+    assert failed_of(commands) == drained_of(commands) == [("d0", 1), ("d1", 1)]
+
+
+# ---- both sides must count the same pages --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([chunk(1, 2, 3, 4)], "has 4 pages of the request and more to come, d0 has room for 3"),
+        ([chunk(1, 2), chunk(3, 4, start=2, is_last=True)], "has 4 pages of the request, d0 has room for 3"),
+        ([chunk(1, 2, is_last=True)], "has 2 pages of the request, d0 has room for 3"),
+        ([chunk(2, 3, start=1, is_last=True)], "starts at page 1 of the request, but d0 holds only the first 0"),
+    ],
+)
+def test_pages_that_do_not_match_fail_the_room(chunks: list[ChunkSubmitted], message: str):
+    sender = machine()
+    run(sender, opened())
+    commands = run(sender, *chunks)
+    assert isinstance(sender.error, PageError)
+    assert message in str(sender.error)
+    assert failed_of(commands) == [("d0", 1)]
+
+
+def test_one_receiver_with_other_pages_leaves_no_write_to_the_others_behind():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2), opened("d1", expected_receivers=2, pages=[20, 21]))
+    commands = run(sender, chunk(1, 2, 3, is_last=True))
+    assert failed_of(commands) == drained_of(commands) == [("d0", 1), ("d1", 1)]
+    assert not [command for command in commands if isinstance(command, Write)]
+    assert sender.is_done
+
+
+def test_a_chunk_that_does_not_fit_lets_the_one_before_it_land_first():
+    sender = machine()
+    run(sender, chunk(1, 2), chunk(3, 4, start=2, is_last=True))
+    commands = run(sender, opened())
+    assert [type(command) for command in commands] == [Write, SendFailed]
+    assert not sender.is_done
+    assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
+    assert sender.is_done
+
+
+# ---- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_write_fails_the_room_and_keeps_the_cause():
+    sender = machine()
+    run(sender, opened(), chunk(1), chunk(2, start=1))
+    cause = OSError("link down")
+    commands = run(sender, WriteFailed("d0", 0, cause))
+    assert isinstance(sender.error, TransferFailedError)
+    assert sender.error.__cause__ is cause
+    assert "OSError: link down" in str(sender.error)
+    assert failed_of(commands) == [("d0", 1)]
+    assert not drained_of(commands)
+    assert drained_of(run(sender, WriteDone("d0", 1))) == [("d0", 1)]
+
+
+def test_a_finish_that_cannot_be_told_fails_the_room():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2, pages=[]), opened("d1", expected_receivers=2, pages=[]))
+    run(sender, chunk(is_last=True), FinishSent("d0"))
+    commands = run(sender, FinishFailed("d1", OSError("gone")))
+    assert sender.state is FAILED
+    assert failed_of(commands) == drained_of(commands) == [("d0", 1), ("d1", 1)]
+    assert run(sender, FinishSent("d1")) == []
+
+
+def test_an_abort_of_our_caller_fails_the_room_for_every_receiver():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2), opened("d1", expected_receivers=2, is_writer=False), chunk(1))
+    commands = run(sender, SenderAbortRequested("the client went away"))
+    assert isinstance(sender.error, TransferAbortedError)
+    assert failed_of(commands) == [("d0", 1), ("d1", 1)]
+    assert drained_of(commands) == [("d1", 1)]
+    assert run(sender, chunk(2, start=1)) == []
+    assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
+
+
+def test_a_receiver_that_aborts_is_not_told_of_the_failure_but_when_it_is_drained():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2), opened("d1", expected_receivers=2), chunk(1))
+    commands = run(sender, ReceiverAborted("d0", 1, "timeout"))
+    assert isinstance(sender.error, TransferAbortedError)
+    assert failed_of(commands) == [("d1", 1)]
+    assert drained_of(commands) == []
+    assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
+    assert run(sender, WriteFailed("d1", 0, OSError())) == [SendDrained("d1", 1)]
+
+
+def test_an_abort_before_every_receiver_opened_ends_the_room():
+    sender = machine()
+    run(sender, chunk(1), opened("d0", expected_receivers=2))
+    assert run(sender, ReceiverAborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
+    assert sender.is_done
+
+
+def test_an_abort_that_crosses_success_is_answered_and_changes_nothing():
+    sender = machine()
+    run(sender, opened(pages=[]), chunk(is_last=True), FinishSent("d0"))
+    assert run(sender, ReceiverAborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
+    assert sender.state is SUCCESS
+
+
+def test_an_abort_between_the_last_write_and_success_fails_the_room():
+    sender = machine()
+    run(sender, opened(), chunk(1, 2, 3, is_last=True), WriteDone("d0", 0))
+    assert run(sender, ReceiverAborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
+    assert run(sender, FinishSent("d0")) == []
+    assert sender.state is FAILED
+
+
+@pytest.mark.parametrize(("receiver", "generation"), [("d0", 2), ("d1", 1)])
+def test_an_abort_of_another_generation_or_receiver_is_answered_and_changes_nothing(receiver: str, generation: int):
+    sender = machine()
+    run(sender, opened(), chunk(1))
+    assert run(sender, ReceiverAborted(receiver, generation, "late")) == [SendDrained(receiver, generation)]
+    assert sender.state is TRANSFERRING
+
+
+def test_drained_is_said_once_and_again_to_whom_asks_again():
+    sender = machine()
+    run(sender, opened(), chunk(1), ReceiverAborted("d0", 1, "timeout"))
+    assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
+    for event in (SenderTick(), SenderAbortRequested("late"), SenderBroke(OSError())):
+        assert run(sender, event, now=1000.0) == []
+    assert run(sender, ReceiverAborted("d0", 1, "again")) == [SendDrained("d0", 1)]
+
+
+def test_who_aborts_again_before_the_last_write_ended_is_answered_once_it_has():
+    sender = machine()
+    run(sender, opened(), chunk(1), ReceiverAborted("d0", 1, "timeout"))
+    assert run(sender, ReceiverAborted("d0", 1, "again")) == []
+    assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
+
+
+def test_an_unexpected_error_of_ours_fails_the_room_like_any_other():
+    sender = machine()
+    run(sender, opened(), chunk(1))
+    commands = run(sender, SenderBroke(ZeroDivisionError("division by zero")))
+    assert "ZeroDivisionError: division by zero" in str(sender.error)
+    assert failed_of(commands) == [("d0", 1)]
+    assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
+
+
+def test_a_lost_receiver_fails_the_room_for_the_others_and_is_told_nothing():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2), opened("d1", expected_receivers=2), chunk(1))
+    commands = run(sender, ReceiverLost("d0", OSError("no heartbeat")))
+    assert "d0 is gone: OSError: no heartbeat" in str(sender.error)
+    assert failed_of(commands) == [("d1", 1)]
+    assert drained_of(commands) == []
+    assert run(sender, WriteFailed("d0", 0, OSError())) == []
+    assert not sender.is_done
+    assert run(sender, WriteDone("d1", 0)) == [SendDrained("d1", 1)]
+    assert sender.is_done
+
+
+def test_a_lost_receiver_that_got_all_that_it_was_to_get_leaves_the_others_alone():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2, pages=[]), opened("d1", expected_receivers=2, pages=[]))
+    run(sender, chunk(is_last=True), FinishSent("d0"))
+    assert run(sender, ReceiverLost("d0", OSError())) == []
+    run(sender, FinishSent("d1"))
+    assert sender.state is SUCCESS
+
+
+def test_a_lost_receiver_that_was_owed_nothing_leaves_the_others_alone():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2, is_writer=False, sends_aux=False))
+    assert run(sender, ReceiverLost("d0", OSError())) == []
+    run(sender, opened("d1", expected_receivers=2), chunk(1, 2, 3, is_last=True))
+    assert run(sender, WriteDone("d1", 0)) == [SendFinish("d1", 1, 1, b"")]
+    assert failed_of(run(sender, SenderAbortRequested("late"))) == [("d1", 1)], "nobody is there to tell"
+
+
+def test_a_receiver_lost_after_the_failure_is_told_nothing_either():
+    sender = machine()
+    run(sender, opened(), chunk(1), SenderAbortRequested("the client went away"))
+    assert run(sender, ReceiverLost("d0", OSError())) == []
+    assert isinstance(sender.error, TransferAbortedError)
+    assert run(sender, WriteFailed("d0", 0, OSError())) == []
+    assert sender.is_done
+
+
+def test_the_loss_of_a_stranger_or_of_a_served_receiver_changes_nothing():
+    sender = machine()
+    run(sender, opened(pages=[]))
+    assert run(sender, ReceiverLost("d9", OSError())) == []
+    run(sender, chunk(is_last=True), FinishSent("d0"))
+    assert run(sender, ReceiverLost("d0", OSError())) == []
+    assert sender.state is SUCCESS
+
+
+def test_the_first_failure_is_the_one_that_is_told():
+    sender = machine()
+    run(sender, opened(), chunk(1), SenderAbortRequested("first"))
+    run(sender, WriteFailed("d0", 0, OSError("second")), SenderAbortRequested("third"))
+    assert "first" in str(sender.error)
+
+
+# ---- deadlines -----------------------------------------------------------------------------------------------------
+
+
+def expires(sender: SenderMachine, at: float, message: str) -> list[SenderCommand]:
+    assert sender.deadline == at
+    assert sender.handle(SenderTick(), at - 0.001) == []
+    assert not sender.state.is_final
+    commands = sender.handle(SenderTick(), at)
+    assert isinstance(sender.error, TransferTimeoutError)
+    assert message in str(sender.error)
+    assert "rank 3" in str(sender.error)
+    return commands
+
+
+def test_a_room_that_nobody_opens_ends():
+    sender = machine()
+    run(sender, chunk(1), now=4.0)
+    expires(sender, 10.0, "0 of an unknown number of decode ranks opened it within 10 s")
+    assert sender.is_done
+
+
+def test_a_room_that_not_all_open_ends_and_those_who_did_are_told():
+    sender = machine()
+    run(sender, opened(expected_receivers=2), now=4.0)
+    commands = expires(sender, 14.0, "1 of 2 decode ranks")
+    assert failed_of(commands) == drained_of(commands) == [("d0", 1)]
+
+
+def test_a_room_without_chunks_ends():
+    sender = machine()
+    run(sender, opened(), now=4.0)
+    expires(sender, 24.0, "no chunk was submitted for 20 s")
+
+
+def test_every_chunk_starts_the_wait_anew():
+    sender = machine()
+    run(sender, opened())
+    run(sender, chunk(1), now=4.0)
+    run(sender, WriteDone("d0", 0), now=6.0)
+    expires(sender, 26.0, "no chunk was submitted for 20 s")
+
+
+def test_the_oldest_write_ends_the_room_whatever_came_after_it():
+    sender = machine()
+    run(sender, opened())
+    run(sender, chunk(1), now=1.0)
+    run(sender, chunk(2, start=1), now=4.0)
+    run(sender, WriteDone("d0", 1), now=5.0)
+    commands = expires(sender, 6.0, "writes to ['d0'] did not end within 5 s")
+    assert drained_of(commands) == [], "the write may still land"
+    assert sender.deadline is None
+    assert not sender.is_done
+    assert run(sender, WriteDone("d0", 0), now=99.0) == [SendDrained("d0", 1)]
+
+
+def test_a_finish_that_is_never_sent_ends_the_room_and_says_so():
+    sender = machine()
+    run(sender, opened(pages=[]), now=1.0)
+    run(sender, chunk(is_last=True), now=2.0)
+    expires(sender, 22.0, "['d0'] could not be told within 20 s that it is complete")
