@@ -7,13 +7,14 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 DEMO_FLAGS ?=
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format docs bench clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
 	@echo "make test    set up, then run the tests"
 	@echo "make check   set up, then check style and types"
 	@echo "make format  let the tools fix style"
+	@echo "make docs    write what the documents say about the code from the code"
 	@echo "make bench   set up, then measure what the README claims"
 	@echo "make clean   remove the environment and all caches"
 
@@ -40,6 +41,9 @@ check: $(INSTALLED)
 format: $(INSTALLED)
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+
+docs: $(INSTALLED)
+	$(VENV)/bin/python docs/generate.py
 
 bench: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/submit.py

@@ -1,11 +1,14 @@
 """How long `Sender.submit` takes the caller, by the number of pages in the chunk.
 
-The receiving side is real and receives every chunk; the transport is in-process, so that the machine's other core is
-not what is measured. Prints the median and the 99th percentile in microseconds.
+Two processes over NIXL, every byte really sent. The caller pauses a few milliseconds before each submit, as for a step
+of the model, while up to four earlier transfers are on their way. Prints the median and the 99th percentile of the
+caller's time in microseconds, and beside it how long the transfers themselves took.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
 import statistics
 import time
 
@@ -14,53 +17,73 @@ import numpy as np
 import kvferry as kf
 
 POOL_PAGES = 16_384
-ROUNDS = 300
+ROUNDS = 200
+CHUNK_PAGES = (1, 64, 1024, 8192)
+IN_FLIGHT = 4
+STEP_S = 0.004
 
 
 def pool() -> tuple[np.ndarray, kf.RankLayout]:
-    """One layer with tiny pages, since the caller's time does not depend on how large a page is."""
-    (component, _) = kf.attention_components(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32")
-    tensor = np.zeros((POOL_PAGES, 1, 1, 4), np.float32)
+    """One layer with pages of 2 KiB: the memory, which must outlive the endpoint, and its layout."""
+    (component, _) = kf.attention_components(num_layers=1, num_kv_heads=1, head_dim=64, dtype="float16")
+    tensor = np.zeros((POOL_PAGES, 16, 1, 64), np.float16)
     shard = kf.shard_from_tensors(component, [tensor], dims=("page", "token", "head", "dim"))
     return tensor, kf.RankLayout(shards=(shard,))
 
 
-def measure(prefill: kf.PrefillEndpoint, decode: kf.DecodeEndpoint, pages: int) -> list[float]:
-    """Microseconds of every submit."""
-    chosen = np.random.default_rng(0).permutation(POOL_PAGES)[:pages].astype(np.int64)
-    times_us = []
-    for room in range(ROUNDS):
-        receiver = decode.open(room, chosen)
-        sender = prefill.open(room)
-        start = time.perf_counter()
-        sender.submit(chosen, last=True)
-        times_us.append(1e6 * (time.perf_counter() - start))
-        receiver.wait(30)
-        sender.wait(30)
-    return times_us
+def chosen_pages(count: int) -> np.ndarray:
+    """Scattered page numbers."""
+    return np.random.default_rng(0).permutation(POOL_PAGES)[:count].astype(np.int64)
+
+
+def receive(connection: multiprocessing.connection.Connection) -> None:
+    """The decode process: receives every room, a few at a time."""
+    memory, layout = pool()
+    with kf.DecodeEndpoint(layout, settings=kf.Settings(registry_url=connection.recv())) as decode:
+        decode.connect()
+        rooms = [(size * ROUNDS + number, pages) for size, pages in enumerate(CHUNK_PAGES) for number in range(ROUNDS)]
+        opened = []
+        for index in range(len(rooms) + IN_FLIGHT):
+            if index < len(rooms):
+                room, pages = rooms[index]
+                opened.append(decode.open(room, chosen_pages(pages)))
+            if index >= IN_FLIGHT:
+                opened[index - IN_FLIGHT].wait(60)
+    del memory
 
 
 def main() -> None:
     """Prints one line a size."""
-    network = kf.InProcessNetwork()
-    (source, prefill_layout), (destination, decode_layout) = pool(), pool()
-    with (
-        kf.PrefillEndpoint(
-            prefill_layout, settings=kf.Settings(registry_port=0), transport=kf.InProcessTransport(network)
-        ) as prefill,
-        kf.DecodeEndpoint(
-            decode_layout,
-            settings=kf.Settings(registry_url=prefill.registry_url),
-            transport=kf.InProcessTransport(network),
-        ) as decode,
-    ):
-        decode.connect()
-        print("pages a chunk   p50 us   p99 us")
-        for pages in (1, 64, 1024, 8192):
-            times_us = measure(prefill, decode, pages)
-            p99 = statistics.quantiles(times_us, n=100)[98]
-            print(f"{pages:13d} {statistics.median(times_us):8.1f} {p99:8.1f}")
-    del source, destination  # the pools outlive the endpoints
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    receiver = context.Process(target=receive, args=(theirs,))
+    receiver.start()
+    memory, layout = pool()
+    with kf.PrefillEndpoint(layout, settings=kf.Settings(registry_port=0)) as prefill:
+        ours.send(prefill.registry_url)
+        print("pages a chunk   submit p50 us   p99 us   whole transfer p50 us")
+        for size, pages in enumerate(CHUNK_PAGES):
+            chosen = chosen_pages(pages)
+            submit_us: list[float] = []
+            senders: list[kf.Sender] = []
+            for number in range(ROUNDS):
+                senders.append(prefill.open(size * ROUNDS + number))
+                time.sleep(STEP_S)
+                start = time.perf_counter()
+                senders[-1].submit(chosen, last=True)
+                submit_us.append(1e6 * (time.perf_counter() - start))
+                if number >= IN_FLIGHT:
+                    senders[number - IN_FLIGHT].wait(60)
+            for sender in senders:
+                sender.wait(60)
+            whole_us = [1e6 * sender.stats.writes[0].latency_s for sender in senders]
+            p99 = statistics.quantiles(submit_us, n=100)[98]
+            print(
+                f"{pages:13d} {statistics.median(submit_us):15.1f} {p99:8.1f} {statistics.median(whole_us):23.1f}",
+                flush=True,
+            )
+        receiver.join(30)
+    del memory
 
 
 if __name__ == "__main__":

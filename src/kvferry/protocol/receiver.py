@@ -217,9 +217,7 @@ class ReceiverMachine:
                 message = f"room {self.room}: prefill rank {rank} failed with {error_name}: {reason}"
                 return self._fail(TransferFailedError(message))
             case SenderDrained(rank):
-                if rank in self._expected:
-                    self._expected[rank].is_drained = True
-                return []
+                return self._drained(rank)
             case SenderLost(rank, error):
                 return self._fail(_as_transfer_error(f"room {self.room}: prefill rank {rank} is gone", error))
             case ReceiverAbortRequested(reason):
@@ -268,6 +266,14 @@ class ReceiverMachine:
         if event.aux is not None:
             self.aux = event.aux
         return self._maybe_succeed(event.writer, writer)
+
+    def _drained(self, rank: int) -> list[ReceiverCommand]:
+        writer = self._expected.get(rank)
+        if writer is None:
+            return []
+        writer.is_drained = True
+        # The reason comes first, in `RoomFailed`, unless it was lost on the way.
+        return self._fail(TransferFailedError(f"room {self.room}: prefill rank {rank} stopped without saying why"))
 
     def _maybe_succeed(self, rank: int, writer: _Writer) -> list[ReceiverCommand]:
         last = max(writer.arrived, default=-1)

@@ -223,6 +223,7 @@ class SenderMachine:
         self.error: KVFerryError | None = None
         self._rank = rank
         self._deadlines = deadlines
+        self._opened_at = now
         self._last_progress = now
         self._receivers: dict[str, _Receiver] = {}
         self._chunks: list[Chunk] = []  # submitted while not every receiver was there
@@ -245,7 +246,7 @@ class SenderMachine:
         if self.state.is_final:
             return None
         if self.state is TransferState.BOOTSTRAPPING:
-            return self._last_progress + self._deadlines.bootstrap_s
+            return self._opened_at + self._deadlines.bootstrap_s
         posted = [time for receiver in self._receivers.values() for time in receiver.writes_in_flight.values()]
         if posted:
             return min(posted) + self._deadlines.write_s

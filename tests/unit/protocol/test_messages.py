@@ -104,6 +104,10 @@ EXAMPLES: list[Message] = [
 ]
 
 
+def example_of(kind: type[Message]) -> Message:
+    return next(message for message in EXAMPLES if isinstance(message, kind))
+
+
 def decoder_of(message: Message) -> Any:
     return next(decoder for union, decoder in DECODERS.items() if isinstance(message, get_args(union)))
 
@@ -245,12 +249,12 @@ def test_an_impossible_layout_inside_a_message_is_a_malformed_message(
 @pytest.mark.parametrize(
     ("message", "field", "value"),
     [
-        (EXAMPLES[4], "room", -1),
-        (EXAMPLES[5], "room", -1),
-        (EXAMPLES[12], "sequence", -1),
-        (EXAMPLES[13], "chunks", -1),
-        (EXAMPLES[13], "chunks", 1.5),
-        (EXAMPLES[13], "room", True),
+        (example_of(OpenRoom), "room", -1),
+        (example_of(AbortRoom), "room", -1),
+        (example_of(ChunkArrived), "sequence", -1),
+        (example_of(WriterFinished), "chunks", -1),
+        (example_of(WriterFinished), "chunks", 1.5),
+        (example_of(WriterFinished), "room", True),
     ],
 )
 def test_a_number_that_counts_nothing_is_a_malformed_message(message: Message, field: str, value: object):

@@ -180,8 +180,18 @@ def test_a_chunk_beyond_those_announced_fails_the_room_and_never_stands_in_for_a
 def test_pages_are_never_reusable_while_the_room_is_open():
     receiver = machine()
     assert not receiver.are_pages_reusable
-    run(receiver, connected(0, 1), Finished(0, 0, b"t"), SenderDrained(1))
+    run(receiver, connected(0, 1), Finished(0, 0, b"t"))
     assert not receiver.are_pages_reusable
+
+
+def test_a_rank_that_is_drained_without_a_word_ends_the_room():
+    receiver = machine()
+    run(receiver, connected(0, 1), SenderDrained(9))
+    assert not receiver.state.is_final
+    run(receiver, Finished(0, 0, b"t"), SenderDrained(1))
+    assert receiver.state is FAILED
+    assert "prefill rank 1 stopped without saying why" in str(receiver.error)
+    assert receiver.are_pages_reusable
 
 
 @pytest.mark.parametrize(

@@ -482,7 +482,7 @@ def test_a_room_that_nobody_opens_ends():
 def test_a_room_that_not_all_open_ends_and_those_who_did_are_told():
     sender = machine()
     run(sender, opened(expected_receivers=2), now=4.0)
-    commands = expires(sender, 14.0, "1 of 2 decode ranks")
+    commands = expires(sender, 10.0, "1 of 2 decode ranks")
     assert failed_of(commands) == drained_of(commands) == [("d0", 1)]
 
 

@@ -1,0 +1,55 @@
+"""Writes what the documents say about the code from the code: `make docs`.
+
+The state diagrams of docs/protocol.md come from the transition tables, docs/settings.md from `Settings`. A test checks
+that neither has fallen behind.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pydantic_core import PydanticUndefined
+
+from kvferry.protocol.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, mermaid
+from kvferry.settings import PREFIX, Settings
+
+DOCS = Path(__file__).parent
+
+
+def protocol_page() -> str:
+    """docs/protocol.md with the diagrams between its marks made anew."""
+    text = (DOCS / "protocol.md").read_text()
+    for mark, diagram in (("sender", mermaid(SENDER_TRANSITIONS)), ("receiver", mermaid(RECEIVER_TRANSITIONS))):
+        before, rest = text.split(f"<!-- {mark} -->\n")
+        _, after = rest.split(f"<!-- /{mark} -->")
+        text = f"{before}<!-- {mark} -->\n```mermaid\n{diagram}\n```\n<!-- /{mark} -->{after}"
+    return text
+
+
+def settings_page() -> str:
+    """docs/settings.md."""
+    lines = [
+        "# Settings",
+        "",
+        "Each is a field of `kvferry.Settings` and an environment variable. A value passed to `Settings` wins over the",
+        "variable, which wins over the default. This page is made from the code by `make docs`.",
+        "",
+        "| field | variable | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for name, field in Settings.model_fields.items():
+        default = "from the number of CPUs" if field.default is PydanticUndefined else f"`{field.default}`"
+        meaning = re.sub(r"\s+", " ", field.description or "")
+        lines.append(f"| `{name}` | `{PREFIX}{name.upper()}` | {default} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Writes both pages."""
+    (DOCS / "protocol.md").write_text(protocol_page())
+    (DOCS / "settings.md").write_text(settings_page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The main job, as a person runs it: `kvferry demo` on real processes over real NIXL."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QUICK = ["--requests", "3", "--max-new-tokens", "6", "--json"]
+
+
+def demo(*flags: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvferry", "demo", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def result(*flags: str) -> dict[str, Any]:
+    run = demo(*flags, *QUICK)
+    assert run.returncode == 0, run.stdout + run.stderr
+    loaded = json.loads(run.stdout)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--prefill-tp 1 --decode-tp 1",
+        "--prefill-tp 4 --decode-tp 2 --kv-heads 2",
+        "--prefill-tp 2 --decode-tp 4 --kv-heads 4",
+        "--prefill-tp 8 --decode-tp 2 --kv-heads 4",
+        "--prefill-tp 2 --decode-tp 8 --kv-heads 2",
+        "--prefill-tp 3 --decode-tp 2 --kv-heads 6",
+        "--prefill-tp 4 --decode-tp 2 --arch deepseek_v3",
+        "--prefill-tp 2 --decode-tp 1 --arch llama --prefill-stages 3,1 --decode-stages 1,2,1",
+    ],
+)
+def test_tokens_and_bytes_are_those_of_the_undivided_model(flags: str):
+    shown = result(*flags.split())
+    assert shown["tokens_match"] is True
+    assert shown["bytes_mismatched"] == 0
+    assert shown["bytes_checked"] > 0
+    assert shown["requests"] == 3
+    assert shown["transport"] == "nixl"
+    assert shown["transfer_ms"]["p50"] > 0
+    assert shown["gb_per_s"] > 0
+
+
+def test_two_prefill_and_two_decode_engines_serve_every_pair():
+    shown = result("--prefill-engines", "2", "--decode-engines", "2", "--prefill-tp", "2", "--requests", "4")
+    assert shown["tokens_match"] is True
+    assert shown["bytes_mismatched"] == 0
+
+
+def test_a_person_sees_a_table_a_picture_and_a_verdict():
+    run = demo("--prefill-tp", "2", "--decode-tp", "1", "--requests", "2", "--max-new-tokens", "4")
+    assert run.returncode == 0, run.stderr
+    for part in ("Transfers", "Who sent what to whom", "head 0-1", "yes  tokens equal", "yes  bytes exact"):
+        assert part in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--prefill-tp 0", ["--prefill-tp 0", "at least 1"]),
+        ("--decode-tp -1", ["--decode-tp -1", "at least 1"]),
+        ("--prefill-pp 9", ["--prefill-pp 9", "[1, 4]"]),
+        ("--prefill-stages 1,1", ["--prefill-stages '1,1'", "4"]),
+        ("--prefill-stages x", ["--prefill-stages 'x'", "such as 3,1"]),
+        ("--chunk-tokens 20", ["--chunk-tokens 20", "16"]),
+        ("--requests 0", ["--requests 0"]),
+        ("--kv-heads 0", ["num_kv_heads is 0"]),
+        ("--arch gpt", ["'gpt'", "qwen3"]),
+        ("--prompt-file missing.txt", ["missing.txt"]),
+    ],
+)
+def test_a_wrong_option_is_one_clear_sentence(flags: str, words: list[str]):
+    run = demo(*flags.split(), timeout_s=30)
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+    sentence = " ".join(run.stderr.split())
+    for word in words:
+        assert word in sentence
+
+
+def test_a_model_directory_without_config_is_named(tmp_path: Path):
+    run = demo("--model", str(tmp_path), timeout_s=30)
+    assert run.returncode == 2
+    assert "config.json" in run.stderr

@@ -1,0 +1,55 @@
+"""The documents say what the code does."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def generator() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def python_blocks(document: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_state_diagrams_are_those_of_the_tables():
+    assert (ROOT / "docs/protocol.md").read_text() == generator().protocol_page(), "run `make docs`"
+
+
+def test_the_settings_page_lists_every_setting():
+    assert (ROOT / "docs/settings.md").read_text() == generator().settings_page(), "run `make docs`"
+
+
+def test_the_readme_shows_the_example_as_it_is():
+    assert (ROOT / "examples/two_processes.py").read_text() == python_blocks("README.md")[0]
+
+
+@pytest.mark.parametrize("number", range(len(python_blocks("README.md"))))
+def test_the_readmes_python_runs(number: int, tmp_path: Path):
+    script = tmp_path / "pasted.py"
+    script.write_text(python_blocks("README.md")[number])
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    if number == 0:
+        assert run.stdout == "first token: 42 - tensors that arrived: 8\n"
+
+
+def test_documents_link_to_what_exists():
+    for document in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
