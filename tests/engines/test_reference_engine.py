@@ -11,10 +11,10 @@ import shutil
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from tests.support.checkpoints import save_checkpoint
 
 from kvferry.engines.reference.caches import CachedComponent, cache_form
 from kvferry.engines.reference.engine import ReferenceModel, load_model
@@ -310,44 +310,9 @@ def test_byte_tokenizer():
     assert tokenizer.tokenize("") == [START_TOKEN]
 
 
-def save_checkpoint(directory: Path, architecture: str, **changes: object) -> Path:
-    """A tiny bfloat16 checkpoint with a word-level tokenizer, as save_pretrained writes it."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    words = sorted({word for prompt in PROMPTS for word in prompt.split()})
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0} | {w: i + 1 for i, w in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(directory)
-    sizes: dict[str, object] = {
-        "vocab_size": len(words) + 1,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    if architecture in LATENT_ARCHITECTURES:
-        sizes |= {"num_key_value_heads": 4, "kv_lora_rank": 48, "q_lora_rank": 24, "qk_rope_head_dim": 16}
-        sizes |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
-        sizes |= {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
-    elif architecture == "qwen3_moe":
-        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
-    elif architecture == "mistral":
-        sizes |= {"sliding_window": None}
-    torch.manual_seed(3)
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes | changes))
-    network.to(torch.bfloat16).save_pretrained(directory)
-    return directory
-
-
 @pytest.mark.parametrize("architecture", [*ATTENTION_ARCHITECTURES, *LATENT_ARCHITECTURES])
 def test_a_local_checkpoint(architecture, tmp_path):
-    spec = ModelSpec.from_directory(save_checkpoint(tmp_path / "checkpoint", architecture))
+    spec = ModelSpec.from_directory(save_checkpoint(tmp_path / "checkpoint", architecture, PROMPTS))
     assert spec.architecture == architecture
     model = load_model(pickle.loads(pickle.dumps(spec)))
     assert model.components == cache_form(spec).components
@@ -380,7 +345,7 @@ def test_directories_that_are_no_checkpoint(tmp_path):
 
 
 def test_checkpoints_with_parts_missing(tmp_path):
-    whole = save_checkpoint(tmp_path / "whole", "llama")
+    whole = save_checkpoint(tmp_path / "whole", "llama", PROMPTS)
 
     def copy(name: str, *without: str) -> ModelSpec:
         directory = tmp_path / name
@@ -410,7 +375,7 @@ def test_checkpoints_with_parts_missing(tmp_path):
 
 
 def test_sliding_windows_are_refused(tmp_path):
-    spec = ModelSpec.from_directory(save_checkpoint(tmp_path, "mistral", sliding_window=16))
+    spec = ModelSpec.from_directory(save_checkpoint(tmp_path, "mistral", PROMPTS, sliding_window=16))
     with pytest.raises(ModelError, match="without sliding windows"):
         load_model(spec)
 

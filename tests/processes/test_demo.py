@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.checkpoints import save_checkpoint
 
 QUICK = ["--requests", "3", "--max-new-tokens", "6", "--json"]
 
@@ -85,6 +86,19 @@ def test_a_wrong_option_is_one_clear_sentence(flags: str, words: list[str]):
     sentence = " ".join(run.stderr.split())
     for word in words:
         assert word in sentence
+
+
+def test_a_local_checkpoint_runs_with_its_own_tokenizer_and_prompts(tmp_path: Path):
+    prompts = ["the ferry leaves at noon and comes back at night", "who counts the boats on the river"]
+    prompt_file = tmp_path / "prompts.txt"
+    prompt_file.write_text("\n".join(prompts))
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", "llama", prompts)
+    shown = result(
+        "--model", str(checkpoint), "--prompt-file", str(prompt_file), "--decode-tp", "1", "--page-size", "4"
+    )
+    assert shown["tokens_match"] is True
+    assert shown["bytes_mismatched"] == 0
+    assert shown["architecture"] == "llama"
 
 
 def test_a_model_directory_without_config_is_named(tmp_path: Path):

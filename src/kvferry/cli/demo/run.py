@@ -57,6 +57,7 @@ class _Child:
     name: RankName
     process: BaseProcess
     reports: multiprocessing.connection.Connection
+    arguments: tuple[Any, ...]  # kept: a queue that nobody here holds is gone before the process has it
     has_ended: bool = False
 
 
@@ -101,7 +102,7 @@ def _start(context: multiprocessing.context.ForkServerContext, options: DemoOpti
         )
         process.start()
         theirs.close()
-        children.append(_Child(name, process, ours))
+        children.append(_Child(name, process, ours, arguments))
 
     for engine in range(options.prefill.count):
         for coordinates in options.prefill.coordinates:

@@ -1,0 +1,44 @@
+"""Checkpoints with random weights, written where a test can load them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from kvferry.engines.reference.specification import LATENT_ARCHITECTURES
+
+
+def save_checkpoint(directory: Path, architecture: str, prompts: Sequence[str], **changes: object) -> Path:
+    """A tiny bfloat16 checkpoint with a tokenizer of the prompts' words, as save_pretrained writes it."""
+    words = sorted({word for prompt in prompts for word in prompt.split()})
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0} | {w: i + 1 for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(directory)
+    sizes: dict[str, object] = {
+        "vocab_size": len(words) + 1,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if architecture in LATENT_ARCHITECTURES:
+        sizes |= {"num_key_value_heads": 4, "kv_lora_rank": 48, "q_lora_rank": 24, "qk_rope_head_dim": 16}
+        sizes |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        sizes |= {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    elif architecture == "qwen3_moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    elif architecture == "mistral":
+        sizes |= {"sliding_window": None}
+    torch.manual_seed(3)
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes | changes))
+    network.to(torch.bfloat16).save_pretrained(directory)
+    return directory
