@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import combinations
+from typing import Annotated
 
 import msgspec
 
@@ -35,10 +36,10 @@ class Device(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Region(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """A range of memory, in bytes."""
+    """A range of memory, in bytes. One that travelled is not negative."""
 
-    address: int
-    length: int
+    address: Annotated[int, msgspec.Meta(ge=0)]
+    length: Annotated[int, msgspec.Meta(ge=0)]
 
     @property
     def stop(self) -> int:

@@ -2,8 +2,9 @@
 
 Nothing here calls the lowering's arithmetic. Runs are decoded back into logical coordinates by dividing addresses by
 strides, once with the source's geometry and once with the receiver's, and the two must name the same elements. Pages
-are all alike (one stride further on), so that one page speaks for all, and elements of a run lie at equal distances in
-every run of a piece, so that one run is looked at element by element and of the others the first element.
+are all alike (one stride further on), so that one page speaks for all. All runs of a piece are equally long, so that
+one is looked at element by element and of the others the first and the last element: a run that crosses the end of a
+row on one side only is a run whose ends do not match.
 """
 
 from __future__ import annotations
@@ -103,14 +104,19 @@ def _prove_runs(piece: Piece, source: Shard, destination: Shard, runs: Runs) -> 
     expected = volume(piece.box) * destination.paging.page_tokens
     if runs.bytes_per_page != expected * size:
         raise ProofError(f"{name}: {runs.bytes_per_page} bytes a page are sent where {expected * size} are owed")
+    strides = (runs.source_page_stride, runs.destination_page_stride)
+    if strides != (source.paging.page_stride, destination.paging.page_stride):
+        raise ProofError(f"{name}: the runs step {strides} bytes from page to page, the pools do not")
     first_run = np.arange(0, runs.length, size, dtype=np.uint64)
+    to_last = np.uint64(runs.length - size)
     for start_source, start_destination in (
         (runs.source, runs.destination),
+        (runs.source + to_last, runs.destination + to_last),
         (runs.source[0] + first_run, runs.destination[0] + first_run),
     ):
         here, there = _decode(source, start_source), _decode(destination, start_destination)
         if not np.array_equal(here, there):
-            raise ProofError(f"{name}: a run starts at different elements on the two sides")
+            raise ProofError(f"{name}: a run pairs different elements of the two sides")
         for axis, interval in enumerate(piece.box):
             if here[axis].min() < interval.start or here[axis].max() >= interval.stop:
                 raise ProofError(f"{name}: a run leaves the part that is owed")

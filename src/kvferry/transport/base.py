@@ -19,7 +19,7 @@ last. Errors are `TransportError`s whose `__cause__` is the library's own except
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import MessageError, RegistrationError
+from kvferry.errors import MessageError, PeerDisconnectedError, RegistrationError, TransportError
 from kvferry.layout import Device, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 
@@ -142,7 +142,7 @@ class Transport(ABC):
             rows: uint64, shape [rows, 5]; see `DescriptorRows`.
 
         Raises:
-            RegistrationError: if a row leaves registered memory, naming it.
+            RegistrationError: if a row leaves registered memory or overlaps itself, naming it, or if there is none.
             PeerDisconnectedError: if the peer is unknown.
         """
 
@@ -204,10 +204,10 @@ def check_rows(rows: NDArray[np.uint64], regions: Sequence[Region], device: Devi
     Raises:
         RegistrationError: naming the first row that does.
     """
-    if rows.ndim != 2 or rows.shape[1] != 5 or rows.dtype != np.uint64:
-        raise RegistrationError(f"descriptor rows must be uint64 of shape [rows, 5], not {rows.dtype} {rows.shape}")
-    if len(rows) == 0:
-        return
+    if rows.ndim != 2 or rows.shape[1] != 5 or rows.dtype != np.uint64 or len(rows) == 0:
+        raise RegistrationError(
+            f"descriptor rows must be uint64 of shape [rows, 5] and at least one, not {rows.dtype} {rows.shape}"
+        )
     # A region of no length at address 0 stands before all others, so that every address has one at or before it.
     known = np.array([(0, 0), *((region.address, region.length) for region in sorted(regions))], np.uint64)
     first, length, _, stride, count = rows.T
@@ -216,7 +216,7 @@ def check_rows(rows: NDArray[np.uint64], regions: Sequence[Region], device: Devi
     # Compared by division: a sum or product of absurd numbers would wrap around and look small.
     room = np.where(limit > first, limit - first, np.uint64(0))
     steps = np.maximum(count, 1) - np.uint64(1)
-    outside = (length > room) | ((stride > 0) & (steps > (room - length) // np.maximum(stride, 1)))
+    outside = (length == 0) | (length > room) | ((stride > 0) & (steps > (room - length) // np.maximum(stride, 1)))
     outside |= rows[:, 2] != device.index
     if outside.any():
         bad = int(np.flatnonzero(outside)[0])
@@ -225,3 +225,28 @@ def check_rows(rows: NDArray[np.uint64], regions: Sequence[Region], device: Devi
             f"descriptor row {bad} [{int(first[bad]):#x}, {stop:#x}) on device {int(rows[bad, 2])} lies "
             f"outside the memory that {owner} registered on {device}: {len(regions)} regions"
         )
+    overlapping = (count == 0) | ((count > 1) & (stride < length))
+    if overlapping.any():
+        bad = int(np.flatnonzero(overlapping)[0])
+        raise RegistrationError(
+            f"descriptor row {bad} of {owner} has {int(count[bad])} elements of {int(length[bad])} bytes every "
+            f"{int(stride[bad])} bytes: it needs at least one, and they must not overlap"
+        )
+
+
+def check_lists(
+    local: PreparedList, remote: PreparedList, known: Mapping[str | None, Collection[PreparedList]]
+) -> None:
+    """Refuses lists that were released, or whose peer was disconnected since.
+
+    Args:
+        known: the lists that are prepared, by peer.
+
+    Raises:
+        PeerDisconnectedError: if the peer's list is not among them.
+        TransportError: if our own is not.
+    """
+    if remote not in known.get(remote.peer, ()):
+        raise PeerDisconnectedError(f"the list belongs to an earlier connection to {remote.peer!r}, or was released")
+    if local not in known.get(None, ()):
+        raise TransportError("the list of our own memory was released")

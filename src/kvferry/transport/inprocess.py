@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvferry.errors import PeerDisconnectedError, RegistrationError, TransportError
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
-from kvferry.transport.base import Flight, FlightReport, PeerMetadata, PreparedList, Transport, check_rows
+from kvferry.transport.base import Flight, FlightReport, PeerMetadata, PreparedList, Transport, check_lists, check_rows
 
 
 class InProcessNetwork:
@@ -62,9 +62,7 @@ class _Connection:
 
 
 class _InProcessFlight(Flight):
-    def __init__(
-        self, connection: _Connection, copies: tuple[NDArray[np.uint64], ...], notification: bytes
-    ) -> None:
+    def __init__(self, connection: _Connection, copies: tuple[NDArray[np.uint64], ...], notification: bytes) -> None:
         self.connection = connection
         self.sources, self.destinations, self.lengths = copies
         self.notification = notification
@@ -86,9 +84,10 @@ class InProcessTransport(Transport):
         self._network = network
         self._regions: tuple[Region, ...] = ()
         self._device = Device()
-        self._connections: dict[str, _Connection] = {}
-        # Guards the notifications, which other endpoints' threads append to.
+        # Guards the tables below: worker threads connect and prepare, other endpoints' threads append notifications.
         self._lock = threading.Lock()
+        self._connections: dict[str, _Connection] = {}
+        self._lists: dict[str | None, set[PreparedList]] = {}
         self._notifications: list[tuple[str, bytes]] = []
         self._closed = False
         network.join(self)
@@ -103,14 +102,20 @@ class InProcessTransport(Transport):
 
     def connect(self, metadata: bytes) -> str:
         peer = PeerMetadata.decode(metadata)
-        self._connections[peer.name] = _Connection(peer, self._network.member(peer.name))
+        connection = _Connection(peer, self._network.member(peer.name))
+        self.disconnect(peer.name)
+        with self._lock:
+            self._connections[peer.name] = connection
         return peer.name
 
     def disconnect(self, peer: str) -> None:
-        self._connections.pop(peer, None)
+        with self._lock:
+            self._connections.pop(peer, None)
+            self._lists.pop(peer, None)
 
     def _connection(self, peer: str) -> _Connection:
-        connection = self._connections.get(peer)
+        with self._lock:
+            connection = self._connections.get(peer)
         if connection is None:
             raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
         return connection
@@ -122,15 +127,18 @@ class InProcessTransport(Transport):
 
     def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
         if peer is None:
-            connection = None
             check_rows(rows, self._regions, self._device, owner="this endpoint")
         else:
             connection = self._connection(peer)
             check_rows(rows, connection.peer.regions, connection.peer.device, owner=peer)
-        return PreparedList(peer, (rows.copy(), connection), int(rows[:, 4].sum()))
+        prepared = PreparedList(peer, rows.copy(), int(rows[:, 4].sum()))
+        with self._lock:
+            self._lists.setdefault(peer, set()).add(prepared)
+        return prepared
 
     def release_list(self, prepared: PreparedList) -> None:
-        pass
+        with self._lock:
+            self._lists.get(prepared.peer, set()).discard(prepared)
 
     def post(
         self,
@@ -143,8 +151,8 @@ class InProcessTransport(Transport):
         if local.peer is not None or remote.peer is None:
             raise TransportError("a write goes from a list of our own memory to one of a peer's")
         connection = self._connection(remote.peer)
-        if remote.handle[1] is not connection:
-            raise PeerDisconnectedError(f"the list was prepared for an earlier connection to {remote.peer!r}")
+        with self._lock:
+            check_lists(local, remote, self._lists)
         if len(local_indices) != len(remote_indices) or len(local_indices) == 0:
             raise TransportError(
                 f"a write needs as many local as remote descriptors and at least one: {len(local_indices)} and "
@@ -195,7 +203,7 @@ class InProcessTransport(Transport):
 
 def _expand(prepared: PreparedList, indices: DescriptorIndices) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """Addresses and lengths of the selected descriptors."""
-    rows: RowArray = prepared.handle[0]
+    rows: RowArray = prepared.handle
     if indices.min() < 0 or indices.max() >= prepared.count:
         raise TransportError(f"descriptor indices [{indices.min()}, {indices.max()}] exceed a list of {prepared.count}")
     starts = np.concatenate([[0], np.cumsum(rows[:, 4])]).astype(np.int64)

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from kvferry.errors import (
     PeerDisconnectedError,
     RegistrationError,
@@ -23,7 +25,7 @@ from kvferry.errors import (
 )
 from kvferry.layout import Device, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
-from kvferry.transport.base import Flight, FlightReport, PeerMetadata, PreparedList, Transport, check_rows
+from kvferry.transport.base import Flight, FlightReport, PeerMetadata, PreparedList, Transport, check_lists, check_rows
 
 BINDINGS = ("nixl_cu13._bindings", "nixl_cu12._bindings", "nixl._bindings")
 """Where NIXL's bindings are looked for, in this order. Each of the wheels carries its own."""
@@ -191,6 +193,8 @@ class NixlTransport(Transport):
                 raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
             regions, device, owner = metadata.regions, metadata.device, peer
         check_rows(rows, regions, device, owner=owner)
+        rows = rows.copy()
+        rows[:, 3] = np.maximum(rows[:, 3], rows[:, 1])  # NIXL wants it so, also where nothing repeats
         with self._translated(f"preparing {len(rows)} descriptor rows of {owner}", peer):
             handle = self._agent.prepXferDlist(
                 self._nixl.NIXL_INIT_AGENT if peer is None else peer,
@@ -222,11 +226,8 @@ class NixlTransport(Transport):
         peer = remote.peer
         if local.peer is not None or peer is None:
             raise TransportError("a write goes from a list of our own memory to one of a peer's")
-        with self._lock:  # NIXL would follow the pointer of a released list
-            if remote not in self._lists.get(peer, ()):
-                raise PeerDisconnectedError(f"the list was prepared for an earlier connection to {peer!r}")
-            if local not in self._lists.get(None, ()):
-                raise TransportError("the list of our own memory was released")
+        with self._lock:
+            check_lists(local, remote, self._lists)  # NIXL would follow the pointer of a released one
         with self._translated(f"posting {len(local_indices)} descriptors to {peer}", peer):
             handle = self._agent.makeXferReq(
                 self._nixl.NIXL_WRITE,

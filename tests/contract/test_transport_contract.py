@@ -1,0 +1,852 @@
+"""What `transport/base.py` promises, checked for every transport.
+
+A new transport is added to `KINDS` and to `Kit.make`. NIXL runs for real, two agents in this process; what takes a
+second process (one that dies, above all) is in `tests/processes`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.errors import (
+    MessageError,
+    PeerDisconnectedError,
+    RegistrationError,
+    TransportError,
+    TransportUnavailableError,
+)
+from kvferry.layout import Device, MemoryKind, Region
+from kvferry.transport import (
+    Flight,
+    FlightReport,
+    InProcessNetwork,
+    InProcessTransport,
+    NixlTransport,
+    PeerMetadata,
+    PreparedList,
+    Transport,
+)
+from kvferry.transport.nixl import load_bindings
+
+KINDS = ["inprocess", "nixl"]
+DEADLINE_S = 20.0
+MEMORY = 1 << 20
+POISON = 0xEE
+HOST = Device()
+
+
+class Kit:
+    """Makes transports of one kind and closes them."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.made: list[Transport] = []
+        self._network = InProcessNetwork()
+        if kind == "nixl":
+            try:
+                load_bindings()
+            except TransportUnavailableError as error:
+                pytest.skip(str(error))
+
+    def make(self, name: str) -> Transport:
+        made: Transport = InProcessTransport(self._network, name) if self.kind == "inprocess" else NixlTransport(name)
+        self.made.append(made)
+        return made
+
+    def end(self, name: str = "end", size: int = MEMORY, fill: int = POISON) -> End:
+        return End(self.make(f"{name}-{uuid.uuid4().hex[:8]}"), np.full(size, fill, np.uint8))
+
+    def close(self) -> None:
+        for transport in self.made:
+            transport.close()
+
+
+class End:
+    """A transport with some memory, in which descriptor rows count from 0."""
+
+    def __init__(self, transport: Transport, memory: Any, device: Device = HOST) -> None:
+        self.transport, self.memory, self.device = transport, memory, device
+        address = memory.data_ptr() if hasattr(memory, "data_ptr") else memory.ctypes.data
+        self.region = Region(address, memory.nbytes)
+        transport.register([self.region], device)
+
+    def rows(self, *rows: tuple[int, int, int, int]) -> Any:
+        """Rows of (offset, length, stride, count)."""
+        start, index = self.region.address, self.device.index
+        return np.array([(start + at, length, index, stride, count) for at, length, stride, count in rows], np.uint64)
+
+
+@dataclass
+class Pair:
+    """Two ends, the first connected to the second."""
+
+    kit: Kit
+    here: End
+    there: End
+    peer: str
+
+    @property
+    def name(self) -> str:
+        return PeerMetadata.decode(self.here.transport.metadata()).name
+
+    def lists(self, here: list[tuple[int, int, int, int]], there: list[tuple[int, int, int, int]]) -> Lists:
+        transport = self.here.transport
+        return (
+            transport.prepare(self.here.rows(*here), None),
+            transport.prepare(self.there.rows(*there), self.peer),
+        )
+
+    def clean(self) -> None:
+        self.here.memory[:] = np.random.default_rng(5).integers(0, 200, len(self.here.memory))
+        self.there.memory[:] = POISON
+        self.there.transport.take_notifications()
+
+
+Lists = tuple[PreparedList, PreparedList]
+
+
+def connected(kit: Kit, size: int = MEMORY) -> Pair:
+    here, there = kit.end("here", size), kit.end("there", size)
+    pair = Pair(kit, here, there, here.transport.connect(there.transport.metadata()))
+    pair.clean()
+    return pair
+
+
+def numbers(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+def until(what: str, ready: Callable[[], Any]) -> Any:
+    """The first true answer of `ready`; fails loudly when it takes too long."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (answer := ready()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"no {what} within {DEADLINE_S} s")
+        time.sleep(2e-4)
+    return answer
+
+
+def finish(transport: Transport, flight: Flight) -> FlightReport:
+    report: FlightReport = until("end of a write", lambda: transport.poll(flight))
+    transport.release(flight)
+    return report
+
+
+def write(pair: Pair, lists: Lists, here: Any, there: Any, notification: bytes = b"written") -> FlightReport:
+    transport = pair.here.transport
+    return finish(transport, transport.post(lists[0], here, lists[1], there, notification))
+
+
+def arrivals(transport: Transport, count: int) -> list[tuple[str, bytes]]:
+    """Exactly `count` notifications: waits for them, then looks whether more come."""
+    received: list[tuple[str, bytes]] = []
+
+    def enough() -> bool:
+        received.extend(transport.take_notifications())
+        return len(received) >= count
+
+    until(f"{count} notifications", enough)
+    time.sleep(0.02)
+    received.extend(transport.take_notifications())
+    assert len(received) == count
+    return received
+
+
+@pytest.fixture(params=KINDS)
+def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
+    """A kit of one's own, for tests that close or restart."""
+    made = Kit(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def shared_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    kit = Kit(request.param)
+    yield connected(kit)
+    kit.close()
+
+
+@pytest.fixture
+def pair(shared_pair: Pair) -> Pair:
+    """A pair that the module shares, cleaned."""
+    shared_pair.clean()
+    return shared_pair
+
+
+# --- bytes
+
+
+def test_when_poll_says_done_the_bytes_are_there_and_ours_may_be_overwritten(pair: Pair):
+    lists = pair.lists([(0, MEMORY, 0, 1)], [(0, MEMORY, 0, 1)])
+    expected = pair.here.memory.copy()
+    flight = pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0), b"done")
+    until("end of a write", lambda: pair.here.transport.poll(flight))
+    pair.here.memory[:] = 0
+    np.testing.assert_array_equal(pair.there.memory, expected)
+    pair.here.transport.release(flight)
+    arrivals(pair.there.transport, 1)
+    np.testing.assert_array_equal(pair.there.memory, expected)
+
+
+def test_only_the_selected_bytes_change(pair: Pair):
+    lists = pair.lists([(10, 7, 100, 50)], [(3, 7, 64, 80)])
+    write(pair, lists, numbers(4, 0, 49), numbers(79, 1, 0))
+    expected = np.full(MEMORY, POISON, np.uint8)
+    for source, destination in ((4, 79), (0, 1), (49, 0)):
+        expected[3 + 64 * destination :][:7] = pair.here.memory[10 + 100 * source :][:7]
+    np.testing.assert_array_equal(pair.there.memory, expected)
+    arrivals(pair.there.transport, 1)
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.sampled_from([1, 3, 64, 4096]), min_size=1, max_size=3),
+    counts=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    gaps=st.tuples(st.sampled_from([0, 1, 64]), st.sampled_from([0, 1, 64])),
+    data=st.data(),
+)
+def test_indices_number_the_elements_row_by_row(
+    shared_pair: Pair, lengths: list[int], counts: tuple[int, int], gaps: tuple[int, int], data: st.DataObject
+):
+    """Rows of any lengths, strides and counts on either side, elements in any order: NumPy says what must arrive."""
+    pair = shared_pair
+    pair.clean()
+    placed: list[list[tuple[int, int]]] = []  # for either side, offset and length of every element, as numbered
+    rows: list[list[tuple[int, int, int, int]]] = []
+    for count, gap in zip(counts, gaps, strict=True):
+        at, side, elements = 5, [], []
+        for length in lengths:
+            side.append((at, length, length + gap, count))
+            elements += [(at + element * (length + gap), length) for element in range(count)]
+            at += count * (length + gap) + 9
+        rows.append(side)
+        placed.append(elements)
+    here, there = [], []
+    for row in range(len(lengths)):
+        both = min(counts)
+        here += [row * counts[0] + element for element in data.draw(st.permutations(range(counts[0])))[:both]]
+        there += [row * counts[1] + element for element in data.draw(st.permutations(range(counts[1])))[:both]]
+    lists = pair.lists(*rows)
+    assert [each.count for each in lists] == [len(lengths) * count for count in counts]
+    report = write(pair, lists, numbers(*here), numbers(*there))
+    expected = np.full(MEMORY, POISON, np.uint8)
+    for source, destination in zip(here, there, strict=True):
+        (from_, length), (to, _) = placed[0][source], placed[1][destination]
+        expected[to : to + length] = pair.here.memory[from_ : from_ + length]
+    np.testing.assert_array_equal(pair.there.memory, expected)
+    assert report.total_bytes == sum(placed[0][source][1] for source in here)
+    arrivals(pair.there.transport, 1)
+    for prepared in lists:
+        pair.here.transport.release_list(prepared)
+
+
+def test_one_element_may_be_written_to_many_places(pair: Pair):
+    lists = pair.lists([(0, 16, 16, 4)], [(0, 16, 16, 64)])
+    write(pair, lists, numbers(*[2] * 64), numbers(*range(64)))
+    np.testing.assert_array_equal(pair.there.memory[: 16 * 64], np.tile(pair.here.memory[32:48], 64))
+    arrivals(pair.there.transport, 1)
+
+
+def test_the_report_counts_bytes_and_at_most_the_posted_descriptors(pair: Pair):
+    lists = pair.lists([(0, 128, 128, 32)], [(0, 128, 128, 32)])
+    transport = pair.here.transport
+    flight = transport.post(lists[0], numbers(*range(32)), lists[1], numbers(*range(32)), b"n")
+    report = until("end of a write", lambda: transport.poll(flight))
+    assert report.total_bytes == 128 * 32
+    assert 1 <= report.descriptors <= 32
+    assert report.post_s >= 0
+    assert report.transfer_s >= 0
+    assert transport.poll(flight) == report
+    transport.release(flight)
+    arrivals(pair.there.transport, 1)
+
+
+def test_several_flights_at_once_arrive_whatever_order_they_are_polled_in(pair: Pair):
+    lists = pair.lists([(0, 4096, 4096, 64)], [(0, 4096, 4096, 64)])
+    transport = pair.here.transport
+    flights = [
+        transport.post(lists[0], numbers(index), lists[1], numbers(63 - index), f"flight {index}".encode())
+        for index in range(64)
+    ]
+    for flight in reversed(flights):
+        finish(transport, flight)
+    expected = pair.here.memory[: 64 * 4096].reshape(64, 4096)[::-1]
+    np.testing.assert_array_equal(pair.there.memory[: 64 * 4096].reshape(64, 4096), expected)
+    received = arrivals(pair.there.transport, 64)
+    assert Counter(received) == Counter((pair.name, f"flight {index}".encode()) for index in range(64))
+
+
+def test_lists_are_prepared_once_and_used_often(pair: Pair):
+    lists = pair.lists([(0, 64, 64, 16)], [(0, 64, 64, 16)])
+    for index in range(16):
+        write(pair, lists, numbers(index), numbers(index))
+    np.testing.assert_array_equal(pair.there.memory[:1024], pair.here.memory[:1024])
+    arrivals(pair.there.transport, 16)
+    for prepared in (*lists, *lists):  # releasing twice is no harm
+        pair.here.transport.release_list(prepared)
+
+
+def test_rows_may_be_changed_by_their_owner_once_they_are_prepared(pair: Pair):
+    here, there = pair.here.rows((0, 64, 64, 16)), pair.there.rows((0, 64, 64, 16))
+    transport = pair.here.transport
+    lists = transport.prepare(here, None), transport.prepare(there, pair.peer)
+    here[:], there[:] = 0, 0
+    write(pair, lists, numbers(3), numbers(3))
+    np.testing.assert_array_equal(pair.there.memory[192:256], pair.here.memory[192:256])
+    arrivals(pair.there.transport, 1)
+
+
+def test_both_directions_at_once(kit: Kit):
+    pair = connected(kit)
+    here, there = pair.here.transport, pair.there.transport
+    back = there.connect(here.metadata())
+    forth = pair.lists([(0, 256, 0, 1)], [(0, 256, 0, 1)])
+    pair.there.memory[512:768] = 77
+    home = (
+        there.prepare(pair.there.rows((512, 256, 0, 1)), None),
+        there.prepare(pair.here.rows((512, 256, 0, 1)), back),
+    )
+    flights = (
+        here.post(forth[0], numbers(0), forth[1], numbers(0), b"forth"),
+        there.post(home[0], numbers(0), home[1], numbers(0), b"back"),
+    )
+    for transport, flight in zip((here, there), flights, strict=True):
+        finish(transport, flight)
+    np.testing.assert_array_equal(pair.there.memory[:256], pair.here.memory[:256])
+    assert set(pair.here.memory[512:768].tolist()) == {77}
+    assert arrivals(there, 1) == [(pair.name, b"forth")]
+    assert arrivals(here, 1) == [(pair.peer, b"back")]
+    there.disconnect(back)  # leaves the other direction as it is
+    here.notify(pair.peer, b"once more")
+    assert finish(here, here.post(forth[0], numbers(0), forth[1], numbers(0), b"forth")).total_bytes == 256
+    assert sorted(arrivals(there, 2)) == [(pair.name, b"forth"), (pair.name, b"once more")]
+
+
+# --- notifications
+
+
+def test_the_notification_comes_after_the_write_and_names_its_sender(pair: Pair):
+    lists = pair.lists([(0, MEMORY, 0, 1)], [(0, MEMORY, 0, 1)])
+    there, transport = pair.there.transport, pair.here.transport
+    notification = bytes(range(256))
+    flight = transport.post(lists[0], numbers(0), lists[1], numbers(0), notification)
+    received: list[tuple[str, bytes]] = []
+
+    def done() -> bool:
+        before = there.take_notifications()
+        finished = transport.poll(flight) is not None
+        if before:  # it may leave as soon as the write is through, which the next poll must then say
+            assert finished
+        received.extend(before)
+        return finished
+
+    until("end of a write", done)
+    transport.release(flight)
+    received += arrivals(there, 1 - len(received))
+    assert received == [(pair.name, notification)]
+    assert there.take_notifications() == []
+
+
+def test_a_receiver_that_is_notified_finds_every_byte(kit: Kit):
+    """The receiver looks from a thread of its own, at the moment when the notification comes."""
+    size, rounds = 8 << 20, 5
+    pair = connected(kit, size)
+    lists = pair.lists([(0, 4096, 4096, size // 4096)], [(0, 4096, 4096, size // 4096)])
+    wrong: list[int] = []
+    seen = threading.Semaphore(0)
+
+    def watch() -> None:
+        for number in range(rounds):
+            until("notification", pair.there.transport.take_notifications)
+            wrong.append(int((pair.there.memory != number).sum()))
+            seen.release()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    every = np.arange(size // 4096, dtype=np.int32)
+    order = np.random.default_rng(0).permutation(every).astype(np.int32)
+    for number in range(rounds):
+        pair.here.memory[:] = number
+        write(pair, lists, order, order)
+        assert seen.acquire(timeout=DEADLINE_S)
+    watcher.join(DEADLINE_S)
+    assert wrong == [0] * rounds
+
+
+@pytest.mark.parametrize(
+    "notification", [b"x", b"\x00\xff\x00", bytes(range(256)) * 400], ids=["short", "zeros", "long"]
+)
+def test_a_notification_needs_no_write(pair: Pair, notification: bytes):
+    pair.here.transport.notify(pair.peer, notification)
+    assert arrivals(pair.there.transport, 1) == [(pair.name, notification)]
+
+
+def test_many_notifications_arrive_once_each_in_whatever_order(pair: Pair):
+    lists = pair.lists([(0, 8, 8, 8)], [(0, 8, 8, 8)])
+    for number in range(300):
+        pair.here.transport.notify(pair.peer, b"alone %d" % number)
+        if number % 3 == 0:
+            write(pair, lists, numbers(number % 8), numbers(number % 8), b"written %d" % number)
+    received = arrivals(pair.there.transport, 400)
+    expected = [b"alone %d" % number for number in range(300)] + [b"written %d" % number for number in range(0, 300, 3)]
+    assert Counter(received) == Counter((pair.name, notification) for notification in expected)
+
+
+def test_notifications_of_several_peers_name_each(kit: Kit):
+    receiver = kit.end("receiver")
+    senders = [kit.end("sender") for _ in range(3)]
+    expected = []
+    for number, sender in enumerate(senders):
+        peer = sender.transport.connect(receiver.transport.metadata())
+        sender.transport.notify(peer, b"%d" % number)
+        expected.append((PeerMetadata.decode(sender.transport.metadata()).name, b"%d" % number))
+    assert sorted(arrivals(receiver.transport, 3)) == sorted(expected)
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (-1, 8, 0, 1),
+        (MEMORY - 7, 8, 0, 1),
+        (MEMORY, 1, 0, 1),
+        (0, MEMORY // 4, MEMORY // 4, 5),
+        (0, 8, 2**63, 3),
+        (8, 2**64 - 8, 0, 1),
+        (0, 0, 0, 1),
+    ],
+    ids=["before", "over the end", "at the end", "last of many", "absurd stride", "absurd length", "no length"],
+)
+@pytest.mark.parametrize("remote", [False, True])
+def test_rows_outside_of_registered_memory_are_refused_by_number(
+    pair: Pair, row: tuple[int, int, int, int], remote: bool
+):
+    end, peer = (pair.there, pair.peer) if remote else (pair.here, None)
+    with pytest.raises(RegistrationError) as caught:
+        pair.here.transport.prepare(end.rows((0, 8, 8, 4), row), peer)
+    assert "descriptor row 1 [" in str(caught.value)
+    assert (pair.peer if remote else "this endpoint") in str(caught.value)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_rows_on_a_wrong_device_are_refused(pair: Pair, remote: bool):
+    end, peer = (pair.there, pair.peer) if remote else (pair.here, None)
+    rows = end.rows((0, 8, 8, 4))
+    rows[0, 2] = 3
+    with pytest.raises(RegistrationError, match=r"descriptor row 0 .* on device 3 lies outside .* DRAM:0"):
+        pair.here.transport.prepare(rows, peer)
+
+
+def test_no_rows_are_refused(pair: Pair):
+    with pytest.raises(RegistrationError, match="at least one"):
+        pair.here.transport.prepare(np.empty((0, 5), np.uint64), None)
+
+
+def test_our_own_rows_are_not_looked_for_in_the_peers_memory(pair: Pair):
+    with pytest.raises(RegistrationError, match="this endpoint"):
+        pair.here.transport.prepare(pair.there.rows((0, 8, 8, 1)), None)
+    with pytest.raises(RegistrationError, match=pair.peer):
+        pair.here.transport.prepare(pair.here.rows((0, 8, 8, 1)), pair.peer)
+
+
+def test_an_unknown_peer_is_refused(pair: Pair):
+    with pytest.raises(PeerDisconnectedError, match="'stranger'"):
+        pair.here.transport.prepare(pair.there.rows((0, 8, 8, 1)), "stranger")
+    with pytest.raises(PeerDisconnectedError, match="'stranger'"):
+        pair.here.transport.notify("stranger", b"hello")
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ([0, 1], [0]),
+        ([0], [0, 1]),
+        ([], []),
+        ([0], []),
+        ([0], [4]),
+        ([4], [0]),
+        ([-1], [0]),
+        ([0], [-1]),
+        ([0, 1, 2, 4], [0, 1, 2, 3]),
+    ],
+)
+def test_wrong_indices_are_refused_and_nothing_moves(pair: Pair, here: list[int], there: list[int]):
+    lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+    with pytest.raises(TransportError):
+        pair.here.transport.post(lists[0], numbers(*here), lists[1], numbers(*there), b"wrong")
+    assert set(pair.there.memory.tolist()) == {POISON}
+    write(pair, lists, numbers(1), numbers(1), b"right")
+    assert arrivals(pair.there.transport, 1) == [(pair.name, b"right")]
+
+
+def test_elements_of_different_lengths_are_refused(pair: Pair):
+    lists = pair.lists([(0, 64, 64, 4), (512, 32, 32, 4)], [(0, 64, 64, 4), (512, 32, 32, 4)])
+    for here, there in (([0], [4]), ([4], [0]), ([0, 1, 5], [0, 1, 1])):
+        with pytest.raises(TransportError):
+            pair.here.transport.post(lists[0], numbers(*here), lists[1], numbers(*there), b"wrong")
+    assert set(pair.there.memory.tolist()) == {POISON}
+    assert pair.there.transport.take_notifications() == []
+
+
+def test_lists_the_wrong_way_round_are_refused(pair: Pair):
+    local, remote = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+    for one, other in ((remote, local), (local, local), (remote, remote)):
+        with pytest.raises(TransportError, match="from a list of our own memory to one of a peer's"):
+            pair.here.transport.post(one, numbers(0), other, numbers(0), b"wrong")
+
+
+def test_errors_of_the_library_are_kept_as_the_cause(pair: Pair):
+    if pair.kit.kind == "inprocess":
+        pytest.skip("no library below")
+    lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+    with pytest.raises(TransportError, match=f"posting 1 descriptors to {pair.peer}.*INVALID_PARAM") as caught:
+        pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0, 1), b"wrong")
+    assert type(caught.value.__cause__).__name__ == "nixlInvalidParamError"
+
+
+def test_device_memory_is_refused_where_there_is_none(kit: Kit):
+    if _cuda() is None:
+        memory = np.zeros(64, np.uint8)
+        with pytest.raises(RegistrationError, match="VRAM:0"):
+            kit.make("no-device").register([Region(memory.ctypes.data, 64)], Device(MemoryKind.VRAM, 0))
+
+
+def test_an_endpoint_without_memory_can_be_connected_and_notified(kit: Kit):
+    sender, receiver = kit.end("sender"), kit.make(f"bare-{uuid.uuid4().hex[:8]}")
+    receiver.register([], Device())
+    peer = sender.transport.connect(receiver.metadata())
+    sender.transport.notify(peer, b"hello")
+    assert [text for _, text in arrivals(receiver, 1)] == [b"hello"]
+    with pytest.raises(RegistrationError):
+        sender.transport.prepare(sender.rows((0, 8, 8, 1)), peer)
+
+
+# --- connections
+
+
+@pytest.mark.parametrize("garbage", [b"", b"garbage", b"\xc1", bytes(100), b"\x84\xa4name\xa2\xff\xff"])
+def test_garbage_is_no_metadata(pair: Pair, garbage: bytes):
+    with pytest.raises(MessageError):
+        pair.here.transport.connect(garbage)
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+def test_truncated_metadata_is_refused(pair: Pair, cut: int):
+    with pytest.raises(MessageError):
+        pair.here.transport.connect(pair.there.transport.metadata()[:-cut])
+
+
+@pytest.mark.parametrize("private", [b"", b"garbage", b"nixlSerDes|"])
+def test_metadata_of_nobody_is_refused_without_harm(pair: Pair, private: bytes):
+    nobody = PeerMetadata(name="nobody", device=Device(), regions=(), private=private)
+    with pytest.raises(TransportError):
+        pair.here.transport.connect(nobody.encode())
+    with pytest.raises(PeerDisconnectedError):
+        pair.here.transport.notify("nobody", b"hello")
+    pair.here.transport.notify(pair.peer, b"still here")
+    assert arrivals(pair.there.transport, 1) == [(pair.name, b"still here")]
+
+
+def test_a_peer_under_a_false_name_is_refused_and_connects_under_its_own(kit: Kit):
+    here, there = kit.end("here"), kit.end("there")
+    true = PeerMetadata.decode(there.transport.metadata())
+    false = PeerMetadata(name="impostor", device=true.device, regions=true.regions, private=true.private)
+    with pytest.raises(TransportError, match="impostor"):
+        here.transport.connect(false.encode())
+    assert here.transport.connect(true.encode()) == true.name
+    here.transport.notify(true.name, b"hello")
+    arrivals(there.transport, 1)
+
+
+def test_metadata_says_who_and_where(pair: Pair):
+    metadata = PeerMetadata.decode(pair.there.transport.metadata())
+    assert (metadata.name, metadata.device, metadata.regions) == (pair.peer, Device(), (pair.there.region,))
+    assert pair.here.transport.name == pair.kit.kind
+
+
+def test_connecting_again_forgets_the_lists_of_before(kit: Kit):
+    pair = connected(kit)
+    old = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+    assert pair.here.transport.connect(pair.there.transport.metadata()) == pair.peer
+    with pytest.raises(PeerDisconnectedError, match="earlier connection"):
+        pair.here.transport.post(old[0], numbers(0), old[1], numbers(0), b"old")
+    new = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+    write(pair, (old[0], new[1]), numbers(0), numbers(0), b"new")  # lists of our own memory stay
+    assert arrivals(pair.there.transport, 1) == [(pair.name, b"new")]
+    pair.here.transport.release_list(old[1])
+
+
+def test_a_released_list_is_refused(pair: Pair):
+    lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+    for prepared in lists:
+        pair.here.transport.release_list(prepared)
+    with pytest.raises(TransportError):
+        pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0), b"released")
+
+
+def test_disconnecting_forgets_a_peer_and_may_be_repeated(kit: Kit):
+    pair = connected(kit)
+    lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+    for _ in range(3):
+        pair.here.transport.disconnect(pair.peer)
+    pair.here.transport.disconnect("stranger")
+    with pytest.raises(PeerDisconnectedError):
+        pair.here.transport.notify(pair.peer, b"gone")
+    with pytest.raises(PeerDisconnectedError):
+        pair.here.transport.prepare(pair.there.rows((0, 64, 64, 4)), pair.peer)
+    with pytest.raises(PeerDisconnectedError):
+        pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0), b"gone")
+    assert set(pair.there.memory.tolist()) == {POISON}
+    assert pair.here.transport.connect(pair.there.transport.metadata()) == pair.peer
+
+
+def test_a_peer_that_starts_anew_under_its_old_name_is_reached_in_its_new_memory(kit: Kit):
+    pair = connected(kit)
+    lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+    write(pair, lists, numbers(0), numbers(0), b"first life")
+    arrivals(pair.there.transport, 1)
+    pair.there.transport.close()
+    old = pair.there.memory.copy()
+    reborn = End(kit.make(pair.peer), np.full(MEMORY, POISON, np.uint8))
+    with pytest.raises(PeerDisconnectedError):
+        until("refusal of the old connection", lambda: pair.here.transport.notify(pair.peer, b"too early"))
+    assert pair.here.transport.connect(reborn.transport.metadata()) == pair.peer
+    with pytest.raises(PeerDisconnectedError):
+        pair.here.transport.post(lists[0], numbers(1), lists[1], numbers(1), b"old list")
+    again = Pair(kit, pair.here, reborn, pair.peer)
+    lists = again.lists([(0, 64, 64, 4)], [(64, 64, 64, 4)])
+    write(again, lists, numbers(2), numbers(2), b"second life")
+    assert arrivals(reborn.transport, 1) == [(pair.name, b"second life")]
+    np.testing.assert_array_equal(reborn.memory[192:256], pair.here.memory[128:192])
+    np.testing.assert_array_equal(pair.there.memory, old)
+
+
+def test_closing_may_be_repeated_and_leaves_others_alone(kit: Kit):
+    pair, bystander = connected(kit), kit.end("bystander")
+    pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+    peer = bystander.transport.connect(pair.there.transport.metadata())
+    pair.here.transport.close()
+    pair.here.transport.close()
+    bystander.transport.notify(peer, b"still here")
+    assert [text for _, text in arrivals(pair.there.transport, 1)] == [b"still here"]
+
+
+# --- threads
+
+
+def test_two_threads_write_through_one_transport(pair: Pair):
+    rounds, half = 100, MEMORY // 2
+    lists = pair.lists([(0, 1024, 1024, MEMORY // 1024)], [(0, 1024, 1024, MEMORY // 1024)])
+    problems: list[BaseException] = []
+    start = threading.Barrier(2)
+
+    def work(thread: int) -> None:
+        try:
+            start.wait(DEADLINE_S)
+            first = thread * half // 1024
+            for number in range(rounds):
+                index = numbers(first + number % (half // 1024), first + (number + 1) % (half // 1024))
+                write(pair, lists, index, index[::-1].copy(), b"%d/%d" % (thread, number))
+                pair.here.transport.notify(pair.peer, b"%d/%d alone" % (thread, number))
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    received = arrivals(pair.there.transport, 4 * rounds)  # a third thread takes meanwhile
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert not problems
+    assert len(set(received)) == 4 * rounds
+    expected = np.full(MEMORY, POISON, np.uint8).reshape(-1, 1024)
+    source = pair.here.memory.reshape(-1, 1024)
+    for half_number in range(2):
+        first = half_number * half // 1024
+        for number in range(rounds):
+            one, other = first + number % (half // 1024), first + (number + 1) % (half // 1024)
+            expected[other], expected[one] = source[one], source[other]
+    np.testing.assert_array_equal(pair.there.memory.reshape(-1, 1024), expected)
+
+
+def test_one_thread_connects_and_disconnects_while_another_writes(kit: Kit):
+    pair, others = connected(kit), [kit.end("other") for _ in range(2)]
+    lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+    problems: list[BaseException] = []
+    stop = threading.Event()
+
+    def churn() -> None:
+        try:
+            while not stop.is_set():
+                for other in others:
+                    peer = pair.here.transport.connect(other.transport.metadata())
+                    prepared = pair.here.transport.prepare(other.rows((0, 64, 64, 4)), peer)
+                    pair.here.transport.release_list(prepared)
+                    pair.here.transport.disconnect(peer)
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    for number in range(100):
+        write(pair, lists, numbers(number % 4), numbers(number % 4), b"%d" % number)
+    stop.set()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert not problems
+    assert len(set(arrivals(pair.there.transport, 100))) == 100
+
+
+# --- what is particular to one transport
+
+
+class TestInProcess:
+    """Within a process the moment of the copy is known: it is `poll`."""
+
+    @pytest.fixture
+    def pair(self) -> Pair:
+        return connected(Kit("inprocess"))
+
+    @pytest.fixture
+    def flight(self, pair: Pair) -> Flight:
+        lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+        return pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0), b"late")
+
+    def test_nothing_has_arrived_before_the_first_poll(self, pair: Pair, flight: Flight):
+        assert set(pair.there.memory.tolist()) == {POISON}
+        assert pair.there.transport.take_notifications() == []
+        assert pair.here.transport.poll(flight) is not None
+        assert pair.there.transport.take_notifications() == [(pair.name, b"late")]
+
+    def test_a_write_to_a_peer_that_closed_fails_and_touches_nothing(self, pair: Pair, flight: Flight):
+        pair.there.transport.close()
+        with pytest.raises(PeerDisconnectedError):
+            pair.here.transport.poll(flight)
+        with pytest.raises(PeerDisconnectedError):
+            pair.here.transport.notify(pair.peer, b"hello")
+        lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+        with pytest.raises(PeerDisconnectedError):
+            pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0), b"late")
+        assert set(pair.there.memory.tolist()) == {POISON}
+
+    def test_a_write_to_a_peer_that_started_anew_meanwhile_touches_neither_memory(self, pair: Pair, flight: Flight):
+        pair.there.transport.close()
+        reborn = End(pair.kit.make(pair.peer), np.full(MEMORY, POISON, np.uint8))
+        with pytest.raises(PeerDisconnectedError, match="started anew"):
+            pair.here.transport.poll(flight)
+        for memory in (pair.there.memory, reborn.memory):
+            assert set(memory.tolist()) == {POISON}
+        assert reborn.transport.take_notifications() == []
+
+    def test_a_peer_that_left_cannot_be_connected(self, pair: Pair):
+        metadata = pair.there.transport.metadata()
+        pair.there.transport.close()
+        with pytest.raises(PeerDisconnectedError, match="no endpoint"):
+            pair.here.transport.connect(metadata)
+
+    def test_endpoints_without_a_name_get_one_of_their_own(self):
+        network = InProcessNetwork()
+        one, other = InProcessTransport(network), InProcessTransport(network)
+        assert one.endpoint_name != other.endpoint_name
+        assert network.member(one.endpoint_name) is one
+
+
+class TestNixl:
+    @pytest.fixture
+    def kit(self) -> Iterator[Kit]:
+        kit = Kit("nixl")
+        yield kit
+        kit.close()
+
+    def test_an_unknown_backend_is_refused_with_those_that_are_there(self, kit: Kit):
+        with pytest.raises(TransportUnavailableError, match=r"'NOSUCH' .*KVFERRY_NIXL_BACKEND.*UCX"):
+            NixlTransport("x", backend="NOSUCH")
+
+    def test_a_connection_that_fails_half_way_can_be_tried_again(self, kit: Kit, monkeypatch: pytest.MonkeyPatch):
+        here, there = kit.end("here"), kit.end("there")
+        assert isinstance(here.transport, NixlTransport)
+        metadata = there.transport.metadata()
+        agent = here.transport._agent
+        error = here.transport._nixl.nixlBackendError("planted")
+
+        class Failing:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(agent, name)
+
+            def makeConnection(self, *arguments: Any) -> None:  # noqa: N802
+                raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(here.transport, "_agent", Failing())
+            with pytest.raises(TransportError, match=r"connecting to there.*planted") as caught:
+                here.transport.connect(metadata)
+        assert caught.value.__cause__ is error
+        there.transport.close()
+        reborn = End(
+            kit.make(PeerMetadata.decode(metadata).name), np.zeros(64, np.uint8)
+        )  # known to NIXL under other metadata
+        peer = here.transport.connect(reborn.transport.metadata())
+        here.transport.notify(peer, b"hello")
+        arrivals(reborn.transport, 1)
+
+    def test_a_region_without_length_is_refused(self, kit: Kit):
+        with pytest.raises(RegistrationError, match="without address or length"):
+            kit.make("x").register([Region(4096, 0)], Device())
+
+
+# --- device memory, and its twin in host memory
+
+
+def _cuda() -> Any:
+    torch = pytest.importorskip("torch")
+    return torch if torch.cuda.is_available() else None
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [
+        ("cpu", "cpu"),
+        pytest.param("cuda", "cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda", "cpu", marks=pytest.mark.gpu),
+        pytest.param("cpu", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_torch_tensors_travel_between_devices(source: str, destination: str):
+    torch = pytest.importorskip("torch")
+    if "cuda" in (source, destination) and not torch.cuda.is_available():
+        pytest.skip("no CUDA device: torch.cuda.is_available() is False; the cpu twin runs")
+    kit = Kit("nixl")
+    try:
+        ends = []
+        for name, device in (("here", source), ("there", destination)):
+            memory = torch.full((1 << 20,), POISON, dtype=torch.uint8, device=device)
+            where = Device(MemoryKind.VRAM, memory.device.index or 0) if device == "cuda" else Device()
+            ends.append(End(kit.make(f"{name}-{uuid.uuid4().hex[:8]}"), memory, where))
+        here, there = ends
+        here.memory.copy_(torch.arange(1 << 20).remainder(199).to(torch.uint8))
+        if "cuda" in (source, destination):
+            torch.cuda.synchronize()
+        pair = Pair(kit, here, there, here.transport.connect(there.transport.metadata()))
+        lists = pair.lists([(0, 512, 1024, 1024)], [(0, 512, 1024, 1024)])
+        order = np.arange(1024, dtype=np.int32)
+        write(pair, lists, order, order[::-1].copy())
+        expected = torch.full((1024, 1024), POISON, dtype=torch.uint8)
+        expected[:, :512] = here.memory.cpu().view(1024, 1024).flip(0)[:, :512]
+        assert torch.equal(there.memory.cpu().view(1024, 1024), expected)
+        assert arrivals(there.transport, 1) == [(pair.name, b"written")]
+    finally:
+        kit.close()

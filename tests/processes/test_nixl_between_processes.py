@@ -1,0 +1,357 @@
+"""NIXL between two real processes: bytes arrive exact, notifications after them, and a dead peer is an error, no hang.
+
+This file is also the program of the second process: it registers poisoned memory and answers one line of JSON for every
+line that it reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty, Queue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.errors import PeerDisconnectedError, TransportError, TransportUnavailableError
+from kvferry.layout import Device, Region
+from kvferry.transport import Flight, FlightReport, NixlTransport, PreparedList
+from kvferry.transport.nixl import load_bindings
+
+POISON = 0xEE
+DEADLINE_S = 30.0
+MIB = 1 << 20
+
+
+def rows(address: int, *specs: tuple[int, int, int, int]) -> Any:
+    return np.array([(address + at, length, 0, stride, count) for at, length, stride, count in specs], np.uint64)
+
+
+def digest(memory: Any) -> str:
+    return hashlib.sha256(memory).hexdigest()
+
+
+def until(what: str, ready: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + DEADLINE_S
+    while not (answer := ready()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {what} within {DEADLINE_S} s")
+        time.sleep(2e-4)
+    return answer
+
+
+def finish(transport: NixlTransport, flight: Flight) -> FlightReport:
+    report: FlightReport = until("end of a write", lambda: transport.poll(flight))
+    transport.release(flight)
+    return report
+
+
+def keep_trying(attempt: Callable[[], object]) -> None:
+    """Until it raises."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        attempt()
+        time.sleep(2e-4)
+    pytest.fail(f"nothing failed within {DEADLINE_S} s")
+
+
+# --- the second process
+
+
+def second_process(name: str, size: int) -> None:
+    transport = NixlTransport(name)
+    memory = np.full(size, POISON, np.uint8)
+    transport.register([Region(memory.ctypes.data, size)], Device())
+    waiting: list[tuple[str, bytes]] = []
+
+    def answer(**fields: Any) -> None:
+        sys.stdout.write(json.dumps(fields) + "\n")
+        sys.stdout.flush()
+
+    def notifications(count: int) -> list[tuple[str, str]]:
+        def enough() -> bool:
+            waiting.extend(transport.take_notifications())
+            return len(waiting) >= count
+
+        until(f"{count} notifications", enough)
+        taken = [(sender, text.hex()) for sender, text in waiting]
+        waiting.clear()
+        return taken
+
+    answer(metadata=transport.metadata().hex(), address=memory.ctypes.data)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order["do"] == "wait":  # and hash at once: the bytes must all be there
+            taken = notifications(order["count"])
+            answer(notifications=taken, digest=digest(memory))
+        elif order["do"] == "write back":
+            peer = transport.connect(bytes.fromhex(order["metadata"]))
+            local = transport.prepare(rows(memory.ctypes.data, (0, size, size, 1)), None)
+            remote = transport.prepare(rows(order["address"], (0, size, size, 1)), peer)
+            zero = np.zeros(1, np.int32)
+            flight = transport.post(local, zero, remote, zero, b"back")
+            answer(total_bytes=finish(transport, flight).total_bytes)
+    transport.close()
+
+
+class Peer:
+    """The second process, from outside."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, name, str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._lines: Queue[str] = Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        started = self.answer()
+        self.metadata, self.address = bytes.fromhex(started["metadata"]), started["address"]
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+
+    def answer(self) -> Any:
+        try:
+            return json.loads(self._lines.get(timeout=DEADLINE_S))
+        except Empty:
+            pytest.fail(f"the second process (exit status {self.process.poll()}) did not answer in {DEADLINE_S} s")
+
+    def order(self, do: str, **fields: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+        self.process.stdin.flush()
+
+    def wait(self, count: int) -> Any:
+        self.order("wait", count=count)
+        return self.answer()
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait(DEADLINE_S)
+
+
+@contextmanager
+def peer(name: str, size: int) -> Iterator[Peer]:
+    made = Peer(name, size)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait(DEADLINE_S)
+        for pipe in (made.process.stdin, made.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+# --- the tests
+
+
+def unique(name: str) -> str:
+    return f"{name}-{uuid.uuid4().hex[:8]}"
+
+
+class Here:
+    """Our own transport and memory."""
+
+    def __init__(self, size: int) -> None:
+        self.transport = NixlTransport(unique("first"))
+        self.memory = np.random.default_rng(7).integers(0, 256, size, np.uint8)
+        self.transport.register([Region(self.address, size)], Device())
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data)
+
+    def lists(self, name: str, there: Peer, ours: Any, theirs: Any) -> tuple[PreparedList, PreparedList]:
+        return (
+            self.transport.prepare(rows(self.address, *ours), None),
+            self.transport.prepare(rows(there.address, *theirs), name),
+        )
+
+    def write(self, lists: tuple[PreparedList, PreparedList], here: Any, there: Any, text: bytes) -> FlightReport:
+        flight = self.transport.post(lists[0], np.array(here, np.int32), lists[1], np.array(there, np.int32), text)
+        return finish(self.transport, flight)
+
+
+@contextmanager
+def here(size: int) -> Iterator[Here]:
+    try:
+        load_bindings()
+    except TransportUnavailableError as error:
+        pytest.skip(str(error))
+    made = Here(size)
+    yield made
+    made.transport.close()
+
+
+def test_sixteen_mebibytes_arrive_exact_and_before_their_notification():
+    size, name = 16 * MIB, unique("second")
+    with here(size) as first, peer(name, size) as second:
+        assert first.transport.connect(second.metadata) == name
+        lists = first.lists(name, second, [(0, size, size, 1)], [(0, size, size, 1)])
+        for number in range(3):
+            first.memory[: 1 + number] ^= 0xFF
+            expected = digest(first.memory)
+            second.order("wait", count=1)  # it hashes as soon as it is notified
+            report = first.write(lists, [0], [0], b"bulk %d" % number)
+            first.memory[-1] ^= 0xFF  # ours again once poll said done
+            arrived = second.answer()
+            assert report.total_bytes == size
+            assert arrived["digest"] == expected
+            assert arrived["notifications"] == [[first.transport.endpoint_name, (b"bulk %d" % number).hex()]]
+
+
+def test_strided_rows_arrive_in_their_places_and_nothing_else_changes():
+    size, name = 8 * MIB, unique("second")
+    ours, theirs = [(8, 512, 1024, 4000), (5 * MIB, 64, 96, 1000)], [(0, 512, 512, 5000), (4 * MIB, 64, 640, 2000)]
+    generator = np.random.default_rng(3)
+    from_, to = generator.permutation(4000)[:3000], generator.permutation(5000)[:3000]
+    more_from, more_to = generator.permutation(1000)[:700], generator.permutation(2000)[:700]
+    with here(size) as first, peer(name, size) as second:
+        first.transport.connect(second.metadata)
+        lists = first.lists(name, second, ours, theirs)
+        expected = np.full(size, POISON, np.uint8)
+        for source, destination in zip(from_.tolist(), to.tolist(), strict=True):
+            expected[512 * destination :][:512] = first.memory[8 + 1024 * source :][:512]
+        for source, destination in zip(more_from.tolist(), more_to.tolist(), strict=True):
+            expected[4 * MIB + 640 * destination :][:64] = first.memory[5 * MIB + 96 * source :][:64]
+        second.order("wait", count=1)
+        report = first.write(lists, [*from_, *(4000 + more_from)], [*to, *(5000 + more_to)], b"strided")
+        arrived = second.answer()
+        assert arrived["digest"] == digest(expected)
+        assert report.total_bytes == 3000 * 512 + 700 * 64
+
+
+def test_many_writes_and_notifications_arrive_once_each():
+    size, name = MIB, unique("second")
+    with here(size) as first, peer(name, size) as second:
+        first.transport.connect(second.metadata)
+        lists = first.lists(name, second, [(0, 4096, 4096, 256)], [(0, 4096, 4096, 256)])
+        for index in range(256):
+            first.write(lists, [index], [255 - index], b"write %d" % index)
+            first.transport.notify(name, b"alone %d" % index)
+        arrived = second.wait(512)
+        texts = [bytes.fromhex(text) for sender, text in arrived["notifications"]]
+        assert sorted(texts) == sorted(
+            [b"%s %d" % (kind, index) for kind in (b"write", b"alone") for index in range(256)]
+        )
+        assert {sender for sender, _ in arrived["notifications"]} == {first.transport.endpoint_name}
+        assert arrived["digest"] == digest(np.ascontiguousarray(first.memory.reshape(256, 4096)[::-1]))
+
+
+def test_the_other_process_writes_back():
+    size, name = MIB, unique("second")
+    with here(size) as first, peer(name, size) as second:
+        second.order("write back", metadata=first.transport.metadata().hex(), address=first.address)
+        received = until("notification", first.transport.take_notifications)
+        assert received == [(name, b"back")]
+        assert set(first.memory.tolist()) == {POISON}
+        assert second.answer()["total_bytes"] == size
+
+
+def fails(attempt: Callable[[], object]) -> None:
+    """Repeats until the dead connection is noticed; what it raises must be that, and soon."""
+    with pytest.raises(PeerDisconnectedError, match=r"connection to second-\w+ is gone") as caught:
+        keep_trying(attempt)
+    assert type(caught.value.__cause__).__name__ == "nixlRemoteDisconnectError"
+
+
+def test_a_killed_peer_is_an_error_and_its_successor_of_the_same_name_is_reached():
+    size, name = MIB, unique("second")
+    zero = np.zeros(1, np.int32)
+    with here(size) as first:
+        with peer(name, size) as second, peer(unique("other"), size) as other:
+            first.transport.connect(second.metadata)
+            survivor = first.transport.connect(other.metadata)
+            lists = first.lists(name, second, [(0, size, size, 1)], [(0, size, size, 1)])
+            first.write(lists, [0], [0], b"alive")
+            second.wait(1)
+            second.kill()
+
+            def post() -> None:
+                finish(first.transport, first.transport.post(lists[0], zero, lists[1], zero, b"dead"))
+
+            fails(post)
+            fails(lambda: first.transport.notify(name, b"dead"))
+            # The dead peer is nobody else's trouble.
+            lists = first.lists(survivor, other, [(0, size, size, 1)], [(0, size, size, 1)])
+            first.write(lists, [0], [0], b"survivor")
+            assert other.wait(1)["digest"] == digest(first.memory)
+            first.transport.disconnect(name)
+            first.transport.disconnect(name)
+        with peer(name, size) as third:
+            assert first.transport.connect(third.metadata) == name
+            lists = first.lists(name, third, [(0, size, size, 1)], [(0, size, size, 1)])
+            first.write(lists, [0], [0], b"successor")
+            assert third.wait(1)["digest"] == digest(first.memory)
+
+
+def test_a_successor_is_reached_without_disconnecting_first():
+    size, name = MIB, unique("second")
+    with here(size) as first:
+        with peer(name, size) as second:
+            first.transport.connect(second.metadata)
+            second.kill()
+        with peer(name, size) as third:
+            first.transport.connect(third.metadata)
+            lists = first.lists(name, third, [(0, size, size, 1)], [(0, size, size, 1)])
+            first.write(lists, [0], [0], b"successor")
+            assert third.wait(1)["digest"] == digest(first.memory)
+
+
+def test_connecting_to_the_dead_is_an_error_sooner_or_later_and_no_hang():
+    """Whether connecting notices at once is the backend's affair; using the connection must."""
+    size, name = MIB, unique("second")
+    with here(size) as first:
+        with peer(name, size) as second:
+            metadata = second.metadata
+            second.kill()
+
+        def connect_and_notify() -> None:
+            first.transport.connect(metadata)
+            first.transport.notify(name, b"anyone?")
+
+        with pytest.raises(TransportError):
+            keep_trying(connect_and_notify)
+        with peer(name, size) as third:
+            assert first.transport.connect(third.metadata) == name
+            first.transport.notify(name, b"hello")
+            third.wait(1)
+
+
+def test_a_peer_that_is_killed_in_the_middle_of_a_write_ends_it(monkeypatch: pytest.MonkeyPatch):
+    """Over TCP, where a frozen peer keeps a write on its way for as long as we like."""
+    monkeypatch.setenv("UCX_TLS", "tcp")  # read when the agents are made; the second process inherits it
+    size, name = 64 * MIB, unique("second")
+    with here(size) as first, peer(name, size) as second:
+        first.transport.connect(second.metadata)
+        lists = first.lists(name, second, [(0, size, size, 1)], [(0, size, size, 1)])
+        first.write(lists, [0], [0], b"alive")
+        assert second.wait(1)["digest"] == digest(first.memory)
+        os.kill(second.process.pid, signal.SIGSTOP)
+        zero = np.zeros(1, np.int32)
+        flight = first.transport.post(lists[0], zero, lists[1], zero, b"never")
+        for _ in range(100):
+            assert first.transport.poll(flight) is None
+            time.sleep(1e-3)
+        second.kill()
+        fails(lambda: first.transport.poll(flight))
+        with pytest.raises(PeerDisconnectedError):
+            first.transport.poll(flight)  # and it stays so
+        first.transport.release(flight)
+        first.transport.disconnect(name)
+
+
+if __name__ == "__main__":
+    second_process(sys.argv[1], int(sys.argv[2]))
