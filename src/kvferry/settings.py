@@ -30,7 +30,7 @@ class Settings(BaseSettings):
         SettingsError: if a value is impossible, naming the variable, the value and what is allowed.
     """
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
 
     host: str = Field("127.0.0.1", description="Address that the peer channel binds to.")
     advertise_host: str | None = Field(

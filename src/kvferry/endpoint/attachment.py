@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,10 +15,10 @@ from kvferry.layout.interval import covers
 from kvferry.plan import Piece, check_exchangeable, descriptor_rows, elect_writer, lower
 from kvferry.plan.descriptors import select_rows
 from kvferry.protocol.messages import Attach
-from kvferry.transport import PreparedList, Transport
+from kvferry.transport import PeerMetadata, PreparedList, Transport
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Attachment:
     """A decode rank, ready to be written to.
 
@@ -36,6 +38,34 @@ class Attachment:
     local: PreparedList | None
     remote: PreparedList | None
     _selections: dict[tuple[int, ...], NDArray[np.int32]] = field(default_factory=dict)
+    # Guards the two below, which several workers use: no list is given back while a write uses it.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _writes: int = 0
+    _when_unused: Callable[[], None] | None = None
+
+    def begin_write(self) -> bool:
+        """Keeps both lists for one write; False if they are being given back."""
+        with self._lock:
+            if self._when_unused is not None:
+                return False
+            self._writes += 1
+            return True
+
+    def end_write(self) -> None:
+        """Says that a write is through with the lists."""
+        with self._lock:
+            self._writes -= 1
+            call = self._when_unused if self._writes == 0 else None
+        if call is not None:
+            call()
+
+    def retire(self, when_unused: Callable[[], None]) -> None:
+        """Begins no more writes, and calls back as soon as none uses the lists. Once only."""
+        with self._lock:
+            self._when_unused = when_unused
+            is_unused = self._writes == 0
+        if is_unused:
+            when_unused()
 
     def rows(self, room: int, group_rank: int) -> NDArray[np.int32]:
         """The descriptor rows that this rank sends in a room: those of the pieces it is elected to write."""
@@ -81,14 +111,22 @@ def attach(message: Attach, *, layout: RankLayout, coordinates: RankCoordinates,
         source_device=layout.device.index,
         destination_device=message.layout.device.index,
     )
+    # Asked before connecting, which would end an earlier connection to whoever has that name.
+    name = PeerMetadata.decode(message.transport_metadata).name
+    if name != message.endpoint:
+        raise IncompatiblePeerError(f"endpoint {message.endpoint!r} sent the transport metadata of {name!r}")
     local = remote = None
     if mine or coordinates.is_aux_writer:
-        name = transport.connect(message.transport_metadata)
-        if name != message.endpoint:
-            transport.disconnect(name)
-            raise IncompatiblePeerError(f"endpoint {message.endpoint!r} sent the transport metadata of {name!r}")
+        transport.connect(message.transport_metadata)
     if mine:
-        local, remote = transport.prepare(rows.source, None), transport.prepare(rows.destination, name)
+        try:
+            local = transport.prepare(rows.source, None)
+            remote = transport.prepare(rows.destination, name)
+        except BaseException:
+            if local is not None:
+                transport.release_list(local)
+            transport.disconnect(name)
+            raise
     return Attachment(
         receiver=message.endpoint,
         coordinates=message.coordinates,

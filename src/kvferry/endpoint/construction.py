@@ -10,11 +10,12 @@ from kvferry.settings import Settings
 from kvferry.transport import NixlTransport, Transport
 
 _ROOM_LIMIT = 2**63
+_LONGEST_IN_NAME = 24  # of the engine's name: registries and sockets limit how long an endpoint's may be
 
 
 def endpoint_name(engine: str, engine_rank: int) -> str:
     """A name for one start of one rank: readable, and never used before."""
-    return f"{engine}-{engine_rank}-{os.getpid()}-{secrets.token_hex(8)}"
+    return f"{engine[:_LONGEST_IN_NAME]}-{engine_rank}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def create_transport(settings: Settings, name: str) -> Transport:

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from numpy.typing import ArrayLike
 
+from kvferry.control.registrations import check_engine_name
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.construction import checked_room, create_transport, endpoint_name
 from kvferry.endpoint.decode_driver import DecodeDriver
@@ -52,6 +53,7 @@ class DecodeEndpoint:
             SettingsError: if a setting is impossible.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
+        check_engine_name(engine)
         self.layout = layout
         self.engine = engine
         self.coordinates = coordinates or RankCoordinates()
@@ -112,9 +114,11 @@ class DecodeEndpoint:
             RoomExistsError: if a transfer with this number is still open here.
             PageError: if page numbers are wrong, or the prefix is not a whole number of pages.
             UsageError: if the room's number is out of range.
+            SettingsError: if no engine can have that name.
             EndpointClosedError: if the endpoint was closed.
         """
         checked_room(room)
+        check_engine_name(engine)
         page_tokens = self.layout.page_tokens
         if prefix_tokens < 0 or prefix_tokens % page_tokens:
             raise PageError(
@@ -140,7 +144,8 @@ class DecodeEndpoint:
             if room in self._rooms:
                 raise RoomExistsError(f"room {room} is already open on decode rank {self.engine_rank}")
             self._rooms[room] = receiver
-        self._driver.open_room(opened, LinkKey(engine, prefill_dp_rank))
+            # Under the lock, so that a close that aborts this room comes behind it.
+            self._driver.open_room(opened, LinkKey(engine, prefill_dp_rank))
         return receiver
 
     def receiver(self, room: int) -> Receiver:
@@ -165,8 +170,15 @@ class DecodeEndpoint:
             IncompatiblePeerError: if the two sides cannot exchange caches, naming both values.
             KVFerryError: if the engine cannot be reached or refuses for another reason.
             TransferTimeoutError: if it is not there in time.
+            SettingsError: if no engine can have that name.
+            EndpointClosedError: if the endpoint was closed.
         """
-        self._driver.connect(LinkKey(engine, prefill_dp_rank), timeout_s or self.settings.bootstrap_timeout_s)
+        check_engine_name(engine)
+        with self._lock:
+            if self._is_closed:
+                raise EndpointClosedError("the endpoint is closed")
+        limit_s = self.settings.bootstrap_timeout_s if timeout_s is None else timeout_s
+        self._driver.connect(LinkKey(engine, prefill_dp_rank), limit_s)
 
     @property
     def open_rooms(self) -> int:

@@ -57,7 +57,7 @@ _ROOMS_OPEN_MS = 1
 _LINKS_OPEN_MS = 50
 _IDLE_MS = 500
 _TICK_S = 0.1
-_RESOLVE_AGAIN_S = 0.1
+_LOOK_UP_AGAIN_S = 0.1
 
 
 class DecodeDriver:
@@ -86,10 +86,12 @@ class DecodeDriver:
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
         self._resolvers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvferry-decode-resolver")
         self._inbox: deque[Callable[[float], None]] = deque()
+        self._channels: dict[str, ConnectedChannel] = {}  # by address; links to the same rank share one
         self._links: dict[LinkKey, Link] = {}
         self._retired_links: list[Link] = []
         self._waiting: dict[LinkKey, list[ReceivingRoom]] = {}
         self._connecting: dict[LinkKey, list[Future[None]]] = {}
+        self._callers: set[Future[None]] = set()  # everyone who waits in connect
         self._rooms: dict[int, ReceivingRoom] = {}
         self._room_links: dict[int, Link] = {}
         self._hot_until = 0.0
@@ -127,14 +129,21 @@ class DecodeDriver:
     def connect(self, key: LinkKey, timeout_s: float) -> None:
         """Waits until a link is ready; see `DecodeEndpoint.connect`."""
         ready: Future[None] = Future()
-        self._submit(lambda now: self._take_connect(key, ready, now))
+        self._callers.add(ready)
         try:
+            if self._is_stopping.is_set():
+                raise EndpointClosedError("the endpoint was closed")
+            self._submit(lambda now: self._take_connect(key, ready, now))
             ready.result(timeout_s)
         except FutureTimeoutError:
+            link = self._links.get(key)
+            problem = link.problem if link is not None else None
             raise TransferTimeoutError(
                 f"prefill engine {key.engine!r} was not connected within {timeout_s:g} s; is it running, and "
-                "registered at the same registry?"
-            ) from None
+                f"registered at the same registry, {self._registry.url}? {problem or ''}"
+            ) from problem
+        finally:
+            self._callers.discard(ready)
 
     def close(self) -> None:
         """Says goodbye to every peer and ends the thread."""
@@ -142,10 +151,10 @@ class DecodeDriver:
         self._wakeup.wake()
         self._thread.join()
         self._resolvers.shutdown(wait=True, cancel_futures=True)
-        for link in [*self._links.values(), *self._retired_links]:
-            link.close(say_goodbye=True)
-        for futures in self._connecting.values():
-            for future in futures:
+        for channel in list(self._channels.values()):
+            self._close_channel(channel)
+        for future in list(self._callers):
+            if not future.done():
                 future.set_exception(EndpointClosedError("the endpoint was closed"))
         self._context.term()
         self._wakeup.close()
@@ -170,15 +179,12 @@ class DecodeDriver:
         ready = dict(self._poller.poll(0 if is_hot else self._longest_wait_ms()))
         now = time.monotonic()
         happened = self._work_inbox(ready, now)
-        for link in [*self._links.values(), *self._retired_links]:
-            for channel in link.channels:
-                if channel.socket in ready:
-                    happened = True
-                    self._receive(link, channel, now)
-        if self._rooms:
-            for peer, data in self._transport.take_notifications():
+        for channel in list(self._channels.values()):
+            if channel.socket in ready and not channel.socket.closed:
                 happened = True
-                self._notified(peer, data, now)
+                self._receive(channel, now)
+        if self._rooms:
+            happened |= self._take_notifications(now)
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
             self._tick(now)
@@ -204,14 +210,14 @@ class DecodeDriver:
 
     def _take_room(self, room: ReceivingRoom, key: LinkKey, now: float) -> None:
         self._rooms[room.room] = room
-        link = self._link(key, now)
+        link = self._link(key, room.machine.deadline or now)
         if link.state is LinkState.READY:
             self._connect_room(room, link, now)
         else:
             self._waiting.setdefault(key, []).append(room)
 
     def _take_connect(self, key: LinkKey, ready: Future[None], now: float) -> None:
-        if self._link(key, now).state is LinkState.READY:
+        if self._link(key, now + self._settings.bootstrap_timeout_s).state is LinkState.READY:
             ready.set_result(None)
         else:
             self._connecting.setdefault(key, []).append(ready)
@@ -227,17 +233,19 @@ class DecodeDriver:
         except Exception as error:
             log.exception("room %d met an unexpected error", room.room)
             commands = room.handle(ReceiverBroke(error), now)
-        for command in commands:
-            self._execute(room, command, now)
-        if room.receiver.pages_reusable and self._rooms.get(room.room) is room:
+        link = self._room_links.get(room.room)
+        if room.machine.are_pages_reusable and self._rooms.get(room.room) is room:
             del self._rooms[room.room]
             self._room_links.pop(room.room, None)
-            self._forget_room(room.room)
+            self._forget_room(room.room)  # before the caller learns of the end, who may use the number again then
+        room.show(now)
+        for command in commands:
+            # A room that could not be opened at one rank has failed, and the others were told so already.
+            is_too_late = isinstance(command, SendOpen) and room.machine.state.is_final
+            if link is not None and not is_too_late:
+                self._execute(room, link, command, now)
 
-    def _execute(self, room: ReceivingRoom, command: ReceiverCommand, now: float) -> None:
-        link = self._room_links.get(room.room)
-        if link is None:
-            return
+    def _execute(self, room: ReceivingRoom, link: Link, command: ReceiverCommand, now: float) -> None:
         message: messages.Message
         match command:
             case SendOpen(rank):
@@ -254,6 +262,21 @@ class DecodeDriver:
             link.send(rank, message)
         except KVFerryError as error:
             self._handle(room, SenderLost(rank, error), now)
+
+    def _take_notifications(self, now: float) -> bool:
+        """Takes what has arrived; returns whether anything has."""
+        try:
+            notifications = self._transport.take_notifications()
+        except Exception as error:
+            running = [room for room in self._rooms.values() if not room.machine.state.is_final]
+            if running:
+                log.exception("notifications could not be taken; %d rooms fail", len(running))
+            for room in running:
+                self._handle(room, ReceiverBroke(error), now)
+            return False
+        for peer, data in notifications:
+            self._notified(peer, data, now)
+        return bool(notifications)
 
     def _notified(self, peer: str, data: bytes, now: float) -> None:
         """Counts an arrival, if it is of a room that is open, and from the rank that it names."""
@@ -277,64 +300,114 @@ class DecodeDriver:
 
     # ---- links --------------------------------------------------------------------------------------------------
 
-    def _link(self, key: LinkKey, now: float) -> Link:
-        """The link of that key, begun if there is none."""
+    def _link(self, key: LinkKey, deadline: float) -> Link:
+        """The link of that key, begun if there is none. Whoever waits for it has no earlier deadline."""
         if key not in self._links:
-            self._links[key] = Link(key, self._identity, deadline=now + self._settings.bootstrap_timeout_s)
-            self._resolvers.submit(self._resolve, self._links[key])
+            self._links[key] = Link(key, self._identity, deadline=deadline)
+            self._resolvers.submit(self._look_up, self._links[key])
         return self._links[key]
 
-    def _resolve(self, link: Link) -> None:
-        """Asks the registry until it knows every rank of the engine. Runs on the pool."""
-        problem: KVFerryError = PeerDisconnectedError("it was not looked up")
-        while not self._is_stopping.is_set() and time.monotonic() < link.deadline:
-            try:
-                view = self._registry.engine(link.key.engine)
-                if view.complete:
-                    self._submit(partial(self._resolved, link, view.registrations))
-                    return
-                problem = PeerDisconnectedError(
-                    f"the registry at {self._registry.url} knows {len(view.registrations)} of "
-                    f"{view.world_size or 'an unknown number of'} ranks of engine {link.key.engine!r}"
-                )
-            except RegistryError as error:
-                problem = error
-            except Exception as error:
-                problem = RegistryError(f"looking up {link.key.engine!r} failed: {type(error).__name__}: {error}")
-                problem.__cause__ = error
-            self._is_stopping.wait(_RESOLVE_AGAIN_S)
-        self._submit(partial(self._fail_link, link, problem))
+    def _look_up(self, link: Link) -> None:
+        """Asks the registry, once. Runs on the pool."""
+        problem: KVFerryError
+        try:
+            view = self._registry.engine(link.key.engine)
+            if view.complete:
+                self._submit(partial(self._resolved, link, view.registrations))
+                return
+            problem = PeerDisconnectedError(
+                f"the registry at {self._registry.url} knows {len(view.registrations)} of "
+                f"{view.world_size or 'an unknown number of'} ranks of engine {link.key.engine!r}"
+            )
+        except RegistryError as error:
+            problem = error
+        except Exception as error:
+            problem = RegistryError(f"looking up {link.key.engine!r} failed: {type(error).__name__}: {error}")
+            problem.__cause__ = error
+        self._submit(partial(self._not_resolved, link, problem))
+
+    def _not_resolved(self, link: Link, problem: KVFerryError, now: float) -> None:
+        link.problem = problem
+        link.look_up_at = now + _LOOK_UP_AGAIN_S
 
     def _resolved(self, link: Link, registrations: tuple[RankRegistration, ...], now: float) -> None:
-        def connect(address: str) -> ConnectedChannel:
-            channel = ConnectedChannel(self._context, identity=self._identity.endpoint, address=address)
-            self._poller.register(channel.socket, zmq.POLLIN)
-            return channel
-
         if self._links.get(link.key) is not link:
             return
         try:
-            link.resolved(registrations, connect, now)
+            link.resolved(registrations, self._channel, now)
         except KVFerryError as error:
             self._fail_link(link, error, now)
 
-    def _receive(self, link: Link, channel: ConnectedChannel, now: float) -> None:
+    def _channel(self, address: str) -> ConnectedChannel:
+        """The connection to an address, made if there is none."""
+        if address not in self._channels:
+            channel = ConnectedChannel(self._context, identity=self._identity.endpoint, address=address)
+            self._poller.register(channel.socket, zmq.POLLIN)
+            self._channels[address] = channel
+        return self._channels[address]
+
+    def _close_unused_channels(self) -> None:
+        links = [*self._links.values(), *self._retired_links]
+        in_use = {channel.address for link in links for channel in link.channels}
+        for channel in [channel for address, channel in self._channels.items() if address not in in_use]:
+            self._close_channel(channel)
+
+    def _close_channel(self, channel: ConnectedChannel) -> None:
+        """Says goodbye and closes."""
+        del self._channels[channel.address]
+        self._poller.unregister(channel.socket)
+        try:
+            channel.send(messages.encode(messages.Detach(endpoint=self._identity.endpoint)))
+        except PeerDisconnectedError as error:
+            log.debug("no goodbye to %s: %s", channel.address, error)
+        channel.close()
+
+    def _receive(self, channel: ConnectedChannel, now: float) -> None:
         for data in channel.receive():
+            link = next((link for link in self._links.values() if link.rank_behind(channel) is not None), None)
+            if link is not None:
+                link.heard(channel)
             try:
                 message = messages.decode_to_decode(data)
                 match message:
                     case messages.RoomFailed() | messages.Drained():
-                        self._room_message(link, message, now)
-                    case _ if self._links.get(link.key) is link:
+                        self._room_message(channel, message, now)
+                    case messages.Closed():
+                        self._rank_closed(channel, now)
+                    case _ if link is not None:
                         if link.received(channel, message, now):
                             self._link_ready(link, now)
             except KVFerryError as error:
-                self._fail_link(link, error, now)
-                return
+                if link is not None:
+                    self._fail_link(link, error, now)
+            except Exception as error:
+                log.exception("a message from %s met an unexpected error", channel.address)
+                if link is not None:
+                    problem = PeerError(f"a message from {channel.address} met {type(error).__name__}: {error}")
+                    problem.__cause__ = error
+                    self._fail_link(link, problem, now)
 
-    def _room_message(self, link: Link, message: messages.RoomFailed | messages.Drained, now: float) -> None:
-        room = self._rooms.get(message.room)
-        if room is None or room.generation != message.generation or self._room_links.get(message.room) is not link:
+    def _rank_closed(self, channel: ConnectedChannel, now: float) -> None:
+        """A prefill rank has gone in order: it serves nobody any more, and will not write again."""
+        for link in list(self._links.values()):
+            rank = link.rank_behind(channel)
+            if rank is not None:
+                problem = PeerDisconnectedError(f"prefill rank {rank} of {link.key.engine!r} was closed")
+                self._fail_link(link, problem, now)
+        for number, link in list(self._room_links.items()):
+            rank = link.rank_behind(channel)
+            if rank is not None:
+                self._handle(self._rooms[number], SenderDrained(rank), now)
+        self._close_retired_links()
+
+    def _room_message(
+        self, channel: ConnectedChannel, message: messages.RoomFailed | messages.Drained, now: float
+    ) -> None:
+        room, link = self._rooms.get(message.room), self._room_links.get(message.room)
+        if room is None or link is None or room.generation != message.generation:
+            return  # belongs to a room that is over
+        if link.rank_behind(channel) != message.writer:
+            log.warning("dropped what %s says for rank %d in room %d", channel.address, message.writer, message.room)
             return
         match message:
             case messages.RoomFailed():
@@ -367,43 +440,57 @@ class DecodeDriver:
 
     def _close_retired_links(self) -> None:
         in_use = {id(link) for link in self._room_links.values()}
-        for link in [link for link in self._retired_links if id(link) not in in_use]:
-            self._retired_links.remove(link)
-            for channel in link.channels:
-                self._poller.unregister(channel.socket)
-            link.close(say_goodbye=True)
+        self._retired_links = [link for link in self._retired_links if id(link) in in_use]
+        self._close_unused_channels()
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
+        for link in list(self._links.values()):
+            if link.look_up_at is not None and link.look_up_at <= now < link.deadline:
+                link.look_up_at = None
+                self._resolvers.submit(self._look_up, link)
+            elif link.state is not LinkState.READY and now >= link.deadline:
+                self._fail_link(link, self._why_not_ready(link), now)
         for room in list(self._rooms.values()):
             deadline = room.machine.deadline
             if deadline is not None and now >= deadline:
                 self._handle(room, ReceiverTick(), now)
-        for link in list(self._links.values()):
-            if link.state is not LinkState.READY and now >= link.deadline:
-                problem = PeerDisconnectedError(
-                    f"prefill engine {link.key.engine!r}: still {link.state.value} after "
-                    f"{self._settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
-                )
-                self._fail_link(link, problem, now)
         if now >= self._next_ping_at:
             self._next_ping_at = now + self._settings.heartbeat_interval_s
             self._heartbeat(now)
         if self._retired_links:
             self._close_retired_links()
 
+    def _why_not_ready(self, link: Link) -> KVFerryError:
+        if link.state is LinkState.RESOLVING and link.problem is not None:
+            return link.problem
+        return PeerDisconnectedError(
+            f"prefill engine {link.key.engine!r}: still {link.state.value} after "
+            f"{self._settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
+        )
+
     def _heartbeat(self, now: float) -> None:
         for link in list(self._links.values()):
-            if link.state is not LinkState.READY:
-                continue
             silent = link.silent_rank(now, self._settings.peer_timeout_s)
             try:
-                if silent is not None:
+                if silent is not None and link.state is LinkState.GREETING:
+                    link.start_over(now)
+                    self._close_unused_channels()
+                elif silent is not None:
                     raise PeerDisconnectedError(
                         f"prefill rank {silent[0]} of {link.key.engine!r} has been silent for {silent[1]:.1f} s "
                         "(KVFERRY_PEER_TIMEOUT_S)"
                     )
-                link.ping()
+                link.ask(now)
             except KVFerryError as error:
                 self._fail_link(link, error, now)
+        self._ask_for_quarantined_pages(now)
+
+    def _ask_for_quarantined_pages(self, now: float) -> None:
+        """Repeats the aborts that were not answered: a connection that broke may have lost either."""
+        for number, link in list(self._room_links.items()):
+            room = self._rooms[number]
+            if room.machine.state.is_final:
+                for rank in room.machine.undrained:
+                    self._execute(room, link, SendAbort(rank, str(room.machine.error)), now)

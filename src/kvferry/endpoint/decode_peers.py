@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from kvferry.endpoint.actors import Actor, RunQueue
@@ -23,14 +24,21 @@ class DetachRequested:
     """The decode rank left, or is lost."""
 
 
-PeerEvent: TypeAlias = Attach | DetachRequested
+@dataclass(frozen=True, slots=True)
+class EarlierUndone:
+    """The connection before this one is undone."""
+
+
+PeerEvent: TypeAlias = Attach | DetachRequested | EarlierUndone
 
 
 class DecodePeer(Actor):
-    """One decode rank: connected and prepared for on a worker, since that may take a while.
+    """One connection to a decode rank: made and undone on a worker, since either may take a while.
+
+    It is undone when no write uses it any more, and until then no later one to the same decode rank is made.
 
     Attributes:
-        name: its endpoint.
+        name: the decode rank's endpoint.
         last_heard_at: when the control thread last got a message from it; only that thread writes it.
         attachment: what was prepared, once it is.
     """
@@ -40,6 +48,7 @@ class DecodePeer(Actor):
         name: str,
         run_queue: RunQueue,
         *,
+        earlier: DecodePeer | None,
         transport: Transport,
         layout: RankLayout,
         coordinates: RankCoordinates,
@@ -50,62 +59,121 @@ class DecodePeer(Actor):
         self.name = name
         self.last_heard_at = now
         self.attachment: Attachment | None = None
+        self._must_wait = earlier is not None
+        self._waiting: list[PeerEvent] = []
         self._transport = transport
         self._layout = layout
         self._coordinates = coordinates
         self._send = send
+        # Guards the two below: whoever waits for the end must not miss it.
+        self._end_lock = threading.Lock()
+        self._is_undone = False
+        self._when_undone: list[Callable[[], None]] = []
+        if earlier is not None:
+            earlier.when_undone(partial(self.post, EarlierUndone()))
+
+    def when_undone(self, call: Callable[[], None]) -> None:
+        """Calls back once the connection is undone, from whichever thread undoes it; at once if it is."""
+        with self._end_lock:
+            if not self._is_undone:
+                self._when_undone.append(call)
+                return
+        call()
 
     def handle(self, event: PeerEvent, worker: Worker) -> None:
-        """Connects or disconnects."""
-        match event:
-            case Attach():
-                self._drop()
-                self.attachment = attach(
-                    event, layout=self._layout, coordinates=self._coordinates, transport=self._transport
-                )
-                self._send(self.name, Attached(endpoint=self._transport.endpoint_name))
-            case DetachRequested():
-                self._drop()
+        """Connects or disconnects, once the connection before is undone."""
+        self._waiting.append(event)
+        if isinstance(event, EarlierUndone):
+            self._must_wait = False
+        if self._must_wait:
+            return
+        events, self._waiting = self._waiting, []
+        for each in events:
+            match each:
+                case Attach():
+                    self._attach(each)
+                case DetachRequested():
+                    dropped, self.attachment = self.attachment, None
+                    if dropped is None:
+                        self._undone()
+                    else:
+                        dropped.retire(partial(self._detach, dropped))
 
     def broke(self, error: Exception, worker: Worker) -> None:
-        """Tells the decode rank why it cannot be served."""
+        """Says so; an error in connecting or disconnecting does not get here."""
+        log.error("the connection to decode rank %s met an unexpected error", self.name, exc_info=error)
+
+    def _attach(self, message: Attach) -> None:
+        try:
+            self.attachment = attach(
+                message, layout=self._layout, coordinates=self._coordinates, transport=self._transport
+            )
+        except Exception as error:
+            self._refuse(error)
+        else:
+            self._send(self.name, Attached(endpoint=self._transport.endpoint_name))
+
+    def _refuse(self, error: Exception) -> None:
         log.warning("refused decode rank %s: %s", self.name, error)
         self._send(
             self.name,
             Refused(endpoint=self._transport.endpoint_name, error=type(error).__name__, reason=str(error)),
         )
 
-    def _drop(self) -> None:
-        dropped, self.attachment = self.attachment, None
-        if dropped is not None:
+    def _detach(self, dropped: Attachment) -> None:
+        try:
             detach(dropped, self._transport)
+        except Exception as error:
+            log.warning("the connection to decode rank %s could not be undone: %s", self.name, error)
+        self._undone()
+
+    def _undone(self) -> None:
+        with self._end_lock:
+            self._is_undone = True
+            waiting, self._when_undone = self._when_undone, []
+        for call in waiting:
+            call()
 
 
 class DecodePeers:
     """The table of connected decode ranks. May be read from any thread; the control thread writes it."""
 
-    def __init__(self, make: Callable[[str], DecodePeer]) -> None:
+    def __init__(self, make: Callable[[str, DecodePeer | None], DecodePeer]) -> None:
+        """Args:
+        make: makes a connection to a decode rank, given the earlier one if that is not undone yet.
+        """
         self._make = make
-        # Guards the table, which workers read while the control thread adds and removes.
+        # Guards both tables, which workers read while the control thread adds and removes.
         self._lock = threading.Lock()
         self._peers: dict[str, DecodePeer] = {}
+        self._leaving: dict[str, DecodePeer] = {}
 
     def get(self, name: str) -> DecodePeer | None:
         """The decode rank of that name, if it is known."""
         with self._lock:
             return self._peers.get(name)
 
-    def get_or_make(self, name: str) -> DecodePeer:
-        """The decode rank of that name, made if it is new."""
+    def renew(self, name: str) -> DecodePeer:
+        """A new connection to a decode rank. One that there is already is undone first."""
+        self.remove(name)
         with self._lock:
-            if name not in self._peers:
-                self._peers[name] = self._make(name)
+            self._peers[name] = self._make(name, self._leaving.get(name))
             return self._peers[name]
 
-    def remove(self, name: str) -> DecodePeer | None:
-        """Takes a decode rank out of the table."""
+    def remove(self, name: str) -> None:
+        """Takes a decode rank out of the table and undoes the connection."""
         with self._lock:
-            return self._peers.pop(name, None)
+            peer = self._peers.pop(name, None)
+            if peer is None:
+                return
+            self._leaving[name] = peer
+        peer.post(DetachRequested())
+        peer.when_undone(partial(self._forget, peer))
+
+    def _forget(self, peer: DecodePeer) -> None:
+        with self._lock:
+            if self._leaving.get(peer.name) is peer:
+                del self._leaving[peer.name]
 
     def all(self) -> list[DecodePeer]:
         """Everyone in the table now."""

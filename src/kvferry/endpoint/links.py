@@ -7,7 +7,6 @@ a new one.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -20,8 +19,6 @@ from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Piece, check_exchangeable, elect_writer, pieces_for_receiver
 from kvferry.protocol import messages
 from kvferry.protocol.receiver import Connected
-
-log = logging.getLogger(__name__)
 
 
 class LinkState(Enum):
@@ -47,7 +44,7 @@ class _RankLink:
 
     registration: RankRegistration
     channel: ConnectedChannel
-    last_heard_at: float
+    asked_at: float | None = None  # when the first question was asked that it has not answered
     welcome: messages.Welcome | None = None
     is_attached: bool = False
 
@@ -71,12 +68,16 @@ class Link:
         key: where it goes.
         state: how far it is.
         deadline: when it must be ready.
+        problem: why the look-up at the registry has not succeeded so far.
+        look_up_at: when to ask the registry again; None while it is being asked.
     """
 
     def __init__(self, key: LinkKey, identity: Identity, *, deadline: float) -> None:
         self.key = key
         self.state = LinkState.RESOLVING
         self.deadline = deadline
+        self.problem: KVFerryError | None = None
+        self.look_up_at: float | None = None
         self._identity = identity
         self._ranks: dict[int, _RankLink] = {}  # by engine rank
         self._pieces: tuple[Piece, ...] = ()
@@ -85,6 +86,10 @@ class Link:
     def channels(self) -> list[ConnectedChannel]:
         """The connections to the group's ranks."""
         return [rank.channel for rank in self._ranks.values()]
+
+    def rank_behind(self, channel: ConnectedChannel) -> int | None:
+        """The engine rank that a connection goes to, if it is one of the group's."""
+        return next((number for number, rank in self._ranks.items() if rank.channel is channel), None)
 
     def resolved(
         self, registrations: tuple[RankRegistration, ...], connect: Callable[[str], ConnectedChannel], now: float
@@ -103,9 +108,6 @@ class Link:
             raise IncompatiblePeerError(
                 f"engine {self.key.engine!r} has no dp_rank {self.key.dp_rank}: its dp_size is {size}"
             )
-        hello = messages.Hello(
-            endpoint=self._identity.endpoint, engine=self._identity.engine, coordinates=self._identity.coordinates
-        )
         for registration in group:
             if registration.protocol_version != messages.PROTOCOL_VERSION:
                 raise errors.VersionError(
@@ -114,8 +116,8 @@ class Link:
                     "run the same kvferry on both"
                 )
             channel = connect(registration.control_address)
-            self._ranks[registration.engine_rank] = _RankLink(registration, channel, now)
-            channel.send(messages.encode(hello))
+            self._ranks[registration.engine_rank] = _RankLink(registration, channel)
+        self.ask(now)
 
     def received(self, channel: ConnectedChannel, message: messages.ToDecode, now: float) -> bool:
         """Takes a message about the link itself; returns whether the link became ready by it.
@@ -126,7 +128,6 @@ class Link:
             PeerDisconnectedError: if a rank has forgotten us.
         """
         rank = next(rank for rank in self._ranks.values() if rank.channel is channel)
-        rank.last_heard_at = now
         match message:
             case messages.Welcome() if self.state is LinkState.GREETING:
                 self._check_welcome(rank, message)
@@ -208,27 +209,40 @@ class Link:
         rank = self._ranks.get(engine_rank)
         return rank is not None and rank.welcome is not None and rank.welcome.endpoint == endpoint
 
-    def ping(self) -> None:
-        """Shows every rank that we live, and asks for the same."""
-        ping = messages.encode(messages.Ping(endpoint=self._identity.endpoint))
+    def heard(self, channel: ConnectedChannel) -> None:
+        """Something came from a rank: it lives."""
         for rank in self._ranks.values():
-            rank.channel.send(ping)
+            if rank.channel is channel:
+                rank.asked_at = None
+
+    def ask(self, now: float) -> None:
+        """Shows every rank that we live, and asks for the same.
+
+        Until the link is ready the question is who they are, which a rank answers whether it knows us or not.
+
+        Raises:
+            PeerDisconnectedError: if a rank cannot be asked.
+        """
+        identity = self._identity
+        question: messages.Message = messages.Ping(endpoint=identity.endpoint)
+        if self.state is not LinkState.READY:
+            question = messages.Hello(
+                endpoint=identity.endpoint, engine=identity.engine, coordinates=identity.coordinates
+            )
+        for rank in self._ranks.values():
+            if rank.asked_at is None:
+                rank.asked_at = now
+            rank.channel.send(messages.encode(question))
 
     def silent_rank(self, now: float, limit_s: float) -> tuple[int, float] | None:
-        """A rank that has been silent for too long, and for how long."""
+        """A rank that has not answered for too long, and for how long."""
         for number, rank in self._ranks.items():
-            if now - rank.last_heard_at > limit_s:
-                return number, now - rank.last_heard_at
+            if rank.asked_at is not None and now - rank.asked_at > limit_s:
+                return number, now - rank.asked_at
         return None
 
-    def close(self, *, say_goodbye: bool) -> None:
-        """Closes the connections."""
-        goodbye = messages.encode(messages.Detach(endpoint=self._identity.endpoint))
-        for rank in self._ranks.values():
-            if say_goodbye:
-                try:
-                    rank.channel.send(goodbye)
-                except PeerDisconnectedError as error:
-                    log.debug("no goodbye to rank %d: %s", rank.registration.engine_rank, error)
-            rank.channel.close()
+    def start_over(self, now: float) -> None:
+        """Forgets the ranks, to look them up again: those that were registered may be of an earlier start."""
+        self.state = LinkState.RESOLVING
+        self.look_up_at = now
         self._ranks.clear()

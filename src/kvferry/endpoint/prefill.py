@@ -8,6 +8,7 @@ import threading
 import time
 import zlib
 from collections import deque
+from dataclasses import dataclass
 from types import TracebackType
 
 import zmq
@@ -19,8 +20,8 @@ from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.actors import RunQueue
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.construction import checked_room, create_transport, endpoint_name
-from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers, DetachRequested
-from kvferry.endpoint.sending import Sender, SendingRoom
+from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
+from kvferry.endpoint.sending import OpenReceived, Sender, SendingRoom
 from kvferry.endpoint.workers import start_workers
 from kvferry.errors import (
     EndpointClosedError,
@@ -45,6 +46,21 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.1
 _TICK_MS = 100
 _IDLE_MS = 1000
+
+
+@dataclass(slots=True)
+class _FailedAlone:
+    """A room that failed before every decode rank had opened it: the others learn when they do.
+
+    Attributes:
+        error: why it failed.
+        receivers: those that know already; what they ask for under this number is the next transfer.
+        until: when to forget it.
+    """
+
+    error: KVFerryError
+    receivers: set[str]
+    until: float
 
 
 class PrefillEndpoint:
@@ -86,6 +102,7 @@ class PrefillEndpoint:
         self.engine_rank = self.coordinates.engine_rank
         self.group_rank = self.coordinates.group_rank
         self.pool_pages = layout.num_pages
+        self.is_aux_writer = self.coordinates.is_aux_writer
         self.transport = transport or create_transport(self.settings, endpoint_name(engine, self.engine_rank))
         self._deadlines = Deadlines(
             bootstrap_s=self.settings.bootstrap_timeout_s,
@@ -94,9 +111,11 @@ class PrefillEndpoint:
         )
         self._queues: list[RunQueue] = [queue.SimpleQueue() for _ in range(self.settings.used_queues)]
         self._peers = DecodePeers(self._make_peer)
-        # Guards rooms and early messages together: what comes for a room goes to exactly one of them.
+        # Guards the rooms, those that failed alone and early messages together: what comes for a room goes to exactly
+        # one of them.
         self._rooms_lock = threading.Lock()
         self._rooms: dict[int, SendingRoom] = {}
+        self._failed_alone: dict[int, _FailedAlone] = {}
         self._early = EarlyRooms(limit=self.settings.max_early_rooms, keep_s=self.settings.bootstrap_timeout_s)
         self._outbox: deque[tuple[str, messages.Message]] = deque()
         self._is_closed = False
@@ -189,6 +208,7 @@ class PrefillEndpoint:
                 raise RoomExistsError(f"room {room} is already open on prefill rank {self.engine_rank}")
             opened = SendingRoom(machine, self._queue_of(room), self, synchronous=self.settings.synchronous)
             self._rooms[room] = opened
+            self._failed_alone.pop(room, None)
             for receiver, message in self._early.take(room):
                 self._deliver(opened, receiver, message)
         return opened.sender
@@ -212,14 +232,22 @@ class PrefillEndpoint:
                 return
             self._is_closed = True
             rooms = list(self._rooms.values())
+            early = list(self._early.expired(float("inf")))
         for room in rooms:
             room.post(SenderAbortRequested("the prefill endpoint was closed"))
+        for receiver, message in early:
+            self._refuse_room(receiver, message, EndpointClosedError("the prefill endpoint was closed"))
         deadline = time.monotonic() + self.settings.close_timeout_s
         while self.open_rooms and time.monotonic() < deadline:
             time.sleep(0.001)
         for index in range(len(self._workers)):
             self._queues[index % len(self._queues)].put(None)
         stuck = [worker for worker in self._workers if not worker.join(max(0.0, deadline - time.monotonic()) + 0.1)]
+        assert self._lease is not None
+        self._lease.close()  # before the farewell, so that nobody finds us again
+        if not stuck:
+            for peer in self._peers.all():
+                self.send(peer.name, messages.Closed(endpoint=self.transport.endpoint_name))
         self._is_stopping = True
         self._wakeup.wake()
         self._thread.join()
@@ -256,21 +284,52 @@ class PrefillEndpoint:
 
     # ---- for rooms, from any worker -----------------------------------------------------------------------------
 
-    def attachment(self, receiver: str) -> Attachment | None:
-        """The decode rank of that name, if it is connected."""
-        peer = self._peers.get(receiver)
-        return peer.attachment if peer is not None else None
-
     def send(self, receiver: str, message: messages.Message) -> None:
         """Sends a control message, from the control thread, soon."""
         self._outbox.append((receiver, message))
         self._wakeup.wake()
 
+    def open_room(self, receiver: str, message: messages.OpenRoom) -> None:
+        """Takes a decode rank's wish: for the room, or until it is opened here."""
+        try:
+            attachment = self._attachment(receiver)
+            if attachment is None:
+                raise PeerDisconnectedError(f"{receiver} must attach before it opens rooms")
+            if message.receivers < 1 or message.prefix_pages < 0:
+                raise PageError(f"{message.receivers} receivers and {message.prefix_pages} prefix pages make no sense")
+            checked_pages(
+                messages.unpack_pages(message.pages),
+                pool_pages=attachment.pages,
+                where=f"room {message.room} on {receiver}",
+            )
+            with self._rooms_lock:
+                room = self._rooms.get(message.room)
+                failed = self._failed_alone.get(message.room)
+                if room is not None:
+                    room.post(OpenReceived(attachment, message))
+                elif self._is_closed:
+                    raise EndpointClosedError("the prefill endpoint was closed")
+                elif failed is not None and receiver not in failed.receivers:
+                    failed.receivers.add(receiver)
+                    raise failed.error
+                elif not self._early.keep(receiver, message, time.monotonic()):
+                    raise PageError(
+                        f"{len(self._early)} rooms wait for the prefill side already (KVFERRY_MAX_EARLY_ROOMS)"
+                    )
+        except KVFerryError as error:
+            self._refuse_room(receiver, message, error)
+
     def forget_room(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
         with self._rooms_lock:
-            if self._rooms.get(room.room) is room:
-                del self._rooms[room.room]
+            if self._rooms.get(room.room) is not room:
+                return
+            del self._rooms[room.room]
+            if room.failed_alone and room.error is not None:
+                until = time.monotonic() + self.settings.bootstrap_timeout_s
+                self._failed_alone[room.room] = _FailedAlone(room.error, room.receivers, until)
+                while len(self._failed_alone) > self.settings.max_early_rooms:
+                    del self._failed_alone[next(iter(self._failed_alone))]
 
     # ---- the control thread -------------------------------------------------------------------------------------
 
@@ -286,7 +345,7 @@ class PrefillEndpoint:
                 self._wakeup.clear()
                 now = time.monotonic()
                 for identity, data in self._channel.receive():
-                    self._receive(identity, data, now)
+                    self._receive_one(identity, data, now)
                 self._flush()
                 if now >= next_tick_at:
                     next_tick_at = now + _TICK_S
@@ -302,6 +361,12 @@ class PrefillEndpoint:
                 self._channel.send(receiver, messages.encode(message))
             except KVFerryError as error:
                 log.warning("%s to %s was lost: %s", type(message).__name__, receiver, error)
+
+    def _receive_one(self, identity: str, data: bytes, now: float) -> None:
+        try:
+            self._receive(identity, data, now)
+        except Exception:
+            log.exception("a message from %s met an unexpected error; the others go on", identity)
 
     def _receive(self, identity: str, data: bytes, now: float) -> None:
         try:
@@ -323,7 +388,7 @@ class PrefillEndpoint:
                 attached = peer is not None and peer.attachment is not None
                 self.send(identity, messages.Pong(endpoint=self.transport.endpoint_name, attached=attached))
             case messages.OpenRoom():
-                self._open_room(identity, message, now)
+                self.open_room(identity, message)
             case messages.AbortRoom():
                 self._abort_room(identity, message, now)
 
@@ -342,41 +407,19 @@ class PrefillEndpoint:
             refused = messages.Refused(endpoint=self.transport.endpoint_name, error="PeerError", reason=reason)
             self.send(identity, refused)
             return
-        self._peers.get_or_make(identity).post(message)
+        self._peers.renew(identity).post(message)
 
-    def _make_peer(self, name: str) -> DecodePeer:
+    def _make_peer(self, name: str, earlier: DecodePeer | None) -> DecodePeer:
         return DecodePeer(
             name,
             self._queues[zlib.crc32(name.encode()) % len(self._queues)],
+            earlier=earlier,
             transport=self.transport,
             layout=self.layout,
             coordinates=self.coordinates,
             send=self.send,
             now=time.monotonic(),
         )
-
-    def _open_room(self, identity: str, message: messages.OpenRoom, now: float) -> None:
-        try:
-            attachment = self.attachment(identity)
-            if attachment is None:
-                raise PeerDisconnectedError(f"{identity} must attach before it opens rooms")
-            if message.receivers < 1 or message.prefix_pages < 0:
-                raise PageError(f"{message.receivers} receivers and {message.prefix_pages} prefix pages make no sense")
-            checked_pages(
-                messages.unpack_pages(message.pages),
-                pool_pages=attachment.pages,
-                where=f"room {message.room} on {identity}",
-            )
-            with self._rooms_lock:
-                room = self._rooms.get(message.room)
-                if room is not None:
-                    self._deliver(room, identity, message)
-                elif not self._early.keep(identity, message, now):
-                    raise PageError(
-                        f"{len(self._early)} rooms wait for the prefill side already (KVFERRY_MAX_EARLY_ROOMS)"
-                    )
-        except KVFerryError as error:
-            self._refuse_room(identity, message, error)
 
     def _abort_room(self, identity: str, message: messages.AbortRoom, now: float) -> None:
         with self._rooms_lock:
@@ -387,15 +430,19 @@ class PrefillEndpoint:
             self._early.keep(identity, message, now)
         self._drained(identity, message.room, message.generation)
 
+    def _attachment(self, receiver: str) -> Attachment | None:
+        """The decode rank of that name, if it is connected."""
+        peer = self._peers.get(receiver)
+        return peer.attachment if peer is not None else None
+
     def _deliver(self, room: SendingRoom, identity: str, message: messages.OpenRoom | messages.AbortRoom) -> None:
         """Hands a message to its room."""
         if isinstance(message, messages.AbortRoom):
             room.post(ReceiverAborted(identity, message.generation, message.reason))
             return
-        attachment = self.attachment(identity)
-        if attachment is None:
-            return  # lost meanwhile; the room's deadline or the peer's next message tells
-        room.post(room.opened_by(attachment, message, sends_aux=self.coordinates.is_aux_writer))
+        attachment = self._attachment(identity)
+        if attachment is not None:  # else it was lost meanwhile, and nobody waits for an answer
+            room.post(OpenReceived(attachment, message))
 
     def _refuse_room(self, identity: str, message: messages.OpenRoom, error: KVFerryError) -> None:
         self.send(
@@ -415,18 +462,18 @@ class PrefillEndpoint:
 
     def _lose(self, identity: str, error: KVFerryError) -> None:
         """Fails a decode rank's rooms and forgets it."""
-        peer = self._peers.remove(identity)
+        self._peers.remove(identity)
         with self._rooms_lock:
             self._early.forget(identity)
             rooms = list(self._rooms.values())
         for room in rooms:
             room.post(ReceiverLost(identity, error))
-        if peer is not None:
-            peer.post(DetachRequested())
 
     def _tick(self, now: float) -> None:
         with self._rooms_lock:
             expired = list(self._early.expired(now))
+            for number in [number for number, failed in self._failed_alone.items() if now >= failed.until]:
+                del self._failed_alone[number]
             due = [
                 room for room in self._rooms.values() if room.next_deadline is not None and now >= room.next_deadline
             ]

@@ -9,7 +9,6 @@ from kvferry.endpoint.stats import ReceiverStats
 from kvferry.endpoint.transfer import Transfer
 from kvferry.protocol.chunks import Pages
 from kvferry.protocol.receiver import (
-    Arrived,
     ReceiverAbortRequested,
     ReceiverCommand,
     ReceiverEvent,
@@ -54,16 +53,17 @@ class ReceivingRoom:
         self.machine = machine
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverCommand]:
-        """Tells the machine what happened and shows the caller where the room stands."""
-        commands = self.machine.handle(event, now)
-        stats = self.receiver.stats
-        arrived = isinstance(event, Arrived)
+        """Tells the machine what happened; returns what it says is to be done."""
+        return self.machine.handle(event, now)
+
+    def show(self, now: float) -> None:
+        """Shows the caller where the room stands."""
+        stats, chunks = self.receiver.stats, self.machine.chunks
         self.receiver.stats = ReceiverStats(
             opened_at=stats.opened_at,
-            first_arrival_at=now if arrived and stats.first_arrival_at is None else stats.first_arrival_at,
+            first_arrival_at=now if chunks and stats.first_arrival_at is None else stats.first_arrival_at,
             ended_at=now if self.machine.state.is_final and stats.ended_at is None else stats.ended_at,
-            chunks=stats.chunks + arrived,
+            chunks=chunks,
         )
         self.receiver._aux = self.machine.aux
         self.receiver._update(self.machine.state, self.machine.error, pages_reusable=self.machine.are_pages_reusable)
-        return commands

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,7 +16,7 @@ from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.stats import SenderStats, WriteRecord
 from kvferry.endpoint.transfer import Transfer
 from kvferry.endpoint.workers import Worker
-from kvferry.errors import PeerDisconnectedError, UsageError
+from kvferry.errors import KVFerryError, PeerDisconnectedError, UsageError
 from kvferry.plan import descriptor_indices
 from kvferry.protocol import messages
 from kvferry.protocol.chunks import ChunkSequence
@@ -23,6 +24,7 @@ from kvferry.protocol.sender import (
     ChunkSubmitted,
     FinishFailed,
     FinishSent,
+    ReceiverAborted,
     ReceiverOpened,
     SendDrained,
     SenderAbortRequested,
@@ -36,7 +38,24 @@ from kvferry.protocol.sender import (
     WriteDone,
     WriteFailed,
 )
+from kvferry.protocol.states import TransferState
 from kvferry.transport import FlightReport, Transport
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenReceived:
+    """A decode rank asked for the room.
+
+    Attributes:
+        attachment: the decode rank.
+        message: its wish.
+    """
+
+    attachment: Attachment
+    message: messages.OpenRoom
+
+
+RoomEvent: TypeAlias = SenderEvent | OpenReceived
 
 
 class Surroundings(Protocol):
@@ -46,12 +65,13 @@ class Surroundings(Protocol):
     engine_rank: int
     group_rank: int
     pool_pages: int
-
-    def attachment(self, receiver: str) -> Attachment | None:
-        """The decode rank of that name, if it is connected."""
+    is_aux_writer: bool
 
     def send(self, receiver: str, message: messages.Message) -> None:
         """Sends a control message."""
+
+    def open_room(self, receiver: str, message: messages.OpenRoom) -> None:
+        """Takes a decode rank's wish for whoever has the room now, or will have it."""
 
     def forget_room(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
@@ -66,14 +86,16 @@ class Sender(Transfer):
         chunks: ChunkSequence,
         post: Callable[[SenderEvent], None],
         *,
-        settle: Callable[[], object] | None,
+        settle: Callable[[int], None] | None,
     ) -> None:
         """For `PrefillEndpoint.open`.
 
         Args:
-            settle: in synchronous mode, waits until what was submitted is written.
+            settle: in synchronous mode, waits until the chunk of that number is written.
         """
         super().__init__(room)
+        # Guards the order of chunks: they are handed on in the order of their numbers, whichever threads submit.
+        self._lock = threading.Lock()
         self._chunks = chunks
         self._post = post
         self._settle = settle
@@ -107,9 +129,11 @@ class Sender(Transfer):
             raise UsageError(
                 f"room {self.room}: {len(aux)} bytes of aux data exceed the limit of {messages.MAX_AUX_BYTES}"
             )
-        self._post(ChunkSubmitted(self._chunks.chunk(pages, start=start, is_last=last, aux=aux)))
+        with self._lock:
+            chunk = self._chunks.chunk(pages, start=start, is_last=last, aux=aux)
+            self._post(ChunkSubmitted(chunk))
         if self._settle is not None:
-            self._settle()
+            self._settle(chunk.number)
 
     def abort(self, reason: str = "no reason given") -> None:
         """Gives the transfer up, on both sides. Returns at once; a transfer that has ended stays as it is."""
@@ -127,21 +151,25 @@ class SendingRoom(Actor):
         self.next_deadline = machine.deadline
         self._machine = machine
         self._surroundings = surroundings
+        self._attachments: dict[str, Attachment] = {}
         self._rows: dict[str, NDArray[np.int32]] = {}
+        self._generations: dict[str, int] = {}  # of the receivers that have opened the room
+        self._next_opens: dict[str, messages.OpenRoom] = {}
         self._submitted_at: dict[int, float] = {}
+        self._all_open_at: float | None = None
         self._writes: list[WriteRecord] = []
         self._last_submitted_at: float | None = None
-        self._settled = threading.Event()
-        self._turn_started_at = 0.0
+        self._handled_chunks = self._settled_chunks = 0
+        # In synchronous mode, guards the number of settled chunks and wakes the caller who waits for it.
+        self._progress = threading.Condition() if synchronous else None
         self.sender = Sender(
             machine.room,
             ChunkSequence(machine.room, surroundings.pool_pages),
             self._post_from_caller,
-            settle=self._settled.wait if synchronous else None,
+            settle=self._wait_settled if synchronous else None,
         )
 
     def _post_from_caller(self, event: SenderEvent) -> None:
-        self._settled.clear()
         if isinstance(event, ChunkSubmitted):
             now = time.monotonic()
             self._submitted_at[event.chunk.number] = now
@@ -149,10 +177,43 @@ class SendingRoom(Actor):
                 self._last_submitted_at = now
         self.post(event)
 
-    def opened_by(self, attachment: Attachment, message: messages.OpenRoom, *, sends_aux: bool) -> ReceiverOpened:
-        """The event for a decode rank's wish to get this room."""
+    @property
+    def failed_alone(self) -> bool:
+        """Whether the room failed before every receiver had opened it, so that some do not know yet."""
+        return self._machine.state is TransferState.FAILED and self._all_open_at is None
+
+    @property
+    def error(self) -> KVFerryError | None:
+        """Why it failed, once it has."""
+        return self._machine.error
+
+    @property
+    def receivers(self) -> set[str]:
+        """The decode ranks that have opened the room."""
+        return set(self._generations)
+
+    def _wait_settled(self, chunk: int) -> None:
+        """Waits until a chunk is written, or kept because there is nobody yet to write it to."""
+        assert self._progress is not None
+        with self._progress:
+            self._progress.wait_for(lambda: self._settled_chunks > chunk or self._machine.state.is_final)
+
+    def _is_for_next_use(self, wish: OpenReceived) -> bool:
+        """Whether a wish is not for this transfer but for the next one of this number.
+
+        A decode rank may be through with a room before we are, and ask again.
+        """
+        known = self._generations.get(wish.attachment.receiver)
+        if known is None:
+            return self._machine.state is TransferState.SUCCESS
+        return known != wish.message.generation
+
+    def _opened(self, wish: OpenReceived) -> ReceiverOpened:
+        attachment, message = wish.attachment, wish.message
         rows = attachment.rows(self.room, self._surroundings.group_rank)
+        self._attachments[attachment.receiver] = attachment
         self._rows[attachment.receiver] = rows
+        self._generations[attachment.receiver] = message.generation
         return ReceiverOpened(
             receiver=attachment.receiver,
             generation=message.generation,
@@ -160,20 +221,40 @@ class SendingRoom(Actor):
             prefix_pages=message.prefix_pages,
             pages=messages.unpack_pages(message.pages),
             is_writer=len(rows) > 0,
-            sends_aux=sends_aux,
+            sends_aux=self._surroundings.is_aux_writer,
         )
 
-    def handle(self, event: SenderEvent, worker: Worker) -> None:
+    def handle(self, event: RoomEvent, worker: Worker) -> None:
         """Tells the machine what happened, does what it says, and shows the caller where the room stands."""
-        self._turn_started_at = time.monotonic()
-        for command in self._machine.handle(event, self._turn_started_at):
-            self._execute(command, worker)
+        match event:
+            case OpenReceived():
+                if self._is_for_next_use(event):
+                    self._next_opens[event.attachment.receiver] = event.message
+                else:
+                    self._tell(self._opened(event), worker)
+            case ReceiverAborted(receiver, generation):
+                kept = self._next_opens.get(receiver)
+                if kept is not None and kept.generation == generation:
+                    del self._next_opens[receiver]
+                self._tell(event, worker)
+            case ChunkSubmitted():
+                self._tell(event, worker)
+                self._handled_chunks += 1
+            case _:
+                self._tell(event, worker)
         self._show()
+
+    def _tell(self, event: SenderEvent, worker: Worker) -> None:
+        now = time.monotonic()
+        commands = self._machine.handle(event, now)
+        if self._all_open_at is None and self._machine.state not in (TransferState.BOOTSTRAPPING, TransferState.FAILED):
+            self._all_open_at = now
+        for command in commands:
+            self._execute(command, worker)
 
     def broke(self, error: Exception, worker: Worker) -> None:
         """Fails the room for an error that should not have been."""
-        for command in self._machine.handle(SenderBroke(error), time.monotonic()):
-            self._execute(command, worker)
+        self._tell(SenderBroke(error), worker)
         self._show()
 
     def _show(self) -> None:
@@ -190,9 +271,13 @@ class SendingRoom(Actor):
         )
         if machine.is_done:
             self._surroundings.forget_room(self)
+            while self._next_opens:
+                self._surroundings.open_room(*self._next_opens.popitem())
         self.sender._update(machine.state, machine.error, pages_reusable=machine.is_done)
-        if machine.is_drained and not self.has_events:
-            self._settled.set()
+        if self._progress is not None:
+            with self._progress:
+                self._settled_chunks = self._handled_chunks if machine.is_drained else self._settled_chunks
+                self._progress.notify_all()
 
     def _execute(self, command: SenderCommand, worker: Worker) -> None:
         match command:
@@ -219,11 +304,15 @@ class SendingRoom(Actor):
 
     def _write(self, command: Write, worker: Worker) -> None:
         surroundings = self._surroundings
-        attachment = surroundings.attachment(command.receiver)
+        attachment = self._attachments[command.receiver]
+        if not attachment.begin_write():
+            gone = PeerDisconnectedError(f"{command.receiver} is not connected any more")
+            self.post(WriteFailed(command.receiver, command.sequence, gone))
+            return
         posted_at = time.monotonic()
         try:
-            if attachment is None or attachment.local is None or attachment.remote is None:
-                raise PeerDisconnectedError(f"{command.receiver} is not connected any more")
+            assert attachment.local is not None
+            assert attachment.remote is not None
             rows = self._rows[command.receiver]
             flight = surroundings.transport.post(
                 attachment.local,
@@ -240,10 +329,11 @@ class SendingRoom(Actor):
                 ),
             )
         except Exception as error:
+            attachment.end_write()
             self.post(WriteFailed(command.receiver, command.sequence, error))
             return
 
-        submitted_at = self._submitted_at.get(command.chunk, posted_at)
+        submitted_at = max(self._submitted_at.get(command.chunk, posted_at), self._all_open_at or 0.0)
 
         def done(report: FlightReport) -> None:
             self._writes.append(
@@ -258,12 +348,17 @@ class SendingRoom(Actor):
                     transport_transfer_s=report.transfer_s,
                 )
             )
+            attachment.end_write()
             self.post(WriteDone(command.receiver, command.sequence))
 
         def failed(error: Exception) -> None:
+            attachment.end_write()
             self.post(WriteFailed(command.receiver, command.sequence, error))
 
-        worker.watch(flight, done, failed)
+        def broke(error: Exception) -> None:
+            self.post(SenderBroke(error))
+
+        worker.watch(flight, done, failed, broke)
 
     def _finish(self, command: SendFinish) -> None:
         message = messages.WriterFinished(

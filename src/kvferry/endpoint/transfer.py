@@ -67,12 +67,15 @@ class Transfer:
 
     def _update(self, state: TransferState, error: KVFerryError | None, *, pages_reusable: bool) -> None:
         """Takes over what the state machine says; for the one thread that runs it."""
+        # In this order: whoever sees pages reusable sees the end, whoever was woken by the end sees pages reusable.
+        has_changed = state is not self.state
+        if has_changed:
+            self._error = error
+            self.state = state
         if pages_reusable:
             self._reusable.set()
-        if state is self.state:
+        if not has_changed:
             return
-        self._error = error
-        self.state = state
         if state is TransferState.SUCCESS:
             self._ended.set_result(None)
         elif state is TransferState.FAILED:

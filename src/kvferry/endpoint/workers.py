@@ -22,11 +22,13 @@ _SHORTEST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 1e-3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Watched:
     flight: Flight
     on_done: Callable[[FlightReport], None]
     on_failed: Callable[[Exception], None]
+    on_broke: Callable[[Exception], None]
+    is_broken: bool = False
 
 
 class Worker:
@@ -54,10 +56,19 @@ class Worker:
         return self._thread.is_alive()
 
     def watch(
-        self, flight: Flight, on_done: Callable[[FlightReport], None], on_failed: Callable[[Exception], None]
+        self,
+        flight: Flight,
+        on_done: Callable[[FlightReport], None],
+        on_failed: Callable[[Exception], None],
+        on_broke: Callable[[Exception], None],
     ) -> None:
-        """Polls a write until it ends, then calls one of the two. For actors that run on this worker."""
-        watched = _Watched(flight, on_done, on_failed)
+        """Polls a write until it ends, then calls `on_done` or `on_failed`. For actors that run on this worker.
+
+        Args:
+            on_broke: called, once, if polling raises what no transport should; whether the write has ended is not
+                known then, and polling goes on.
+        """
+        watched = _Watched(flight, on_done, on_failed, on_broke)
         if not self._has_ended(watched):
             self._watched.append(watched)
 
@@ -99,6 +110,12 @@ class Worker:
             self._release(watched.flight)
             watched.on_failed(error)
             return True
+        except Exception as error:
+            if not watched.is_broken:
+                watched.is_broken = True
+                log.exception("the transport broke while a write was polled")
+                watched.on_broke(error)
+            return False
         if report is None:
             return False
         self._release(watched.flight)
@@ -108,7 +125,7 @@ class Worker:
     def _release(self, flight: Flight) -> None:
         try:
             self._transport.release(flight)
-        except TransportError as error:
+        except Exception as error:
             log.warning("a finished write could not be released: %s", error)
 
 

@@ -1,0 +1,1 @@
+"""What several tests share: caches filled by definition, endpoints in one process, transports with faults."""

@@ -1,0 +1,14 @@
+"""Waiting with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def eventually(what: str, holds: Callable[[], object], *, within_s: float = 5.0) -> None:
+    """Waits until something holds, and fails with its description if it does not in time."""
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        time.sleep(0.001)

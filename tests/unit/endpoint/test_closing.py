@@ -1,0 +1,396 @@
+"""Starting and ending endpoints: what is open ends, nothing stays behind, and nothing works afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+from kvferry import DecodeEndpoint, InProcessNetwork, PrefillEndpoint, RankCoordinates, Settings, TransferState
+from kvferry.control.registry_client import RegistryClient
+from kvferry.endpoint.construction import endpoint_name
+from kvferry.errors import (
+    EndpointClosedError,
+    LayoutError,
+    PageError,
+    RegistrationError,
+    SettingsError,
+    TransferAbortedError,
+    TransferFailedError,
+    UnknownRoomError,
+    UsageError,
+)
+from tests.support.caches import Model, Shape, pool
+from tests.support.engines import WAIT_S, Engines, Requests
+from tests.support.transports import FaultyTransport
+from tests.support.waiting import eventually
+
+
+def our_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry-")}
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays(registry_url: str) -> Iterator[None]:
+    before = our_threads()
+    yield
+    eventually(f"only {before} run", lambda: our_threads() <= before)
+
+
+MEMORY = pool(Model(), Shape(), RankCoordinates())
+"""Lives as long as any endpoint that uses it; what is in it does not matter here."""
+
+
+def made(**settings: object) -> tuple[PrefillEndpoint, DecodeEndpoint]:
+    """A pair with a registry of its own, by itself."""
+    network, layout = InProcessNetwork(), MEMORY.layout
+    prefill = PrefillEndpoint(
+        layout, settings=Settings(registry_port=0, workers=2, **settings), transport=FaultyTransport(network)
+    )
+    decode = DecodeEndpoint(
+        layout,
+        settings=Settings(registry_url=prefill.registry_url, **settings),
+        transport=FaultyTransport(network),
+    )
+    return prefill, decode
+
+
+# ---- nothing stays ----------------------------------------------------------------------------------------------
+
+
+def test_no_thread_and_no_file_stays_after_many_lives():
+    process, counts = psutil.Process(), []
+    before = our_threads()
+    for _ in range(20):
+        prefill, decode = made()
+        with prefill, decode:
+            receiver = decode.open(1, np.arange(2))
+            sender = prefill.open(1)
+            sender.submit(np.arange(2, 4), last=True)
+            receiver.wait(WAIT_S)
+            sender.wait(WAIT_S)
+        assert our_threads() <= before
+        counts.append(process.num_fds())
+    assert max(counts[5:]) <= counts[2] + 2, counts
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_closing_in_either_order_takes_no_time(first: str):
+    prefill, decode = made()
+    decode.connect(timeout_s=WAIT_S)
+    started = time.monotonic()
+    for endpoint in (prefill, decode) if first == "prefill" else (decode, prefill):
+        endpoint.close()
+    assert time.monotonic() - started < 1.5
+
+
+def test_a_rank_that_closes_leaves_the_registry(engines: Callable[..., Engines], registry_url: str):
+    prefill = engines().prefill(Model(), Shape(tp=2))
+    with RegistryClient(registry_url) as registry:
+        assert registry.engine(prefill.name).complete
+        prefill.endpoints[1].close()
+        assert [each.engine_rank for each in registry.engine(prefill.name).registrations] == [0]
+        prefill.endpoints[0].close()
+        assert registry.engine(prefill.name).registrations == ()
+
+
+# ---- rooms that are open ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_closing_fails_what_is_open_on_both_sides(pair: Callable[..., Requests], side: str):
+    requests = pair(Model(), Shape(tp=2), Shape(tp=2))
+    requests.connect()
+    started = []
+    for room in range(4):
+        request = requests.new(room, 4)
+        requests.open_decode(request)
+        requests.open_prefill(request)
+        requests.submit(request, 0, 2, last=False)
+        started.append(request)
+    eventually(
+        "all are under way",
+        lambda: all(each.state is TransferState.TRANSFERRING for one in started for each in one.receivers),
+    )
+    closing = requests.prefill.endpoints if side == "prefill" else requests.decode.endpoints
+    for endpoint in closing:
+        endpoint.close()
+    for request in started:
+        request.wait_ended(3)
+        closed = request.senders if side == "prefill" else request.receivers
+        assert any(isinstance(each.error, TransferAbortedError) for each in closed)
+        assert any(f"the {side} endpoint was closed" in str(each.error) for each in closed)
+        for transfer in (*request.senders, *request.receivers):
+            assert "closed" in str(transfer.error)
+            assert transfer.wait_pages_reusable(3)
+
+
+def test_closing_waits_for_writes_on_their_way(pair: Callable[..., Requests]):
+    requests = pair()
+    transport = requests.prefill.transports[0]
+    transport.held = True
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request)
+    eventually("a write is on its way", lambda: transport.in_flight == 1)
+    closing = threading.Thread(target=requests.prefill.endpoints[0].close)
+    closing.start()
+    with pytest.raises(TransferAbortedError):
+        request.senders[0].wait(WAIT_S)
+    assert not transport._closed
+    assert not request.receivers[0].pages_reusable
+    transport.held = False
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    assert transport._closed
+    assert request.senders[0].pages_reusable
+    assert request.receivers[0].wait_pages_reusable(WAIT_S)
+
+
+def test_closing_gives_up_on_a_write_that_hangs_and_keeps_the_memory(
+    pair: Callable[..., Requests], caplog: pytest.LogCaptureFixture
+):
+    requests = pair(close_timeout_s=0.2)
+    transport = requests.prefill.transports[0]
+    transport.held = True
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request)
+    eventually("a write is on its way", lambda: transport.in_flight == 1)
+    started = time.monotonic()
+    with caplog.at_level(logging.ERROR):
+        requests.prefill.endpoints[0].close()
+    assert time.monotonic() - started < 3
+    assert "writes are still on their way" in caplog.text
+    assert not transport._closed, "memory is not taken away under a write"
+    with pytest.raises(TransferFailedError, match="closed"):
+        request.receivers[0].wait(WAIT_S)
+    assert not request.receivers[0].pages_reusable
+    requests.decode.endpoints[0].close()
+    transport.held = False  # lets its thread end
+
+
+def test_the_decode_side_waits_until_nothing_can_be_written(pair: Callable[..., Requests]):
+    requests = pair()
+    transport = requests.prefill.transports[0]
+    transport.held = True
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request)
+    eventually("a write is on its way", lambda: transport.in_flight == 1)
+    closing = threading.Thread(target=requests.decode.endpoints[0].close)
+    closing.start()
+    with pytest.raises(TransferAbortedError, match="the decode endpoint was closed"):
+        request.receivers[0].wait(WAIT_S)
+    assert not requests.decode.transports[0]._closed
+    transport.held = False
+    closing.join(WAIT_S)
+    assert requests.decode.transports[0]._closed
+    assert request.receivers[0].pages_reusable
+
+
+def test_a_room_that_is_opened_while_the_endpoint_closes_ends_too(engines: Callable[..., Engines]):
+    both = engines()
+    prefill = both.prefill(Model(layers=1))
+    for _ in range(15):
+        decode = both.decode(Model(layers=1)).endpoints[0]
+        receivers = []
+
+        def open_many(decode: DecodeEndpoint = decode, receivers: list[object] = receivers) -> None:
+            with contextlib.suppress(EndpointClosedError):
+                for room in range(10_000):
+                    receivers.append(decode.open(room, [0], engine=prefill.name))  # noqa: PERF401
+
+        opening = threading.Thread(target=open_many)
+        opening.start()
+        eventually("some are open", lambda receivers=receivers: len(receivers) > 20)
+        decode.close()
+        opening.join(WAIT_S)
+        for receiver in receivers:
+            with pytest.raises((TransferAbortedError, TransferFailedError)):
+                receiver.wait(1)  # type: ignore[attr-defined]
+
+
+# ---- afterwards -------------------------------------------------------------------------------------------------
+
+
+def test_closing_twice_is_fine():
+    prefill, decode = made()
+    for endpoint in (decode, prefill):
+        endpoint.close()
+        endpoint.close()
+        assert not endpoint.is_healthy
+    closers = [threading.Thread(target=endpoint.close) for endpoint in made() for _ in range(3)]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(WAIT_S)
+
+
+def test_nothing_works_after_close(pair: Callable[..., Requests]):
+    requests = pair()
+    done, pending = requests.run(1), requests.new(2)
+    requests.open_prefill(pending)
+    prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    prefill.close()
+    decode.close()
+    with pytest.raises(EndpointClosedError, match="room 3: the endpoint is closed"):
+        prefill.open(3)
+    with pytest.raises(EndpointClosedError, match="room 3: the endpoint is closed"):
+        decode.open(3, [0])
+    with pytest.raises(EndpointClosedError):
+        decode.connect(requests.prefill.name)
+    with pytest.raises(UnknownRoomError):
+        prefill.sender(2)
+    pending.senders[0].submit([1])
+    for transfer in (*done.senders, *done.receivers, *pending.senders):
+        transfer.abort()
+    assert done.receivers[0].aux == b"token"
+    assert (prefill.open_rooms, decode.open_rooms) == (0, 0)
+
+
+def test_who_waits_for_a_connection_is_told_of_the_close(engines: Callable[..., Engines]):
+    decode = engines().decode(Model()).endpoints[0]
+    problems = []
+
+    def connect() -> None:
+        try:
+            decode.connect("nowhere")
+        except EndpointClosedError as error:
+            problems.append(error)
+
+    waiting = [threading.Thread(target=connect) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    eventually("they wait", lambda: len(decode._driver._callers) == 3)
+    decode.close()
+    for thread in waiting:
+        thread.join(WAIT_S)
+    assert len(problems) == 3
+
+
+# ---- starting ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context.socket(zmq.REP) as taken:
+        yield taken.bind_to_random_port("tcp://127.0.0.1")
+    context.term()
+
+
+@pytest.mark.parametrize("which", ["control_port", "registry_port"])
+def test_a_port_that_is_taken_is_named_with_its_variable(taken_port: int, which: str):
+    network, layout = InProcessNetwork(), MEMORY.layout
+    settings = Settings(**{"registry_port": 0, which: taken_port})
+    files = psutil.Process().num_fds()
+    for _ in range(5):
+        transport = FaultyTransport(network)
+        with pytest.raises(SettingsError, match=f"{taken_port}.*KVFERRY_{which.upper()}") as caught:
+            PrefillEndpoint(layout, settings=settings, transport=transport)
+        assert "hoose another" in str(caught.value)
+        assert transport._closed
+    assert psutil.Process().num_fds() <= files + 1
+    assert network._members == {}
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_memory_that_cannot_be_registered_gives_everything_back(side: str):
+    network, layout = InProcessNetwork(), MEMORY.layout
+    transport = FaultyTransport(network)
+
+    def refuse() -> None:
+        raise RegistrationError("this memory is not yours")
+
+    transport.on_register = refuse
+    with pytest.raises(RegistrationError, match="not yours"):
+        if side == "prefill":
+            PrefillEndpoint(layout, settings=Settings(registry_port=0), transport=transport)
+        else:
+            DecodeEndpoint(layout, settings=Settings(), transport=transport)
+    assert transport._closed
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_registry_address_that_makes_no_sense_is_refused(side: str):
+    network, layout = InProcessNetwork(), MEMORY.layout
+    settings = Settings(registry_url="registry.local:8998")
+    with pytest.raises(SettingsError, match=r"registry.local:8998.*it must read like http://127.0.0.1:8998"):
+        if side == "prefill":
+            PrefillEndpoint(layout, settings=settings, transport=FaultyTransport(network))
+        else:
+            DecodeEndpoint(layout, settings=settings, transport=FaultyTransport(network))
+
+
+def test_any_engine_name_makes_an_endpoint_name_that_registries_and_sockets_take():
+    name = endpoint_name("x" * 128, 2**20)
+    assert name.startswith("x" * 20)
+    assert len(name) <= 64
+    assert name != endpoint_name("x" * 128, 2**20)
+
+
+def test_parallel_sizes_of_zero_are_refused():
+    with pytest.raises(LayoutError, match="tp_size is 0: a parallel size is at least 1"):
+        RankCoordinates(tp_size=0)
+    with pytest.raises(LayoutError, match=r"tp_rank is 2: it must lie in \[0, 2\)"):
+        RankCoordinates(tp_rank=2, tp_size=2)
+
+
+# ---- arguments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pages", "says"),
+    [
+        ([0, 32], "room 1: page 32 at position 1 is out of range: the pool has 32 pages"),
+        ([-1], "room 1: page -1 at position 0 is out of range"),
+        ([3, 4, 3], "room 1: page 3 appears 2 times; a request holds each page once"),
+        ([0.5], "pages must be a flat sequence of integers"),
+        ([[1, 2]], "pages must be a flat sequence of integers"),
+    ],
+)
+def test_wrong_pages_are_refused_on_both_sides(pair: Callable[..., Requests], pages: object, says: str):
+    requests = pair()
+    sender = requests.prefill.endpoints[0].open(1)
+    for call in (lambda: sender.submit(pages), lambda: requests.decode.endpoints[0].open(1, pages)):  # type: ignore[arg-type]
+        with pytest.raises(PageError) as caught:
+            call()
+        assert says in str(caught.value)
+    sender.abort()
+    assert requests.decode.endpoints[0].open_rooms == 0
+
+
+@pytest.mark.parametrize("room", [-1, 2**63, True, "1", 1.0, None])
+def test_wrong_room_numbers_are_refused_on_both_sides(pair: Callable[..., Requests], room: int):
+    requests = pair()
+    with pytest.raises(UsageError, match=r"is not an integer in \[0, 2\*\*63\)"):
+        requests.prefill.endpoints[0].open(room)
+    with pytest.raises(UsageError, match=r"is not an integer in \[0, 2\*\*63\)"):
+        requests.decode.endpoints[0].open(room, [0])
+
+
+@pytest.mark.parametrize("tokens", [-4, 1, 5])
+def test_a_prefix_is_a_whole_number_of_pages(pair: Callable[..., Requests], tokens: int):
+    with pytest.raises(PageError, match=f"a prefix of {tokens} tokens is not a whole number of pages of 4 tokens"):
+        pair().decode.endpoints[0].open(1, [0], prefix_tokens=tokens)
+
+
+def test_aux_data_goes_with_the_last_chunk_and_has_a_limit(pair: Callable[..., Requests]):
+    sender = pair().prefill.endpoints[0].open(1)
+    with pytest.raises(UsageError, match=r"aux data goes with the last chunk \(last=True\)"):
+        sender.submit([0], aux=b"early")
+    with pytest.raises(UsageError, match="1048577 bytes of aux data exceed the limit of 1048576"):
+        sender.submit([0], last=True, aux=b"x" * (2**20 + 1))
+    sender.submit([0], last=True, aux=b"x" * 2**20)
+    sender.abort()

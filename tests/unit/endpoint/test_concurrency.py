@@ -1,0 +1,254 @@
+"""Many rooms, many threads, one after the other and side by side."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from kvferry import Sender, Settings
+from kvferry.errors import ChunkError
+from tests.support.caches import Model, Shape
+from tests.support.engines import WAIT_S, Engines, Request, Requests
+from tests.support.waiting import eventually
+from tests.unit.endpoint.test_life_of_a_room import nothing_left
+
+SMALL = Model(layers=1, heads=2, head_dim=4, page_tokens=2)
+
+
+def test_thousands_of_rooms_at_once(pair: Callable[..., Requests]):
+    requests = pair(SMALL, Shape(tp=2, pages=4096), Shape(pages=4096))
+    requests.connect()
+    both = [requests.new(room, 1) for room in range(2000)]
+    for request in both:
+        requests.open_decode(request)
+    for request in both:
+        requests.open_prefill(request)
+        requests.submit(request)
+    for request in both:
+        request.wait(30)
+        requests.check(request)
+    assert nothing_left(requests)
+
+
+def test_two_thousand_rooms_one_after_the_other_leave_nothing_behind(pair: Callable[..., Requests]):
+    requests = pair(SMALL, Shape(), Shape())
+    source, destination = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    pages = np.arange(2)
+
+    def run(rooms: range) -> None:
+        for room in rooms:
+            receiver = destination.open(room, pages, engine=requests.prefill.name)
+            sender = source.open(room)
+            sender.submit(pages, last=True)
+            receiver.wait(WAIT_S)
+            sender.wait(WAIT_S)
+
+    def objects() -> dict[str, int]:
+        gc.collect()
+        counts: dict[str, int] = {}
+        for each in gc.get_objects():
+            if str(type(each).__module__).startswith("kvferry"):
+                counts[type(each).__name__] = counts.get(type(each).__name__, 0) + 1
+        return counts
+
+    run(range(200))
+    before, files = objects(), psutil.Process().num_fds()
+    run(range(200, 2200))
+    after = objects()
+    assert nothing_left(requests)
+    assert {name: count for name, count in after.items() if count > before.get(name, 0) + 20} == {}
+    assert psutil.Process().num_fds() <= files + 2
+
+
+def test_callers_on_several_threads(pair: Callable[..., Requests]):
+    requests = pair(SMALL, Shape(tp=2, pages=2048), Shape(pages=2048), workers=4, queues=2)
+    lock, problems = threading.Lock(), []
+
+    def call(first: int) -> None:
+        try:
+            for room in range(first, first + 40):
+                with lock:
+                    request = requests.new(room, 4)
+                requests.open_prefill(request)
+                requests.submit(request, 0, 2, last=False)
+                requests.open_decode(request)
+                requests.submit(request, 2, 4)
+                request.wait()
+                requests.check(request)
+        except BaseException as error:
+            problems.append(error)
+            raise
+
+    threads = [threading.Thread(target=call, args=(1000 * number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not problems
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_several_threads_may_submit_to_one_room(pair: Callable[..., Requests]):
+    """Which of them is first is theirs to say; but no page is sent twice or to the wrong place."""
+    requests = pair(SMALL, Shape(pages=512), Shape(pages=512))
+    endpoint, destination = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    for room in range(5):
+        sender = endpoint.open(room)
+        order: list[Any] = []
+        chunk = sender._chunks.chunk
+
+        def recording(pages: Any, chunk: Any = chunk, order: list[Any] = order, **arguments: Any) -> Any:
+            made = chunk(pages, **arguments)
+            order.append(made)
+            return made
+
+        sender._chunks.chunk = recording  # type: ignore[method-assign]
+        pages = np.arange(400).reshape(8, 50)
+
+        def submit(own: Any, sender: Sender = sender) -> None:
+            for page in own:
+                sender.submit([page])
+
+        threads = [threading.Thread(target=submit, args=(own,)) for own in pages]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        sender.submit([], last=True)
+        assert [each.number for each in order] == list(range(401))
+        assert [each.start for each in order] == [*range(400), 400]
+        sent = np.concatenate([each.pages for each in order])
+        requests.prefill.pools[0].fill(room, sent)
+        receiver = destination.open(room, np.arange(400), engine=requests.prefill.name)
+        receiver.wait(WAIT_S)
+        sender.wait(WAIT_S)
+        assert requests.decode.pools[0].wrong(room, np.arange(400)) == 0
+
+
+def test_chunks_of_a_room_are_posted_in_order(pair: Callable[..., Requests]):
+    requests = pair(SMALL, Shape(pages=256), Shape(pages=256), workers=4, queues=2)
+    request = requests.new(1, 200)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    for start in range(200):
+        requests.submit(request, start, start + 1, last=start == 199)
+    request.wait()
+    requests.check(request)
+    posted = [write.posted_at for write in sorted(request.senders[0].stats.writes, key=lambda each: each.submitted_at)]
+    assert posted == sorted(posted)
+
+
+@pytest.mark.parametrize(("workers", "queues", "used"), [(1, 4, 1), (2, 2, 2), (5, 3, 3), (8, 1, 1)])
+def test_any_number_of_workers_and_queues(pair: Callable[..., Requests], workers: int, queues: int, used: int):
+    requests = pair(SMALL, workers=workers, queues=queues)
+    assert len(requests.prefill.endpoints[0]._queues) == used
+    for room in range(20):
+        requests.run(room)
+    assert requests.prefill.endpoints[0].is_healthy
+
+
+def test_a_small_request_does_not_wait_for_all_of_a_large_one(pair: Callable[..., Requests]):
+    """A room takes one event a turn: of 200 chunks that are there already, the small room waits for a few."""
+    requests = pair(SMALL, Shape(pages=256), Shape(pages=256), workers=1)
+    transport = requests.prefill.transports[0]
+    large, small = requests.new(1, 200), requests.new(2, 1)
+    for request in (large, small):
+        requests.open_decode(request)
+        requests.open_prefill(request)
+        eventually("it is open", lambda request=request: request.senders[0].state.name == "WAITING_FOR_INPUT")
+    gate = threading.Event()
+    transport.on_post = lambda _: gate.wait(WAIT_S) and None
+    for start in range(200):
+        requests.submit(large, start, start + 1, last=start == 199)
+    requests.submit(small)
+    gate.set()
+    small.wait()
+    large.wait()
+    (write,) = small.senders[0].stats.writes
+    before = sum(each.posted_at < write.posted_at for each in large.senders[0].stats.writes)
+    assert before < 10
+
+
+# ---- synchronous mode -------------------------------------------------------------------------------------------
+
+
+def test_in_synchronous_mode_submit_returns_when_the_bytes_have_moved(pair: Callable[..., Requests]):
+    requests = pair(Model(), Shape(tp=2), Shape(), synchronous=True)
+    requests.connect()
+    for room in range(30):
+        request = requests.new(room, 6)
+        requests.open_decode(request)
+        requests.open_prefill(request)
+        eventually("open", lambda request=request: all(each.state.name == "WAITING_FOR_INPUT" for each in request.senders))
+        for start in (0, 2, 4):
+            requests.submit(request, start, start + 2, last=start == 4)
+            assert [transport.in_flight for transport in requests.prefill.transports] == [0, 0]
+            posted = sum(transport.posted for transport in requests.prefill.transports)
+            assert posted == 2 * (3 * room + start // 2 + 1)
+        request.wait()
+        requests.check(request)
+
+
+def test_in_synchronous_mode_chunks_that_come_too_early_are_not_waited_for(pair: Callable[..., Requests]):
+    requests = pair(synchronous=True)
+    request = requests.new(1)
+    requests.open_prefill(request)
+    requests.submit(request)
+    requests.open_decode(request)
+    request.wait()
+    requests.check(request)
+
+
+def submit_in_thread(requests: Requests, request: Request) -> threading.Thread:
+    thread = threading.Thread(target=requests.submit, args=(request,))
+    thread.start()
+    return thread
+
+
+def test_in_synchronous_mode_submit_returns_when_the_room_fails(pair: Callable[..., Requests]):
+    requests = pair(synchronous=True, write_timeout_s=0.3)
+    transport = requests.prefill.transports[0]
+    transport.held = True
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    eventually("open", lambda: request.senders[0].state.name == "WAITING_FOR_INPUT")
+    thread = submit_in_thread(requests, request)
+    eventually("the write is on its way", lambda: transport.in_flight == 1)
+    assert thread.is_alive()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert not request.senders[0].pages_reusable
+
+
+def test_in_synchronous_mode_submit_returns_after_the_endpoint_was_closed(pair: Callable[..., Requests]):
+    requests = pair(synchronous=True)
+    request = requests.new(1)
+    requests.open_prefill(request)
+    requests.prefill.endpoints[0].close()
+    thread = submit_in_thread(requests, request)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    with pytest.raises(ChunkError):
+        request.senders[0].submit([0])
+
+
+def test_chunks_that_are_refused_change_nothing(engines: Callable[..., Engines]):
+    both = engines()
+    assert isinstance(both.settings(), Settings)
+    requests = Requests(both.prefill(SMALL), both.decode(SMALL))
+    request = requests.new(1, 4)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request, 0, 2, last=False)
+    with pytest.raises(ChunkError, match="starts at page 3 of the request where page 2 is next"):
+        request.senders[0].submit(request.source_pages[0][3:], start=3)
+    requests.submit(request, 2, 4)
+    request.wait()
+    requests.check(request)

@@ -1,0 +1,523 @@
+"""One room from opening to its end: states, waiting, aborts, causes, reuse of its pages and of its number."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvferry import Receiver, Sender, TransferState
+from kvferry.errors import (
+    ChunkError,
+    RoomExistsError,
+    TransferAbortedError,
+    TransferFailedError,
+    TransportError,
+    UnknownRoomError,
+)
+from tests.support.caches import Model, Shape
+from tests.support.engines import WAIT_S, Requests
+from tests.support.waiting import eventually
+
+S = TransferState
+
+
+def nothing_left(requests: Requests) -> bool:
+    """Whether no table of either side holds a room."""
+    return all(
+        endpoint.open_rooms == 0 and len(endpoint._early) == 0 for endpoint in requests.prefill.endpoints
+    ) and all(
+        endpoint.open_rooms == 0
+        and not endpoint._driver._rooms
+        and not endpoint._driver._room_links
+        and not endpoint._driver._waiting
+        for endpoint in requests.decode.endpoints
+    )
+
+
+# ---- states and waiting -----------------------------------------------------------------------------------------
+
+
+def test_both_sides_pass_through_every_state(pair: Callable[..., Requests]):
+    requests = pair()
+    request = requests.new(1, 4)
+    requests.open_prefill(request)
+    sender = request.senders[0]
+    assert (sender.state, sender.error, sender.pages_reusable) == (S.BOOTSTRAPPING, None, False)
+    requests.open_decode(request)
+    receiver = request.receivers[0]
+    eventually("both wait for input", lambda: {sender.state, receiver.state} == {S.WAITING_FOR_INPUT})
+    requests.submit(request, 0, 2, last=False)
+    eventually("both transfer", lambda: {sender.state, receiver.state} == {S.TRANSFERRING})
+    assert not sender.pages_reusable
+    assert not receiver.pages_reusable
+    assert receiver.aux == b""
+    requests.submit(request, 2, 4)
+    request.wait()
+    for transfer in (sender, receiver):
+        assert (transfer.state, transfer.error, transfer.pages_reusable) == (S.SUCCESS, None, True)
+    assert receiver.aux == b"token"
+
+
+def test_waiting_has_its_own_deadline(pair: Callable[..., Requests]):
+    requests = pair()
+    request = requests.new(1)
+    requests.open_prefill(request)
+    with pytest.raises(TimeoutError, match="room 1 is still bootstrapping after 0.05 s"):
+        request.senders[0].wait(0.05)
+    assert not request.senders[0].wait_pages_reusable(0.01)
+    assert request.senders[0].state is S.BOOTSTRAPPING, "a wait that ends early does the transfer no harm"
+
+
+def test_any_number_of_threads_may_wait(pair: Callable[..., Requests]):
+    requests = pair()
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    threads = [threading.Thread(target=request.wait) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    requests.submit(request)
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_asyncio_can_wait_for_the_end(pair: Callable[..., Requests]):
+    requests = pair()
+
+    async def scenario() -> None:
+        good, bad = requests.new(1), requests.new(2)
+        for request in (good, bad):
+            requests.open_decode(request)
+            requests.open_prefill(request)
+        waiting = asyncio.gather(*(each.completed() for each in (*good.senders, *good.receivers)))
+        given_up = asyncio.ensure_future(good.receivers[0].completed())
+        await asyncio.sleep(0)
+        given_up.cancel()
+        requests.submit(good)
+        await asyncio.wait_for(waiting, WAIT_S)
+        assert good.receivers[0].state is S.SUCCESS, "cancelling the wait did not abort the transfer"
+        bad.senders[0].abort("the client went away")
+        for transfer in (*bad.senders, *bad.receivers):
+            with pytest.raises((TransferAbortedError, TransferFailedError), match="the client went away"):
+                await asyncio.wait_for(transfer.completed(), WAIT_S)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_what_a_caller_sees_is_consistent_at_every_moment(pair: Callable[..., Requests], side: str):
+    """A scheduler that polls sees no pages reusable before the end, and an end with everything in place."""
+    requests = pair()
+    for room in range(8):
+        request = requests.new(room, 3)
+        requests.open_decode(request)
+        requests.open_prefill(request)
+        transfer: Sender | Receiver = (request.senders if side == "prefill" else request.receivers)[0]
+        requests.submit(request)
+        while True:
+            reusable, state = transfer.pages_reusable, transfer.state
+            assert state.is_final or not reusable
+            if reusable:
+                break
+        request.wait()
+
+
+def test_the_end_is_published_in_an_order_that_never_misleads():
+    from kvferry.endpoint.transfer import Transfer
+
+    seen = []
+
+    class Watched(Transfer):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "state" and hasattr(self, "_reusable"):
+                seen.append(("state", self.pages_reusable, self._ended.done(), self._error))
+
+    transfer = Watched(1)
+    transfer._ended.add_done_callback(lambda _: seen.append(("ended", transfer.pages_reusable, transfer.state, None)))
+    transfer._update(S.SUCCESS, None, pages_reusable=True)
+    assert seen == [("state", False, False, None), ("ended", True, S.SUCCESS, None)]
+
+
+# ---- giving up --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("moment", ["alone", "open", "after a chunk", "while a write is on its way"])
+def test_an_abort_reaches_both_sides(pair: Callable[..., Requests], side: str, moment: str):
+    requests = pair(Model(), Shape(tp=2), Shape(tp=2))
+    requests.connect()
+    request = requests.new(1, 6)
+    if moment != "alone" or side == "decode":
+        requests.open_decode(request)
+    if moment != "alone" or side == "prefill":
+        requests.open_prefill(request)
+    if moment not in ("alone", "open"):
+        requests.submit(request, 0, 2, last=False)
+        eventually("the chunk arrived", lambda: all(each.state is S.TRANSFERRING for each in request.receivers))
+    if moment == "while a write is on its way":
+        for transport in requests.prefill.transports:
+            transport.held = True
+        requests.submit(request, 2, 4, last=False)
+        eventually("writes are on their way", lambda: all(each.in_flight for each in requests.prefill.transports))
+    aborted = (request.senders if side == "prefill" else request.receivers)[0]
+    aborted.abort("out of memory")
+    if moment == "alone" and side == "prefill":  # the other side opens a room that is over already
+        requests.open_decode(request)
+    elif moment == "alone":
+        requests.open_prefill(request)
+    request.wait_ended()
+    assert isinstance(aborted.error, TransferAbortedError)
+    assert f"aborted by the {side} side: out of memory" in str(aborted.error)
+    for transfer in (*request.senders, *request.receivers):
+        assert transfer.state is S.FAILED
+        assert "out of memory" in str(transfer.error)
+        with pytest.raises(type(transfer.error), match="out of memory"):
+            transfer.wait(0)
+    if moment == "while a write is on its way":
+        assert not any(each.pages_reusable for each in (*request.senders, *request.receivers))
+        written = [pool.touched(np.arange(32)) for pool in requests.decode.pools]
+        for transport in requests.prefill.transports:
+            transport.held = False
+        for transfer in (*request.senders, *request.receivers):
+            assert transfer.wait_pages_reusable(WAIT_S)
+        assert [pool.touched(np.arange(32)) for pool in requests.decode.pools] > written, "the write went on"
+    eventually("nothing is left of the room", lambda: nothing_left(requests))
+    requests.run(1)
+
+
+def test_no_byte_changes_after_the_decode_side_was_told_that_its_pages_are_free(pair: Callable[..., Requests]):
+    requests = pair(Model(), Shape(tp=2), Shape(), workers=4, queues=2)
+    requests.connect()
+    pool = requests.decode.pools[0]
+    for room in range(60):
+        pool.wipe()
+        request = requests.new(room, 12)
+        requests.open_decode(request)
+        requests.open_prefill(request)
+        for start in range(0, 12, 2):
+            requests.submit(request, start, start + 2, last=start == 10)
+            if start == room % 12:
+                request.receivers[0].abort()
+        if request.receivers[0].wait_pages_reusable(WAIT_S):
+            pool.wipe()
+        request.wait_ended()
+        assert pool.touched(np.arange(32)) == 0
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_abort_after_the_end_changes_nothing(pair: Callable[..., Requests], side: str):
+    requests = pair()
+    request = requests.run(1)
+    transfer = (request.senders if side == "prefill" else request.receivers)[0]
+    transfer.abort("too late")
+    requests.run(1)
+    assert (transfer.state, transfer.error) == (S.SUCCESS, None)
+    assert nothing_left(requests)
+
+
+def test_an_abort_of_an_earlier_use_of_the_number_does_not_touch_the_present_one(pair: Callable[..., Requests]):
+    requests = pair()
+    before = requests.run(1)
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    before.receivers[0].abort("too late")
+    before.senders[0].abort("too late")
+    requests.submit(request)
+    request.wait()
+    requests.check(request)
+
+
+def test_a_failed_room_takes_chunks_in_silence(pair: Callable[..., Requests]):
+    requests = pair()
+    request = requests.new(1)
+    requests.open_prefill(request)
+    sender = request.senders[0]
+    sender.abort()
+    eventually("it failed", lambda: sender.state is S.FAILED)
+    sender.submit(request.source_pages[0][:2])
+    sender.submit(request.source_pages[0][2:], last=True)
+    with pytest.raises(ChunkError, match="room 1: a chunk after the last one"):
+        sender.submit([0])
+
+
+# ---- causes -----------------------------------------------------------------------------------------------------
+
+
+class BrokenWireError(Exception):
+    """What no transport should raise."""
+
+
+@pytest.mark.parametrize("error", [TransportError("cable cut"), BrokenWireError("cable cut")])
+@pytest.mark.parametrize("hook", ["on_post", "on_poll", "on_notify"])
+def test_what_the_transport_raises_is_the_cause_on_both_sides(
+    pair: Callable[..., Requests], hook: str, error: Exception
+):
+    requests = pair()
+    transport = requests.prefill.transports[0]
+    raised = 0
+
+    def fail(_: str) -> None:
+        nonlocal raised
+        raised += 1
+        if raised <= 2:
+            raise error
+
+    setattr(transport, hook, fail)
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request)
+    request.wait_ended()
+    sender, receiver = request.senders[0], request.receivers[0]
+    assert sender.error is not None
+    assert sender.error.__cause__ is error
+    assert f"{type(error).__name__}: cable cut" in str(sender.error)
+    assert isinstance(receiver.error, TransferFailedError)
+    assert "prefill rank 0 failed with TransferFailedError" in str(receiver.error)
+    assert "cable cut" in str(receiver.error)
+    for transfer in (sender, receiver):
+        assert transfer.wait_pages_reusable(WAIT_S)
+    setattr(transport, hook, None)
+    assert requests.prefill.endpoints[0].is_healthy
+    requests.run(1)
+    requests.run(2)
+    assert transport.misused == []
+
+
+def test_an_unexpected_error_while_polling_is_no_proof_that_the_write_has_ended(pair: Callable[..., Requests]):
+    requests = pair()
+    transport = requests.prefill.transports[0]
+    is_broken = True
+
+    def fail(_: str) -> None:
+        if is_broken:
+            raise BrokenWireError("who knows")
+
+    transport.on_poll = fail
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request)
+    request.wait_ended()
+    assert not request.senders[0].pages_reusable
+    assert not request.receivers[0].pages_reusable
+    is_broken = False
+    for transfer in (*request.senders, *request.receivers):
+        assert transfer.wait_pages_reusable(WAIT_S)
+    assert transport.misused == []
+
+
+def test_one_failing_write_spoils_only_its_room(pair: Callable[..., Requests]):
+    requests = pair(workers=1)
+    transport = requests.prefill.transports[0]
+    all_requests = [requests.new(room, 1) for room in range(20)]
+    for request in all_requests:
+        requests.open_decode(request)
+        requests.open_prefill(request)
+    posted = 0
+
+    def fail(_: str) -> None:
+        nonlocal posted
+        posted += 1
+        if posted == 7:
+            raise BrokenWireError("once")
+
+    transport.on_poll = fail
+    for request in all_requests:
+        requests.submit(request)
+    for request in all_requests:
+        request.wait_ended()
+    failed = [request.room for request in all_requests if request.senders[0].state is S.FAILED]
+    assert len(failed) == 1
+    assert [request.room for request in all_requests if request.receivers[0].state is S.FAILED] == failed
+    assert transport.misused == []
+
+
+def test_a_broken_inbox_fails_the_rooms_that_wait_for_it(pair: Callable[..., Requests]):
+    requests = pair()
+    transport = requests.decode.transports[0]
+    request = requests.new(1)
+    requests.open_decode(request)
+
+    def fail() -> None:
+        raise BrokenWireError("no inbox")
+
+    eventually("it is connected", lambda: request.receivers[0].state is S.WAITING_FOR_INPUT)
+    transport.on_take = fail
+    with pytest.raises(TransferFailedError, match="BrokenWireError: no inbox") as caught:
+        request.receivers[0].wait(WAIT_S)
+    assert isinstance(caught.value.__cause__, BrokenWireError)
+    transport.on_take = None
+    assert requests.decode.endpoints[0].is_healthy
+    requests.open_prefill(request)
+    with pytest.raises(TransferAbortedError, match="BrokenWireError: no inbox"):
+        request.senders[0].wait(WAIT_S)
+    eventually("the abort is answered", lambda: nothing_left(requests))
+    requests.run(1)
+
+
+# ---- afterwards -------------------------------------------------------------------------------------------------
+
+
+def test_a_number_is_free_as_soon_as_its_transfer_has_ended(pair: Callable[..., Requests]):
+    requests = pair(Model(layers=1, heads=1), Shape(), Shape())
+    source, destination = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    pages = np.arange(2)
+    for _ in range(400):
+        receiver = destination.open(1, pages, engine=requests.prefill.name)
+        sender = source.open(1)
+        sender.submit(pages, last=True)
+        receiver.wait(WAIT_S)
+        again = destination.open(1, pages, engine=requests.prefill.name)
+        sender.wait(WAIT_S)
+        sender = source.open(1)
+        sender.submit(pages, last=True)
+        sender.wait(WAIT_S)
+        again.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("after", ["success", "failure"])
+def test_the_decode_side_may_reuse_a_number_while_the_prefill_side_still_ends_it(
+    pair: Callable[..., Requests], after: str
+):
+    requests = pair()
+    transport = requests.prefill.transports[0]
+    told, go_on = threading.Event(), threading.Event()
+
+    def stall(_: str) -> None:
+        told.set()
+        go_on.wait(WAIT_S)
+
+    transport.on_notified = stall
+    first = requests.new(1)
+    requests.open_decode(first)
+    requests.open_prefill(first)
+    requests.submit(first)
+    first.receivers[0].wait(WAIT_S)
+    assert told.wait(WAIT_S)
+    second = requests.new(1)
+    requests.open_decode(second)
+    if after == "failure":
+        second.receivers[0].abort("changed its mind")
+        go_on.set()
+        assert second.receivers[0].wait_pages_reusable(WAIT_S)
+        second.receivers.clear()
+        requests.open_decode(second)
+    third = requests.new(2)  # travels behind it on the same connection
+    requests.open_decode(third)
+    eventually("the prefill side has read both", lambda: 2 in requests.prefill.endpoints[0]._early._rooms)
+    go_on.set()
+    first.senders[0].wait(WAIT_S)
+    for request in (second, third):
+        requests.open_prefill(request)
+        requests.submit(request)
+        request.wait()
+        requests.check(request)
+    eventually("nothing is left", lambda: nothing_left(requests))
+
+
+def test_a_room_that_is_over_leaves_nothing_behind(pair: Callable[..., Requests]):
+    requests = pair(Model(), Shape(tp=2), Shape(tp=2))
+    requests.connect()
+    for room in range(20):
+        request = requests.new(room)
+        requests.open_decode(request)
+        requests.open_prefill(request)
+        if room % 3 == 1:
+            request.receivers[0].abort()
+        elif room % 3 == 2:
+            request.senders[0].abort()
+        else:
+            requests.submit(request)
+        request.wait_ended()
+    eventually("nothing is left", lambda: nothing_left(requests))
+    for endpoint in requests.prefill.endpoints:
+        with pytest.raises(UnknownRoomError, match="room 3 is not open on prefill rank"):
+            endpoint.sender(3)
+    with pytest.raises(UnknownRoomError, match="room 3 is not open on decode rank 1"):
+        requests.decode.endpoints[1].receiver(3)
+
+
+def test_open_transfers_can_be_asked_for(pair: Callable[..., Requests]):
+    requests = pair()
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    assert requests.prefill.endpoints[0].sender(1) is request.senders[0]
+    assert requests.decode.endpoints[0].receiver(1) is request.receivers[0]
+    assert (requests.prefill.endpoints[0].open_rooms, requests.decode.endpoints[0].open_rooms) == (1, 1)
+
+
+def test_a_room_cannot_be_opened_twice(pair: Callable[..., Requests]):
+    requests = pair()
+    request = requests.new(4)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    with pytest.raises(RoomExistsError, match="room 4 is already open on prefill rank 0"):
+        requests.open_prefill(request)
+    with pytest.raises(RoomExistsError, match="room 4 is already open on decode rank 0"):
+        requests.open_decode(request)
+    requests.submit(request)
+    request.wait()
+
+
+# ---- the account of it ------------------------------------------------------------------------------------------
+
+
+def test_the_account_of_a_room_adds_up(pair: Callable[..., Requests]):
+    requests = pair()
+    request = requests.new(1, 6)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    eventually("the room is open", lambda: request.senders[0].state is S.WAITING_FOR_INPUT)
+    requests.submit(request, 0, 2, last=False)
+    requests.submit(request, 2, 6)
+    request.wait()
+    sent, received = request.senders[0].stats, request.receivers[0].stats
+    assert sent.ended_at is not None
+    assert sent.last_submitted_at is not None
+    assert received.first_arrival_at is not None
+    assert received.ended_at is not None
+    page_bytes = requests.prefill.pools[0].layout.bytes_per_token * 4
+    assert [write.total_bytes for write in sent.writes] == [2 * page_bytes, 4 * page_bytes]
+    assert (sent.total_bytes, received.chunks) == (6 * page_bytes, 2)
+    assert sent.descriptors == sum(write.descriptors for write in sent.writes) > 0
+    for write in sent.writes:
+        assert write.receiver == requests.decode.transports[0].endpoint_name
+        assert sent.opened_at <= write.submitted_at <= write.posted_at <= write.done_at <= sent.ended_at
+        assert write.waiting_s >= 0
+        assert write.latency_s >= write.waiting_s
+    assert received.opened_at <= received.first_arrival_at <= received.ended_at
+
+
+def test_chunks_that_come_before_the_receivers_are_not_said_to_have_waited_for_them(pair: Callable[..., Requests]):
+    requests = pair()
+    request = requests.new(1)
+    requests.open_prefill(request)
+    requests.submit(request)
+    started = threading.Event()
+    started.wait(0.2)
+    requests.open_decode(request)
+    request.wait()
+    (write,) = request.senders[0].stats.writes
+    assert write.waiting_s < 0.1, "submitted_at counts from when the receivers came"
+
+
+def test_a_repeated_notification_is_not_counted(pair: Callable[..., Requests]):
+    requests = pair()
+    deliver = requests.decode.transports[0].deliver
+
+    def twice(sender: str, notification: bytes) -> None:
+        deliver(sender, notification)
+        deliver(sender, notification)
+
+    requests.decode.transports[0].deliver = twice  # type: ignore[method-assign]
+    request = requests.run(1, 6, cuts=(1, 2, 3))
+    assert request.receivers[0].stats.chunks == 4

@@ -1,0 +1,489 @@
+"""How decode ranks find, lose and find again the ranks of a prefill engine."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry import DecodeEndpoint, InProcessTransport, TransferState
+from kvferry.control.registrations import RankRegistration
+from kvferry.control.registry_client import RegistryClient
+from kvferry.control.registry_server import RegistryServer
+from kvferry.errors import (
+    IncompatiblePeerError,
+    PeerDisconnectedError,
+    PeerError,
+    RegistryUnreachableError,
+    SettingsError,
+    TransferFailedError,
+    TransferTimeoutError,
+    VersionError,
+)
+from kvferry.protocol import messages
+from tests.support.caches import Model, Shape, pool
+from tests.support.engines import WAIT_S, Engines, PrefillEngine, Requests, new_engine_name
+from tests.support.waiting import eventually
+
+QUICK = {"heartbeat_interval_s": 0.05, "peer_timeout_s": 0.5}
+
+
+def freeze(engine: PrefillEngine, rank: int) -> threading.Event:
+    """Stops a prefill rank's control thread, as if the process hung, until the event is set."""
+    endpoint, go_on, stopped = engine.endpoints[rank], threading.Event(), threading.Event()
+    receive = endpoint._channel.receive  # type: ignore[union-attr]
+
+    def frozen() -> Any:
+        stopped.set()
+        go_on.wait(60)
+        return receive()
+
+    endpoint._channel.receive = frozen  # type: ignore[union-attr, method-assign]
+    endpoint._wakeup.wake()
+    assert stopped.wait(WAIT_S)
+    return go_on
+
+
+# ---- finding ----------------------------------------------------------------------------------------------------
+
+
+def test_the_decode_side_may_start_before_the_prefill_engine(engines: Callable[..., Engines]):
+    both, model, name = engines(), Model(), new_engine_name("late")
+    decode = both.decode(model)
+    receiver = decode.endpoints[0].open(1, np.arange(4), engine=name)
+    prefill = both.prefill(model, Shape(tp=2), name=name, ranks=[1])
+    assert receiver.state is TransferState.BOOTSTRAPPING, "one of its two ranks is not there"
+    missing = both.prefill(model, Shape(tp=2), name=name, ranks=[0])
+    for endpoint in (*prefill.endpoints, *missing.endpoints):
+        endpoint.open(1).submit(np.arange(4), last=True)
+    receiver.wait(WAIT_S)
+
+
+def test_connecting_ahead_makes_the_first_room_wait_for_nothing(pair: Callable[..., Requests]):
+    requests = pair(Model(), Shape(tp=2), Shape(tp=2))
+    requests.connect()
+    requests.connect()
+    assert all(transport._connections for transport in requests.prefill.transports)
+    requests.run(1)
+
+
+def test_engines_that_are_not_there_hold_nobody_up(pair: Callable[..., Requests]):
+    requests = pair()
+    decode = requests.decode.endpoints[0]
+    missing = [decode.open(100 + n, [n], engine=new_engine_name("missing")) for n in range(8)]
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request)
+    request.wait(3)
+    assert all(each.state is TransferState.BOOTSTRAPPING for each in missing)
+
+
+def test_an_engine_that_never_comes_fails_its_rooms_by_the_bootstrap_deadline(engines: Callable[..., Engines]):
+    both = engines(bootstrap_timeout_s=0.4)
+    name = new_engine_name("missing")
+    decode = both.decode(Model()).endpoints[0]
+    started = time.monotonic()
+    receiver = decode.open(1, [0], engine=name)
+    with pytest.raises(TransferFailedError, match=f"knows 0 of an unknown number of ranks of engine '{name}'"):
+        receiver.wait(WAIT_S)
+    assert time.monotonic() - started < 1.5
+    assert isinstance(receiver.error.__cause__ if receiver.error else None, PeerDisconnectedError)
+    assert both.settings().registry_address in str(receiver.error)
+    assert receiver.pages_reusable
+    assert decode.open_rooms == 0
+
+
+def test_an_engine_of_which_a_rank_is_missing_is_told_apart(engines: Callable[..., Engines]):
+    both = engines(bootstrap_timeout_s=0.4)
+    prefill = both.prefill(Model(), Shape(tp=2), ranks=[0])
+    receiver = both.decode(Model()).endpoints[0].open(1, [0], engine=prefill.name)
+    with pytest.raises(TransferFailedError, match=f"knows 1 of 2 ranks of engine '{prefill.name}'"):
+        receiver.wait(WAIT_S)
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def test_a_registry_that_is_down_is_named(engines: Callable[..., Engines], free_port: int):
+    url = f"http://127.0.0.1:{free_port}"
+    decode = engines(bootstrap_timeout_s=0.4, registry_url=url).decode(Model()).endpoints[0]
+    receiver = decode.open(1, [0])
+    with pytest.raises(TransferFailedError, match=url) as caught:
+        receiver.wait(WAIT_S)
+    assert isinstance(caught.value.__cause__, RegistryUnreachableError)
+    with pytest.raises(RegistryUnreachableError, match=url):
+        decode.connect(timeout_s=WAIT_S)
+    with pytest.raises(TransferTimeoutError, match="'prefill' was not connected within 0.05 s"):
+        decode.connect(timeout_s=0.05)
+
+
+def test_a_prefill_rank_says_that_its_registry_is_down_and_joins_when_it_is_up(
+    engines: Callable[..., Engines], free_port: int, caplog: pytest.LogCaptureFixture
+):
+    url = f"http://127.0.0.1:{free_port}"
+    both = engines(registry_url=url)
+    made = pool(Model(), Shape(), Shape().coordinates()[0])
+    from kvferry import PrefillEndpoint
+
+    with caplog.at_level(logging.ERROR), PrefillEndpoint(
+        made.layout, settings=both.settings(), transport=InProcessTransport(both.network)
+    ) as endpoint:
+        assert not endpoint.wait_registered(0.1)
+        eventually("the problem is known", lambda: endpoint.registry_error is not None)
+        assert isinstance(endpoint.registry_error, RegistryUnreachableError)
+        assert url in str(endpoint.registry_error)
+        assert any("prefill rank 0 of 'prefill' is not registered" in text for text in caplog.messages)
+        with RegistryServer(port=free_port):
+            assert endpoint.wait_registered(WAIT_S)
+            assert endpoint.registry_error is None
+
+
+# ---- refusing ---------------------------------------------------------------------------------------------------
+
+BASE = Model(layers=4, heads=4, head_dim=8, page_tokens=4, dtype="int32")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "values"),
+    [
+        (Model(layers=6), ["layer 4", "layer 6"]),
+        (Model(heads=8), ["head 4", "head 8"]),
+        (Model(head_dim=16), ["dim 8", "dim 16"]),
+        (Model(dtype="int16"), ["int32", "int16"]),
+        (Model(page_tokens=8), ["4 tokens a page", "8"]),
+        (Model(latent_dim=16), ["'k', 'v'", "'latent'"]),
+    ],
+    ids=["layers", "heads", "head dim", "dtype", "page size", "components"],
+)
+def test_caches_that_differ_are_refused_when_the_sides_connect(
+    engines: Callable[..., Engines], theirs: Model, values: list[str]
+):
+    both = engines()
+    prefill, decode = both.prefill(BASE, Shape(tp=2)), both.decode(theirs).endpoints[0]
+    with pytest.raises(IncompatiblePeerError) as caught:
+        decode.connect(prefill.name)
+    receiver = decode.open(1, [0], engine=prefill.name)
+    with pytest.raises(TransferFailedError) as failed:
+        receiver.wait(WAIT_S)
+    assert isinstance(failed.value.__cause__, IncompatiblePeerError)
+    for value in (*values, f"of '{prefill.name}'", "this decode rank"):
+        assert value in str(caught.value)
+        assert value in str(failed.value)
+    assert receiver.pages_reusable
+
+
+def test_transports_that_differ_are_refused(pair: Callable[..., Requests]):
+    requests = pair()
+    requests.prefill.transports[0].name = "carrier pigeon"
+    with pytest.raises(IncompatiblePeerError, match="uses carrier pigeon, this decode rank inprocess"):
+        requests.connect()
+
+
+def test_a_prefill_rank_checks_for_itself(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):
+    requests = pair()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise IncompatiblePeerError("the prefill side does not like it")
+
+    monkeypatch.setattr("kvferry.endpoint.attachment.check_exchangeable", refuse)
+    with pytest.raises(IncompatiblePeerError, match=r"prefill rank 0 .* refused: the prefill side does not like it"):
+        requests.connect()
+    monkeypatch.undo()
+    requests.run(1)
+
+
+def test_memory_that_was_never_registered_is_refused(pair: Callable[..., Requests]):
+    requests = pair()
+    requests.decode.transports[0]._regions = ()
+    driver = requests.decode.endpoints[0]._driver
+    object.__setattr__(driver._identity, "transport_metadata", requests.decode.transports[0].metadata())
+    with pytest.raises(Exception, match="outside the memory") as caught:
+        requests.connect()
+    assert type(caught.value).__name__ == "RegistrationError"
+
+
+def test_a_data_parallel_group_that_does_not_exist_is_refused(pair: Callable[..., Requests]):
+    requests = pair(Model(), Shape(dp=2), Shape())
+    with pytest.raises(IncompatiblePeerError, match="has no dp_rank 2: its dp_size is 2"):
+        requests.decode.endpoints[0].connect(requests.prefill.name, prefill_dp_rank=2)
+
+
+def foreign_registration(address: str, **changed: Any) -> RankRegistration:
+    """What no endpoint of ours would register."""
+    usual = {
+        "engine": new_engine_name("foreign"),
+        "incarnation": "x",
+        "coordinates": Shape().coordinates()[0],
+        "control_address": address,
+        "layout_digest": "x",
+        "protocol_version": messages.PROTOCOL_VERSION,
+    }
+    return RankRegistration(**{**usual, **changed})
+
+
+@contextmanager
+def foreign_engine(url: str, address: str = "tcp://127.0.0.1:1", **changed: Any) -> Iterator[str]:
+    """An engine of one such rank, by name."""
+    registration = foreign_registration(address, **changed)
+    with RegistryClient(url) as registry:
+        registry.register(registration)
+        yield registration.engine
+        registry.remove(registration.engine, 0, "x")
+
+
+def test_another_protocol_version_is_refused_before_anything_is_sent(engines: Callable[..., Engines], registry_url: str):
+    both = engines()
+    with foreign_engine(registry_url, protocol_version=99) as name, pytest.raises(
+        VersionError, match=r"speaks protocol version 99, this side 1: run the same kvferry on both"
+    ):
+        both.decode(Model()).endpoints[0].connect(name)
+
+
+def test_an_address_that_makes_no_sense_fails_the_link(engines: Callable[..., Engines], registry_url: str):
+    both = engines()
+    with foreign_engine(registry_url, "no://address") as name, pytest.raises(
+        PeerDisconnectedError, match="cannot connect to 'no://address'"
+    ):
+        both.decode(Model()).endpoints[0].connect(name)
+
+
+def test_another_rank_behind_the_registered_address_is_refused(pair: Callable[..., Requests], registry_url: str):
+    requests = pair()
+    with foreign_engine(registry_url, requests.prefill.endpoints[0].control_address) as name, pytest.raises(
+        PeerError, match=f"the registry named rank 0 of '{name}', but rank 0 of '{requests.prefill.name}' answered"
+    ):
+        requests.decode.endpoints[0].connect(name)
+    requests.run(1)
+
+
+def test_an_engine_whose_name_cannot_be_is_refused_at_once(pair: Callable[..., Requests]):
+    decode = pair().decode.endpoints[0]
+    with pytest.raises(SettingsError, match="'no such/engine' cannot be an engine's name"):
+        decode.open(1, [0], engine="no such/engine")
+    with pytest.raises(SettingsError, match="cannot be an engine's name"):
+        decode.connect("")
+    with pytest.raises(SettingsError, match="cannot be an engine's name"):
+        DecodeEndpoint(decode.layout, engine="n" * 300, transport=InProcessTransport(decode.transport._network))  # type: ignore[attr-defined]
+
+
+# ---- losing and finding again -----------------------------------------------------------------------------------
+
+
+def test_a_slow_rank_does_not_cost_the_others_their_connection(engines: Callable[..., Engines]):
+    both = engines(**QUICK)
+    prefill, decode = both.prefill(Model(), Shape(tp=2)), both.decode(Model())
+    slow = threading.Event()
+    prefill.transports[1].on_prepare = lambda _: slow.wait(1.2) and None
+    requests = Requests(prefill, decode)
+    requests.connect()
+    for room in range(5):
+        requests.run(room)
+    assert len(decode.endpoints[0]._driver._links) == 1
+
+
+def test_a_silent_prefill_rank_fails_its_rooms_and_is_named(engines: Callable[..., Engines]):
+    both = engines(**QUICK)
+    requests = Requests(both.prefill(Model(), Shape(tp=2)), both.decode(Model()))
+    requests.run(1)
+    request = requests.new(2)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    go_on = freeze(requests.prefill, 1)
+    with pytest.raises(TransferFailedError, match=f"prefill rank 1 of '{requests.prefill.name}' has been silent"):
+        request.receivers[0].wait(WAIT_S)
+    assert isinstance(request.receivers[0].error.__cause__ if request.receivers[0].error else None, Exception)
+    assert not request.receivers[0].pages_reusable, "the silent rank may still write"
+    go_on.set()
+    assert request.receivers[0].wait_pages_reusable(WAIT_S)
+    request.wait_ended()
+    requests.run(2)
+
+
+def test_a_silent_decode_rank_fails_its_rooms_and_no_others(engines: Callable[..., Engines]):
+    both = engines(**QUICK)
+    prefill = both.prefill(Model(), Shape(tp=2))
+    dying, living = (Requests(prefill, both.decode(Model())) for _ in range(2))
+    request, other = dying.new(1), living.new(2)
+    for requests, each in ((dying, request), (living, other)):
+        requests.connect()
+        requests.open_decode(each)
+        requests.open_prefill(each)
+    eventually("both are open", lambda: request.senders[0].state is other.senders[0].state is not None)
+    driver = dying.decode.endpoints[0]._driver
+    stop, turn = threading.Event(), driver._turn
+    driver._turn = lambda: stop.wait(60) and turn()  # type: ignore[assignment, method-assign]
+    for sender in request.senders:
+        with pytest.raises(TransferFailedError, match="is gone: PeerDisconnectedError: silent for"):
+            sender.wait(WAIT_S)
+        assert sender.pages_reusable
+    living.submit(other)
+    other.wait()
+    driver._turn = turn  # type: ignore[method-assign]
+    stop.set()
+    with pytest.raises(TransferFailedError, match="does not know this endpoint any more"):
+        request.receivers[0].wait(WAIT_S)
+    assert request.receivers[0].wait_pages_reusable(WAIT_S)
+    dying.run(3)
+
+
+def test_a_survivor_serves_on_after_its_neighbour_was_replaced(engines: Callable[..., Engines]):
+    """Pages of a lost rank's rooms stay in quarantine; that must not disturb the connection to the survivor."""
+    both = engines(**QUICK)
+    model, name = Model(), new_engine_name("restarted")
+    survivor = both.prefill(model, Shape(tp=2), name=name, ranks=[0])
+    lost = both.prefill(model, Shape(tp=2), name=name, ranks=[1])
+    decode = both.decode(model)
+    whole = PrefillEngine(
+        name,
+        survivor.shape,
+        survivor.pools + lost.pools,
+        survivor.endpoints + lost.endpoints,
+        survivor.transports + lost.transports,
+    )
+    requests = Requests(whole, decode)
+    requests.run(1)
+    request = requests.new(2)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    eventually("the room is open", lambda: request.senders[1].state is TransferState.WAITING_FOR_INPUT)
+    go_on = freeze(lost, 0)  # never to speak again
+    try:
+        with pytest.raises(TransferFailedError, match="rank 1"):
+            request.receivers[0].wait(WAIT_S)
+        replaced = both.prefill(model, Shape(tp=2), name=name, ranks=[1])
+        again = Requests(
+            PrefillEngine(
+                name,
+                survivor.shape,
+                survivor.pools + replaced.pools,
+                survivor.endpoints + replaced.endpoints,
+                survivor.transports + replaced.transports,
+            ),
+            decode,
+        )
+        again.run(3)
+        link = next(iter(decode.endpoints[0]._driver._links.values()))
+        until = time.monotonic() + 1.5  # three times as long as a peer may be silent
+        room = 4
+        while time.monotonic() < until:
+            again.run(room)
+            room += 1
+        assert next(iter(decode.endpoints[0]._driver._links.values())) is link, "the connection never broke"
+        assert not request.receivers[0].pages_reusable
+        assert decode.endpoints[0].open_rooms == 1
+    finally:
+        go_on.set()
+    assert request.receivers[0].wait_pages_reusable(WAIT_S)
+    eventually("no link is left over", lambda: not decode.endpoints[0]._driver._retired_links)
+    again.run(2)
+
+
+def test_a_connection_is_not_undone_while_a_write_uses_it(engines: Callable[..., Engines]):
+    both = engines(**QUICK)
+    requests = Requests(both.prefill(Model()), both.decode(Model()))
+    transport = requests.prefill.transports[0]
+    requests.connect()
+    transport.held = True
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request)
+    eventually("the write is on its way", lambda: transport.in_flight == 1)
+    driver = requests.decode.endpoints[0]._driver
+    stop, turn = threading.Event(), driver._turn
+    driver._turn = lambda: stop.wait(60) and turn()  # type: ignore[assignment, method-assign]
+    with pytest.raises(TransferFailedError, match="silent for"):
+        request.senders[0].wait(WAIT_S)
+    driver._turn = turn  # type: ignore[method-assign]
+    stop.set()
+    with pytest.raises(TransferFailedError):
+        request.receivers[0].wait(WAIT_S)
+    second = requests.new(2)
+    requests.open_decode(second)  # connects anew
+    requests.open_prefill(second)
+    requests.submit(second)
+    threading.Event().wait(0.3)
+    assert transport.misused == []
+    assert transport.in_flight == 1
+    assert not request.receivers[0].pages_reusable
+    transport.held = False
+    second.wait()
+    requests.check(second)
+    for transfer in (*request.senders, *request.receivers):
+        assert transfer.wait_pages_reusable(WAIT_S)
+    requests.run(3)
+    assert transport.misused == []
+
+
+def test_a_prefill_engine_that_closes_says_so(engines: Callable[..., Engines]):
+    both = engines()
+    name = new_engine_name("restarted")
+    prefill, decode = both.prefill(Model(), Shape(tp=2), name=name), both.decode(Model())
+    requests = Requests(prefill, decode)
+    requests.connect()
+    opened, early = requests.new(1), requests.new(2)
+    requests.open_decode(opened)
+    requests.open_decode(early)
+    requests.open_prefill(opened)
+    for endpoint in prefill.endpoints:
+        eventually("the second room waits", lambda endpoint=endpoint: len(endpoint._early) == 1)
+    for endpoint in prefill.endpoints:
+        endpoint.close()
+    for receiver in (*opened.receivers, *early.receivers):
+        with pytest.raises(TransferFailedError, match="closed"):
+            receiver.wait(3)
+        assert receiver.wait_pages_reusable(3), "a rank that closed writes no more"
+    again = Requests(both.prefill(Model(), Shape(tp=2), name=name), decode)
+    again.run(1)
+
+
+def test_a_rank_that_closed_may_be_asked_for_a_room_in_the_same_moment(engines: Callable[..., Engines]):
+    both = engines(**QUICK, bootstrap_timeout_s=0.5)
+    requests = Requests(both.prefill(Model()), both.decode(Model()))
+    requests.connect()
+    endpoint = requests.prefill.endpoints[0]
+    closing = threading.Thread(target=endpoint.close)
+    closing.start()
+    receivers = []
+    for room in range(200):
+        request = requests.new(room, 1)
+        requests.open_decode(request)
+        receivers += request.receivers
+        if not closing.is_alive():
+            break
+    closing.join()
+    for receiver in receivers:
+        with pytest.raises(TransferFailedError):
+            receiver.wait(WAIT_S)
+
+
+def test_a_restarted_engine_is_found_although_the_registry_still_knew_the_old_one(engines: Callable[..., Engines]):
+    both = engines(**QUICK)
+    name = new_engine_name("restarted")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # takes connections from nobody
+        address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        with RegistryClient(both.settings().registry_address) as registry:
+            registry.register(foreign_registration(address, engine=name))  # died without a word; its lease lives on
+        decode = both.decode(Model())
+        receiver = decode.endpoints[0].open(1, np.arange(3), engine=name)
+        eventually(
+            "it greets the dead rank",
+            lambda: any(link.state.name == "GREETING" for link in decode.endpoints[0]._driver._links.values()),
+        )
+        prefill = both.prefill(Model(), name=name)
+        prefill.endpoints[0].open(1).submit(np.arange(3), last=True)
+        receiver.wait(WAIT_S)
