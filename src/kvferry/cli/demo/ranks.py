@@ -37,7 +37,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """A rank's layout, for the proof and the picture."""
+    """A rank is connected and waits for the start; its layout is for the proof and the picture."""
 
     layout: RankLayout
 
@@ -145,6 +145,7 @@ def prefill_main(reports: Connection, options: DemoOptions, engine: int, coordin
             reports.send(Ready(endpoint.registry_url))
             reports.recv()
         reports.send(Described(pool.layout))
+        reports.recv()
         mine = [request for request in options.requests if request.prefill_engine == engine]
         senders = [(request, endpoint.open(request.room)) for request in mine]
         pages_of = {}
@@ -181,8 +182,11 @@ def decode_main(
     reports.send(Ready())
     settings = Settings(registry_url=reports.recv(), bootstrap_timeout_s=_TIMEOUT_S)
     with DecodeEndpoint(pool.layout, engine=f"decode-{engine}", coordinates=coordinates, settings=settings) as endpoint:
-        reports.send(Described(pool.layout))
         mine = [request for request in options.requests if request.decode_engine == engine]
+        for prefill_engine in {request.prefill_engine for request in mine}:
+            endpoint.connect(engine_name(prefill_engine), timeout_s=_TIMEOUT_S)
+        reports.send(Described(pool.layout))
+        reports.recv()
         rooms: dict[int, tuple[NDArray[np.int64], Receiver]] = {}
 
         def open_next() -> None:

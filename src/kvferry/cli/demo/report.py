@@ -79,17 +79,14 @@ def as_json(options: DemoOptions, verdict: Verdict, *, transport: str) -> str:
 def show(options: DemoOptions, verdict: Verdict, console: Console, *, transport: str, elapsed_s: float) -> None:
     """The result for a person."""
     times = np.array(verdict.transfer_ms)
-    table = Table("requests", "sent", "descriptors", "p50", "p95", "rate", "path", "transport", title="Transfers")
-    table.add_row(
-        str(len(options.requests)),
-        f"{verdict.total_bytes / 2**20:.1f} MiB",
-        f"{verdict.descriptors:,}",
-        f"{np.percentile(times, 50):.1f} ms",
-        f"{np.percentile(times, 95):.1f} ms",
-        f"{verdict.gb_per_s:.2f} GB/s",
-        "direct",
-        transport,
-    )
+    table = Table(title="Transfers", show_header=False)
+    table.add_row("requests", str(len(options.requests)))
+    table.add_row("sent", f"{verdict.total_bytes / 2**20:.1f} MiB in {verdict.descriptors:,} descriptors")
+    table.add_row("from the last chunk's submission", f"p50 {np.percentile(times, 50):.1f} ms")
+    table.add_row("to arrival on every decode rank", f"p95 {np.percentile(times, 95):.1f} ms")
+    table.add_row("while writes were on their way", f"{verdict.gb_per_s:.2f} GB/s")
+    table.add_row("path", "direct")
+    table.add_row("transport", transport)
     console.print(table)
     console.print(_picture(options, verdict))
     console.print(_sample(options, verdict))

@@ -115,6 +115,14 @@ def _start(context: multiprocessing.context.ForkServerContext, options: DemoOpti
     return children
 
 
+def _can_start(children: list[_Child], outcome: Outcome, described: type) -> bool:
+    """Whether every rank is connected and the undivided model is through: nothing disturbs the transfers then."""
+    return all(
+        child.has_ended or any(isinstance(report, described) for report in outcome.reports[child.name])
+        for child in children
+    )
+
+
 def _collect(children: list[_Child], on_report: Callable[[RankName, Any], None]) -> Outcome:
     from kvferry.cli.demo import ranks
 
@@ -122,6 +130,7 @@ def _collect(children: list[_Child], on_report: Callable[[RankName, Any], None])
     deadline = time.monotonic() + _DEADLINE_S
     ready: list[_Child] = []
     registry_url: str | None = None
+    has_started = False
     while running := [child for child in children if not child.has_ended]:
         heard = multiprocessing.connection.wait([child.reports for child in running], timeout=1.0)
         if time.monotonic() > deadline:
@@ -147,4 +156,9 @@ def _collect(children: list[_Child], on_report: Callable[[RankName, Any], None])
             for child in ready:
                 child.reports.send(registry_url)
             ready.clear()
+        if not has_started and _can_start(children, outcome, ranks.Described):
+            has_started = True
+            for child in children:
+                if not child.has_ended:
+                    child.reports.send(None)
     return outcome
