@@ -240,7 +240,7 @@ class NixlTransport(Transport):
                 False,
             )
             try:
-                self._agent.postXferReq(handle, notification)
+                self._is_done(self._agent.postXferReq(handle, notification), peer)
             except BaseException:
                 self._agent.releaseXferReq(handle)
                 raise
@@ -250,7 +250,7 @@ class NixlTransport(Transport):
         assert isinstance(flight, _NixlFlight)
         if flight.report is None:
             with self._translated(f"writing to {flight.peer}", flight.peer):
-                if self._agent.getXferStatus(flight.handle) != self._nixl.NIXL_SUCCESS:
+                if not self._is_done(self._agent.getXferStatus(flight.handle), flight.peer):
                     return None
                 telemetry = self._agent.getXferTelemetry(flight.handle)
             flight.report = FlightReport(
@@ -260,6 +260,12 @@ class NixlTransport(Transport):
                 transfer_s=_seconds(telemetry.xferDuration),
             )
         return flight.report
+
+    def _is_done(self, status: Any, peer: str) -> bool:
+        """Whether a write is through. NIXL raises for failures, but may also return them."""
+        if status not in (self._nixl.NIXL_SUCCESS, self._nixl.NIXL_IN_PROG):
+            raise TransportError(f"the write to {peer} ended with status {status}")
+        return bool(status == self._nixl.NIXL_SUCCESS)
 
     def release(self, flight: Flight) -> None:
         assert isinstance(flight, _NixlFlight)
