@@ -106,7 +106,7 @@ class Pool:
 
     def _by_page(self, room: int, pages: NDArray[np.int64], first_page: int = 0) -> Any:
         for number, shard in enumerate(self.layout.shards):
-            for layer, array in zip(range(shard.box[0].start, shard.box[0].stop), self.arrays[shard.component.name]):
+            for layer, array in enumerate(self.arrays[shard.component.name], shard.box[0].start):
                 for position, page in enumerate(pages.tolist(), first_page):
                     values = self._values(number, layer, room, position, shard.component, shard.box[1:])
                     yield array, page, values if array.shape[1] == self.model.page_tokens else values.swapaxes(0, 1)
@@ -121,7 +121,8 @@ class Pool:
             inner = np.arange(interval.start, interval.stop, dtype=np.uint64)
             ids = ids[..., None] * np.uint64(axis.size) + inner
         mixed = (ids * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)
-        return mixed.astype(component.dtype)
+        values: NDArray[Any] = mixed.astype(component.dtype)
+        return values
 
 
 def pool(model: Model, shape: Shape, coordinates: RankCoordinates) -> Pool:

@@ -179,8 +179,8 @@ class Requests:
             prefix_pages,
         )
         self._used_pages += pages
-        for (pool, _), own in zip(self._sources, request.source_pages, strict=True):
-            pool.fill(room, own)
+        for (memory, _), own in zip(self._sources, request.source_pages, strict=True):
+            memory.fill(room, own)
         return request
 
     def _next_pages(self, pool: Pool, count: int) -> NDArray[np.int64]:
@@ -190,13 +190,13 @@ class Requests:
 
     def open_decode(self, request: Request) -> None:
         """Opens the room on every decode rank."""
-        for (pool, endpoint), pages in zip(self._destinations, request.destination_pages, strict=True):
+        for (memory, endpoint), pages in zip(self._destinations, request.destination_pages, strict=True):
             receiver = endpoint.open(
                 request.room,
                 pages[request.prefix_pages :],
                 engine=self.prefill.name,
                 prefill_dp_rank=self._prefill_dp_rank,
-                prefix_tokens=request.prefix_pages * pool.model.page_tokens,
+                prefix_tokens=request.prefix_pages * memory.model.page_tokens,
             )
             request.receivers.append(receiver)
 
@@ -215,9 +215,9 @@ class Requests:
 
     def check(self, request: Request) -> None:
         """Every byte of the part that was to be sent is right, on every decode rank."""
-        for (pool, _), pages in zip(self._destinations, request.destination_pages, strict=True):
-            wrong = pool.wrong(request.room, pages[request.prefix_pages :], first_page=request.prefix_pages)
-            assert wrong == 0, f"{wrong} wrong elements on {pool.coordinates}"
+        for (memory, _), pages in zip(self._destinations, request.destination_pages, strict=True):
+            wrong = memory.wrong(request.room, pages[request.prefix_pages :], first_page=request.prefix_pages)
+            assert wrong == 0, f"{wrong} wrong elements on {memory.coordinates}"
 
     def run(
         self, room: int, pages: int = 6, *, prefix_pages: int = 0, cuts: Sequence[int] = (), aux: bytes = b"token"

@@ -15,8 +15,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvferry.endpoint.workers import Worker
 
-RunQueue = queue.SimpleQueue["Actor | None"]
-"""Actors that have something to do; None tells a worker to stop."""
+
+class RunQueue:
+    """Actors that have something to do; None tells a worker to stop.
+
+    Workers wait in it one behind the other. With several waiting at a time, `SimpleQueue.get` can forget its timeout:
+    if another takes the item that woke it, what is left of the time is negative, which it takes for endless.
+    """
+
+    def __init__(self) -> None:
+        self._actors: queue.SimpleQueue[Actor | None] = queue.SimpleQueue()
+        self._turn = threading.Lock()
+
+    def put(self, actor: Actor | None) -> None:
+        """Adds to the end, from any thread."""
+        self._actors.put(actor)
+
+    def take(self, timeout_s: float | None) -> Actor | None:
+        """Takes from the front, waiting as long as timeout_s, or for ever if that is None.
+
+        Raises:
+            queue.Empty: if there was nothing in time.
+        """
+        if not self._turn.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise queue.Empty
+        try:
+            return self._actors.get(timeout=timeout_s)
+        finally:
+            self._turn.release()
 
 
 class Actor(ABC):
@@ -51,11 +77,6 @@ class Actor(ABC):
                 again = self._is_queued
             if again:
                 self._run_queue.put(self)
-
-    @property
-    def has_events(self) -> bool:
-        """Whether something waits to be handled."""
-        return bool(self._events)
 
     @abstractmethod
     def handle(self, event: Any, worker: Worker) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 import zlib
@@ -109,7 +108,7 @@ class PrefillEndpoint:
             waiting_s=self.settings.waiting_timeout_s,
             write_s=self.settings.write_timeout_s,
         )
-        self._queues: list[RunQueue] = [queue.SimpleQueue() for _ in range(self.settings.used_queues)]
+        self._queues: list[RunQueue] = [RunQueue() for _ in range(self.settings.used_queues)]
         self._peers = DecodePeers(self._make_peer)
         # Guards the rooms, those that failed alone and early messages together: what comes for a room goes to exactly
         # one of them.
@@ -319,6 +318,16 @@ class PrefillEndpoint:
         except KVFerryError as error:
             self._refuse_room(receiver, message, error)
 
+    def abort_room(self, receiver: str, message: messages.AbortRoom) -> None:
+        """Takes back such a wish, and answers when nothing can be written for it any more."""
+        with self._rooms_lock:
+            room = self._rooms.get(message.room)
+            if room is not None:
+                self._deliver(room, receiver, message)
+                return
+            self._early.keep(receiver, message, time.monotonic())
+        self._drained(receiver, message.room, message.generation)
+
     def forget_room(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
         with self._rooms_lock:
@@ -390,7 +399,7 @@ class PrefillEndpoint:
             case messages.OpenRoom():
                 self.open_room(identity, message)
             case messages.AbortRoom():
-                self._abort_room(identity, message, now)
+                self.abort_room(identity, message)
 
     def _welcome(self) -> messages.Welcome:
         return messages.Welcome(
@@ -420,15 +429,6 @@ class PrefillEndpoint:
             send=self.send,
             now=time.monotonic(),
         )
-
-    def _abort_room(self, identity: str, message: messages.AbortRoom, now: float) -> None:
-        with self._rooms_lock:
-            room = self._rooms.get(message.room)
-            if room is not None:
-                self._deliver(room, identity, message)
-                return
-            self._early.keep(identity, message, now)
-        self._drained(identity, message.room, message.generation)
 
     def _attachment(self, receiver: str) -> Attachment | None:
         """The decode rank of that name, if it is connected."""

@@ -73,6 +73,9 @@ class Surroundings(Protocol):
     def open_room(self, receiver: str, message: messages.OpenRoom) -> None:
         """Takes a decode rank's wish for whoever has the room now, or will have it."""
 
+    def abort_room(self, receiver: str, message: messages.AbortRoom) -> None:
+        """Takes back such a wish."""
+
     def forget_room(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
 
@@ -232,17 +235,26 @@ class SendingRoom(Actor):
                     self._next_opens[event.attachment.receiver] = event.message
                 else:
                     self._tell(self._opened(event), worker)
-            case ReceiverAborted(receiver, generation):
-                kept = self._next_opens.get(receiver)
-                if kept is not None and kept.generation == generation:
-                    del self._next_opens[receiver]
-                self._tell(event, worker)
+            case ReceiverAborted():
+                self._aborted(event, worker)
             case ChunkSubmitted():
                 self._tell(event, worker)
                 self._handled_chunks += 1
             case _:
                 self._tell(event, worker)
         self._show()
+
+    def _aborted(self, event: ReceiverAborted, worker: Worker) -> None:
+        receiver, generation = event.receiver, event.generation
+        if self._machine.is_done and self._generations.get(receiver) != generation:
+            # Came while we ended. What it gives up was passed on already; so is this.
+            message = messages.AbortRoom(room=self.room, generation=generation, reason=event.reason)
+            self._surroundings.abort_room(receiver, message)
+            return
+        kept = self._next_opens.get(receiver)
+        if kept is not None and kept.generation == generation:
+            del self._next_opens[receiver]
+        self._tell(event, worker)
 
     def _tell(self, event: SenderEvent, worker: Worker) -> None:
         now = time.monotonic()

@@ -89,7 +89,7 @@ class Worker:
             time.sleep(sleep_s)
             return False
         try:
-            actor = self._run_queue.get(timeout=sleep_s) if self._watched else self._run_queue.get()
+            actor = self._run_queue.take(sleep_s if self._watched else None)
         except queue.Empty:
             return False
         if actor is None:

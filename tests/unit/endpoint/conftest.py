@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.support.caches import Model, Shape
+from tests.support.engines import Engines, Requests
 
 from kvferry.control.registry_server import RegistryServer
-from tests.support.engines import Engines, Requests
-from tests.support.caches import Model, Shape
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,20 @@ import numpy as np
 import psutil
 import pytest
 import zmq
+from tests.support.caches import Model, Shape, pool
+from tests.support.engines import WAIT_S, Engines, Requests
+from tests.support.transports import FaultyTransport
+from tests.support.waiting import eventually
 
-from kvferry import DecodeEndpoint, InProcessNetwork, PrefillEndpoint, RankCoordinates, Settings, TransferState
+from kvferry import (
+    DecodeEndpoint,
+    InProcessNetwork,
+    PrefillEndpoint,
+    RankCoordinates,
+    Receiver,
+    Settings,
+    TransferState,
+)
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.construction import endpoint_name
 from kvferry.errors import (
@@ -27,10 +39,10 @@ from kvferry.errors import (
     UnknownRoomError,
     UsageError,
 )
-from tests.support.caches import Model, Shape, pool
-from tests.support.engines import WAIT_S, Engines, Requests
-from tests.support.transports import FaultyTransport
-from tests.support.waiting import eventually
+
+
+def is_closed(transport: FaultyTransport) -> bool:
+    return transport._closed
 
 
 def our_threads() -> set[str]:
@@ -145,12 +157,12 @@ def test_closing_waits_for_writes_on_their_way(pair: Callable[..., Requests]):
     closing.start()
     with pytest.raises(TransferAbortedError):
         request.senders[0].wait(WAIT_S)
-    assert not transport._closed
+    assert not is_closed(transport)
     assert not request.receivers[0].pages_reusable
     transport.held = False
     closing.join(WAIT_S)
     assert not closing.is_alive()
-    assert transport._closed
+    assert is_closed(transport)
     assert request.senders[0].pages_reusable
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
 
@@ -171,7 +183,7 @@ def test_closing_gives_up_on_a_write_that_hangs_and_keeps_the_memory(
         requests.prefill.endpoints[0].close()
     assert time.monotonic() - started < 3
     assert "writes are still on their way" in caplog.text
-    assert not transport._closed, "memory is not taken away under a write"
+    assert not is_closed(transport), "memory is not taken away under a write"
     with pytest.raises(TransferFailedError, match="closed"):
         request.receivers[0].wait(WAIT_S)
     assert not request.receivers[0].pages_reusable
@@ -192,10 +204,10 @@ def test_the_decode_side_waits_until_nothing_can_be_written(pair: Callable[..., 
     closing.start()
     with pytest.raises(TransferAbortedError, match="the decode endpoint was closed"):
         request.receivers[0].wait(WAIT_S)
-    assert not requests.decode.transports[0]._closed
+    assert not is_closed(requests.decode.transports[0])
     transport.held = False
     closing.join(WAIT_S)
-    assert requests.decode.transports[0]._closed
+    assert is_closed(requests.decode.transports[0])
     assert request.receivers[0].pages_reusable
 
 
@@ -204,21 +216,21 @@ def test_a_room_that_is_opened_while_the_endpoint_closes_ends_too(engines: Calla
     prefill = both.prefill(Model(layers=1))
     for _ in range(15):
         decode = both.decode(Model(layers=1)).endpoints[0]
-        receivers = []
+        receivers: list[Receiver] = []
 
-        def open_many(decode: DecodeEndpoint = decode, receivers: list[object] = receivers) -> None:
+        def open_many(decode: DecodeEndpoint = decode, receivers: list[Receiver] = receivers) -> None:
             with contextlib.suppress(EndpointClosedError):
                 for room in range(10_000):
                     receivers.append(decode.open(room, [0], engine=prefill.name))  # noqa: PERF401
 
         opening = threading.Thread(target=open_many)
         opening.start()
-        eventually("some are open", lambda receivers=receivers: len(receivers) > 20)
+        eventually("some are open", lambda receivers: len(receivers) > 20, receivers)
         decode.close()
         opening.join(WAIT_S)
         for receiver in receivers:
             with pytest.raises((TransferAbortedError, TransferFailedError)):
-                receiver.wait(1)  # type: ignore[attr-defined]
+                receiver.wait(1)
 
 
 # ---- afterwards -------------------------------------------------------------------------------------------------
@@ -253,8 +265,9 @@ def test_nothing_works_after_close(pair: Callable[..., Requests]):
     with pytest.raises(UnknownRoomError):
         prefill.sender(2)
     pending.senders[0].submit([1])
-    for transfer in (*done.senders, *done.receivers, *pending.senders):
-        transfer.abort()
+    for sender in (*done.senders, *pending.senders):
+        sender.abort()
+    done.receivers[0].abort()
     assert done.receivers[0].aux == b"token"
     assert (prefill.open_rooms, decode.open_rooms) == (0, 0)
 
@@ -300,7 +313,7 @@ def test_a_port_that_is_taken_is_named_with_its_variable(taken_port: int, which:
         with pytest.raises(SettingsError, match=f"{taken_port}.*KVFERRY_{which.upper()}") as caught:
             PrefillEndpoint(layout, settings=settings, transport=transport)
         assert "hoose another" in str(caught.value)
-        assert transport._closed
+        assert is_closed(transport)
     assert psutil.Process().num_fds() <= files + 1
     assert network._members == {}
 
@@ -314,23 +327,19 @@ def test_memory_that_cannot_be_registered_gives_everything_back(side: str):
         raise RegistrationError("this memory is not yours")
 
     transport.on_register = refuse
+    endpoint = PrefillEndpoint if side == "prefill" else DecodeEndpoint
     with pytest.raises(RegistrationError, match="not yours"):
-        if side == "prefill":
-            PrefillEndpoint(layout, settings=Settings(registry_port=0), transport=transport)
-        else:
-            DecodeEndpoint(layout, settings=Settings(), transport=transport)
-    assert transport._closed
+        endpoint(layout, settings=Settings(registry_port=0, registry_url="http://127.0.0.1:1"), transport=transport)
+    assert is_closed(transport)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_registry_address_that_makes_no_sense_is_refused(side: str):
     network, layout = InProcessNetwork(), MEMORY.layout
     settings = Settings(registry_url="registry.local:8998")
+    endpoint = PrefillEndpoint if side == "prefill" else DecodeEndpoint
     with pytest.raises(SettingsError, match=r"registry.local:8998.*it must read like http://127.0.0.1:8998"):
-        if side == "prefill":
-            PrefillEndpoint(layout, settings=settings, transport=FaultyTransport(network))
-        else:
-            DecodeEndpoint(layout, settings=settings, transport=FaultyTransport(network))
+        endpoint(layout, settings=settings, transport=FaultyTransport(network))
 
 
 def test_any_engine_name_makes_an_endpoint_name_that_registries_and_sockets_take():

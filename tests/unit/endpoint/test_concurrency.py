@@ -10,13 +10,18 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-
-from kvferry import Sender, Settings
-from kvferry.errors import ChunkError
 from tests.support.caches import Model, Shape
 from tests.support.engines import WAIT_S, Engines, Request, Requests
 from tests.support.waiting import eventually
 from tests.unit.endpoint.test_life_of_a_room import nothing_left
+
+from kvferry import Sender, Settings
+from kvferry.errors import ChunkError
+
+
+def wait_for(event: threading.Event) -> None:
+    event.wait(WAIT_S)
+
 
 SMALL = Model(layers=1, heads=2, head_dim=4, page_tokens=2)
 
@@ -161,9 +166,9 @@ def test_a_small_request_does_not_wait_for_all_of_a_large_one(pair: Callable[...
     for request in (large, small):
         requests.open_decode(request)
         requests.open_prefill(request)
-        eventually("it is open", lambda request=request: request.senders[0].state.name == "WAITING_FOR_INPUT")
+        eventually("it is open", lambda request: request.senders[0].state.name == "WAITING_FOR_INPUT", request)
     gate = threading.Event()
-    transport.on_post = lambda _: gate.wait(WAIT_S) and None
+    transport.on_post = lambda _: wait_for(gate)
     for start in range(200):
         requests.submit(large, start, start + 1, last=start == 199)
     requests.submit(small)
@@ -185,7 +190,8 @@ def test_in_synchronous_mode_submit_returns_when_the_bytes_have_moved(pair: Call
         request = requests.new(room, 6)
         requests.open_decode(request)
         requests.open_prefill(request)
-        eventually("open", lambda request=request: all(each.state.name == "WAITING_FOR_INPUT" for each in request.senders))
+        for sender in request.senders:
+            eventually("it is open", lambda sender: sender.state.name == "WAITING_FOR_INPUT", sender)
         for start in (0, 2, 4):
             requests.submit(request, start, start + 2, last=start == 4)
             assert [transport.in_flight for transport in requests.prefill.transports] == [0, 0]
@@ -225,6 +231,7 @@ def test_in_synchronous_mode_submit_returns_when_the_room_fails(pair: Callable[.
     thread.join(WAIT_S)
     assert not thread.is_alive()
     assert not request.senders[0].pages_reusable
+    transport.held = False
 
 
 def test_in_synchronous_mode_submit_returns_after_the_endpoint_was_closed(pair: Callable[..., Requests]):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-
-from kvferry import TransferState
 from tests.support.caches import Model, Shape
 from tests.support.engines import Engines, Requests
 from tests.support.waiting import eventually
+
+from kvferry import TransferState
 
 ATTENTION = Model(layers=4, heads=4)
 GROUPED = Model(layers=3, heads=2)
@@ -37,9 +37,7 @@ ODD = Model(layers=5, heads=6, head_dim=5, page_tokens=3, dtype="uint8")
         pytest.param(ATTENTION, Shape(tp=2, heads_first=True), Shape(pages=9), id="hnd-to-nhd"),
     ],
 )
-def test_every_byte_arrives(
-    pair: Callable[..., Requests], model: Model, prefill: Shape, decode: Shape
-):
+def test_every_byte_arrives(pair: Callable[..., Requests], model: Model, prefill: Shape, decode: Shape):
     requests = pair(model, prefill, decode)
     for room in range(4):
         request = requests.run(room, 6, cuts=(1, 4), aux=b"token %d" % room)

@@ -10,6 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from tests.support.caches import Model, Shape
+from tests.support.engines import WAIT_S, Engines, Requests
+from tests.support.waiting import eventually
 
 from kvferry import TransferState
 from kvferry.errors import (
@@ -20,9 +23,6 @@ from kvferry.errors import (
     TransferTimeoutError,
 )
 from kvferry.protocol import messages
-from tests.support.caches import Model, Shape
-from tests.support.engines import WAIT_S, Engines, Requests
-from tests.support.waiting import eventually
 
 S = TransferState
 
@@ -72,7 +72,7 @@ def test_a_room_that_the_prefill_side_never_opens_ends(pair: Callable[..., Reque
     requests.connect()
     request = requests.new(1)
     requests.open_decode(request)
-    with pytest.raises(TransferFailedError, match="prefill rank . was not asked to send room 1 within 0.3 s"):
+    with pytest.raises(TransferFailedError, match=r"prefill rank . was not asked to send room 1 within 0.3 s"):
         request.receivers[0].wait(WAIT_S)
     assert "KVFERRY_BOOTSTRAP_TIMEOUT_S" in str(request.receivers[0].error)
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
@@ -145,7 +145,7 @@ def test_a_write_that_hangs_holds_up_nobody_else(engines: Callable[..., Engines]
     slow.open_prefill(stuck)
     hung = threading.Event()
     transport = prefill.transports[0]
-    first = []
+    first: list[Any] = []
 
     def hold_first(flight: Any) -> Any:
         if not first:
@@ -161,14 +161,7 @@ def test_a_write_that_hangs_holds_up_nobody_else(engines: Callable[..., Engines]
         slow.run(100 + room)
     assert stuck.senders[0].state is S.TRANSFERRING
     hung.set()
-    try: stuck.wait(2)
-    except TimeoutError:
-        import sys, traceback
-        for t in threading.enumerate():
-            if 'worker' in t.name:
-                print(t.name); traceback.print_stack(sys._current_frames()[t.ident], file=sys.stdout)
-        print([ (s.state,s.error) for s in stuck.senders+stuck.receivers], prefill.endpoints[0]._rooms, [w._watched for w in prefill.endpoints[0]._workers], first, transport._flights, slow.decode.endpoints[0]._driver._rooms)
-        raise
+    stuck.wait()
 
 
 def test_a_room_waits_for_none_of_its_writes_before_the_next(pair: Callable[..., Requests]):
@@ -257,9 +250,7 @@ def test_late_notifications_of_an_earlier_use_of_the_number_never_count(pair: Ca
 
 @pytest.mark.parametrize("kind", ["failed", "drained"])
 @pytest.mark.parametrize("what", ["generation", "room", "writer"])
-def test_a_prefill_rank_speaks_only_for_itself_and_for_the_present(
-    pair: Callable[..., Requests], what: str, kind: str
-):
+def test_a_prefill_rank_speaks_only_for_itself_and_for_the_present(pair: Callable[..., Requests], what: str, kind: str):
     requests = pair(Model(), Shape(tp=2), Shape())
     for transport in requests.prefill.transports:
         transport.held = True
@@ -333,7 +324,7 @@ def test_whatever_comes_to_the_control_port_hurts_nobody(pair: Callable[..., Req
                 stranger.send_multipart([data, data, data])
             stranger.send(messages.encode(messages.Ping(endpoint="x")))
         for stranger, identity in zip(strangers, identities, strict=True):
-            answers = []
+            answers: list[Any] = []
             while stranger.poll(200 if answers else 3000):
                 answers.append(messages.decode_to_decode(stranger.recv()))
             if identity != b"\xff\xfe":  # whose name cannot be answered
@@ -404,7 +395,7 @@ def test_a_stranger_cannot_end_the_connection_of_another(pair: Callable[..., Req
 
 
 def test_a_room_that_one_prefill_rank_cannot_be_asked_for_is_not_asked_of_the_others(
-    pair: Callable[..., Requests],
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
 ):
     requests = pair(Model(), Shape(tp=2), Shape())
     requests.connect()
@@ -417,7 +408,7 @@ def test_a_room_that_one_prefill_rank_cannot_be_asked_for_is_not_asked_of_the_ot
         sent.append((rank, type(message).__name__))
         send(rank, message)
 
-    link.send = refuse  # type: ignore[method-assign]
+    monkeypatch.setattr(link, "send", refuse)
     request = requests.new(1)
     requests.open_decode(request)
     with pytest.raises(TransferFailedError, match="prefill rank 0 is gone: PeerDisconnectedError: too much is queued"):
@@ -432,7 +423,7 @@ def test_an_abort_is_repeated_until_it_is_answered(engines: Callable[..., Engine
     request = opened(requests)
     endpoint = requests.prefill.endpoints[0]
     send = endpoint.send
-    lost = []
+    lost: list[messages.Message] = []
 
     def lose(receiver: str, message: messages.Message) -> None:
         if isinstance(message, messages.Drained) and not lost:
@@ -499,7 +490,9 @@ def test_two_engines_that_use_one_number_at_a_time_are_told(engines: Callable[..
     eventually("the first has it", lambda: sender.state is S.WAITING_FOR_INPUT)
     second = other.open(1, pages, engine=prefill.name)
     for receiver in (first, second):
-        with pytest.raises(TransferFailedError, match=r"failed with IncompatiblePeerError: .* use the same room number?"):
+        with pytest.raises(
+            TransferFailedError, match=r"failed with IncompatiblePeerError: .* use the same room number?"
+        ):
             receiver.wait(WAIT_S)
-    with pytest.raises(IncompatiblePeerError, match="use the same room number?"):
+    with pytest.raises(IncompatiblePeerError, match="use the same room number"):
         sender.wait(WAIT_S)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.caches import Model, Shape
+from tests.support.engines import WAIT_S, Requests
+from tests.support.waiting import eventually
 
-from kvferry import Receiver, Sender, TransferState
+from kvferry import PrefillEndpoint, Receiver, Sender, TransferState
+from kvferry.endpoint.sending import OpenReceived
 from kvferry.errors import (
     ChunkError,
     RoomExistsError,
@@ -18,9 +23,8 @@ from kvferry.errors import (
     TransportError,
     UnknownRoomError,
 )
-from tests.support.caches import Model, Shape
-from tests.support.engines import WAIT_S, Requests
-from tests.support.waiting import eventually
+from kvferry.protocol import messages
+from kvferry.protocol.sender import ReceiverAborted
 
 S = TransferState
 
@@ -36,6 +40,12 @@ def nothing_left(requests: Requests) -> bool:
         and not endpoint._driver._waiting
         for endpoint in requests.decode.endpoints
     )
+
+
+def kept_early(endpoint: PrefillEndpoint, room: int) -> list[messages.OpenRoom | messages.AbortRoom]:
+    """The messages that a prefill rank keeps for a room."""
+    early = endpoint._early._rooms.get(room)
+    return [message for kept in early.messages.values() for message in kept] if early is not None else []
 
 
 # ---- states and waiting -----------------------------------------------------------------------------------------
@@ -66,7 +76,7 @@ def test_waiting_has_its_own_deadline(pair: Callable[..., Requests]):
     requests = pair()
     request = requests.new(1)
     requests.open_prefill(request)
-    with pytest.raises(TimeoutError, match="room 1 is still bootstrapping after 0.05 s"):
+    with pytest.raises(TimeoutError, match=r"room 1 is still bootstrapping after 0.05 s"):
         request.senders[0].wait(0.05)
     assert not request.senders[0].wait_pages_reusable(0.01)
     assert request.senders[0].state is S.BOOTSTRAPPING, "a wait that ends early does the transfer no harm"
@@ -130,7 +140,7 @@ def test_what_a_caller_sees_is_consistent_at_every_moment(pair: Callable[..., Re
 def test_the_end_is_published_in_an_order_that_never_misleads():
     from kvferry.endpoint.transfer import Transfer
 
-    seen = []
+    seen: list[Any] = []
 
     class Watched(Transfer):
         def __setattr__(self, name: str, value: object) -> None:
@@ -177,7 +187,7 @@ def test_an_abort_reaches_both_sides(pair: Callable[..., Requests], side: str, m
     for transfer in (*request.senders, *request.receivers):
         assert transfer.state is S.FAILED
         assert "out of memory" in str(transfer.error)
-        with pytest.raises(type(transfer.error), match="out of memory"):
+        with pytest.raises((TransferAbortedError, TransferFailedError), match="out of memory"):
             transfer.wait(0)
     if moment == "while a write is on its way":
         assert not any(each.pages_reusable for each in (*request.senders, *request.receivers))
@@ -421,6 +431,27 @@ def test_the_decode_side_may_reuse_a_number_while_the_prefill_side_still_ends_it
         request.wait()
         requests.check(request)
     eventually("nothing is left", lambda: nothing_left(requests))
+
+
+def test_wishes_and_aborts_that_reach_a_room_at_its_very_end_are_kept_for_the_next(pair: Callable[..., Requests]):
+    requests = pair()
+    endpoint, name = requests.prefill.endpoints[0], requests.decode.transports[0].endpoint_name
+    first = requests.new(1)
+    requests.open_decode(first)
+    requests.open_prefill(first)
+    room = endpoint._rooms[1]
+    requests.submit(first)
+    first.wait()
+    attachment = endpoint._attachment(name)
+    assert attachment is not None
+    for generation in (7, 8):
+        wish = messages.OpenRoom(room=1, generation=generation, receivers=1, prefix_pages=0, pages=b"")
+        room.post(OpenReceived(attachment, wish))
+        room.post(ReceiverAborted(name, generation, "changed its mind"))
+        abort = messages.AbortRoom(room=1, generation=generation, reason="changed its mind")
+        eventually("both are kept, in order", lambda *both: kept_early(endpoint, 1) == list(both), wish, abort)
+    with pytest.raises(TransferAbortedError, match="changed its mind"):
+        endpoint.open(1).wait(WAIT_S)
 
 
 def test_a_room_that_is_over_leaves_nothing_behind(pair: Callable[..., Requests]):

@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.caches import Model, Shape, pool
+from tests.support.engines import WAIT_S, Engines, PrefillEngine, Requests, new_engine_name
+from tests.support.waiting import eventually
 
 from kvferry import DecodeEndpoint, InProcessTransport, TransferState
 from kvferry.control.registrations import RankRegistration
@@ -28,9 +31,11 @@ from kvferry.errors import (
     VersionError,
 )
 from kvferry.protocol import messages
-from tests.support.caches import Model, Shape, pool
-from tests.support.engines import WAIT_S, Engines, PrefillEngine, Requests, new_engine_name
-from tests.support.waiting import eventually
+
+
+def waited(event: threading.Event, seconds: float) -> None:
+    event.wait(seconds)
+
 
 QUICK = {"heartbeat_interval_s": 0.05, "peer_timeout_s": 0.5}
 
@@ -126,7 +131,7 @@ def test_a_registry_that_is_down_is_named(engines: Callable[..., Engines], free_
     assert isinstance(caught.value.__cause__, RegistryUnreachableError)
     with pytest.raises(RegistryUnreachableError, match=url):
         decode.connect(timeout_s=WAIT_S)
-    with pytest.raises(TransferTimeoutError, match="'prefill' was not connected within 0.05 s"):
+    with pytest.raises(TransferTimeoutError, match=r"'prefill' was not connected within 0.05 s"):
         decode.connect(timeout_s=0.05)
 
 
@@ -138,9 +143,10 @@ def test_a_prefill_rank_says_that_its_registry_is_down_and_joins_when_it_is_up(
     made = pool(Model(), Shape(), Shape().coordinates()[0])
     from kvferry import PrefillEndpoint
 
-    with caplog.at_level(logging.ERROR), PrefillEndpoint(
-        made.layout, settings=both.settings(), transport=InProcessTransport(both.network)
-    ) as endpoint:
+    with (
+        caplog.at_level(logging.ERROR),
+        PrefillEndpoint(made.layout, settings=both.settings(), transport=InProcessTransport(both.network)) as endpoint,
+    ):
         assert not endpoint.wait_registered(0.1)
         eventually("the problem is known", lambda: endpoint.registry_error is not None)
         assert isinstance(endpoint.registry_error, RegistryUnreachableError)
@@ -244,26 +250,33 @@ def foreign_engine(url: str, address: str = "tcp://127.0.0.1:1", **changed: Any)
         registry.remove(registration.engine, 0, "x")
 
 
-def test_another_protocol_version_is_refused_before_anything_is_sent(engines: Callable[..., Engines], registry_url: str):
+def test_another_protocol_version_is_refused_before_anything_is_sent(
+    engines: Callable[..., Engines], registry_url: str
+):
     both = engines()
-    with foreign_engine(registry_url, protocol_version=99) as name, pytest.raises(
-        VersionError, match=r"speaks protocol version 99, this side 1: run the same kvferry on both"
+    with (
+        foreign_engine(registry_url, protocol_version=99) as name,
+        pytest.raises(VersionError, match=r"speaks protocol version 99, this side 1: run the same kvferry on both"),
     ):
         both.decode(Model()).endpoints[0].connect(name)
 
 
 def test_an_address_that_makes_no_sense_fails_the_link(engines: Callable[..., Engines], registry_url: str):
     both = engines()
-    with foreign_engine(registry_url, "no://address") as name, pytest.raises(
-        PeerDisconnectedError, match="cannot connect to 'no://address'"
+    with (
+        foreign_engine(registry_url, "no://address") as name,
+        pytest.raises(PeerDisconnectedError, match="cannot connect to 'no://address'"),
     ):
         both.decode(Model()).endpoints[0].connect(name)
 
 
 def test_another_rank_behind_the_registered_address_is_refused(pair: Callable[..., Requests], registry_url: str):
     requests = pair()
-    with foreign_engine(registry_url, requests.prefill.endpoints[0].control_address) as name, pytest.raises(
-        PeerError, match=f"the registry named rank 0 of '{name}', but rank 0 of '{requests.prefill.name}' answered"
+    with (
+        foreign_engine(registry_url, requests.prefill.endpoints[0].control_address) as name,
+        pytest.raises(
+            PeerError, match=f"the registry named rank 0 of '{name}', but rank 0 of '{requests.prefill.name}' answered"
+        ),
     ):
         requests.decode.endpoints[0].connect(name)
     requests.run(1)
@@ -286,7 +299,7 @@ def test_a_slow_rank_does_not_cost_the_others_their_connection(engines: Callable
     both = engines(**QUICK)
     prefill, decode = both.prefill(Model(), Shape(tp=2)), both.decode(Model())
     slow = threading.Event()
-    prefill.transports[1].on_prepare = lambda _: slow.wait(1.2) and None
+    prefill.transports[1].on_prepare = lambda _: waited(slow, 1.2)
     requests = Requests(prefill, decode)
     requests.connect()
     for room in range(5):
@@ -324,7 +337,7 @@ def test_a_silent_decode_rank_fails_its_rooms_and_no_others(engines: Callable[..
     eventually("both are open", lambda: request.senders[0].state is other.senders[0].state is not None)
     driver = dying.decode.endpoints[0]._driver
     stop, turn = threading.Event(), driver._turn
-    driver._turn = lambda: stop.wait(60) and turn()  # type: ignore[assignment, method-assign]
+    driver._turn = lambda: stop.wait(60) and turn()  # type: ignore[method-assign]
     for sender in request.senders:
         with pytest.raises(TransferFailedError, match="is gone: PeerDisconnectedError: silent for"):
             sender.wait(WAIT_S)
@@ -404,7 +417,7 @@ def test_a_connection_is_not_undone_while_a_write_uses_it(engines: Callable[...,
     eventually("the write is on its way", lambda: transport.in_flight == 1)
     driver = requests.decode.endpoints[0]._driver
     stop, turn = threading.Event(), driver._turn
-    driver._turn = lambda: stop.wait(60) and turn()  # type: ignore[assignment, method-assign]
+    driver._turn = lambda: stop.wait(60) and turn()  # type: ignore[method-assign]
     with pytest.raises(TransferFailedError, match="silent for"):
         request.senders[0].wait(WAIT_S)
     driver._turn = turn  # type: ignore[method-assign]
@@ -439,7 +452,7 @@ def test_a_prefill_engine_that_closes_says_so(engines: Callable[..., Engines]):
     requests.open_decode(early)
     requests.open_prefill(opened)
     for endpoint in prefill.endpoints:
-        eventually("the second room waits", lambda endpoint=endpoint: len(endpoint._early) == 1)
+        eventually("the second room waits", lambda endpoint: len(endpoint._early) == 1, endpoint)
     for endpoint in prefill.endpoints:
         endpoint.close()
     for receiver in (*opened.receivers, *early.receivers):

@@ -1,0 +1,174 @@
+"""Ranks in processes of their own, over NIXL, told what to do through a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import numpy as np
+from tests.support.caches import Model, Pool, Shape, pool
+
+from kvferry import DecodeEndpoint, PrefillEndpoint, RankCoordinates, Receiver, Sender, Settings
+
+Pages: TypeAlias = list[int]
+
+ANSWER_S = 30.0
+"""How long a process has for one answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a process says to a question.
+
+    Attributes:
+        value: the result; None if it failed.
+        error: the exception's type and text, if it failed.
+        error_type: its type's name.
+    """
+
+    value: Any = None
+    error: str | None = None
+    error_type: str | None = None
+
+
+class Rank:
+    """What runs in the process: one endpoint at a time."""
+
+    def __init__(self) -> None:
+        self.pool: Pool | None = None
+        self.endpoint: PrefillEndpoint | DecodeEndpoint | None = None
+        self.transfers: dict[int, tuple[Sender | Receiver, Pages]] = {}
+
+    def start_prefill(
+        self, model: Model, shape: Shape, coordinates: RankCoordinates, engine: str, settings: dict[str, Any]
+    ) -> None:
+        self.stop()
+        self.pool = pool(model, shape, coordinates)
+        endpoint = PrefillEndpoint(
+            self.pool.layout, engine=engine, coordinates=coordinates, settings=Settings(workers=2, **settings)
+        )
+        self.endpoint = endpoint
+        assert endpoint.wait_registered(ANSWER_S / 2), endpoint.registry_error
+
+    def start_decode(
+        self, model: Model, shape: Shape, coordinates: RankCoordinates, engine: str, settings: dict[str, Any]
+    ) -> None:
+        self.stop()
+        self.pool = pool(model, shape, coordinates)
+        self.endpoint = DecodeEndpoint(
+            self.pool.layout, engine=engine, coordinates=coordinates, settings=Settings(**settings)
+        )
+
+    def send(self, room: int, pages: Pages, ends: list[int], *, is_complete: bool = True) -> None:
+        """Fills the pages and submits them in chunks that end at `ends`; the request goes on if not complete."""
+        assert isinstance(self.endpoint, PrefillEndpoint)
+        assert self.pool is not None
+        self.pool.fill(room, np.array(pages))
+        sender = self.endpoint.open(room)
+        self.transfers[room] = sender, pages
+        start = 0
+        for end in ends:
+            is_last = is_complete and end == ends[-1]
+            sender.submit(np.array(pages[start:end]), last=is_last, aux=b"token %d" % room if is_last else None)
+            start = end
+
+    def receive(self, room: int, pages: Pages, engine: str) -> None:
+        assert isinstance(self.endpoint, DecodeEndpoint)
+        receiver = self.endpoint.open(room, np.array(pages), engine=engine)
+        self.transfers[room] = receiver, pages
+
+    def wait(self, room: int) -> int:
+        """Waits for a transfer; returns how many elements of it are wrong."""
+        transfer, pages = self.transfers[room]
+        transfer.wait(ANSWER_S / 2)
+        assert self.pool is not None
+        if isinstance(transfer, Receiver):
+            assert transfer.aux == b"token %d" % room
+        return self.pool.wrong(room, np.array(pages))
+
+    def state(self, room: int) -> tuple[str, bool, int]:
+        transfer, _ = self.transfers[room]
+        chunks = transfer.stats.chunks if isinstance(transfer, Receiver) else 0
+        return transfer.state.name, transfer.pages_reusable, chunks
+
+    def stop(self) -> None:
+        if self.endpoint is not None:
+            self.endpoint.close()
+        self.endpoint, self.pool = None, None
+        self.transfers.clear()
+
+
+def _serve(connection: Connection) -> None:
+    rank = Rank()
+    while True:
+        try:
+            question = connection.recv()
+        except (EOFError, ConnectionResetError):
+            rank.stop()
+            return
+        name, arguments, named = question
+        try:
+            answer = Answer(getattr(rank, name)(*arguments, **named))
+        except Exception as error:
+            answer = Answer(error=f"{type(error).__name__}: {error}", error_type=type(error).__name__)
+        connection.send(answer)
+
+
+class RankProcess:
+    """The process, as the test sees it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        self.unanswered = 0
+        theirs.close()
+
+    def ask(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        """Asks for a method of `Rank`; `answer` has the result."""
+        self._connection.send((method.__name__, arguments, named))
+        self.unanswered += 1
+
+    def answer(self, timeout_s: float = ANSWER_S) -> Answer:
+        """The answer to the oldest question that was not answered yet."""
+        assert self._connection.poll(timeout_s), f"process {self._process.pid} did not answer within {timeout_s:g} s"
+        answer: Answer = self._connection.recv()
+        self.unanswered -= 1
+        return answer
+
+    def do(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Asks and waits. What fails there, fails here."""
+        self.ask(method, *arguments, **named)
+        answer = self.answer()
+        assert answer.error is None, answer.error
+        return answer.value
+
+    def kill(self) -> None:
+        """Ends it in the middle of whatever it does."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.join(10)
+
+    def close(self) -> None:
+        """Lets it end in order, and makes sure that it does."""
+        self._connection.close()
+        self._process.join(15)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(10)
+
+
+def until(rank: RankProcess, room: int, holds: Callable[[tuple[str, bool, int]], bool], within_s: float = 10) -> float:
+    """Waits until a room's state in a process satisfies something; returns how long it took."""
+    started = time.monotonic()
+    while not holds(rank.do(Rank.state, room)):
+        assert time.monotonic() < started + within_s, rank.do(Rank.state, room)
+        time.sleep(0.02)
+    return time.monotonic() - started
