@@ -1,6 +1,7 @@
 """One prefill process, one decode process, a cache that crosses between them."""
 
 import multiprocessing
+from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -21,10 +22,10 @@ def make_pool(fill: float) -> tuple[list[np.ndarray], kf.RankLayout]:
     return tensors, kf.RankLayout(shards=tuple(shards))
 
 
-def prefill(url_for_decode: multiprocessing.SimpleQueue) -> None:
+def prefill(decode: Connection) -> None:
     _memory, layout = make_pool(fill=1.5)  # the memory must outlive the endpoint
     with kf.PrefillEndpoint(layout, settings=kf.Settings(registry_port=0)) as endpoint:
-        url_for_decode.put(endpoint.registry_url)
+        decode.send(endpoint.registry_url)
         sender = endpoint.open(room=7)
         sender.submit(np.array([3, 1]))  # the first chunk, as soon as it is computed
         sender.submit(np.array([4]), last=True, aux=b"first token: 42")
@@ -32,11 +33,11 @@ def prefill(url_for_decode: multiprocessing.SimpleQueue) -> None:
 
 
 if __name__ == "__main__":
-    url = multiprocessing.get_context("spawn").SimpleQueue()
-    process = multiprocessing.get_context("spawn").Process(target=prefill, args=(url,))
+    url, decode = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=prefill, args=(decode,))
     process.start()
     tensors, layout = make_pool(fill=0.0)
-    with kf.DecodeEndpoint(layout, settings=kf.Settings(registry_url=url.get())) as endpoint:
+    with kf.DecodeEndpoint(layout, settings=kf.Settings(registry_url=url.recv())) as endpoint:
         receiver = endpoint.open(room=7, pages=np.array([60, 20, 33]))
         receiver.wait()
         arrived = [bool((tensor[[60, 20, 33]] == 1.5).all()) for tensor in tensors]
