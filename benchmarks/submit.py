@@ -1,17 +1,19 @@
 """How long `Sender.submit` takes the caller, by the number of pages in the chunk.
 
-Two processes over NIXL, every byte really sent. Before each submit the caller computes for a few milliseconds, as a
-scheduler's process does (a thread that slept finds its caches cold and takes several times as long for anything).
-Prints the median and the 99th percentile of the caller's time in microseconds, and beside it how long the transfers
-themselves took.
+Two processes over NIXL, every byte really sent. Before each submit the caller does what a scheduler's process does: it
+computes for a few milliseconds, then takes page numbers from its free list and submits them. Prints the median and the
+99th percentile of the caller's time in microseconds, and beside it how long the transfers themselves took.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import os
 import statistics
 import time
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before NumPy: the caller computes on one core, the others move bytes
 
 import numpy as np
 
@@ -72,12 +74,14 @@ def main() -> None:
         ours.send(prefill.registry_url)
         print("pages a chunk   submit p50 us   p99 us   whole transfer p50 us")
         for size, pages in enumerate(CHUNK_PAGES):
-            chosen = chosen_pages(pages)
+            free_pages = chosen_pages(POOL_PAGES)
             submit_us: list[float] = []
             whole_us: list[float] = []
             for number in range(ROUNDS):
                 sender = prefill.open(size * ROUNDS + number)
                 compute()
+                free_pages = np.roll(free_pages, pages)
+                chosen = free_pages[:pages]
                 start = time.perf_counter()
                 sender.submit(chosen, last=True)
                 submit_us.append(1e6 * (time.perf_counter() - start))
