@@ -17,6 +17,7 @@ from kvferry.errors import (
     TransferTimeoutError,
 )
 from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.failures import caused
 from kvferry.protocol.states import RECEIVER_TRANSITIONS, ReceiverTrigger, TransferState
 
 # ---- events -----------------------------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ class ReceiverMachine:
             case Connected():
                 return self._connected(event, now)
             case ConnectFailed(error):
-                return self._fail(_as_transfer_error(f"room {self.room}: connecting failed", error))
+                return self._fail(caused(f"room {self.room}: connecting failed", error))
             case Arrived(rank, sequence):
                 return self._arrived(rank, sequence, now)
             case Finished():
@@ -219,11 +220,11 @@ class ReceiverMachine:
             case SenderDrained(rank):
                 return self._drained(rank)
             case SenderLost(rank, error):
-                return self._fail(_as_transfer_error(f"room {self.room}: prefill rank {rank} is gone", error))
+                return self._fail(caused(f"room {self.room}: prefill rank {rank} is gone", error))
             case ReceiverAbortRequested(reason):
                 return self._fail(TransferAbortedError(f"room {self.room} was aborted by the decode side: {reason}"))
             case ReceiverBroke(error):
-                return self._fail(_as_transfer_error(f"room {self.room} met an unexpected error", error))
+                return self._fail(caused(f"room {self.room} met an unexpected error", error))
             case ReceiverTick():
                 return self._tick(now)
 
@@ -310,9 +311,3 @@ class ReceiverMachine:
         self.error = error
         self._move(ReceiverTrigger.FAILURE)
         return [SendAbort(rank, str(error)) for rank in sorted(self._ranks)]
-
-
-def _as_transfer_error(what: str, cause: Exception) -> TransferFailedError:
-    error = TransferFailedError(f"{what}: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error

@@ -19,6 +19,7 @@ from kvferry.errors import (
 )
 from kvferry.protocol.chunks import Chunk, Pages
 from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.failures import caused
 from kvferry.protocol.states import SENDER_TRANSITIONS, SenderTrigger, TransferState
 
 # ---- events -----------------------------------------------------------------------------------------------------
@@ -265,12 +266,12 @@ class SenderMachine:
                 commands = self._maybe_finish()
             case WriteFailed(name, sequence, error):
                 self._receivers[name].writes_in_flight.pop(sequence, None)
-                commands = self._fail(_failure(f"writing chunk {sequence} of room {self.room} to {name} failed", error))
+                commands = self._fail(caused(f"writing chunk {sequence} of room {self.room} to {name} failed", error))
             case FinishSent(name):
                 self._receivers[name].finish_sent = True
                 commands = self._maybe_succeed()
             case FinishFailed(name, error):
-                commands = self._fail(_failure(f"telling {name} that room {self.room} is complete failed", error))
+                commands = self._fail(caused(f"telling {name} that room {self.room} is complete failed", error))
             case ReceiverAborted(name, generation, reason):
                 commands = self._receiver_aborted(name, generation, reason)
             case ReceiverLost(name, error):
@@ -280,7 +281,7 @@ class SenderMachine:
                     TransferAbortedError(f"room {self.room} was aborted by the prefill side: {reason}")
                 )
             case SenderBroke(error):
-                commands = self._fail(_failure(f"room {self.room} met an unexpected error", error))
+                commands = self._fail(caused(f"room {self.room} met an unexpected error", error))
             case SenderTick():
                 commands = self._tick(now)
         return commands + self._tell_drained()
@@ -420,7 +421,7 @@ class SenderMachine:
         receiver.told_failed = receiver.told_drained = True  # nobody there to tell
         if receiver.finish_sent or not (receiver.opened.is_writer or receiver.opened.sends_aux):
             return []  # it got from this rank all that it was to get; the other receivers go on
-        return self._fail(_failure(f"room {self.room}: {name} is gone", error))
+        return self._fail(caused(f"room {self.room}: {name} is gone", error))
 
     def _tick(self, now: float) -> list[SenderCommand]:
         if self.deadline is None or now < self.deadline:
@@ -467,9 +468,3 @@ class SenderMachine:
                 receiver.told_drained = True
                 commands.append(SendDrained(name, receiver.opened.generation))
         return commands
-
-
-def _failure(what: str, cause: Exception) -> TransferFailedError:
-    error = TransferFailedError(f"{what}: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error
