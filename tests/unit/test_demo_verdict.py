@@ -101,6 +101,13 @@ def test_what_arrived_as_it_was_sent_holds(options: DemoOptions, outcome: Outcom
     assert verdict.total_bytes == 4 * 64
 
 
+def test_a_rank_that_sent_nothing_has_no_part_in_the_time(options: DemoOptions, outcome: Outcome):
+    name, sent = next((name, sent) for name, sent in outcome.of(Sent, "prefill") if not name.coordinates.is_aux_writer)
+    late = replace(sent, stats=SenderStats(0.0, 9.0, 9.5, ()))
+    outcome.reports[name] = [late if report is sent else report for report in outcome.reports[name]]
+    assert judge(options, outcome).transfer_ms == (3000.0,)
+
+
 def test_one_wrong_byte_is_found(options: DemoOptions, outcome: Outcome):
     shard = {name: part.copy() for name, part in outcome.of(Received, "decode")[0][1].shard.items()}
     shard["v"].reshape(-1)[17] ^= 1

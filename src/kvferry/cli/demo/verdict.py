@@ -129,7 +129,12 @@ def _part(component: Component, shape: EngineShape, engine_rank: int, whole: NDA
 
 
 def _transfer_ms(outcome: Outcome, room: int) -> float:
-    submitted = [r.stats.last_submitted_at for _, r in outcome.of(Sent, "prefill") if r.room == room]
+    # Of the ranks that sent something: one that was elected for nothing may come to the request after it has arrived.
+    submitted = [
+        report.stats.last_submitted_at
+        for name, report in outcome.of(Sent, "prefill")
+        if report.room == room and (report.stats.writes or name.coordinates.is_aux_writer)
+    ]
     ended = [r.stats.ended_at for _, r in outcome.of(Received, "decode") if r.room == room]
     # Steady clocks of processes on one machine agree.
     return float(1e3 * (max(ended) - max(submitted)))
