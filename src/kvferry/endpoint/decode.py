@@ -103,7 +103,8 @@ class DecodeEndpoint:
         `pages_reusable`.
 
         Args:
-            room: the request's number on both sides, below 2**63; free again once the transfer has ended.
+            room: the request's number on both sides, below 2**63. It may be used again once the transfer has ended on
+                every rank of both sides, and not before: it is the only thing that says which request is meant.
             pages: page numbers in this rank's pool for the part of the request that is missing here, in order. Empty
                 if nothing is missing: then only aux data and completion come.
             engine: the prefill engine's name.

@@ -191,7 +191,8 @@ class PrefillEndpoint:
         """Opens a room: this rank will send a request's cache under this number. Does no I/O.
 
         Args:
-            room: the request's number on both sides, below 2**63; free again once the transfer has ended.
+            room: the request's number on both sides, below 2**63. It may be used again once the transfer has ended on
+                every rank of both sides, and not before: it is the only thing that says which request is meant.
 
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
