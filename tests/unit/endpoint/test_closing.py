@@ -178,6 +178,9 @@ def test_closing_gives_up_on_a_write_that_hangs_and_keeps_the_memory(
     requests.open_prefill(request)
     requests.submit(request)
     eventually("a write is on its way", lambda: transport.in_flight == 1)
+    early = requests.new(2)
+    requests.open_decode(early)
+    eventually("another room waits", lambda: len(requests.prefill.endpoints[0]._early) == 1)
     started = time.monotonic()
     with caplog.at_level(logging.ERROR):
         requests.prefill.endpoints[0].close()
@@ -187,6 +190,9 @@ def test_closing_gives_up_on_a_write_that_hangs_and_keeps_the_memory(
     with pytest.raises(TransferFailedError, match="closed"):
         request.receivers[0].wait(WAIT_S)
     assert not request.receivers[0].pages_reusable
+    with pytest.raises(TransferFailedError, match="EndpointClosedError: the prefill endpoint was closed"):
+        early.receivers[0].wait(WAIT_S)
+    assert early.receivers[0].wait_pages_reusable(WAIT_S), "no write of this room was ever begun"
     requests.decode.endpoints[0].close()
     transport.held = False  # lets its thread end
 

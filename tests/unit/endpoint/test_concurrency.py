@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.waiting import eventually
 from tests.unit.endpoint.test_life_of_a_room import nothing_left
 
 from kvferry import Sender, Settings
+from kvferry.endpoint.actors import Actor, RunQueue
 from kvferry.errors import ChunkError
 
 
@@ -178,6 +180,47 @@ def test_a_small_request_does_not_wait_for_all_of_a_large_one(pair: Callable[...
     (write,) = small.senders[0].stats.writes
     before = sum(each.posted_at < write.posted_at for each in large.senders[0].stats.writes)
     assert before < 10
+
+
+class Hops(Actor):
+    """Does nothing but stand in the queue again, as often as it has events."""
+
+    def handle(self, event: Any, worker: Any) -> None: ...
+
+    def broke(self, error: Exception, worker: Any) -> None: ...
+
+
+def test_waiting_in_the_run_queue_has_an_end_whoever_else_waits():
+    """A worker that has a write on its way must look at it again, also if another took what it was woken for."""
+    run_queue, stop, tries = RunQueue(), threading.Event(), 0
+
+    def work(timeout_s: float | None) -> None:
+        nonlocal tries
+        while not stop.is_set():
+            tries += timeout_s is not None
+            try:
+                actor = run_queue.take(timeout_s)
+            except queue.Empty:
+                continue
+            if actor is not None:
+                actor.take_turn(None)  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=work, args=(timeout_s,)) for timeout_s in (None, 20e-6)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        actors = [Hops(run_queue) for _ in range(2)]
+        for actor in actors:
+            for _ in range(20):
+                actor.post(None)
+        eventually("all is done", lambda *each: not any(one._events for one in each), *actors)
+        before = tries
+        eventually("the worker looked again", lambda before: tries > before + 1, before)
+    stop.set()
+    for _ in threads:
+        run_queue.put(None)
+    for thread in threads:
+        thread.join(WAIT_S)
 
 
 # ---- synchronous mode -------------------------------------------------------------------------------------------

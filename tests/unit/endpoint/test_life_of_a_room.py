@@ -393,6 +393,28 @@ def test_a_number_is_free_as_soon_as_its_transfer_has_ended(pair: Callable[..., 
         again.wait(WAIT_S)
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_number_is_free_in_the_very_moment_of_its_end(pair: Callable[..., Requests], side: str):
+    requests = pair()
+    endpoint = (requests.prefill if side == "prefill" else requests.decode).endpoints[0]
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    again: list[object] = []
+
+    def reopen(_: object) -> None:
+        try:
+            again.append(endpoint.open(1) if isinstance(endpoint, PrefillEndpoint) else endpoint.open(1, [0]))
+        except RoomExistsError as error:
+            again.append(error)
+
+    (request.senders if side == "prefill" else request.receivers)[0]._ended.add_done_callback(reopen)
+    requests.submit(request)
+    request.wait()
+    eventually("it was tried", lambda: again)
+    assert isinstance(again[0], (Sender, Receiver))
+
+
 @pytest.mark.parametrize("after", ["success", "failure"])
 def test_the_decode_side_may_reuse_a_number_while_the_prefill_side_still_ends_it(
     pair: Callable[..., Requests], after: str
