@@ -111,7 +111,8 @@ class Sender(Transfer):
 
         The pages must keep their contents until `pages_reusable`. Chunks may be handed in before the decode side asks
         for them; pages that it already holds are not sent. A room that has already failed takes chunks in silence:
-        `state` says so.
+        `state` says so. A page that appears twice in a chunk fails the room with a PageError: to look for it here would
+        take the caller's time.
 
         Args:
             pages: page numbers in this rank's pool, in the order of the request. A NumPy array of int64 is fastest.
@@ -123,7 +124,7 @@ class Sender(Transfer):
 
         Raises:
             ChunkError: after the last chunk, or if the chunk does not follow the one before it.
-            PageError: if page numbers are not integers, out of range or repeated.
+            PageError: if page numbers are not integers or out of range.
             UsageError: if aux is given before the last chunk, or is too large.
         """
         if aux is not None and not last:

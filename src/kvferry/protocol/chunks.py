@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -11,9 +10,10 @@ from kvferry.errors import ChunkError, PageError
 
 Pages = NDArray[np.int64]
 
+_INT64 = np.dtype(np.int64)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
+
+class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One part of a request.
 
     Attributes:
@@ -41,6 +41,7 @@ class ChunkSequence:
 
     def __init__(self, room: int, pool_pages: int) -> None:
         self._room = room
+        self._where = f"room {room}"
         self._pool_pages = pool_pages
         self._next_number = 0
         self._next_page = 0
@@ -61,7 +62,7 @@ class ChunkSequence:
 
         Raises:
             ChunkError: after the last chunk, or if the chunk does not continue the one before.
-            PageError: if page numbers are not integers, out of range or repeated.
+            PageError: if page numbers are not integers or out of range.
         """
         if self._complete:
             raise ChunkError(f"room {self._room}: a chunk after the last one; open a new room for a new request")
@@ -73,7 +74,7 @@ class ChunkSequence:
         chunk = Chunk(
             number=self._next_number,
             start=begin,
-            pages=checked_pages(pages, pool_pages=self._pool_pages, where=f"room {self._room}"),
+            pages=pages_in_pool(pages, pool_pages=self._pool_pages, where=self._where),
             is_last=is_last,
             aux=aux,
         )
@@ -89,27 +90,54 @@ def checked_pages(pages: ArrayLike, *, pool_pages: int, where: str) -> Pages:
     Raises:
         PageError: naming an offending page.
     """
+    copy = pages_in_pool(pages, pool_pages=pool_pages, where=where)
+    refuse_repeated(copy, where=where)
+    return copy
+
+
+def pages_in_pool(pages: ArrayLike, *, pool_pages: int, where: str) -> Pages:
+    """A private copy of page numbers, all inside the pool.
+
+    A scheduler waits for this: hence few calls, and such as are cheap also when their code is not in the cache.
+
+    Raises:
+        PageError: naming an offending page.
+    """
+    copy = _integers(pages, where)
+    if not copy.size:
+        return copy
+    unsigned = copy.view(np.uint64)  # as unsigned numbers negative ones are too large as well: one look is enough
+    if unsigned[unsigned.argmax()] >= pool_pages:  # argmax costs half of what max does
+        position = int(np.flatnonzero((copy < 0) | (copy >= pool_pages))[0])
+        page = np.asarray(pages)[position]
+        raise PageError(f"{where}: page {page} at position {position} is out of range: the pool has {pool_pages} pages")
+    return copy
+
+
+def refuse_repeated(pages: Pages, *, where: str) -> None:
+    """Refuses page numbers that are there more than once.
+
+    Raises:
+        PageError: naming the first.
+    """
+    if not pages.size:
+        return
+    seen = np.zeros(int(pages.max()) + 1, np.bool_)
+    seen[pages] = True
+    if np.count_nonzero(seen) != pages.size:
+        numbers, counts = np.unique(pages, return_counts=True)
+        first = int(np.flatnonzero(counts > 1)[0])
+        raise PageError(f"{where}: page {numbers[first]} appears {counts[first]} times; a request holds each page once")
+
+
+def _integers(pages: ArrayLike, where: str) -> Pages:
+    """A private copy of a flat sequence of integers."""
+    if type(pages) is np.ndarray and pages.dtype is _INT64 and pages.ndim == 1:
+        return np.array(pages, np.int64)
     try:
         given = np.asarray(pages)
     except ValueError as error:
         raise PageError(f"{where}: pages must be a flat sequence of integers: {error}") from error
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise PageError(f"{where}: pages must be a flat sequence of integers, not {given.dtype} of shape {given.shape}")
-    copy = given.astype(np.int64, copy=True)
-    if copy.size == 0:
-        return copy
-    # The scheduler waits for this. As unsigned numbers negative ones are too large as well, so that one look is enough,
-    # and argmax costs half of what max does when its code is not in the cache.
-    unsigned = copy.view(np.uint64)
-    if unsigned[unsigned.argmax()] >= pool_pages:
-        position = int(np.flatnonzero((copy < 0) | (copy >= pool_pages))[0])
-        raise PageError(
-            f"{where}: page {given[position]} at position {position} is out of range: the pool has {pool_pages} pages"
-        )
-    seen = np.zeros(pool_pages, np.bool_)
-    seen[copy] = True
-    if np.count_nonzero(seen) != copy.size:
-        numbers, counts = np.unique(copy, return_counts=True)
-        first = int(np.flatnonzero(counts > 1)[0])
-        raise PageError(f"{where}: page {numbers[first]} appears {counts[first]} times; a request holds each page once")
-    return copy
+    return given.astype(np.int64)

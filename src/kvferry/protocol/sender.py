@@ -17,7 +17,7 @@ from kvferry.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvferry.protocol.chunks import Chunk, Pages
+from kvferry.protocol.chunks import Chunk, Pages, refuse_repeated
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.failures import caused
 from kvferry.protocol.states import SENDER_TRANSITIONS, SenderTrigger, TransferState
@@ -335,6 +335,10 @@ class SenderMachine:
     def _chunk_submitted(self, chunk: Chunk, now: float) -> list[SenderCommand]:
         if self.state.is_final:
             return []  # the caller learns from the state
+        try:
+            refuse_repeated(chunk.pages, where=f"room {self.room}")  # here, where no scheduler waits for it
+        except PageError as error:
+            return self._fail(error)
         if self.state is TransferState.BOOTSTRAPPING:
             self._chunks.append(chunk)
             return []

@@ -370,7 +370,6 @@ def test_parallel_sizes_of_zero_are_refused():
     [
         ([0, 32], "room 1: page 32 at position 1 is out of range: the pool has 32 pages"),
         ([-1], "room 1: page -1 at position 0 is out of range"),
-        ([3, 4, 3], "room 1: page 3 appears 2 times; a request holds each page once"),
         ([0.5], "pages must be a flat sequence of integers"),
         ([[1, 2]], "pages must be a flat sequence of integers"),
     ],
@@ -384,6 +383,20 @@ def test_wrong_pages_are_refused_on_both_sides(pair: Callable[..., Requests], pa
         assert says in str(caught.value)
     sender.abort()
     assert requests.decode.endpoints[0].open_rooms == 0
+
+
+def test_repeated_pages_are_refused_by_decode_and_fail_the_room_on_prefill(pair: Callable[..., Requests]):
+    requests = pair()
+    says = "room 1: page 3 appears 2 times; a request holds each page once"
+    with pytest.raises(PageError, match=says):
+        requests.decode.endpoints[0].open(1, [3, 4, 3])
+    receiver = requests.decode.endpoints[0].open(1, [3, 4, 5], engine=requests.prefill.name)
+    sender = requests.prefill.endpoints[0].open(1)
+    sender.submit([3, 4, 3], last=True)
+    with pytest.raises(PageError, match=says):
+        sender.wait(WAIT_S)
+    with pytest.raises(TransferFailedError, match=f"PageError: {says}"):
+        receiver.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("room", [-1, 2**63, True, "1", 1.0, None])

@@ -111,7 +111,7 @@ def test_no_chunk_starts_before_the_request():
 
 def test_a_refused_chunk_changes_nothing():
     sequence = ChunkSequence(7, pool_pages=10)
-    for pages in ([10], [1, 1], [0.5], [[1]]):
+    for pages in ([10], [-1], [0.5], [[1]]):
         with pytest.raises(PageError):
             chunk(sequence, pages, start=4, is_last=True)
     with pytest.raises(ChunkError):

@@ -458,6 +458,14 @@ def test_the_first_failure_is_the_one_that_is_told():
     assert "first" in str(sender.error)
 
 
+def test_a_page_that_appears_twice_in_a_chunk_fails_the_room():
+    sender = machine()
+    commands = run(sender, opened(pages=[0, 1, 2]), chunk(3, 4, 3, is_last=True))
+    assert [type(command) for command in commands] == [SendFailed, SendDrained]
+    assert isinstance(sender.error, PageError)
+    assert "page 3 appears 2 times" in str(sender.error)
+
+
 # ---- deadlines -----------------------------------------------------------------------------------------------------
 
 
