@@ -370,7 +370,9 @@ class PrefillEndpoint:
             try:
                 self._channel.send(receiver, messages.encode(message))
             except KVFerryError as error:
-                log.warning("%s to %s was lost: %s", type(message).__name__, receiver, error)
+                # A farewell to somebody who left first is nothing to worry about.
+                level = logging.DEBUG if isinstance(message, messages.Closed) else logging.WARNING
+                log.log(level, "%s to %s was lost: %s", type(message).__name__, receiver, error)
 
     def _receive_one(self, identity: str, data: bytes, now: float) -> None:
         try:
