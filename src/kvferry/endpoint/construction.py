@@ -6,6 +6,7 @@ import os
 import secrets
 
 from kvferry.errors import UsageError
+from kvferry.protocol.deadlines import Deadlines
 from kvferry.settings import Settings
 from kvferry.transport import NixlTransport, Transport
 
@@ -30,6 +31,15 @@ def create_transport(settings: Settings, name: str) -> Transport:
         backend=settings.nixl_backend,
         backend_parameters=parameters,
         progress_delay_us=settings.nixl_progress_delay_us,
+    )
+
+
+def deadlines(settings: Settings) -> Deadlines:
+    """The protocol's longest waits, as the settings say."""
+    return Deadlines(
+        bootstrap_s=settings.bootstrap_timeout_s,
+        waiting_s=settings.waiting_timeout_s,
+        write_s=settings.write_timeout_s,
     )
 
 

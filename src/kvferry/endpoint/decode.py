@@ -11,14 +11,13 @@ from numpy.typing import ArrayLike
 
 from kvferry.control.registrations import check_engine_name
 from kvferry.control.registry_client import RegistryClient
-from kvferry.endpoint.construction import checked_room, create_transport, endpoint_name
+from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_driver import DecodeDriver
 from kvferry.endpoint.links import Identity, LinkKey
 from kvferry.endpoint.receiving import Receiver, ReceivingRoom
 from kvferry.errors import EndpointClosedError, LayoutError, PageError, RoomExistsError, UnknownRoomError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.protocol.chunks import checked_pages
-from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.receiver import ReceiverMachine
 from kvferry.settings import Settings
 from kvferry.transport import Transport
@@ -61,11 +60,7 @@ class DecodeEndpoint:
         self.engine_rank = self.coordinates.engine_rank
         self._registry_client = RegistryClient(self.settings.registry_address)
         self.transport = transport or create_transport(self.settings, endpoint_name(engine, self.engine_rank))
-        self._deadlines = Deadlines(
-            bootstrap_s=self.settings.bootstrap_timeout_s,
-            waiting_s=self.settings.waiting_timeout_s,
-            write_s=self.settings.write_timeout_s,
-        )
+        self._deadlines = deadlines(self.settings)
         # Guards the table of rooms, which callers add to and the driver takes from.
         self._lock = threading.Lock()
         self._rooms: dict[int, Receiver] = {}

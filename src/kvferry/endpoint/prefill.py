@@ -18,7 +18,7 @@ from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.actors import RunQueue
 from kvferry.endpoint.attachment import Attachment
-from kvferry.endpoint.construction import checked_room, create_transport, endpoint_name
+from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
 from kvferry.endpoint.sending import OpenReceived, Sender, SendingRoom
 from kvferry.endpoint.workers import start_workers
@@ -34,7 +34,6 @@ from kvferry.errors import (
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.protocol import messages
 from kvferry.protocol.chunks import checked_pages
-from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.early import EarlyRooms
 from kvferry.protocol.sender import ReceiverAborted, ReceiverLost, SenderAbortRequested, SenderMachine, SenderTick
 from kvferry.settings import Settings, bracketed
@@ -103,11 +102,7 @@ class PrefillEndpoint:
         self.pool_pages = layout.num_pages
         self.is_aux_writer = self.coordinates.is_aux_writer
         self.transport = transport or create_transport(self.settings, endpoint_name(engine, self.engine_rank))
-        self._deadlines = Deadlines(
-            bootstrap_s=self.settings.bootstrap_timeout_s,
-            waiting_s=self.settings.waiting_timeout_s,
-            write_s=self.settings.write_timeout_s,
-        )
+        self._deadlines = deadlines(self.settings)
         self._queues: list[RunQueue] = [RunQueue() for _ in range(self.settings.used_queues)]
         self._peers = DecodePeers(self._make_peer)
         # Guards the rooms, those that failed alone and early messages together: what comes for a room goes to exactly

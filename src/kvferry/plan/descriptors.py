@@ -35,11 +35,6 @@ class DescriptorRows:
     destination: RowArray
     piece_rows: tuple[slice, ...]
 
-    def lengths(self, rows: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Bytes of one descriptor of each of the given rows."""
-        lengths: NDArray[np.uint64] = self.source[rows, 1]
-        return lengths
-
 
 def descriptor_rows(
     pieces: Sequence[Runs],

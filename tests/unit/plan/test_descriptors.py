@@ -56,7 +56,7 @@ def test_selected_rows_are_the_pieces_rows_in_order():
     selected = select_rows([made.piece_rows[2], made.piece_rows[0]])
     assert selected.tolist() == [5, 0, 1]
     assert selected.dtype == np.int32
-    assert made.lengths(selected).tolist() == [16, 64, 64]
+    assert made.source[selected, 1].tolist() == [16, 64, 64]
 
 
 def test_indices_number_row_by_row_with_the_pages_innermost():
