@@ -185,7 +185,7 @@ class Requests:
 
     def _next_pages(self, pool: Pool, count: int) -> NDArray[np.int64]:
         seed = pool.coordinates.engine_rank + 100 * (pool in self.decode.pools)
-        order = np.random.default_rng(seed).permutation(pool.layout.num_pages)
+        order = np.random.default_rng(seed).permutation(pool.layout.group("kv").num_pages)
         return np.roll(order, -self._used_pages)[:count]
 
     def open_decode(self, request: Request) -> None:

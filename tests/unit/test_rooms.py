@@ -13,7 +13,7 @@ import kvferry
 PACKAGE = Path(kvferry.__file__).parent
 ROOT = PACKAGE.parent.parent
 
-ROOMS = ("layout", "plan", "protocol", "transport", "control", "endpoint", "engines", "cli")
+ROOMS = ("layout", "plan", "protocol", "transport", "control", "endpoint", "models", "engines", "cli")
 """From the ground up."""
 
 SANS_IO = ("layout", "plan", "protocol")

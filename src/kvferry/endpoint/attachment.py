@@ -3,48 +3,67 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.layout.interval import covers
-from kvferry.plan import Piece, check_exchangeable, descriptor_rows, elect_writer, lower
-from kvferry.plan.descriptors import select_rows
+from kvferry.plan import DescriptorRows, ElectedRoute, PairPlan, Unit, check_exchangeable, descriptor_indices, firsts_of
+from kvferry.plan.descriptors import DescriptorIndices
 from kvferry.protocol.messages import Attach
+from kvferry.protocol.moves import Move
 from kvferry.transport import PeerMetadata, PreparedList, Transport
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedRows:
+    """Descriptor rows, and the lists that a transport made of them."""
+
+    rows: DescriptorRows
+    local: PreparedList
+    remote: PreparedList
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selected:
+    """The descriptors of one write, in the order in which they pair up."""
+
+    local: PreparedList
+    local_indices: DescriptorIndices
+    remote: PreparedList
+    remote_indices: DescriptorIndices
+
+
 class Attachment:
     """A decode rank, ready to be written to.
 
     Attributes:
         receiver: its endpoint.
         coordinates: its place in its engine.
-        pages: pages in its pool.
-        pieces: what this rank may send it, and `piece_rows` the descriptor rows of each.
-        local, remote: both sides' prepared lists; None where this rank has nothing to send.
+        layout: what it holds and where.
+        plan: what this rank may send it.
     """
 
-    receiver: str
-    coordinates: RankCoordinates
-    pages: int
-    pieces: tuple[Piece, ...]
-    piece_rows: tuple[slice, ...]
-    local: PreparedList | None
-    remote: PreparedList | None
-    _selections: dict[tuple[int, ...], NDArray[np.int32]] = field(default_factory=dict)
-    # Guards the two below, which several workers use: no list is given back while a write uses it.
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _writes: int = 0
-    _when_unused: Callable[[], None] | None = None
+    def __init__(
+        self, receiver: str, coordinates: RankCoordinates, layout: RankLayout, plan: PairPlan, transport: Transport
+    ) -> None:
+        self.receiver = receiver
+        self.coordinates = coordinates
+        self.layout = layout
+        self.plan = plan
+        self._transport = transport
+        # Guards the prepared lists: those of single tokens are made by whichever worker first needs them.
+        self._prepare_lock = threading.Lock()
+        self._prepared: dict[Unit, PreparedRows] = {}
+        # Guards the two below, which several workers use: no list is given back while a write uses it.
+        self._lock = threading.Lock()
+        self._writes = 0
+        self._when_unused: Callable[[], None] | None = None
 
     def begin_write(self) -> bool:
-        """Keeps both lists for one write; False if they are being given back."""
+        """Keeps all lists for one write; False if they are being given back."""
         with self._lock:
             if self._when_unused is not None:
                 return False
@@ -67,20 +86,65 @@ class Attachment:
         if is_unused:
             when_unused()
 
-    def rows(self, room: int, group_rank: int) -> NDArray[np.int32]:
-        """The descriptor rows that this rank sends in a room: those of the pieces it is elected to write."""
-        elected = tuple(
-            index
-            for index, piece in enumerate(self.pieces)
-            if elect_writer(piece, room=room, receiver=self.coordinates.group_rank) == group_rank
-        )
-        if elected not in self._selections:
-            self._selections[elected] = select_rows([self.piece_rows[index] for index in elected])
-        return self._selections[elected]
+    def elected(self, room: int, group_rank: int) -> tuple[ElectedRoute, ...]:
+        """What this rank sends in a room.
+
+        Args:
+            group_rank: of this rank.
+        """
+        return self.plan.elected(room, writer=group_rank, receiver=self.coordinates.group_rank)
+
+    def prepare(self, unit: Unit) -> PreparedRows:
+        """The lists for a unit, prepared when first asked for.
+
+        Raises:
+            LayoutError: if there are more descriptors than can be numbered.
+            TransportError: if preparing fails.
+        """
+        with self._prepare_lock:
+            if unit not in self._prepared:
+                rows = self.plan.descriptor_rows(unit)
+                local = self._transport.prepare(rows.source.rows, None)
+                try:
+                    remote = self._transport.prepare(rows.destination.rows, self.receiver)
+                except BaseException:
+                    self._transport.release_list(local)
+                    raise
+                self._prepared[unit] = PreparedRows(rows, local, remote)
+            return self._prepared[unit]
+
+    def select(self, unit: Unit, elected: Sequence[ElectedRoute], moves: Sequence[Move]) -> Selected:
+        """The descriptors of a write; between `begin_write` and `end_write`. Errors as in `prepare`.
+
+        Args:
+            elected: what this rank sends in the room; moves refer to it.
+        """
+        prepared = self.prepare(unit)
+        local, remote = [], []
+        for move in moves:
+            pieces = elected[move.route].pieces
+            rows = prepared.rows
+            local.append(descriptor_indices(firsts_of(rows.source, pieces), move.source_units, move.source_pages))
+            remote.append(
+                descriptor_indices(firsts_of(rows.destination, pieces), move.destination_units, move.destination_pages)
+            )
+        return Selected(prepared.local, _joined(local), prepared.remote, _joined(remote))
+
+    def release(self) -> None:
+        """Gives all lists back and disconnects. No write may be on its way."""
+        with self._prepare_lock:
+            for prepared in self._prepared.values():
+                self._transport.release_list(prepared.local)
+            self._prepared.clear()
+        self._transport.disconnect(self.receiver)
+
+
+def _joined(indices: list[DescriptorIndices]) -> DescriptorIndices:
+    return indices[0] if len(indices) == 1 else np.concatenate(indices)
 
 
 def attach(message: Attach, *, layout: RankLayout, coordinates: RankCoordinates, transport: Transport) -> Attachment:
-    """Checks that a decode rank's wishes can be met, connects the transport to it and prepares both lists.
+    """Checks that a decode rank's wishes can be met, connects the transport to it and prepares the lists.
 
     Args:
         layout, coordinates: our own.
@@ -92,54 +156,19 @@ def attach(message: Attach, *, layout: RankLayout, coordinates: RankCoordinates,
     check_exchangeable(layout, message.layout, source_name="prefill", destination_name="decode")
     if message.transport != transport.name:
         raise IncompatiblePeerError(f"transport: prefill uses {transport.name}, decode {message.transport}")
-    mine = tuple(piece for piece in message.pieces if coordinates.group_rank in piece.holders)
-    runs = []
-    for piece in mine:
-        source, destination = layout.shard(piece.component), message.layout.shard(piece.component)
-        for side, shard in (("prefill", source), ("decode", destination)):
-            if len(piece.box) != len(shard.box) or not covers(shard.box, piece.box):
-                raise IncompatiblePeerError(
-                    f"the plan asks prefill rank {coordinates.engine_rank} for {piece.component!r} "
-                    f"{shard.component.describe(piece.box)}, but the {side} rank holds "
-                    f"{shard.component.describe(shard.box)}"
-                )
-        runs.append(lower(piece.box, source, destination))
-    rows = descriptor_rows(
-        runs,
-        source_pages=layout.num_pages,
-        destination_pages=message.layout.num_pages,
-        source_device=layout.device.index,
-        destination_device=message.layout.device.index,
-    )
+    mine = [piece for piece in message.pieces if coordinates.group_rank in piece.holders]
+    plan = PairPlan(layout, message.layout, mine)
     # Asked before connecting, which would end an earlier connection to whoever has that name.
     name = PeerMetadata.decode(message.transport_metadata).name
     if name != message.endpoint:
         raise IncompatiblePeerError(f"endpoint {message.endpoint!r} sent the transport metadata of {name!r}")
-    local = remote = None
+    attachment = Attachment(message.endpoint, message.coordinates, message.layout, plan, transport)
     if mine or coordinates.is_aux_writer:
         transport.connect(message.transport_metadata)
     if mine:
         try:
-            local = transport.prepare(rows.source, None)
-            remote = transport.prepare(rows.destination, name)
+            attachment.prepare(Unit.GRANULE)
         except BaseException:
-            if local is not None:
-                transport.release_list(local)
             transport.disconnect(name)
             raise
-    return Attachment(
-        receiver=message.endpoint,
-        coordinates=message.coordinates,
-        pages=message.layout.num_pages,
-        pieces=mine,
-        piece_rows=rows.piece_rows,
-        local=local,
-        remote=remote,
-    )
-
-
-def detach(attachment: Attachment, transport: Transport) -> None:
-    """Undoes `attach`. No write to the decode rank may be on its way."""
-    if attachment.local is not None:
-        transport.release_list(attachment.local)
-    transport.disconnect(attachment.receiver)
+    return attachment

@@ -7,17 +7,16 @@ import threading
 import time
 from types import TracebackType
 
-from numpy.typing import ArrayLike
-
 from kvferry.control.registrations import check_engine_name
 from kvferry.control.registry_client import RegistryClient
-from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
+from kvferry.endpoint.construction import check_token_share, checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_driver import DecodeDriver
 from kvferry.endpoint.links import Identity, LinkKey
 from kvferry.endpoint.receiving import Receiver, ReceivingRoom
-from kvferry.errors import EndpointClosedError, LayoutError, PageError, RoomExistsError, UnknownRoomError
+from kvferry.errors import EndpointClosedError, LayoutError, RoomExistsError, UnknownRoomError
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.protocol.chunks import checked_pages
+from kvferry.protocol.chunks import AnyPages
+from kvferry.protocol.demands import demands_of
 from kvferry.protocol.receiver import ReceiverMachine
 from kvferry.settings import Settings
 from kvferry.transport import Transport
@@ -49,6 +48,7 @@ class DecodeEndpoint:
             transport: made as the settings say if None; closed together with the endpoint.
 
         Raises:
+            LayoutError: if layout and coordinates disagree on context parallelism.
             SettingsError: if a setting is impossible.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
@@ -56,6 +56,7 @@ class DecodeEndpoint:
         self.layout = layout
         self.engine = engine
         self.coordinates = coordinates or RankCoordinates()
+        check_token_share(layout, self.coordinates)
         self.settings = settings or Settings()
         self.engine_rank = self.coordinates.engine_rank
         self._registry_client = RegistryClient(self.settings.registry_address)
@@ -86,11 +87,12 @@ class DecodeEndpoint:
     def open(
         self,
         room: int,
-        pages: ArrayLike,
+        pages: AnyPages,
         *,
         engine: str = "prefill",
         prefill_dp_rank: int = 0,
         prefix_tokens: int = 0,
+        tokens: int | None = None,
     ) -> Receiver:
         """Asks a prefill engine for a request's cache. Returns at once and does no I/O.
 
@@ -101,27 +103,27 @@ class DecodeEndpoint:
             room: the request's number on both sides, below 2**63. It may be used again once the transfer has ended on
                 every rank of both sides, and not before: it is the only thing that says which request is meant.
             pages: page numbers in this rank's pool for the part of the request that is missing here, in order. Empty
-                if nothing is missing: then only aux data and completion come.
+                if nothing is missing: then only aux data and completion come. With several groups a mapping from every
+                group's name to page numbers, or to `GroupPages` that say with which page of the request they start. A
+                window's pages start with the page of its first token, the group of a request's state has one slot.
             engine: the prefill engine's name.
             prefill_dp_rank: the data-parallel group there that has the request.
-            prefix_tokens: tokens at the start of the request that this side already holds: whole pages.
+            prefix_tokens: tokens at the start of the request that this side already holds. The pages start with the
+                one that holds the next token, and what they hold before it stays as it is.
+            tokens: how many tokens the request has. Without it the last page counts as full. Needed with context
+                parallelism, and with windows unless their `GroupPages` say where they start.
 
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
-            PageError: if page numbers are wrong, or the prefix is not a whole number of pages.
+            PageError: if page numbers are wrong, not as many as the tokens take, or the prefix ends inside a packed
+                page.
             UsageError: if the room's number is out of range.
             SettingsError: if no engine can have that name.
             EndpointClosedError: if the endpoint was closed.
         """
         checked_room(room)
         check_engine_name(engine)
-        page_tokens = self.layout.page_tokens
-        if prefix_tokens < 0 or prefix_tokens % page_tokens:
-            raise PageError(
-                f"room {room}: a prefix of {prefix_tokens} tokens is not a whole number of pages of {page_tokens} "
-                "tokens; round it down and let the rest be sent"
-            )
-        checked = checked_pages(pages, pool_pages=self.layout.num_pages, where=f"room {room}")
+        groups = demands_of(self.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=f"room {room}")
         if prefill_dp_rank < 0:
             raise LayoutError(f"room {room}: prefill_dp_rank is {prefill_dp_rank}: it must not be negative")
         machine = ReceiverMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=time.monotonic())
@@ -130,8 +132,8 @@ class DecodeEndpoint:
         opened = ReceivingRoom(
             machine,
             generation=generation,
-            prefix_pages=prefix_tokens // page_tokens,
-            pages=checked,
+            groups=groups,
+            tokens=tokens,
             receiver=receiver,
         )
         with self._lock:

@@ -253,8 +253,8 @@ class DecodeDriver:
                     room=room.room,
                     generation=room.generation,
                     receivers=self._identity.coordinates.group_size,
-                    prefix_pages=room.prefix_pages,
-                    pages=messages.pack_pages(room.pages),
+                    tokens=room.tokens,
+                    groups=room.groups,
                 )
             case SendAbort(rank, reason):
                 message = messages.AbortRoom(room=room.room, generation=room.generation, reason=reason)

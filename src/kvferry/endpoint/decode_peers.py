@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeAlias
 
 from kvferry.endpoint.actors import Actor, RunQueue
-from kvferry.endpoint.attachment import Attachment, attach, detach
+from kvferry.endpoint.attachment import Attachment, attach
 from kvferry.endpoint.workers import Worker
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.protocol.messages import Attach, Attached, Message, Refused
@@ -122,7 +122,7 @@ class DecodePeer(Actor):
 
     def _detach(self, dropped: Attachment) -> None:
         try:
-            detach(dropped, self._transport)
+            dropped.release()
         except Exception as error:
             log.warning("the connection to decode rank %s could not be undone: %s", self.name, error)
         self._undone()

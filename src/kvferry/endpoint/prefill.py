@@ -18,7 +18,7 @@ from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.actors import RunQueue
 from kvferry.endpoint.attachment import Attachment
-from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
+from kvferry.endpoint.construction import check_token_share, checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
 from kvferry.endpoint.sending import OpenReceived, Sender, SendingRoom
 from kvferry.endpoint.workers import start_workers
@@ -33,7 +33,7 @@ from kvferry.errors import (
 )
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.protocol import messages
-from kvferry.protocol.chunks import checked_pages
+from kvferry.protocol.demands import wanted_groups
 from kvferry.protocol.early import EarlyRooms
 from kvferry.protocol.sender import ReceiverAborted, ReceiverLost, SenderAbortRequested, SenderMachine, SenderTick
 from kvferry.settings import Settings, bracketed
@@ -90,16 +90,18 @@ class PrefillEndpoint:
                 unless `registry_url` is set.
 
         Raises:
+            LayoutError: if layout and coordinates disagree on context parallelism.
             SettingsError: if a setting is impossible or a port is taken.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
         self.layout = layout
         self.engine = engine
         self.coordinates = coordinates or RankCoordinates()
+        check_token_share(layout, self.coordinates)
         self.settings = settings or Settings()
         self.engine_rank = self.coordinates.engine_rank
         self.group_rank = self.coordinates.group_rank
-        self.pool_pages = layout.num_pages
+        self.page_groups = layout.groups
         self.is_aux_writer = self.coordinates.is_aux_writer
         self.transport = transport or create_transport(self.settings, endpoint_name(engine, self.engine_rank))
         self._deadlines = deadlines(self.settings)
@@ -290,13 +292,7 @@ class PrefillEndpoint:
             attachment = self._attachment(receiver)
             if attachment is None:
                 raise PeerDisconnectedError(f"{receiver} must attach before it opens rooms")
-            if message.receivers < 1 or message.prefix_pages < 0:
-                raise PageError(f"{message.receivers} receivers and {message.prefix_pages} prefix pages make no sense")
-            checked_pages(
-                messages.unpack_pages(message.pages),
-                pool_pages=attachment.pages,
-                where=f"room {message.room} on {receiver}",
-            )
+            wanted_groups(message, attachment.layout, where=f"room {message.room} on {receiver}")
             with self._rooms_lock:
                 room = self._rooms.get(message.room)
                 failed = self._failed_alone.get(message.room)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvferry.endpoint.stats import ReceiverStats
 from kvferry.endpoint.transfer import Transfer
-from kvferry.protocol.chunks import Pages
+from kvferry.protocol.messages import OpenGroup
 from kvferry.protocol.receiver import (
     ReceiverAbortRequested,
     ReceiverCommand,
@@ -43,12 +43,18 @@ class ReceivingRoom:
     """A room's state machine and what belongs to it. Owned by the driver thread."""
 
     def __init__(
-        self, machine: ReceiverMachine, *, generation: int, prefix_pages: int, pages: Pages, receiver: Receiver
+        self,
+        machine: ReceiverMachine,
+        *,
+        generation: int,
+        groups: tuple[OpenGroup, ...],
+        tokens: int | None,
+        receiver: Receiver,
     ) -> None:
         self.room = machine.room
         self.generation = generation
-        self.prefix_pages = prefix_pages
-        self.pages = pages
+        self.groups = groups
+        self.tokens = tokens
         self.receiver = receiver
         self.machine = machine
 

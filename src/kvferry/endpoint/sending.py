@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
 from kvferry.endpoint.actors import Actor, RunQueue
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.stats import SenderStats, WriteRecord
 from kvferry.endpoint.transfer import Transfer
 from kvferry.endpoint.workers import Worker
 from kvferry.errors import KVFerryError, PeerDisconnectedError, UsageError
-from kvferry.plan import descriptor_indices
+from kvferry.layout import PageGroup
+from kvferry.plan import ElectedRoute
 from kvferry.protocol import messages
-from kvferry.protocol.chunks import ChunkSequence
+from kvferry.protocol.chunks import AnyPages, ChunkSequence
+from kvferry.protocol.demands import wanted_groups
+from kvferry.protocol.moves import ReceiverRequest
 from kvferry.protocol.sender import (
     ChunkSubmitted,
     FinishFailed,
@@ -64,7 +64,7 @@ class Surroundings(Protocol):
     transport: Transport
     engine_rank: int
     group_rank: int
-    pool_pages: int
+    page_groups: tuple[PageGroup, ...]
     is_aux_writer: bool
 
     def send(self, receiver: str, message: messages.Message) -> None:
@@ -105,7 +105,7 @@ class Sender(Transfer):
         self.stats = SenderStats(opened_at=time.monotonic(), last_submitted_at=None, ended_at=None, writes=())
 
     def submit(
-        self, pages: ArrayLike, *, start: int | None = None, last: bool = False, aux: bytes | None = None
+        self, pages: AnyPages, *, start: int | None = None, last: bool = False, aux: bytes | None = None
     ) -> None:
         """Hands in the next chunk of the request and returns at once, whatever its size.
 
@@ -116,15 +116,19 @@ class Sender(Transfer):
 
         Args:
             pages: page numbers in this rank's pool, in the order of the request. A NumPy array of int64 is fastest.
-            start: position of the first page in the request. None continues where the chunk before ended. The first
-                chunk may start later if the decode side is known to hold what comes before.
+                With several groups a mapping from their names to page numbers, or to `GroupPages` with a start of their
+                own; groups of which the chunk has nothing may be left out. The slot of a request's state is handed in
+                once, when the state is final.
+            start: position of the first page among the request's pages on this rank. None continues where the chunk
+                before ended. The first chunk may start later if the decode side is known to hold what comes before, and
+                every chunk of a window if what is left out lies before the window.
             last: whether the request ends with this chunk, which may be empty.
             aux: with the last chunk: the first token and whatever else the decode side needs, as bytes. Taken from the
                 first rank of the last pipeline stage; the others' is ignored.
 
         Raises:
             ChunkError: after the last chunk, or if the chunk does not follow the one before it.
-            PageError: if page numbers are not integers or out of range.
+            PageError: if page numbers are not integers or out of range, or there is no such group.
             UsageError: if aux is given before the last chunk, or is too large.
         """
         if aux is not None and not last:
@@ -156,7 +160,7 @@ class SendingRoom(Actor):
         self._machine = machine
         self._surroundings = surroundings
         self._attachments: dict[str, Attachment] = {}
-        self._rows: dict[str, NDArray[np.int32]] = {}
+        self._elected: dict[str, tuple[ElectedRoute, ...]] = {}
         self._generations: dict[str, int] = {}  # of the receivers that have opened the room
         self._next_opens: dict[str, messages.OpenRoom] = {}
         self._submitted_at: dict[int, float] = {}
@@ -168,7 +172,7 @@ class SendingRoom(Actor):
         self._progress = threading.Condition() if synchronous else None
         self.sender = Sender(
             machine.room,
-            ChunkSequence(machine.room, surroundings.pool_pages),
+            ChunkSequence(machine.room, surroundings.page_groups),
             self._post_from_caller,
             settle=self._wait_settled if synchronous else None,
         )
@@ -214,17 +218,19 @@ class SendingRoom(Actor):
 
     def _opened(self, wish: OpenReceived) -> ReceiverOpened:
         attachment, message = wish.attachment, wish.message
-        rows = attachment.rows(self.room, self._surroundings.group_rank)
+        elected = attachment.elected(self.room, self._surroundings.group_rank)
         self._attachments[attachment.receiver] = attachment
-        self._rows[attachment.receiver] = rows
+        self._elected[attachment.receiver] = elected
         self._generations[attachment.receiver] = message.generation
         return ReceiverOpened(
             receiver=attachment.receiver,
             generation=message.generation,
             expected_receivers=message.receivers,
-            prefix_pages=message.prefix_pages,
-            pages=messages.unpack_pages(message.pages),
-            is_writer=len(rows) > 0,
+            request=ReceiverRequest(
+                tokens=message.tokens,
+                wanted=wanted_groups(message, attachment.layout, where=f"room {self.room} on {attachment.receiver}"),
+                routes=tuple(each.route for each in elected),
+            ),
             sends_aux=self._surroundings.is_aux_writer,
         )
 
@@ -324,14 +330,12 @@ class SendingRoom(Actor):
             return
         posted_at = time.monotonic()
         try:
-            assert attachment.local is not None
-            assert attachment.remote is not None
-            rows = self._rows[command.receiver]
+            selected = attachment.select(command.unit, self._elected[command.receiver], command.moves)
             flight = surroundings.transport.post(
-                attachment.local,
-                descriptor_indices(rows, command.source_pages, pool_pages=surroundings.pool_pages),
-                attachment.remote,
-                descriptor_indices(rows, command.destination_pages, pool_pages=attachment.pages),
+                selected.local,
+                selected.local_indices,
+                selected.remote,
+                selected.remote_indices,
                 messages.encode(
                     messages.ChunkArrived(
                         room=self.room,

@@ -1,14 +1,13 @@
 """One kind of cached state, described by its logical axes alone.
 
-A component has one entry per token of a request. What an entry looks like is its axes: attention keys have a layer, a
-head and a dim axis, MLA latents a layer and a latent axis. How ranks divide those axes and where the elements lie in
-memory is not said here: see `shard`.
+A component has one entry per token, per page or per request. What an entry looks like is its axes: attention keys have
+a layer, a head and a dim axis, MLA latents a layer and a latent axis, recurrent state a layer and a head axis. How
+ranks divide those axes and where the elements lie in memory is not said here: see `sharding` and `shard`.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
+from enum import Enum
 
 import msgspec
 
@@ -24,6 +23,8 @@ BYTES_PER_ELEMENT = {
     "float8_e5m2": 1,
     "float8_e4m3fnuz": 1,
     "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
     "int64": 8,
     "int32": 4,
     "int16": 2,
@@ -33,6 +34,18 @@ BYTES_PER_ELEMENT = {
     "uint32": 4,
 }
 """The element types that caches are made of, by the name that torch and NumPy give them."""
+
+
+class Entry(str, Enum):
+    """What has one entry of a component.
+
+    PAGE is for pages whose inner order only the engine knows: they are moved whole, or cut along their axes, but never
+    between tokens.
+    """
+
+    TOKEN = "token"  # noqa: S105 - of text, not of access
+    PAGE = "page"
+    REQUEST = "request"
 
 
 class Axis(msgspec.Struct, frozen=True, array_like=True):
@@ -58,28 +71,46 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: distinguishes it from the engine's other components.
-        axes: the axes of one token's entry, with their global sizes. The first is the one that engines spread over
-            separate tensors, in practice the layer.
+        axes: the axes of one entry, with their global sizes. The first is the one that engines spread over separate
+            tensors, in practice the layer.
         dtype: the element type's name, as torch and NumPy print it.
+        entry: what has one entry. Attention has one per token, recurrent state one per request.
+        window_tokens: how many tokens at the end of a request are kept; None keeps all. Only they travel.
+        packing: with one entry per page: the name of the page's inner format. Two sides must name the same.
+        is_optional: whether the other side may lack it, as with layers of a draft model. Then it does not travel.
 
     Raises:
-        LayoutError: if there is no axis, an axis appears twice, or the dtype is unknown.
+        LayoutError: if there is no axis, an axis appears twice, the dtype is unknown, or the rest contradicts itself.
     """
 
     name: str
     axes: tuple[Axis, ...]
     dtype: str
+    entry: Entry = Entry.TOKEN
+    window_tokens: int | None = None
+    packing: str | None = None
+    is_optional: bool = False
 
     def __post_init__(self) -> None:
         names = [axis.name for axis in self.axes]
-        if not names or len(set(names)) != len(names) or "token" in names:
+        if not names or len(set(names)) != len(names) or {"token", "page", "slot"} & set(names):
             raise LayoutError(
                 f"component {self.name!r} has axes {names}: it needs at least one, each name once; "
-                "the token axis goes without saying"
+                "the token, page or slot axis goes without saying"
             )
         if self.dtype not in BYTES_PER_ELEMENT:
             raise LayoutError(
                 f"component {self.name!r} has dtype {self.dtype!r}: known are {', '.join(BYTES_PER_ELEMENT)}"
+            )
+        if (self.packing is not None) != (self.entry is Entry.PAGE):
+            raise LayoutError(
+                f"component {self.name!r} with one entry per {self.entry.value} has packing {self.packing!r}: packed "
+                "pages, and only they, name their inner format"
+            )
+        if self.window_tokens is not None and (self.window_tokens < 1 or self.entry is Entry.REQUEST):
+            raise LayoutError(
+                f"component {self.name!r} has window_tokens {self.window_tokens} and one entry per {self.entry.value}: "
+                "a window is at least 1 token long, and state of a whole request has none"
             )
 
     @property
@@ -98,18 +129,28 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def attention_components(
-    *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str, value_head_dim: int | None = None
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    value_head_dim: int | None = None,
+    window_tokens: int | None = None,
+    prefix: str = "",
 ) -> tuple[Component, Component]:
     """Keys and values of multi-head or grouped-query attention.
 
     Args:
+        num_layers: layers that have this kind of attention.
         num_kv_heads: of the whole model, never of one rank.
         value_head_dim: where it differs from the keys' head_dim.
+        window_tokens: of sliding-window attention; None attends to every token.
+        prefix: put before the names "k" and "v", where a model has several kinds of attention.
     """
 
     def component(name: str, dim: int) -> Component:
         axes = (Axis("layer", num_layers), Axis("head", num_kv_heads), Axis("dim", dim))
-        return Component(name=name, axes=axes, dtype=dtype)
+        return Component(name=prefix + name, axes=axes, dtype=dtype, window_tokens=window_tokens)
 
     return component("k", head_dim), component("v", head_dim if value_head_dim is None else value_head_dim)
 
@@ -122,7 +163,39 @@ def latent_component(*, num_layers: int, latent_dim: int, dtype: str) -> Compone
     return Component(name="latent", axes=(Axis("layer", num_layers), Axis("latent", latent_dim)), dtype=dtype)
 
 
-def digest(components: Iterable[Component], page_tokens: int) -> str:
-    """A short fingerprint of what all ranks of one engine must agree on: the components and the page size in tokens."""
-    description = msgspec.json.encode([sorted(components, key=lambda component: component.name), page_tokens])
-    return hashlib.sha256(description).hexdigest()[:16]
+def state_component(name: str, *, num_layers: int, axes: tuple[Axis, ...], dtype: str) -> Component:
+    """State that a layer keeps once per request, such as that of Mamba, of gated delta nets, and of convolutions.
+
+    Channels that are divided among ranks apart from each other (the query, key and value channels of a convolution)
+    are components of their own.
+
+    Args:
+        axes: of one layer's state.
+    """
+    return Component(name=name, axes=(Axis("layer", num_layers), *axes), dtype=dtype, entry=Entry.REQUEST)
+
+
+def packed_component(
+    name: str,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    packed: int,
+    dtype: str,
+    packing: str,
+    window_tokens: int | None = None,
+) -> Component:
+    """Keys and values in pages whose inner order only the engine knows: one entry per page, layer and head.
+
+    Args:
+        packed: elements that a page has for each head.
+        packing: the format's name, such as the engine's and the instruction set's.
+    """
+    return Component(
+        name=name,
+        axes=(Axis("layer", num_layers), Axis("head", num_kv_heads), Axis("packed", packed)),
+        dtype=dtype,
+        entry=Entry.PAGE,
+        packing=packing,
+        window_tokens=window_tokens,
+    )

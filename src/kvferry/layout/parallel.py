@@ -1,4 +1,4 @@
-"""Which part of an axis a rank holds under tensor, pipeline and data parallelism.
+"""Where a rank stands under tensor, context, pipeline and data parallelism, and which part of an axis it holds.
 
 The only arithmetic on parallel sizes in kvferry is here, and it only ever produces intervals. It never divides one
 side's size by the other's.
@@ -17,8 +17,9 @@ from kvferry.layout.interval import Interval
 class RankCoordinates(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rank stands in its engine.
 
-    Ranks are numbered with tensor parallelism fastest, then pipeline stages, then data parallelism. A request lives in
-    one data-parallel group: the ranks that share a `dp_rank`.
+    Ranks are numbered with tensor parallelism fastest, then context parallelism, pipeline stages, and data parallelism.
+    A request lives in one data-parallel group: the ranks that share a `dp_rank`. Expert parallelism has no place here:
+    it divides weights, and no cache.
 
     Raises:
         LayoutError: if a size is not positive or a rank is outside its size.
@@ -30,9 +31,11 @@ class RankCoordinates(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int = 1
     dp_rank: int = 0
     dp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "dp"):
+        for axis in ("tp", "cp", "pp", "dp"):
             rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
             if size < 1:
                 raise LayoutError(f"{axis}_size is {size}: a parallel size is at least 1")
@@ -42,12 +45,12 @@ class RankCoordinates(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def group_size(self) -> int:
         """How many ranks share one request."""
-        return self.tp_size * self.pp_size
+        return self.tp_size * self.cp_size * self.pp_size
 
     @property
     def group_rank(self) -> int:
         """This rank's number among the ranks that share a request."""
-        return self.pp_rank * self.tp_size + self.tp_rank
+        return (self.pp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
 
     @property
     def world_size(self) -> int:
@@ -62,18 +65,22 @@ class RankCoordinates(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_aux_writer(self) -> bool:
         """Whether this rank sends its group's aux data: the first of the last pipeline stage, which knows the token."""
-        return self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == self.pp_size - 1
 
 
-def all_coordinates(*, tp_size: int = 1, pp_size: int = 1, dp_size: int = 1) -> tuple[RankCoordinates, ...]:
+def all_coordinates(
+    *, tp_size: int = 1, pp_size: int = 1, dp_size: int = 1, cp_size: int = 1
+) -> tuple[RankCoordinates, ...]:
     """The coordinates of every rank of an engine, in the order of their engine ranks."""
-    for axis, size in (("tp", tp_size), ("pp", pp_size), ("dp", dp_size)):
+    sizes = {"tp_size": tp_size, "cp_size": cp_size, "pp_size": pp_size, "dp_size": dp_size}
+    for name, size in sizes.items():
         if size < 1:
-            raise LayoutError(f"{axis}_size is {size}: a parallel size is at least 1")
+            raise LayoutError(f"{name} is {size}: a parallel size is at least 1")
     return tuple(
-        RankCoordinates(tp_rank=tp, tp_size=tp_size, pp_rank=pp, pp_size=pp_size, dp_rank=dp, dp_size=dp_size)
+        RankCoordinates(tp_rank=tp, cp_rank=cp, pp_rank=pp, dp_rank=dp, **sizes)
         for dp in range(dp_size)
         for pp in range(pp_size)
+        for cp in range(cp_size)
         for tp in range(tp_size)
     )
 

@@ -1,21 +1,24 @@
 """Which part of a component one rank holds, and where its elements lie.
 
 A shard is a box of the component plus an affine map from (page, token in page, index on every axis) to an address.
-NHD, HND and packed layouts are nothing but strides, separate tensors per layer nothing but base addresses.
+NHD, HND and packed layouts are nothing but strides, separate tensors per layer nothing but base addresses. Shards whose
+entries share page numbers form a group; a request has one list of pages for each.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Annotated
 
 import msgspec
 
 from kvferry.errors import LayoutError
-from kvferry.layout.component import Component, digest
-from kvferry.layout.interval import Box, covers, volume
+from kvferry.layout.component import Component, Entry
+from kvferry.layout.interval import Box, covers, overlap, volume
+from kvferry.layout.tokens import TokenShare
 
 
 class MemoryKind(str, Enum):
@@ -48,13 +51,13 @@ class Region(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Paging(msgspec.Struct, frozen=True, array_like=True):
-    """How tokens are laid out in a paged pool.
+    """How entries are laid out in a paged or slotted pool.
 
     Attributes:
-        page_tokens: tokens that a page holds.
+        page_tokens: tokens that a page holds; 1 where a page is the slot of a request.
         num_pages: pages in the pool.
         page_stride: bytes from a page to the next.
-        token_stride: bytes from a token to the next in the same page.
+        token_stride: bytes from a token to the next in the same page; 0 where tokens have no entries of their own.
     """
 
     page_tokens: int
@@ -76,7 +79,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
     The element with index i on the first axis, page p, token t and indices j, k, ... on the further axes lies at
     `addresses[i] + p * page_stride + t * token_stride + j * strides[0] + k * strides[1] + ...`, where i, j, k count
-    from the start of the box.
+    from the start of the box, and t is 0 where tokens have no entries of their own.
 
     Attributes:
         component: what it is a part of.
@@ -85,6 +88,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         strides: bytes per step, for every further axis.
         paging: of the token axis.
         device: where the memory is.
+        group: names the shards that share page numbers with this one.
 
     Raises:
         LayoutError: if the box leaves the component, counts do not fit, or two elements would share a byte.
@@ -96,6 +100,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     strides: tuple[int, ...]
     paging: Paging
     device: Device = Device()
+    group: str = "kv"
 
     def __post_init__(self) -> None:
         name, axes = self.component.name, self.component.axes
@@ -112,6 +117,11 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
             raise LayoutError(
                 f"shard of {name!r} has {self.paging.num_pages} pages of {self.paging.page_tokens} tokens: "
                 "both must be at least 1"
+            )
+        if self.component.entry is Entry.REQUEST and self.paging.page_tokens != 1:
+            raise LayoutError(
+                f"shard of {name!r} has pages of {self.paging.page_tokens} tokens, but one entry per request: its "
+                "pages are slots of 1"
             )
         self._refuse_shared_bytes()
 
@@ -132,8 +142,12 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         self._refuse_shared_layers()
 
     def _refuse_shared_layers(self) -> None:
-        nested = sorted((step for step in self.steps() if step.count > 1), key=lambda step: -step.stride)
+        steps = [step for step in self.steps() if step.count > 1]
+        extent = sum((step.count - 1) * step.stride for step in steps) + self.component.element_bytes
         placed = sorted(zip(self.addresses, range(self.box[0].start, self.box[0].stop), strict=True))
+        if all(high - low >= extent for (low, _), (high, _) in pairwise(placed)):
+            return
+        nested = sorted(steps, key=lambda step: -step.stride)
         apart: set[int] = set()  # layers of one tensor have few distinct distances
         for (low, one), (high, other) in combinations(placed, 2):
             if high - low in apart:
@@ -149,14 +163,20 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     def steps(self) -> Iterator[Step]:
         """The dimensions of the address map below the first axis, in no particular order."""
         yield Step("page", self.paging.num_pages, self.paging.page_stride)
-        yield Step("token", self.paging.page_tokens, self.paging.token_stride)
+        if self.component.entry is Entry.TOKEN:
+            yield Step("token", self.paging.page_tokens, self.paging.token_stride)
         for axis, interval, stride in zip(self.component.axes[1:], self.box[1:], self.strides, strict=True):
             yield Step(axis.name, len(interval), stride)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token takes in this shard."""
-        return volume(self.box) * self.component.element_bytes
+    def entries_per_page(self) -> int:
+        """How many entries a page has."""
+        return self.paging.page_tokens if self.component.entry is Entry.TOKEN else 1
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes that one page, or slot, takes in this shard."""
+        return volume(self.box) * self.component.element_bytes * self.entries_per_page
 
     def regions(self) -> list[Region]:
         """The memory that the shard occupies, from the first to the last byte of every base address."""
@@ -177,42 +197,102 @@ def _meets_itself(distance: int, nested: Sequence[Step], element_bytes: int) -> 
     )
 
 
-class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that one rank caches: a shard of every component, in pools that share page indices.
+class PageGroup(msgspec.Struct, frozen=True):
+    """What shards that share page numbers have in common.
 
-    Every rank of an engine lists every component, also those of which it holds nothing (an empty box).
+    Attributes:
+        name: distinguishes it from the rank's other groups.
+        page_tokens: tokens in a page; 1 in a group of slots.
+        num_pages: pages, or slots, in each of its pools.
+        has_slots: whether a page holds the one entry of a request instead of tokens.
+        window_tokens: how many tokens at the end of a request it keeps; None keeps all.
+    """
+
+    name: str
+    page_tokens: int
+    num_pages: int
+    has_slots: bool
+    window_tokens: int | None
+
+
+def _group_of(shard: Shard) -> PageGroup:
+    component, paging = shard.component, shard.paging
+    return PageGroup(
+        name=shard.group,
+        page_tokens=paging.page_tokens,
+        num_pages=paging.num_pages,
+        has_slots=component.entry is Entry.REQUEST,
+        window_tokens=component.window_tokens,
+    )
+
+
+class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that one rank caches, in groups of pools that share page numbers.
+
+    Every rank of an engine lists every component, also those of which it holds nothing (an empty box). A component may
+    have several shards, in different groups: engines give layers of the same kind different pages.
+
+    Attributes:
+        shards: the parts that it holds.
+        tokens: which token positions of every request it holds.
 
     Raises:
-        LayoutError: if there is no shard, a component appears twice, the shards' pages or devices differ, or two
-            components start in the same place.
+        LayoutError: if there is no shard, shards of a group differ in their pages, shards of a component overlap,
+            devices differ, or two shards of a group start in the same place.
     """
 
     shards: tuple[Shard, ...]
+    tokens: TokenShare = TokenShare()
 
     def __post_init__(self) -> None:
-        names = [shard.component.name for shard in self.shards]
-        if not names or len(set(names)) != len(names):
-            raise LayoutError(f"a rank's layout lists each component once, and at least one; got {names}")
-        for shard in self.shards[1:]:
-            mine, first = shard.paging, self.shards[0].paging
-            if (mine.page_tokens, mine.num_pages) != (first.page_tokens, first.num_pages):
+        if not self.shards:
+            raise LayoutError("a rank's layout has at least one shard, which may be empty")
+        self._check_groups()
+        self._check_components()
+        self._check_addresses()
+
+    def _check_groups(self) -> None:
+        groups: dict[str, tuple[PageGroup, str]] = {}
+        for shard in self.shards:
+            name, group = shard.component.name, _group_of(shard)
+            first, first_name = groups.setdefault(shard.group, (group, name))
+            if group != first:
                 raise LayoutError(
-                    f"{shard.component.name!r} has {mine.num_pages} pages of {mine.page_tokens} tokens, {names[0]!r} "
-                    f"has {first.num_pages} of {first.page_tokens}: pools that share page indices need the same pages"
+                    f"{name!r} has {_describe(group)}, {first_name!r} has {_describe(first)}: shards of group "
+                    f"{shard.group!r} share page numbers and need the same pages; give one of them another group"
                 )
             if shard.device != self.device:
                 raise LayoutError(
-                    f"{shard.component.name!r} is on {shard.device}, {names[0]!r} on {self.device}: the pools of a "
-                    "rank share a device, which empty shards name too"
+                    f"{name!r} is on {shard.device}, {self.shards[0].component.name!r} on {self.device}: the pools of "
+                    "a rank share a device, which empty shards name too"
                 )
-        owners: dict[int, str] = {}
+
+    def _check_components(self) -> None:
+        seen: dict[str, list[Shard]] = {}
         for shard in self.shards:
             name = shard.component.name
-            for address in shard.addresses if volume(shard.box) else ():
-                if owners.setdefault(address, name) != name:
+            for other in seen.setdefault(name, []):
+                if other.component != shard.component:
                     raise LayoutError(
-                        f"{name!r} and {owners[address]!r} both start at {address:#x}: every component needs memory "
-                        "of its own"
+                        f"two different components are called {name!r}: {other.component}, {shard.component}"
+                    )
+                if overlap(other.box, shard.box) is not None or not (volume(other.box) and volume(shard.box)):
+                    raise LayoutError(
+                        f"{name!r} appears twice, with {shard.component.describe(other.box)} and "
+                        f"{shard.component.describe(shard.box)}: a rank's shards of a component must be apart, and one "
+                        "that holds nothing stands alone"
+                    )
+            seen[name].append(shard)
+
+    def _check_addresses(self) -> None:
+        owners: dict[tuple[str, int], Shard] = {}
+        for shard in self.shards:
+            for address in shard.addresses if volume(shard.box) else ():
+                owner = owners.setdefault((shard.group, address), shard)
+                if owner is not shard:
+                    raise LayoutError(
+                        f"{shard.component.name!r} and {owner.component.name!r} both start at {address:#x}: shards of "
+                        f"group {shard.group!r} share page numbers, so that each needs memory of its own"
                     )
 
     @property
@@ -221,35 +301,41 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.shards[0].device
 
     @property
-    def page_tokens(self) -> int:
-        """Tokens in a page."""
-        return self.shards[0].paging.page_tokens
+    def groups(self) -> tuple[PageGroup, ...]:
+        """The groups, in the order of their first shards."""
+        return tuple({shard.group: _group_of(shard) for shard in self.shards}.values())
 
     @property
-    def num_pages(self) -> int:
-        """Pages in the pool."""
-        return self.shards[0].paging.num_pages
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token takes on this rank, over all components."""
-        return sum(shard.bytes_per_token for shard in self.shards)
+    def components(self) -> tuple[Component, ...]:
+        """The components, in the order of their first shards."""
+        return tuple({shard.component.name: shard.component for shard in self.shards}.values())
 
     @property
     def digest(self) -> str:
-        """A fingerprint of what all ranks of the engine share; see `component.digest`."""
-        return digest((shard.component for shard in self.shards), self.page_tokens)
+        """A fingerprint of what all ranks of the engine must agree on: components, page sizes, how tokens are dealt."""
+        components = sorted(self.components, key=lambda component: component.name)
+        pages = sorted((group.name, group.page_tokens) for group in self.groups)
+        description = msgspec.json.encode([components, pages, self.tokens.dealing])
+        return hashlib.sha256(description).hexdigest()[:16]
 
-    def shard(self, name: str) -> Shard:
-        """The shard of one component.
+    def group(self, name: str) -> PageGroup:
+        """The group of that name.
 
         Raises:
-            LayoutError: if there is none of that name.
+            LayoutError: if there is none.
         """
-        for shard in self.shards:
-            if shard.component.name == name:
-                return shard
-        raise LayoutError(f"no component {name!r}: there are {[shard.component.name for shard in self.shards]}")
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise LayoutError(f"no group {name!r}: there are {[group.name for group in self.groups]}")
+
+    def shards_of(self, component: str) -> tuple[Shard, ...]:
+        """The shards of one component."""
+        return tuple(shard for shard in self.shards if shard.component.name == component)
+
+    def shard_with(self, component: str, box: Box) -> Shard | None:
+        """The shard that holds all of a part of a component; None if none does."""
+        return next((shard for shard in self.shards_of(component) if covers(shard.box, box)), None)
 
     def regions(self) -> tuple[Region, ...]:
         """The memory to register: the shards' regions, those that overlap made one."""
@@ -261,3 +347,8 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
             else:
                 merged.append(region)
         return tuple(merged)
+
+
+def _describe(group: PageGroup) -> str:
+    pages = f"{group.num_pages} slots" if group.has_slots else f"{group.num_pages} pages of {group.page_tokens} tokens"
+    return pages if group.window_tokens is None else f"{pages} with a window of {group.window_tokens} tokens"

@@ -12,9 +12,15 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import LayoutError
-from kvferry.layout.component import Component
+from kvferry.layout.component import Component, Entry
 from kvferry.layout.interval import Interval
 from kvferry.layout.shard import Device, MemoryKind, Paging, Shard
+
+_PAGED_DIMS: Mapping[Entry, tuple[str, ...]] = {
+    Entry.TOKEN: ("page", "token"),
+    Entry.PAGE: ("page",),
+    Entry.REQUEST: ("slot",),
+}
 
 
 class TensorGeometry(msgspec.Struct, frozen=True):
@@ -70,6 +76,8 @@ def shard_from_tensors(
     *,
     dims: Sequence[str],
     held: Mapping[str, Interval] | None = None,
+    group: str | None = None,
+    page_tokens: int | None = None,
 ) -> Shard:
     """Describes a rank's tensors of one component.
 
@@ -79,7 +87,10 @@ def shard_from_tensors(
             strides. Layers stacked in one tensor are passed as its slices.
         dims: what the dimensions of each tensor are, in order: 'page', 'token' and the names of the component's
             further axes. ('page', 'token', 'head', 'dim') is the NHD layout, ('page', 'head', 'token', 'dim') HND.
+            Packed pages have no 'token', and 'slot' takes the place of both in a component with one entry per request.
         held: the intervals that the rank holds, by axis; axes that are missing are held whole.
+        group: names the shards that share page numbers with this one; None as in `default_group`.
+        page_tokens: tokens in a page, for packed pages alone.
 
     Raises:
         LayoutError: if shapes, dtypes, devices or strides do not fit, naming what was expected and what was found.
@@ -89,9 +100,16 @@ def shard_from_tensors(
     if unknown := set(held) - set(names):
         raise LayoutError(f"component {component.name!r} has no axis {sorted(unknown)}: its axes are {names}")
     box = tuple(held.get(axis.name, Interval(0, axis.size)) for axis in component.axes)
-    if sorted(dims) != sorted(["page", "token", *names[1:]]):
+    paged = _PAGED_DIMS[component.entry]
+    if sorted(dims) != sorted([*paged, *names[1:]]):
         raise LayoutError(
-            f"dimensions {list(dims)} of {component.name!r} must be 'page', 'token' and {names[1:]}, in any order"
+            f"dimensions {list(dims)} of {component.name!r}, which has one entry per {component.entry.value}, must be "
+            f"{list(paged)} and {names[1:]}, in any order"
+        )
+    if (page_tokens is not None) != (component.entry is Entry.PAGE):
+        raise LayoutError(
+            f"{component.name!r} has one entry per {component.entry.value}: page_tokens is given for packed pages, "
+            f"whose tensors do not say it, and for no others; it is {page_tokens}"
         )
     if not tensors:
         raise LayoutError(f"no tensors for {component.name!r}: a rank that holds nothing of it uses empty_shard")
@@ -104,20 +122,28 @@ def shard_from_tensors(
     expected = {name: len(interval) for name, interval in zip(names[1:], box[1:], strict=True)}
     for index, each in enumerate(geometries):
         _check_tensor(component, each, first, dims, expected, where=f"{names[0]} {box[0].start + index}")
-    strides = dict(zip(dims, first.strides, strict=True))
+    sizes, strides = dict(zip(dims, first.shape, strict=True)), dict(zip(dims, first.strides, strict=True))
     return Shard(
         component=component,
         box=box,
         addresses=tuple(each.address for each in geometries),
         strides=tuple(strides[name] for name in names[1:]),
         paging=Paging(
-            page_tokens=first.shape[list(dims).index("token")],
-            num_pages=first.shape[list(dims).index("page")],
-            page_stride=strides["page"],
-            token_stride=strides["token"],
+            page_tokens=sizes.get("token", 1) if page_tokens is None else page_tokens,
+            num_pages=sizes[paged[0]],
+            page_stride=strides[paged[0]],
+            token_stride=strides.get("token", 0),
         ),
         device=first.device,
+        group=group or default_group(component),
     )
+
+
+def default_group(component: Component) -> str:
+    """The group of a component's shards where none is named: "kv", "window-<tokens>" or "state"."""
+    if component.entry is Entry.REQUEST:
+        return "state"
+    return "kv" if component.window_tokens is None else f"window-{component.window_tokens}"
 
 
 def _check_tensor(
@@ -154,7 +180,9 @@ def _check_tensor(
         )
 
 
-def empty_shard(component: Component, *, page_tokens: int, num_pages: int, device: Device | None = None) -> Shard:
+def empty_shard(
+    component: Component, *, page_tokens: int, num_pages: int, device: Device | None = None, group: str | None = None
+) -> Shard:
     """The shard of a rank that holds nothing of a component, beside pools of the given pages."""
     return Shard(
         component=component,
@@ -163,4 +191,5 @@ def empty_shard(component: Component, *, page_tokens: int, num_pages: int, devic
         strides=(0,) * (len(component.axes) - 1),
         paging=Paging(page_tokens=page_tokens, num_pages=num_pages, page_stride=0, token_stride=0),
         device=device or Device(),
+        group=group or default_group(component),
     )

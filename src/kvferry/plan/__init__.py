@@ -1,27 +1,53 @@
 """Which bytes go from which rank to which, as pure data.
 
-`pieces` intersects the boxes of both sides and elects one writer for what several ranks hold, `lowering` turns a piece
-into byte runs, `descriptors` into rows that a transport prepares once and page numbers select, `compatibility` says
-why two sides cannot exchange caches, and `proof` checks all of it.
+`pieces` intersects the boxes of both sides and elects one writer for what several ranks hold, `routes` says which
+tokens travel and where they lie in pages of either size, `lowering` turns a piece into byte runs, `descriptors` into
+rows that a transport prepares once and page numbers select, `pair` puts these together for two ranks, `compatibility`
+says why two sides cannot exchange caches, and `proof` checks all of it.
 """
 
 from kvferry.plan.compatibility import check_exchangeable
 from kvferry.plan.descriptors import DescriptorRows, descriptor_indices, descriptor_rows
 from kvferry.plan.lowering import Runs, lower
-from kvferry.plan.pieces import Piece, elect_writer, pieces_for_receiver
+from kvferry.plan.pair import ElectedRoute, PairPlan, Unit, firsts_of, places
+from kvferry.plan.pieces import Piece, SourceGroup, elect_writer, pieces_for_receiver
 from kvferry.plan.proof import Proof, prove, prove_receiver
+from kvferry.plan.routes import (
+    Demand,
+    Route,
+    Segments,
+    Units,
+    needed_locally,
+    route_between,
+    segments_between,
+    units_of,
+)
 
 __all__ = [
+    "Demand",
     "DescriptorRows",
+    "ElectedRoute",
+    "PairPlan",
     "Piece",
     "Proof",
+    "Route",
     "Runs",
+    "Segments",
+    "SourceGroup",
+    "Unit",
+    "Units",
     "check_exchangeable",
     "descriptor_indices",
     "descriptor_rows",
     "elect_writer",
+    "firsts_of",
     "lower",
+    "needed_locally",
     "pieces_for_receiver",
+    "places",
     "prove",
     "prove_receiver",
+    "route_between",
+    "segments_between",
+    "units_of",
 ]

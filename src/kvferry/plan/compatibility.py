@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvferry.errors import IncompatiblePeerError
-from kvferry.layout import Component, RankLayout
+from kvferry.layout import Component, Entry, RankLayout, Shard
+from kvferry.layout.interval import overlap
+from kvferry.plan.routes import route_between
 
 
 def check_exchangeable(source: RankLayout, destination: RankLayout, *, source_name: str, destination_name: str) -> None:
-    """Refuses two layouts that describe different caches.
+    """Refuses two layouts that describe different caches, or pages that cannot be cut as the other side needs.
 
     Args:
         source_name, destination_name: how messages call the two sides.
@@ -15,29 +19,79 @@ def check_exchangeable(source: RankLayout, destination: RankLayout, *, source_na
     Raises:
         IncompatiblePeerError: naming everything that differs, with both values.
     """
+    theirs = {component.name: component for component in source.components}
+    ours = {component.name: component for component in destination.components}
+    required = [{name for name, each in side.items() if not each.is_optional} for side in (theirs, ours)]
     differences = []
-    theirs = {shard.component.name: shard.component for shard in source.shards}
-    ours = {shard.component.name: shard.component for shard in destination.shards}
-    if theirs.keys() != ours.keys():
+    if not required[0] <= ours.keys() or not required[1] <= theirs.keys():
         differences.append(f"components: {source_name} has {sorted(theirs)}, {destination_name} has {sorted(ours)}")
     for name in sorted(theirs.keys() & ours.keys()):
         differences += _component_differences(theirs[name], ours[name], source_name, destination_name)
-    if source.page_tokens != destination.page_tokens:
-        differences.append(
-            f"page size: {source_name} has {source.page_tokens} tokens a page, "
-            f"{destination_name} {destination.page_tokens}"
-        )
+    if not differences:
+        differences = list(dict.fromkeys(_uncuttable_pages(source, destination, source_name, destination_name)))
     if differences:
         raise IncompatiblePeerError("the two sides cannot exchange caches: " + "; ".join(differences))
 
 
 def _component_differences(theirs: Component, ours: Component, source_name: str, destination_name: str) -> list[str]:
+    if (theirs.entry, theirs.packing) != (ours.entry, ours.packing):
+        return [
+            f"layout of {theirs.name!r}: {source_name} has {_form(theirs)}, {destination_name} has {_form(ours)}; let "
+            "both sides store tokens in the same form"
+        ]
     differences = []
     if theirs.dtype != ours.dtype:
-        differences.append(f"dtype of {theirs.name!r}: {source_name} {theirs.dtype}, {destination_name} {ours.dtype}")
+        differences.append(
+            f"dtype of {theirs.name!r}: {source_name} {theirs.dtype}, {destination_name} {ours.dtype}, and kvferry "
+            "converts no values; let both sides cache the same dtype"
+        )
     if theirs.axes != ours.axes:
         differences.append(
             f"axes of {theirs.name!r}: {source_name} ({', '.join(map(str, theirs.axes))}), "
             f"{destination_name} ({', '.join(map(str, ours.axes))})"
         )
+    if theirs.window_tokens != ours.window_tokens:
+        differences.append(
+            f"window of {theirs.name!r}: {source_name} keeps {_window(theirs)}, {destination_name} {_window(ours)}"
+        )
     return differences
+
+
+def _uncuttable_pages(
+    source: RankLayout, destination: RankLayout, source_name: str, destination_name: str
+) -> Iterator[str]:
+    """Packed pages that would have to be cut between tokens."""
+    for here, there in _meeting_shards(source, destination):
+        if here.component.entry is not Entry.PAGE:
+            continue
+        route = route_between(source, here.group, destination, there.group)
+        pages = here.paging.page_tokens, there.paging.page_tokens
+        dealt_alike = source.tokens.dealing == destination.tokens.dealing
+        needs_length = source.tokens.dealing.depends_on_length or destination.tokens.dealing.depends_on_length
+        if route.granule_tokens != pages[0] or pages[0] != pages[1] or (needs_length and not dealt_alike):
+            yield (
+                f"layout of {here.component.name!r}: {_form(here.component)} cannot be cut between tokens, but "
+                f"{source_name} has pages of {pages[0]} tokens ({source.tokens.dealing}) and {destination_name} pages "
+                f"of {pages[1]} ({destination.tokens.dealing}); give both sides the same"
+            )
+
+
+def _meeting_shards(source: RankLayout, destination: RankLayout) -> Iterator[tuple[Shard, Shard]]:
+    for there in destination.shards:
+        for here in source.shards_of(there.component.name):
+            if overlap(here.box, there.box) is not None:
+                yield here, there
+
+
+def _form(component: Component) -> str:
+    match component.entry:
+        case Entry.TOKEN:
+            return "entries for every token"
+        case Entry.PAGE:
+            return f"packed pages ({component.packing})"
+        case Entry.REQUEST:
+            return "one entry per request"
+
+
+def _window(component: Component) -> str:
+    return "every token" if component.window_tokens is None else f"the last {component.window_tokens} tokens"

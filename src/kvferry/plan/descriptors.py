@@ -1,8 +1,8 @@
 """Descriptor lists that a transport prepares once per peer, and the indices that select from them.
 
-One row describes the same run in every page of the pool: an address, a length, and a page stride repeated as often as
-there are pages. A list of n rows therefore stands for n x pages descriptors, numbered row by row, and a chunk is
-selected by plain arithmetic on page numbers.
+One row describes the same run in every page of a pool: an address, a length, and a page stride repeated as often as
+there are pages. A list of rows therefore stands for many descriptors, numbered row by row, and a chunk is selected by
+plain arithmetic on page numbers.
 """
 
 from __future__ import annotations
@@ -14,93 +14,90 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import LayoutError
-from kvferry.plan.lowering import Runs
+from kvferry.layout import Shard
+from kvferry.plan.lowering import Addresses, PageSteps, Runs
 
 DescriptorIndices = NDArray[np.int32]
 RowArray = NDArray[np.uint64]
 PageArray = NDArray[np.int64]
 
+_MOST_DESCRIPTORS = int(np.iinfo(np.int32).max)
 
-@dataclass(frozen=True, slots=True)
-class DescriptorRows:
-    """Both sides' rows for the pieces that one source rank may send to one receiver.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SideRows:
+    """One side's descriptors for the pieces that one source rank may send to one receiver.
 
     Attributes:
-        source, destination: uint64 arrays of shape [rows, 5]: address, length in bytes, device index, page stride in
-            bytes, number of pages.
-        piece_rows: for every piece, the range of its rows.
+        rows: uint64 array of shape [rows, 5]: address, length in bytes, device index, page stride in bytes, pages.
+        firsts: for every piece, the number of the descriptor that stands for page 0, by run and granule: int32 array of
+            shape [runs, granules].
     """
 
-    source: RowArray
-    destination: RowArray
-    piece_rows: tuple[slice, ...]
+    rows: RowArray
+    firsts: tuple[DescriptorIndices, ...]
 
 
-def descriptor_rows(
-    pieces: Sequence[Runs],
-    *,
-    source_pages: int,
-    destination_pages: int,
-    source_device: int,
-    destination_device: int,
-) -> DescriptorRows:
+@dataclass(frozen=True, slots=True, eq=False)
+class DescriptorRows:
+    """Both sides' descriptors; those of a piece pair up, run by run."""
+
+    source: SideRows
+    destination: SideRows
+
+
+def descriptor_rows(pieces: Sequence[tuple[Runs, Shard, Shard]]) -> DescriptorRows:
     """The rows of several pieces, one after the other.
 
     Args:
-        source_pages, destination_pages: pages in either side's pool.
-        source_device, destination_device: the device indices of either side's pool.
+        pieces: for every piece its runs, and the source's and the receiver's shard that they are in.
 
     Raises:
         LayoutError: if a side has more descriptors than a 32-bit index can number.
     """
-    source, destination, ranges, count = [np.empty((0, 5), np.uint64)], [np.empty((0, 5), np.uint64)], [], 0
-    for runs in pieces:
-        source.append(_rows(runs.source, runs.length, source_device, runs.source_page_stride, source_pages))
-        destination.append(
-            _rows(
-                runs.destination,
-                runs.length,
-                destination_device,
-                runs.destination_page_stride,
-                destination_pages,
-            )
-        )
-        ranges.append(slice(count, count + len(runs.source)))
-        count += len(runs.source)
-    for side, pages in (("source", source_pages), ("receiver", destination_pages)):
-        if count * pages > np.iinfo(np.int32).max:
+    return DescriptorRows(
+        _side_rows("source", [(runs.source, runs.length, runs.source_steps, shard) for runs, shard, _ in pieces]),
+        _side_rows(
+            "receiver", [(runs.destination, runs.length, runs.destination_steps, shard) for runs, _, shard in pieces]
+        ),
+    )
+
+
+def _side_rows(side: str, pieces: Sequence[tuple[Addresses, int, PageSteps, Shard]]) -> SideRows:
+    rows, firsts, count = [np.empty((0, 5), np.uint64)], [], 0
+    for starts, length, steps, shard in pieces:
+        pages = shard.paging.num_pages
+        granules = np.arange(steps.granules, dtype=np.uint64) * np.uint64(steps.granule_stride)
+        of_piece = np.empty((len(starts) * steps.granules, 5), np.uint64)
+        of_piece[:, 0] = np.add.outer(starts, granules).ravel()
+        of_piece[:, 1:] = length, shard.device.index, steps.page_stride, pages
+        rows.append(of_piece)
+        if count + len(of_piece) * pages > _MOST_DESCRIPTORS:
             raise LayoutError(
-                f"{count} runs a page in {pages} pages of the {side} are more descriptors than can be numbered "
-                f"(2^31 - 1): use a smaller pool or larger pages with a layout that both sides share"
+                f"{sum(len(each) for each in rows)} runs a page in {pages} pages of the {side} are more descriptors "
+                f"than can be numbered ({_MOST_DESCRIPTORS}): use a smaller pool, or larger pages in a layout that "
+                "both sides share"
             )
-    return DescriptorRows(np.concatenate(source), np.concatenate(destination), tuple(ranges))
+        numbers = count + np.arange(len(of_piece), dtype=np.int64) * pages
+        firsts.append(numbers.astype(np.int32).reshape(len(starts), steps.granules))
+        count += len(of_piece) * pages
+    return SideRows(np.concatenate(rows), tuple(firsts))
 
 
-def _rows(addresses: NDArray[np.uint64], length: int, device: int, page_stride: int, pages: int) -> RowArray:
-    rows = np.empty((len(addresses), 5), np.uint64)
-    rows[:, 0] = addresses
-    rows[:, 1:] = length, device, page_stride, pages
-    return rows
+def descriptor_indices(firsts: DescriptorIndices, granules: PageArray, pages: PageArray) -> DescriptorIndices:
+    """The indices of every run in every given granule of a page.
 
-
-def select_rows(ranges: Sequence[slice]) -> NDArray[np.int32]:
-    """The row numbers of several pieces, in order."""
-    return np.concatenate([np.empty(0, np.int32), *(np.arange(r.start, r.stop, dtype=np.int32) for r in ranges)])
-
-
-def descriptor_indices(rows: NDArray[np.int32], pages: PageArray, *, pool_pages: int) -> DescriptorIndices:
-    """The indices of every given row in every given page.
-
-    Row by row with the pages innermost, so that pages that follow each other in memory follow each other in the list,
-    where the transport can merge them.
+    Run by run with the granules innermost, so that those that follow each other in memory follow each other in the
+    list, where the transport can merge them.
 
     Args:
-        rows: row numbers, shape [rows].
-        pages: page numbers, shape [pages].
-        pool_pages: pages in the pool that the rows were made for.
+        firsts: the descriptors of page 0, shape [runs, granules in a page].
+        granules: which granule of its page, shape [granules].
+        pages: the page of each, shape [granules].
 
     Returns:
-        int32 array of shape [rows * pages].
+        int32 array of shape [runs * granules].
     """
-    indices: DescriptorIndices = np.add.outer(rows * np.int32(pool_pages), pages.astype(np.int32)).ravel()
+    by_run = firsts if firsts.shape[1] == 1 else firsts[:, granules]
+    indices: DescriptorIndices = (by_run + pages.astype(np.int32)).ravel()
     return indices

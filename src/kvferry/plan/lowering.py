@@ -1,7 +1,8 @@
 """From a piece to byte runs: where its bytes lie in the source's memory and where in the receiver's.
 
 Both sides are affine maps over the same logical axes. The axes that are laid out densely and alike on both sides melt
-into one contiguous length; the others are enumerated. No layout has a name here.
+into one contiguous length; the others stay loops. No layout has a name here. Runs are made for one granule, the most
+tokens that lie together in a page of either side; pages of different sizes are different numbers of granules.
 """
 
 from __future__ import annotations
@@ -11,56 +12,92 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.layout import Box, Shard
+from kvferry.layout import Box, Entry, Shard
 
 Addresses = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
-    """The byte runs of one page of a piece; in page p every address is p page strides further on.
-
-    Attributes:
-        source: addresses of the runs in page 0 of the source, shape [runs].
-        destination: addresses in page 0 of the receiver, shape [runs], in the same order.
-        length: bytes of each run.
-        source_page_stride, destination_page_stride: bytes from a page to the next.
-    """
-
-    source: Addresses
-    destination: Addresses
-    length: int
-    source_page_stride: int
-    destination_page_stride: int
-
-    @property
-    def bytes_per_page(self) -> int:
-        """Bytes that one page of the piece takes on the way."""
-        return len(self.source) * self.length
-
-
-@dataclass(frozen=True, slots=True)
-class _Loop:
-    """An axis that both sides step along `count` times."""
+class Loop:
+    """An axis that both sides step along `count` times, by their own number of bytes."""
 
     count: int
     source_stride: int
     destination_stride: int
 
 
-def lower(box: Box, source: Shard, destination: Shard) -> Runs:
-    """The byte runs of the part `box`, which both shards hold, with pages of equally many tokens.
+@dataclass(frozen=True, slots=True)
+class PageSteps:
+    """How one side's granules follow each other.
+
+    Attributes:
+        granules: granules in a page.
+        granule_stride: bytes from a granule to the next in the same page.
+        page_stride: bytes from a page to the next.
+    """
+
+    granules: int
+    granule_stride: int
+    page_stride: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """The byte runs of one granule of a piece.
+
+    Attributes:
+        source_bases: for every index of the piece on its first axis, where its first element lies in granule 0 of page
+            0 of the source.
+        destination_bases: the same for the receiver.
+        loops: from each base the runs start at every combination of steps, the last loop's fastest.
+        length: bytes of each run.
+        source_steps, destination_steps: to the other granules and pages.
+    """
+
+    source_bases: Addresses
+    destination_bases: Addresses
+    loops: tuple[Loop, ...]
+    length: int
+    source_steps: PageSteps
+    destination_steps: PageSteps
+
+    @property
+    def count(self) -> int:
+        """How many runs a granule has."""
+        count = len(self.source_bases)
+        for loop in self.loops:
+            count *= loop.count
+        return count
+
+    @property
+    def bytes_per_granule(self) -> int:
+        """Bytes that one granule of the piece takes on the way."""
+        return self.count * self.length
+
+    @property
+    def source(self) -> Addresses:
+        """Where the runs start in granule 0 of page 0 of the source, shape [runs]."""
+        return _starts(self.source_bases, [(loop.count, loop.source_stride) for loop in self.loops])
+
+    @property
+    def destination(self) -> Addresses:
+        """Where they start in granule 0 of page 0 of the receiver, shape [runs], in the same order."""
+        return _starts(self.destination_bases, [(loop.count, loop.destination_stride) for loop in self.loops])
+
+
+def lower(box: Box, source: Shard, destination: Shard, *, granule_tokens: int) -> Runs:
+    """The byte runs of the part `box`, which both shards hold.
 
     Args:
         box: lies in the boxes of both shards, which are shards of the same component.
+        granule_tokens: tokens that are moved together: divides both page sizes. Where tokens have no entries of their
+            own it is the page size of both.
     """
-    source_start, destination_start = _offset(box, source), _offset(box, destination)
-    loops = [
-        _Loop(source.paging.page_tokens, source.paging.token_stride, destination.paging.token_stride),
-        *map(_Loop, map(len, box[1:]), source.strides, destination.strides),
-    ]
+    loops = [*map(Loop, map(len, box[1:]), source.strides, destination.strides)]
+    if source.component.entry is Entry.TOKEN:
+        loops.append(Loop(granule_tokens, source.paging.token_stride, destination.paging.token_stride))
     length = source.component.element_bytes
-    remaining: list[_Loop] = []
+    remaining: list[Loop] = []
     for loop in sorted(loops, key=lambda loop: loop.source_stride):
         if loop.count == 1:
             continue
@@ -68,30 +105,39 @@ def lower(box: Box, source: Shard, destination: Shard) -> Runs:
             length *= loop.count
         else:
             remaining.append(loop)
-    source_offsets = np.zeros(1, np.uint64)
-    destination_offsets = np.zeros(1, np.uint64)
-    for loop in reversed(remaining):
-        steps = np.arange(loop.count, dtype=np.uint64)
-        source_offsets = np.add.outer(source_offsets, steps * np.uint64(loop.source_stride)).ravel()
-        destination_offsets = np.add.outer(destination_offsets, steps * np.uint64(loop.destination_stride)).ravel()
     return Runs(
-        source=np.add.outer(_bases(box, source) + np.uint64(source_start), source_offsets).ravel(),
-        destination=np.add.outer(_bases(box, destination) + np.uint64(destination_start), destination_offsets).ravel(),
+        source_bases=_bases(box, source),
+        destination_bases=_bases(box, destination),
+        loops=tuple(reversed(remaining)),
         length=length,
-        source_page_stride=source.paging.page_stride,
-        destination_page_stride=destination.paging.page_stride,
-    )
-
-
-def _offset(box: Box, shard: Shard) -> int:
-    """Bytes from a base address to the first element of the box."""
-    return sum(
-        (part.start - held.start) * stride
-        for part, held, stride in zip(box[1:], shard.box[1:], shard.strides, strict=True)
+        source_steps=_page_steps(source, granule_tokens),
+        destination_steps=_page_steps(destination, granule_tokens),
     )
 
 
 def _bases(box: Box, shard: Shard) -> Addresses:
-    """The base addresses of the box's indices on the first axis."""
+    """Where the box's first element lies for each of its indices on the first axis."""
     first = box[0].start - shard.box[0].start
-    return np.array(shard.addresses[first : first + len(box[0])], np.uint64)
+    within = sum(
+        (part.start - held.start) * stride
+        for part, held, stride in zip(box[1:], shard.box[1:], shard.strides, strict=True)
+    )
+    bases: Addresses = np.array(shard.addresses[first : first + len(box[0])], np.uint64) + np.uint64(within)
+    return bases
+
+
+def _page_steps(shard: Shard, granule_tokens: int) -> PageSteps:
+    paging = shard.paging
+    return PageSteps(
+        granules=paging.page_tokens // granule_tokens,
+        granule_stride=granule_tokens * paging.token_stride,
+        page_stride=paging.page_stride,
+    )
+
+
+def _starts(bases: Addresses, loops: list[tuple[int, int]]) -> Addresses:
+    offsets = np.zeros(1, np.uint64)
+    for count, stride in loops:
+        offsets = np.add.outer(offsets, np.arange(count, dtype=np.uint64) * np.uint64(stride)).ravel()
+    starts: Addresses = np.add.outer(bases, offsets).ravel()
+    return starts

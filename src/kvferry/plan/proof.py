@@ -1,26 +1,32 @@
 """A check of the planner by other means: every destination byte is written once, by the right source byte.
 
-Nothing here calls the lowering's arithmetic. Runs are decoded back into logical coordinates by dividing addresses by
-strides, once with the source's geometry and once with the receiver's, and the two must name the same elements. Pages
-are all alike (one stride further on), so that one page speaks for all. All runs of a piece are equally long, so that
-one is looked at element by element and of the others the first and the last element: a run that crosses the end of a
-row on one side only is a run whose ends do not match.
+Nothing here calls the planner's arithmetic. What a receiver holds must be tiled by pieces, once for every part of the
+tokens that it needs. Of a piece's runs the start and every stride is decoded back into logical coordinates by dividing
+by the shard's strides, once with the source's geometry and once with the receiver's: both must name the same element,
+and the same step along the same axis. As the map from coordinates to addresses is affine, this holds for every byte of
+every layer, token and page without looking at it: the effort grows with pieces and axes alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import lcm, prod
+from operator import sub
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import KVFerryError
-from kvferry.layout import RankLayout, Shard
-from kvferry.layout.interval import covers, overlap, volume
-from kvferry.plan.lowering import Runs, lower
-from kvferry.plan.pieces import Piece, elect_writer, pieces_for_receiver
+from kvferry.layout import Component, Dealing, Entry, RankLayout, Shard, TokenShare
+from kvferry.layout.interval import covers, volume
+from kvferry.plan.lowering import PageSteps, Runs, lower
+from kvferry.plan.pieces import Piece, SourceGroup, elect_writer
+from kvferry.plan.routes import Demand, Route, route_between, segments_between, units_of
+
+_MOST_TOKENS_LOOKED_AT = 1 << 16
+_TOKENS_OF_A_SAMPLE = 1024
 
 
 class ProofError(KVFerryError):
@@ -34,12 +40,12 @@ class Proof:
     Attributes:
         receivers: ranks whose every byte was shown to be written once.
         pieces: parts that were looked at.
-        bytes_per_token: bytes that travel for one token, over all receivers.
+        absent: components that receivers hold and no source has, which is allowed for those that are optional.
     """
 
     receivers: int
     pieces: int
-    bytes_per_token: int
+    absent: tuple[str, ...] = ()
 
 
 def prove(sources: Mapping[int, RankLayout], receivers: Mapping[int, RankLayout], *, room: int) -> Proof:
@@ -52,14 +58,15 @@ def prove(sources: Mapping[int, RankLayout], receivers: Mapping[int, RankLayout]
         ProofError: naming the component and the part that is written wrongly.
         IncompatiblePeerError: if the sources do not hold what a receiver needs.
     """
+    group = SourceGroup(sources)
     proofs = [
-        prove_receiver(sources, layout, pieces_for_receiver(sources, layout), room=room, receiver=rank)
+        prove_receiver(sources, layout, group.pieces_for(layout), room=room, receiver=rank)
         for rank, layout in receivers.items()
     ]
     return Proof(
         receivers=len(proofs),
         pieces=sum(proof.pieces for proof in proofs),
-        bytes_per_token=sum(proof.bytes_per_token for proof in proofs),
+        absent=tuple(sorted({name for proof in proofs for name in proof.absent})),
     )
 
 
@@ -72,80 +79,265 @@ def prove_receiver(
     receiver: int,
 ) -> Proof:
     """Proves the plan for one receiving rank; arguments and errors as in `prove`."""
-    total = 0
+    dealing = next(iter(sources.values())).tokens.dealing
+    _prove_dealing(dealing)
+    _prove_dealing(layout.tokens.dealing)
+    by_component: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_component.setdefault(piece.component, []).append(piece)
+    routes: dict[tuple[int, str, str], Route] = {}
+    absent = []
     for shard in layout.shards:
-        mine = [piece for piece in pieces if piece.component == shard.component.name]
-        _prove_tiling(shard, mine)
+        name = shard.component.name
+        if not any(source.shards_of(name) for source in sources.values()):
+            if not shard.component.is_optional and volume(shard.box):
+                raise ProofError(f"no source has {name!r}, which the receiver cannot do without")
+            absent.append(name)
+            continue
+        mine = [piece for piece in by_component.get(name, []) if covers(shard.box, piece.box)]
+        by_part: dict[int | None, list[Piece]] = {
+            part: [] for part in _parts_needed(shard.component, dealing, layout.tokens)
+        }
+        for piece in mine:
+            by_part.setdefault(piece.token_part, []).append(piece)
+        for tiles in by_part.values():
+            _prove_tiling(shard, tiles)
         for piece in mine:
             writer = elect_writer(piece, room=room, receiver=receiver)
-            source = sources[writer].shard(piece.component)
-            if not covers(source.box, piece.box):
-                raise ProofError(f"rank {writer} was elected to send {_name(shard, piece)} but does not hold it")
-            _prove_runs(piece, source, shard, lower(piece.box, source, shard))
-            total += volume(piece.box) * shard.component.element_bytes
-    return Proof(receivers=1, pieces=len(pieces), bytes_per_token=total)
+            held = _prove_holder(piece, writer, sources[writer], shard)
+            key = writer, held.group, shard.group
+            if key not in routes:
+                routes[key] = route_between(sources[writer], held.group, layout, shard.group)
+                _prove_route(replace(routes[key], source_group="", destination_group=""))
+            granule = routes[key].granule_tokens
+            prove_runs(
+                piece, held, shard, lower(piece.box, held, shard, granule_tokens=granule), granule_tokens=granule
+            )
+    held = sum(1 for piece in pieces if layout.shard_with(piece.component, piece.box) is not None)
+    if held != len(pieces):
+        raise ProofError(f"{len(pieces) - held} pieces lie outside of what the receiver holds")
+    return Proof(receivers=1, pieces=len(pieces), absent=tuple(absent))
 
 
-def _prove_tiling(shard: Shard, pieces: list[Piece]) -> None:
-    for piece in pieces:
-        if not covers(shard.box, piece.box):
-            raise ProofError(f"{_name(shard, piece)} leaves the receiver's part")
-    for one, other in combinations(pieces, 2):
-        if overlap(one.box, other.box) is not None:
-            raise ProofError(f"{_name(shard, one)} and {_name(shard, other)} write the same elements")
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _prove_dealing(dealing: Dealing) -> None:
+    """Every position of a cycle has one owner, and owners number theirs without gaps.
+
+    Two cycles say everything, since each repeats the one before; where a block follows from the request's length any
+    block shows the pattern.
+    """
+    block = dealing.block_tokens or 3
+    positions = np.arange(2 * block * len(dealing.pattern), dtype=np.int64)
+    owners = np.zeros(len(positions), np.int64)
+    for part in range(dealing.num_parts):
+        share = TokenShare(dealing, part)
+        held = share.holds(positions, block=block)
+        owners += held
+        local = share.local(positions, block=block)
+        if not np.array_equal(local[held], np.arange(np.count_nonzero(held))):
+            raise ProofError(f"part {part} of {dealing} numbers its tokens with gaps or twice")
+        if not np.array_equal(local, np.cumsum(held) - held):
+            raise ProofError(f"part {part} of {dealing} counts other tokens than it holds")
+    if not np.all(owners == 1):
+        raise ProofError(f"{dealing}: some token has {owners.min()} owners, some {owners.max()}")
+
+
+def _parts_needed(component: Component, dealing: Dealing, share: TokenShare) -> list[int | None]:
+    """The parts of the source's tokens of which a receiver needs any, in some request."""
+    if component.entry is Entry.REQUEST:
+        return [None]
+    if dealing == share.dealing:
+        return [share.part]
+    parts = list(range(dealing.num_parts))
+    if (tokens := _common_cycle(dealing, share.dealing)) is None:
+        return [*parts]
+    theirs, ours = dealing.block(None), share.dealing.block(None)
+    positions = np.flatnonzero(share.holds(np.arange(tokens, dtype=np.int64), block=ours)).astype(np.int64)
+    return [part for part in parts if TokenShare(dealing, part).holds(positions, block=theirs).any()]
+
+
+def _common_cycle(one: Dealing, other: Dealing) -> int | None:
+    """After how many tokens both dealings begin again; None if the request decides, or they are too many to look at."""
+    if one.depends_on_length or other.depends_on_length:
+        return None
+    cycle = lcm(*(dealing.block(None) * len(dealing.pattern) for dealing in (one, other)))
+    return cycle if cycle <= _MOST_TOKENS_LOOKED_AT else None
+
+
+@lru_cache(maxsize=256)
+def _owned(share: TokenShare, tokens: int) -> NDArray[np.int64]:
+    """The positions that a share has of a request."""
+    positions = np.arange(tokens, dtype=np.int64)
+    return positions[share.holds(positions, block=share.dealing.block(tokens))]
+
+
+@lru_cache(maxsize=8192)
+def _prove_route(route: Route) -> None:
+    """Every token that both ranks of a route hold is sent once, from and to its right place in a page.
+
+    Looked at token by token, on a request that is long enough to show how cycles and pages of both sides meet.
+    """
+    source, destination = route.source_share, route.destination_share
+    cycle = _common_cycle(source.dealing, destination.dealing) or _TOKENS_OF_A_SAMPLE
+    tokens = min(2 * lcm(cycle, route.source_page_tokens, route.destination_page_tokens), _MOST_TOKENS_LOOKED_AT) + 1
+    owned = [_owned(share, tokens) for share in (source, destination)]
+    segments = segments_between(route, Demand(0, 0, tokens), first=0, stop=len(owned[0]), request_tokens=tokens)
+    sent = [np.empty(0, np.int64)]
+    for units in units_of(segments, route.granule_tokens):
+        within = np.arange(units.tokens)
+        places = [np.add.outer(numbers * units.tokens, within).ravel() for numbers in (units.source, units.destination)]
+        if any(
+            place.max(initial=-1) >= len(own) for place, own in zip(places, owned, strict=True)
+        ) or not np.array_equal(owned[0][places[0]], owned[1][places[1]]):
+            raise ProofError(f"tokens of {source} go to other places than {destination} has for them")
+        if route.source_page_tokens % units.tokens or route.destination_page_tokens % units.tokens:
+            raise ProofError(
+                f"{units.tokens} tokens are moved together, but do not always lie in one page of both sides"
+            )
+        sent.append(owned[0][places[0]])
+    shared = owned[0][np.isin(owned[0], owned[1], assume_unique=True)]
+    if not np.array_equal(np.sort(np.concatenate(sent)), shared):
+        raise ProofError(f"between {source} and {destination} some tokens are never sent, or more than once")
+
+
+# ---- boxes ----------------------------------------------------------------------------------------------------------
+
+
+def _prove_tiling(shard: Shard, pieces: Sequence[Piece]) -> None:
+    if len(pieces) > 1:
+        bounds = np.array([[(part.start, part.stop) for part in piece.box] for piece in pieces])
+        starts, stops = bounds[..., 0], bounds[..., 1]
+        meets: NDArray[np.bool_] = np.all((starts[:, None] < stops[None]) & (starts[None] < stops[:, None]), axis=2)
+        np.fill_diagonal(meets, False)
+        if meets.any():
+            one, other = np.argwhere(meets)[0]
+            raise ProofError(f"{_name(shard, pieces[one])} and {_name(shard, pieces[other])} write the same elements")
     covered, needed = sum(volume(piece.box) for piece in pieces), volume(shard.box)
     if covered != needed:
-        raise ProofError(f"{shard.component.name!r}: {needed - covered} of {needed} elements a token are never written")
+        raise ProofError(
+            f"{shard.component.name!r}: {needed - covered} of {needed} elements of an entry are never written"
+        )
 
 
-def _prove_runs(piece: Piece, source: Shard, destination: Shard, runs: Runs) -> None:
-    name = _name(destination, piece)
-    size = source.component.element_bytes
-    expected = volume(piece.box) * destination.paging.page_tokens
-    if runs.bytes_per_page != expected * size:
-        raise ProofError(f"{name}: {runs.bytes_per_page} bytes a page are sent where {expected * size} are owed")
-    strides = (runs.source_page_stride, runs.destination_page_stride)
-    if strides != (source.paging.page_stride, destination.paging.page_stride):
-        raise ProofError(f"{name}: the runs step {strides} bytes from page to page, the pools do not")
-    first_run = np.arange(0, runs.length, size, dtype=np.uint64)
-    to_last = np.uint64(runs.length - size)
-    for start_source, start_destination in (
-        (runs.source, runs.destination),
-        (runs.source + to_last, runs.destination + to_last),
-        (runs.source[0] + first_run, runs.destination[0] + first_run),
-    ):
-        here, there = _decode(source, start_source), _decode(destination, start_destination)
-        if not np.array_equal(here, there):
-            raise ProofError(f"{name}: a run pairs different elements of the two sides")
-        for axis, interval in enumerate(piece.box):
-            if here[axis].min() < interval.start or here[axis].max() >= interval.stop:
-                raise ProofError(f"{name}: a run leaves the part that is owed")
-    starts = np.sort(runs.destination)
-    if len(starts) > 1 and int(np.diff(starts).min()) < runs.length:
-        raise ProofError(f"{name}: two runs write the same bytes")
+# ---- runs -----------------------------------------------------------------------------------------------------------
 
 
-def _decode(shard: Shard, addresses: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Global coordinates of the elements at some addresses of page 0: shape [axes + 1, addresses], the token last.
+def _prove_holder(piece: Piece, writer: int, source: RankLayout, shard: Shard) -> Shard:
+    """The shard that the elected writer has a piece in."""
+    held = next((each for each in source.shards_of(piece.component) if covers(each.box, piece.box)), None)
+    if held is None or writer not in piece.holders:
+        raise ProofError(f"rank {writer} was elected to send {_name(shard, piece)} but does not hold it")
+    if piece.token_part is not None and source.tokens.part != piece.token_part:
+        raise ProofError(f"rank {writer} was elected to send {_name(shard, piece)} but holds other tokens of it")
+    return held
 
-    An address belongs to the one base address from which division by the strides, largest first, leaves no rest.
+
+class _FlawError(Exception):
+    """What is wrong with the runs of a piece that is not named yet."""
+
+
+def prove_runs(piece: Piece, source: Shard, destination: Shard, runs: Runs, *, granule_tokens: int) -> None:
+    """Proves that the runs of a piece move exactly its elements, each to where the receiver keeps it.
+
+    Raises:
+        ProofError: if they do not.
     """
-    names = [*(axis.name for axis in shard.component.axes), "token"]
-    starts = {axis.name: part.start for axis, part in zip(shard.component.axes, shard.box, strict=True)}
-    steps = sorted((step for step in shard.steps() if step.name != "page"), key=lambda step: -step.stride)
-    coordinates = np.full((len(names), len(addresses)), -1, np.int64)
-    for index, base in enumerate(shard.addresses):
-        rest = addresses.astype(np.int64) - base
-        decoded = {names[0]: np.full_like(rest, index)}
-        for step in steps:
-            decoded[step.name] = np.clip(rest // step.stride if step.stride else 0 * rest, 0, step.count - 1)
-            rest = rest - decoded[step.name] * step.stride
-        found = rest == 0
-        for row, name in zip(coordinates, names, strict=True):
-            row[found] = decoded[name][found] + starts.get(name, 0)
-    if coordinates.min(initial=0) < 0:
-        raise ProofError(f"a run of {shard.component.name!r} starts between elements or outside of the pool")
-    return coordinates
+    try:
+        _check_runs(piece, source, destination, runs, granule_tokens)
+    except _FlawError as flaw:
+        raise ProofError(f"{_name(destination, piece)}: {flaw}") from None
+
+
+def _check_runs(piece: Piece, source: Shard, destination: Shard, runs: Runs, granule_tokens: int) -> None:
+    extents = [len(part) for part in piece.box[1:]]
+    if source.component.entry is Entry.TOKEN:
+        extents.append(granule_tokens)
+    sides = (
+        _Side(source, piece, runs.source_bases.tolist(), runs.source_steps),
+        _Side(destination, piece, runs.destination_bases.tolist(), runs.destination_steps),
+    )
+    for side in sides:
+        side.check_starts()
+        side.check_page_steps(granule_tokens)
+    remaining = dict(enumerate(extents))
+    for loop in runs.loops:
+        axes = {sides[0].axis_of_step(loop.source_stride), sides[1].axis_of_step(loop.destination_stride)}
+        axis = axes.pop()
+        if axes or axis is None or remaining.pop(axis, None) != loop.count:
+            raise _FlawError("a run pairs different elements of the two sides")
+    # What is left must lie densely, in the same order on both sides, and fill the length.
+    melted = [axis for axis, extent in remaining.items() if extent > 1]
+    length = source.component.element_bytes
+    for axis in sorted(melted, key=lambda axis: sides[0].strides[axis]):
+        if not sides[0].strides[axis] == sides[1].strides[axis] == length:
+            raise _FlawError("a run leaves the part that is owed, or pairs different elements")
+        length *= remaining[axis]
+    if length != runs.length:
+        owed = prod(extents) * source.component.element_bytes * len(piece.box[0])
+        raise _FlawError(f"{runs.bytes_per_granule} bytes a granule are sent where {owed} are owed")
+
+
+class _Side:
+    """One side of a piece's runs, decoded by its shard's geometry."""
+
+    def __init__(self, shard: Shard, piece: Piece, bases: list[int], steps: PageSteps) -> None:
+        self._shard, self._piece, self._bases, self._steps = shard, piece, bases, steps
+        self.strides = [*shard.strides]
+        if shard.component.entry is Entry.TOKEN:
+            self.strides.append(shard.paging.token_stride)
+        extents = [len(part) for part in shard.box[1:]]
+        self._extents = [*extents, shard.paging.page_tokens][: len(self.strides)]
+        # A stride of an axis with one index is never stepped along and may be anything.
+        self._decodable = sorted(
+            (axis for axis, extent in enumerate(self._extents) if extent > 1), key=lambda axis: -self.strides[axis]
+        )
+
+    def check_starts(self) -> None:
+        """Every base is the first element of the piece, in the layer that it stands for."""
+        first = self._piece.box[0].start - self._shard.box[0].start
+        addresses = self._shard.addresses[first : first + len(self._piece.box[0])]
+        if len(addresses) != len(self._bases):
+            what = f"{self._shard.component.axes[0].name}s"
+            raise _FlawError(f"{len(self._bases)} of {len(addresses)} {what} are sent")
+        offsets = set(map(sub, self._bases, addresses))
+        wanted = [part.start - held.start for part, held in zip(self._piece.box[1:], self._shard.box[1:], strict=True)]
+        wanted += [0] * (len(self.strides) - len(wanted))
+        for offset in offsets:
+            if self._decode(offset) != wanted:
+                raise _FlawError("a run starts at another element than the first that is owed")
+
+    def _decode(self, offset: int) -> list[int] | None:
+        """The coordinates within the shard at an offset from a base address; None if no element starts there."""
+        coordinates = [0] * len(self.strides)
+        rest = offset
+        for axis in self._decodable:
+            coordinates[axis], rest = divmod(rest, self.strides[axis])
+            if not 0 <= coordinates[axis] < self._extents[axis]:
+                return None
+        return coordinates if rest == 0 else None
+
+    def axis_of_step(self, stride: int) -> int | None:
+        """The axis along which a stride goes one step; None if it is no such step."""
+        coordinates = self._decode(stride)
+        if coordinates is None or sorted(coordinates)[-1:] != [1] or sum(coordinates) != 1:
+            return None
+        return coordinates.index(1)
+
+    def check_page_steps(self, granule_tokens: int) -> None:
+        """Granules and pages follow each other as in the pool."""
+        paging, steps = self._shard.paging, self._steps
+        if steps.granules * granule_tokens != paging.page_tokens:
+            raise _FlawError(f"{steps.granules} granules of {granule_tokens} tokens are not a page")
+        is_divided = steps.granules > 1
+        if steps.page_stride != paging.page_stride or (
+            is_divided and steps.granule_stride != granule_tokens * paging.token_stride
+        ):
+            raise _FlawError("the runs step from page to page as the pool does not")
+        if is_divided and self._shard.component.entry is not Entry.TOKEN:
+            raise _FlawError("pages that cannot be cut between tokens are cut")
 
 
 def _name(shard: Shard, piece: Piece) -> str:

@@ -17,7 +17,7 @@ from kvferry.errors import ConfigurationError, MessageError, VersionError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Piece
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAGIC = b"kvfy"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_AUX_BYTES = 1024 * 1024
@@ -26,6 +26,10 @@ _HEADER = struct.Struct("<4sH")
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 """A number that is refused on arrival if it is negative."""
+
+
+Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+"""A position in a request, in tokens or pages. No request is nearly that long, and none makes 64 bits overflow."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -106,6 +110,25 @@ class Pong(Message, frozen=True):
     attached: bool
 
 
+class OpenGroup(msgspec.Struct, frozen=True, array_like=True):
+    """What a decode rank wants of one group of pages. Positions are those of tokens in the request.
+
+    Attributes:
+        name: the group's name on the decode side.
+        held: the decode rank has the tokens before this position; they must not be touched.
+        start, stop: the tokens that it needs.
+        first_page: how many pages of the request come before the given ones on this rank.
+        pages: page numbers on the decode side, int64 little-endian, one after the other.
+    """
+
+    name: str
+    held: Position
+    start: Position
+    stop: Position
+    first_page: Position
+    pages: bytes
+
+
 class OpenRoom(Message, frozen=True):
     """Decode to prefill: send me this room.
 
@@ -113,15 +136,15 @@ class OpenRoom(Message, frozen=True):
         room: the transfer's number.
         generation: random, so that what belongs to an earlier use of the number is told apart.
         receivers: how many decode ranks will open this room with the same prefill rank.
-        prefix_pages: pages at the start of the request that the decode side already holds and that need not be sent.
-        pages: page numbers on the decode side for the rest of the request, int64 little-endian, one after the other.
+        tokens: how many tokens the request has; None where the decode side did not say.
+        groups: what is wanted, for every group of the decode rank's layout.
     """
 
     room: Count
     generation: int
     receivers: int
-    prefix_pages: int
-    pages: bytes
+    tokens: Position | None
+    groups: tuple[OpenGroup, ...]
 
 
 class AbortRoom(Message, frozen=True):

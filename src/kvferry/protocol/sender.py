@@ -17,9 +17,11 @@ from kvferry.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvferry.protocol.chunks import Chunk, Pages, refuse_repeated
+from kvferry.plan import Unit
+from kvferry.protocol.chunks import Chunk, refuse_repeated
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.failures import caused
+from kvferry.protocol.moves import Move, ReceiverRequest, check_chunk, moves_of
 from kvferry.protocol.states import SENDER_TRANSITIONS, SenderTrigger, TransferState
 
 # ---- events -----------------------------------------------------------------------------------------------------
@@ -32,17 +34,14 @@ class ReceiverOpened:
     Attributes:
         receiver: its endpoint's identity.
         expected_receivers: how many decode ranks will ask.
-        prefix_pages, pages: as in the message `OpenRoom`.
-        is_writer: whether this rank was elected to send it anything.
+        request: what it wants of this rank.
         sends_aux: whether this rank sends it the aux data.
     """
 
     receiver: str
     generation: int
     expected_receivers: int
-    prefix_pages: int
-    pages: Pages
-    is_writer: bool
+    request: ReceiverRequest
     sends_aux: bool
 
 
@@ -145,14 +144,16 @@ class Write:
     Attributes:
         chunk: the number of the submitted chunk.
         sequence: the number of the write among those to this receiver.
+        unit: what is moved together.
+        moves: what to write, route by route.
     """
 
     receiver: str
     generation: int
     chunk: int
     sequence: int
-    source_pages: Pages
-    destination_pages: Pages
+    unit: Unit
+    moves: tuple[Move, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +200,6 @@ class _Receiver:
     told_failed: bool = False
     told_drained: bool = False
 
-    @property
-    def stop(self) -> int:
-        return self.opened.prefix_pages + len(self.opened.pages)
-
 
 class SenderMachine:
     """One room on one prefill rank.
@@ -228,7 +225,7 @@ class SenderMachine:
         self._last_progress = now
         self._receivers: dict[str, _Receiver] = {}
         self._chunks: list[Chunk] = []  # submitted while not every receiver was there
-        self._first_page: int | None = None
+        self._next_pages: dict[str, int] = {}  # by group: the position in the request of the page that comes next
         self._last_chunk: Chunk | None = None
 
     @property
@@ -336,7 +333,8 @@ class SenderMachine:
         if self.state.is_final:
             return []  # the caller learns from the state
         try:
-            refuse_repeated(chunk.pages, where=f"room {self.room}")  # here, where no scheduler waits for it
+            for part in chunk.parts:
+                refuse_repeated(part.pages, where=f"room {self.room}")  # here, where no scheduler waits for it
         except PageError as error:
             return self._fail(error)
         if self.state is TransferState.BOOTSTRAPPING:
@@ -346,56 +344,41 @@ class SenderMachine:
         return self._send_chunk(chunk, now)
 
     def _send_chunk(self, chunk: Chunk, now: float) -> list[SenderCommand]:
-        if self._first_page is None:
-            self._first_page = chunk.start
         for name, receiver in self._receivers.items():
-            if (problem := self._page_problem(name, receiver, chunk)) is not None:
-                return self._fail(problem)
+            try:
+                check_chunk(chunk, receiver.opened.request, self._next_pages, where=f"room {self.room}")
+            except PageError as error:
+                return self._fail(PageError(f"{error} (prefill rank {self._rank}, receiver {name})"))
+        self._next_pages.update({part.group: part.stop for part in chunk.parts})
         commands: list[SenderCommand] = []
         for name, receiver in self._receivers.items():
-            start = max(chunk.start, receiver.opened.prefix_pages)
-            if start >= chunk.stop or not receiver.opened.is_writer:
-                continue
-            first = start - receiver.opened.prefix_pages
-            commands.append(
-                Write(
-                    receiver=name,
-                    generation=receiver.opened.generation,
-                    chunk=chunk.number,
-                    sequence=receiver.chunks_sent,
-                    source_pages=chunk.pages[start - chunk.start :],
-                    destination_pages=receiver.opened.pages[first : first + chunk.stop - start],
+            for unit, moves in moves_of(chunk, receiver.opened.request).items():
+                if not moves:
+                    continue
+                commands.append(
+                    Write(
+                        receiver=name,
+                        generation=receiver.opened.generation,
+                        chunk=chunk.number,
+                        sequence=receiver.chunks_sent,
+                        unit=unit,
+                        moves=moves,
+                    )
                 )
-            )
-            receiver.writes_in_flight[receiver.chunks_sent] = now
-            receiver.chunks_sent += 1
+                receiver.writes_in_flight[receiver.chunks_sent] = now
+                receiver.chunks_sent += 1
         if commands:
             self._move(SenderTrigger.WRITE_STARTED)
         if chunk.is_last:
             self._last_chunk = chunk
         return commands + self._maybe_finish()
 
-    def _page_problem(self, name: str, receiver: _Receiver, chunk: Chunk) -> PageError | None:
-        prefix = receiver.opened.prefix_pages
-        if self._first_page is not None and self._first_page > prefix:
-            return PageError(
-                f"room {self.room}: the first chunk starts at page {self._first_page} of the request, but {name} holds "
-                f"only the first {prefix} pages"
-            )
-        if chunk.stop > receiver.stop or (chunk.is_last and chunk.stop != receiver.stop):
-            return PageError(
-                f"room {self.room}: rank {self._rank} has {chunk.stop} pages of the request"
-                f"{'' if chunk.is_last else ' and more to come'}, {name} has room for {receiver.stop} "
-                f"({prefix} held, {len(receiver.opened.pages)} to fill): both sides must count the same pages"
-            )
-        return None
-
     def _maybe_finish(self) -> list[SenderCommand]:
         if self._last_chunk is None or self.state.is_final or not self.is_drained:
             return []
         commands: list[SenderCommand] = []
         for name, receiver in self._receivers.items():
-            if receiver.finish_requested or not (receiver.opened.is_writer or receiver.opened.sends_aux):
+            if receiver.finish_requested or not (receiver.opened.request.routes or receiver.opened.sends_aux):
                 continue
             receiver.finish_requested = True
             aux = (self._last_chunk.aux or b"") if receiver.opened.sends_aux else None
@@ -423,7 +406,7 @@ class SenderMachine:
         if receiver is None:
             return []
         receiver.told_failed = receiver.told_drained = True  # nobody there to tell
-        if receiver.finish_sent or not (receiver.opened.is_writer or receiver.opened.sends_aux):
+        if receiver.finish_sent or not (receiver.opened.request.routes or receiver.opened.sends_aux):
             return []  # it got from this rank all that it was to get; the other receivers go on
         return self._fail(caused(f"room {self.room}: {name} is gone", error))
 

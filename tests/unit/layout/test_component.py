@@ -1,4 +1,4 @@
-"""Components: axes with global sizes, and the fingerprint that ranks compare."""
+"""Components: axes with global sizes, what has one entry, and which descriptions contradict themselves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ import msgspec
 import pytest
 
 from kvferry.errors import LayoutError
-from kvferry.layout import Axis, Component, Interval, attention_components, latent_component
-from kvferry.layout.component import BYTES_PER_ELEMENT, digest
+from kvferry.layout import (
+    Axis,
+    Component,
+    Entry,
+    Interval,
+    attention_components,
+    latent_component,
+    packed_component,
+    state_component,
+)
+from kvferry.layout.component import BYTES_PER_ELEMENT
+
+AXES = (Axis("layer", 2), Axis("head", 3))
 
 
 def test_attention_has_keys_and_values_whose_dims_may_differ():
@@ -15,6 +26,34 @@ def test_attention_has_keys_and_values_whose_dims_may_differ():
     assert (k.name, k.axes) == ("k", (Axis("layer", 2), Axis("head", 3), Axis("dim", 4)))
     assert (v.name, v.axes[2]) == ("v", Axis("dim", 5))
     assert attention_components(num_layers=2, num_kv_heads=3, head_dim=4, dtype="int8")[1].axes == k.axes
+
+
+def test_a_second_kind_of_attention_has_names_of_its_own():
+    window = attention_components(
+        num_layers=1, num_kv_heads=1, head_dim=2, dtype="int8", window_tokens=128, prefix="window_"
+    )
+    assert [(each.name, each.window_tokens) for each in window] == [("window_k", 128), ("window_v", 128)]
+    assert {each.entry for each in window} == {Entry.TOKEN}
+
+
+def test_state_has_one_entry_per_request():
+    state = state_component("conv_q", num_layers=3, axes=(Axis("channel", 8), Axis("width", 4)), dtype="float32")
+    assert state.entry is Entry.REQUEST
+    assert state.axes == (Axis("layer", 3), Axis("channel", 8), Axis("width", 4))
+    assert (state.window_tokens, state.packing) == (None, None)
+
+
+def test_packed_pages_have_one_entry_per_page_and_name_their_format():
+    packed = packed_component(
+        "kv", num_layers=2, num_kv_heads=4, packed=512, dtype="uint8", packing="cpu-1", window_tokens=64
+    )
+    assert (packed.entry, packed.packing, packed.window_tokens) == (Entry.PAGE, "cpu-1", 64)
+    assert packed.axes == (Axis("layer", 2), Axis("head", 4), Axis("packed", 512))
+
+
+def test_a_component_is_for_tokens_and_needed_unless_it_says_otherwise():
+    plain = Component(name="k", axes=AXES, dtype="int8")
+    assert (plain.entry, plain.window_tokens, plain.packing, plain.is_optional) == (Entry.TOKEN, None, None, False)
 
 
 def test_a_latent_has_no_heads():
@@ -37,12 +76,28 @@ def test_an_axis_without_indices_is_refused(size: int):
         Axis("head", size)
 
 
-@pytest.mark.parametrize("names", [[], ["layer", "layer"], ["layer", "token", "dim"]])
+@pytest.mark.parametrize("names", [[], ["layer", "layer"], ["layer", "token", "dim"], ["page"], ["layer", "slot"]])
 def test_missing_repeated_or_reserved_axes_are_refused(names: list[str]):
     with pytest.raises(LayoutError) as caught:
         Component(name="odd", axes=tuple(Axis(name, 1) for name in names), dtype="int8")
     assert str(names) in str(caught.value)
     assert "'odd'" in str(caught.value)
+
+
+@pytest.mark.parametrize(("entry", "packing"), [(Entry.TOKEN, "cpu-1"), (Entry.REQUEST, "cpu-1"), (Entry.PAGE, None)])
+def test_packed_pages_and_only_they_name_their_format(entry: Entry, packing: str | None):
+    with pytest.raises(LayoutError, match=f"'odd' with one entry per {entry.value} has packing {packing!r}"):
+        Component(name="odd", axes=AXES, dtype="int8", entry=entry, packing=packing)
+
+
+@pytest.mark.parametrize(("entry", "window"), [(Entry.TOKEN, 0), (Entry.TOKEN, -4), (Entry.REQUEST, 16)])
+def test_windows_that_keep_nothing_or_belong_to_state_are_refused(entry: Entry, window: int):
+    with pytest.raises(LayoutError, match=f"'odd' has window_tokens {window} and one entry per {entry.value}: a win"):
+        Component(name="odd", axes=AXES, dtype="int8", entry=entry, window_tokens=window)
+
+
+def test_a_window_of_one_token_is_a_window():
+    assert Component(name="k", axes=AXES, dtype="int8", window_tokens=1).window_tokens == 1
 
 
 def test_an_unknown_dtype_is_refused_with_the_known_ones():
@@ -56,19 +111,15 @@ def test_every_dtype_has_the_size_that_torch_says():
         assert torch.empty(0, dtype=getattr(torch, name)).element_size() == size
 
 
-def test_the_digest_tells_engines_apart_but_not_the_order_of_components():
-    k, v = attention_components(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float16")
-    same = digest([k, v], 16)
-    assert digest([v, k], 16) == same
-    others = [
-        digest([k], 16),
-        digest([k, v], 32),
-        digest(attention_components(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float16"), 16),
-        digest(attention_components(num_layers=2, num_kv_heads=2, head_dim=4, dtype="bfloat16"), 16),
-    ]
-    assert len({same, *others}) == 5
-
-
-def test_components_travel():
-    component = latent_component(num_layers=2, latent_dim=8, dtype="float16")
+@pytest.mark.parametrize(
+    "component",
+    [
+        latent_component(num_layers=2, latent_dim=8, dtype="float16"),
+        state_component("state", num_layers=2, axes=(Axis("head", 4),), dtype="float32"),
+        packed_component("kv", num_layers=2, num_kv_heads=4, packed=8, dtype="int8", packing="cpu-1", window_tokens=9),
+        Component(name="draft", axes=AXES, dtype="int8", is_optional=True),
+    ],
+    ids=lambda component: component.name,
+)
+def test_components_travel(component: Component):
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(component), type=Component) == component

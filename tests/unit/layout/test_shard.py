@@ -23,9 +23,14 @@ from kvferry.layout import (
     RankLayout,
     Region,
     Shard,
+    TokenShare,
     empty_shard,
+    interleaved,
     latent_component,
+    packed_component,
+    state_component,
 )
+from kvferry.layout.shard import PageGroup
 
 # Two layers of two pages of four tokens of three heads of two 2-byte elements, NHD, each layer on its own.
 COMPONENT = Component(name="k", axes=(Axis("layer", 2), Axis("head", 3), Axis("dim", 2)), dtype="float16")
@@ -62,7 +67,7 @@ def occupied(one: Shard) -> list[int]:
 
 
 def test_a_right_shard_knows_its_bytes():
-    assert shard().bytes_per_token == 2 * 3 * 2 * 2
+    assert (shard().entries_per_page, shard().bytes_per_page) == (4, 4 * 2 * 3 * 2 * 2)
     assert shard().regions() == [Region(0x1000, 96), Region(0x2000, 96)]
     assert Region(0x1000, 96).stop == 0x1060
 
@@ -222,38 +227,180 @@ def test_regions_run_from_the_first_to_the_last_byte():
 
 def test_an_empty_shard_has_no_memory():
     empty = empty_shard(COMPONENT, page_tokens=4, num_pages=2)
-    assert (empty.regions(), empty.bytes_per_token, len(empty.box[0])) == ([], 0, 0)
+    assert (empty.regions(), empty.bytes_per_page, len(empty.box[0])) == ([], 0, 0)
+
+
+# --- slots and packed pages
+
+STATE = state_component("state", num_layers=2, axes=(Axis("head", 3), Axis("dim", 2)), dtype="float16")
+SLOTS = Paging(page_tokens=1, num_pages=5, page_stride=12, token_stride=0)
+PACKED = packed_component("kv", num_layers=2, num_kv_heads=3, packed=8, dtype="float16", packing="cpu-1")
+PACKED_PAGES = Paging(page_tokens=4, num_pages=2, page_stride=48, token_stride=0)
+
+
+def state(**changes: Any) -> Shard:
+    return shard(**{"component": STATE, "addresses": (0x5000, 0x6000), "paging": SLOTS, "group": "state", **changes})
+
+
+def packed(**changes: Any) -> Shard:
+    fields = {"component": PACKED, "box": PACKED.whole, "strides": (16, 2), "paging": PACKED_PAGES}
+    return shard(**{**fields, **changes})
+
+
+def test_a_slot_holds_the_state_of_a_request():
+    one = state()
+    assert (one.entries_per_page, one.bytes_per_page) == (1, 2 * 3 * 2 * 2)
+    assert {step.name for step in one.steps()} == {"page", "head", "dim"}
+    assert one.regions() == [Region(0x5000, 60), Region(0x6000, 60)]
+
+
+def test_slots_of_more_than_a_request_are_refused():
+    paging = msgspec.structs.replace(SLOTS, page_tokens=16)
+    with pytest.raises(LayoutError, match="'state' has pages of 16 tokens, but one entry per request: its pages are"):
+        state(paging=paging)
+
+
+def test_a_packed_page_has_one_entry_whatever_its_tokens():
+    one = packed()
+    assert (one.entries_per_page, one.bytes_per_page) == (1, 2 * 3 * 8 * 2)
+    assert {step.name for step in one.steps()} == {"page", "head", "packed"}
+    assert sorted(occupied(one)) == [base + byte for base in (0x1000, 0x2000) for byte in range(96)]
+
+
+def test_token_strides_do_not_matter_where_tokens_have_no_entries():
+    assert packed(paging=msgspec.structs.replace(PACKED_PAGES, token_stride=-7)).regions() == packed().regions()
 
 
 # --- ranks
 
 
 def test_a_rank_sums_up_its_shards():
-    rank = RankLayout(shards=(shard(), renamed(shard(addresses=(0x3000, 0x4000)), "v")))
-    assert (rank.page_tokens, rank.num_pages, rank.bytes_per_token, rank.device) == (4, 2, 48, Device())
-    assert rank.shard("v").addresses == (0x3000, 0x4000)
-    assert [region.address for region in rank.regions()] == [0x1000, 0x2000, 0x3000, 0x4000]
+    rank = RankLayout(shards=(shard(), renamed(shard(addresses=(0x3000, 0x4000)), "v"), state()))
+    assert rank.device == Device()
+    assert [component.name for component in rank.components] == ["k", "v", "state"]
+    assert [region.address for region in rank.regions()] == [0x1000, 0x2000, 0x3000, 0x4000, 0x5000, 0x6000]
+    assert rank.tokens.dealing.is_whole
+
+
+def test_shards_that_share_page_numbers_form_a_group():
+    windowed = msgspec.structs.replace(COMPONENT, name="w", window_tokens=8)
+    window = shard(component=windowed, addresses=(0x3000, 0x4000), group="window")
+    rank = RankLayout(shards=(shard(), renamed(shard(addresses=(0x7000, 0x8000)), "v"), window, state()))
+    assert rank.groups == (
+        PageGroup("kv", 4, 2, has_slots=False, window_tokens=None),
+        PageGroup("window", 4, 2, has_slots=False, window_tokens=8),
+        PageGroup("state", 1, 5, has_slots=True, window_tokens=None),
+    )
+    assert rank.group("window") == rank.groups[1]
+    with pytest.raises(LayoutError, match=r"no group 'w': there are \['kv', 'window', 'state'\]"):
+        rank.group("w")
+
+
+def layer_of_k(layer: int, *, group: str, address: int, heads: Interval = COMPONENT.whole[1]) -> Shard:
+    return shard(box=(Interval(layer, layer + 1), heads, Interval(0, 2)), addresses=(address,), group=group)
+
+
+def test_layers_of_one_component_may_be_in_different_groups():
+    """Engines that manage hybrid models give layers of the same kind different page tables."""
+    first, second = layer_of_k(0, group="a", address=0x1000), layer_of_k(1, group="b", address=0x2000)
+    rank = RankLayout(shards=(first, second))
+    assert rank.components == (COMPONENT,)
+    assert rank.shards_of("k") == (first, second)
+    assert rank.shards_of("v") == ()
+    assert [group.name for group in rank.groups] == ["a", "b"]
+    assert rank.shard_with("k", (Interval(1, 2), Interval(1, 2), Interval(0, 2))) == second
+    assert rank.shard_with("k", COMPONENT.whole) is None
+    assert rank.shard_with("v", first.box) is None
+
+
+def test_shards_of_a_component_that_share_elements_are_refused():
+    first = layer_of_k(0, group="a", address=0x1000, heads=Interval(0, 2))
+    second = layer_of_k(0, group="b", address=0x2000, heads=Interval(1, 3))
+    with pytest.raises(LayoutError, match=r"'k' appears twice, with .*head \[0, 2\).* and .*head \[1, 3\)"):
+        RankLayout(shards=(first, second))
+    beside = layer_of_k(0, group="b", address=0x2000, heads=Interval(2, 3))
+    assert len(RankLayout(shards=(first, beside)).shards_of("k")) == 2
+
+
+@pytest.mark.parametrize("first", ["empty", "full"])
+def test_an_empty_shard_beside_another_of_its_component_is_refused(first: str):
+    both = (empty_shard(COMPONENT, page_tokens=4, num_pages=2), shard())
+    with pytest.raises(LayoutError, match=r"'k' appears twice, .* one that holds nothing stands alone"):
+        RankLayout(shards=both if first == "empty" else both[::-1])
+
+
+def test_two_components_of_one_name_are_refused():
+    other = msgspec.structs.replace(COMPONENT, is_optional=True)
+    shards = (layer_of_k(0, group="a", address=0x1000), shard(component=other, addresses=(0x3000, 0x4000)))
+    with pytest.raises(LayoutError, match="two different components are called 'k'"):
+        RankLayout(shards=shards)
+
+
+def test_groups_may_share_storage_because_their_pages_are_apart():
+    """Layers of different groups alias one tensor; no page number belongs to both."""
+    first, second = layer_of_k(0, group="a", address=0x1000), layer_of_k(1, group="b", address=0x1000)
+    rank = RankLayout(shards=(first, second, renamed(layer_of_k(0, group="c", address=0x1000), "v")))
+    assert rank.regions() == (Region(0x1000, 96),)
+
+
+def test_an_empty_shard_takes_no_address_from_others():
+    none = (Interval(0, 2), Interval(1, 1), Interval(0, 2))
+    rank = RankLayout(shards=(shard(box=none), renamed(shard(box=none), "v"), renamed(shard(), "w")))
+    assert rank.regions() == (Region(0x1000, 96), Region(0x2000, 96))
 
 
 def test_the_digest_is_the_same_on_every_rank_of_an_engine():
     empty = empty_shard(COMPONENT, page_tokens=4, num_pages=9)
     part = shard(box=(Interval(1, 2), Interval(0, 1), Interval(0, 2)), addresses=(0x1000,))
     assert len({RankLayout(shards=(one,)).digest for one in (shard(), empty, part)}) == 1
+    both = shard(), renamed(shard(addresses=(0x3000, 0x4000)), "v")
+    assert RankLayout(shards=both).digest == RankLayout(shards=both[::-1]).digest
+    parts = [RankLayout(shards=(shard(),), tokens=TokenShare(interleaved(2), part)) for part in range(2)]
+    assert parts[0].digest == parts[1].digest
 
 
-@pytest.mark.parametrize("shards", [(), (shard(), shard(addresses=(0x3000, 0x4000)))])
-def test_a_rank_lists_each_component_once(shards: tuple[Shard, ...]):
-    with pytest.raises(LayoutError, match="lists each component once, and at least one; got"):
-        RankLayout(shards=shards)
+def test_the_digest_tells_engines_apart():
+    layouts = [
+        RankLayout(shards=(shard(),)),
+        RankLayout(shards=(shard(), state())),
+        RankLayout(shards=(renamed(shard(), "v"),)),
+        RankLayout(shards=(shard(component=msgspec.structs.replace(COMPONENT, dtype="bfloat16")),)),
+        RankLayout(shards=(shard(component=msgspec.structs.replace(COMPONENT, window_tokens=8)),)),
+        RankLayout(shards=(shard(paging=Paging(page_tokens=2, num_pages=2, page_stride=48, token_stride=12)),)),
+        RankLayout(shards=(shard(group="other"),)),
+        RankLayout(shards=(shard(),), tokens=TokenShare(interleaved(2), 0)),
+        RankLayout(shards=(shard(),), tokens=TokenShare(interleaved(2, 4), 0)),
+        RankLayout(shards=(shard(),), tokens=TokenShare(interleaved(3), 0)),
+    ]
+    assert len({layout.digest for layout in layouts}) == len(layouts)
+
+
+def test_a_rank_without_shards_is_refused():
+    with pytest.raises(LayoutError, match="at least one shard, which may be empty"):
+        RankLayout(shards=())
 
 
 @pytest.mark.parametrize(("page_tokens", "num_pages"), [(8, 2), (4, 3)])
-def test_shards_of_different_pages_are_refused(page_tokens: int, num_pages: int):
+def test_different_pages_in_one_group_are_refused(page_tokens: int, num_pages: int):
     paging = Paging(page_tokens=page_tokens, num_pages=num_pages, page_stride=96, token_stride=12)
-    other = renamed(shard(paging=paging), "v")
-    message = rf"'v' has {num_pages} pages of {page_tokens} tokens, 'k' has 2 of 4"
+    other = renamed(shard(paging=paging, addresses=(0x3000, 0x4000)), "v")
+    message = rf"'v' has {num_pages} pages of {page_tokens} tokens, 'k' has 2 pages of 4 tokens: .*'kv' .*another group"
     with pytest.raises(LayoutError, match=message):
         RankLayout(shards=(shard(), other))
+    apart = RankLayout(shards=(shard(), msgspec.structs.replace(other, group="v")))
+    assert [group.page_tokens for group in apart.groups] == [4, page_tokens]
+
+
+def test_a_window_beside_all_tokens_in_one_group_is_refused():
+    windowed = msgspec.structs.replace(COMPONENT, name="w", window_tokens=8)
+    with pytest.raises(LayoutError, match="'w' has 2 pages of 4 tokens with a window of 8 tokens, 'k' has 2 pages of"):
+        RankLayout(shards=(shard(), shard(component=windowed, addresses=(0x3000, 0x4000))))
+
+
+def test_slots_beside_pages_of_one_token_in_one_group_are_refused():
+    paging = Paging(page_tokens=1, num_pages=5, page_stride=12, token_stride=12)
+    with pytest.raises(LayoutError, match="'state' has 5 slots, 'k' has 5 pages of 1 tokens"):
+        RankLayout(shards=(shard(paging=paging), state(group="kv")))
 
 
 def test_shards_on_different_devices_are_refused():
@@ -271,14 +418,15 @@ def test_an_empty_shard_must_name_the_device_of_its_rank():
     assert RankLayout(shards=(empty, on_gpu)).device == on_gpu.device
 
 
-def test_two_components_in_the_same_tensor_are_refused():
-    with pytest.raises(LayoutError, match=r"'v' and 'k' both start at 0x1000"):
+def test_two_components_of_a_group_in_the_same_tensor_are_refused():
+    with pytest.raises(LayoutError, match=r"'v' and 'k' both start at 0x1000: shards of group 'kv' share page numbers"):
         RankLayout(shards=(shard(), renamed(shard(), "v")))
 
 
-def test_a_component_that_is_not_there_is_named_with_those_that_are():
-    with pytest.raises(LayoutError, match=r"no component 'v': there are \['k'\]"):
-        RankLayout(shards=(shard(),)).shard("v")
+def test_two_layers_of_a_group_in_the_same_tensor_are_refused():
+    shards = (layer_of_k(0, group="kv", address=0x1000), layer_of_k(1, group="kv", address=0x1000))
+    with pytest.raises(LayoutError, match="'k' and 'k' both start at 0x1000"):
+        RankLayout(shards=shards)
 
 
 def test_regions_that_overlap_become_one_and_neighbours_stay_apart():
@@ -296,6 +444,7 @@ def test_a_region_inside_of_another_does_not_shorten_it():
 
 
 def test_a_layout_travels():
-    rank = RankLayout(shards=(shard(), empty_shard(latent_component(num_layers=1, latent_dim=2, dtype="int8"),
-                                                   page_tokens=4, num_pages=2)))  # fmt: skip
+    latent = latent_component(num_layers=1, latent_dim=2, dtype="int8")
+    shards = (shard(), empty_shard(latent, page_tokens=4, num_pages=2), state(), packed(group="packed"))
+    rank = RankLayout(shards=shards, tokens=TokenShare(interleaved(2, 16), 1))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(rank), type=RankLayout) == rank

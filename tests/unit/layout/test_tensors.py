@@ -13,8 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import LayoutError
-from kvferry.layout import Device, Interval, RankLayout, Shard, attention_components, latent_component, split
-from kvferry.layout.tensors import empty_shard, geometry, shard_from_tensors
+from kvferry.layout import (
+    Axis,
+    Component,
+    Device,
+    Interval,
+    RankLayout,
+    Shard,
+    attention_components,
+    default_group,
+    empty_shard,
+    latent_component,
+    packed_component,
+    shard_from_tensors,
+    split,
+    state_component,
+)
+from kvferry.layout.tensors import geometry
 
 torch = pytest.importorskip("torch")
 
@@ -74,6 +89,7 @@ def test_nhd_and_hnd_strides():
     assert (nhd.paging.page_stride, nhd.paging.token_stride, nhd.strides) == (2 * 4 * 3 * 4, 4 * 3 * 4, (3 * 4, 4))
     hnd = shard_from_tensors(K, pools(HND), dims=HND)
     assert (hnd.paging.page_stride, hnd.paging.token_stride, hnd.strides) == (4 * 2 * 3 * 4, 3 * 4, (2 * 3 * 4, 4))
+    assert nhd.group == hnd.group == "kv"
     assert (hnd.paging.num_pages, hnd.paging.page_tokens) == (nhd.paging.num_pages, nhd.paging.page_tokens) == (5, 2)
 
 
@@ -101,6 +117,134 @@ def test_keys_and_values_in_one_tensor_register_one_region():
     regions = RankLayout(shards=tuple(shards)).regions()
     assert sum(region.length for region in regions) == both.numel() * 4
     assert len(regions) == 2
+
+
+def test_keys_and_values_interleaved_in_one_tensor():
+    """Keys and values of a token side by side: one tensor for all layers, of which every shard has slices."""
+    both = numbered(np.zeros((2, 5, 2, 4, 2, 3), np.int32))  # layer, page, token, head, k or v, dim
+    layers = [[layer[..., index, :] for layer in both] for index in range(2)]
+    shards = [shard_from_tensors(part, layers[index], dims=NHD) for index, part in enumerate((K, V))]
+    for one, views in zip(shards, layers, strict=True):
+        assert_elements_lie_where_the_shard_says(one, views)
+    regions = RankLayout(shards=tuple(shards)).regions()
+    assert [(each.address, each.length) for each in regions] == [(layer.ctypes.data, layer.nbytes) for layer in both]
+
+
+def test_index_keys_with_their_scales_in_the_same_page():
+    """A page is the keys of all its tokens, 128 bytes each, and then their scales, 4 bytes each."""
+    pages, tokens = 3, 4
+    storage = torch.arange(pages * tokens * 132, dtype=torch.int32).to(torch.uint8).view(pages, tokens * 132)
+    keys = storage[:, : tokens * 128].unflatten(1, (tokens, 128))
+    scales = storage[:, tokens * 128 :].view(torch.float32).unflatten(1, (tokens, 1))
+    component = Component(name="index_k", axes=(Axis("layer", 1), Axis("dim", 128)), dtype="uint8")
+    scale = Component(name="index_scale", axes=(Axis("layer", 1), Axis("scale", 1)), dtype="float32")
+    rank = RankLayout(
+        shards=(
+            shard_from_tensors(component, [keys], dims=("page", "token", "dim")),
+            shard_from_tensors(scale, [scales], dims=("page", "token", "scale")),
+        )
+    )
+    first, second = rank.shards
+    assert second.addresses[0] - first.addresses[0] == tokens * 128
+    assert (first.paging.page_stride, first.paging.token_stride) == (tokens * 132, 128)
+    assert (second.paging.page_stride, second.paging.token_stride) == (tokens * 132, 4)
+    last = second.addresses[0] + 2 * second.paging.page_stride + 3 * second.paging.token_stride
+    assert ctypes.c_float.from_address(last).value == scales[2, 3, 0].item() or scales[2, 3, 0].isnan()
+    assert [region.length for region in rank.regions()] == [storage.numel()]
+    assert len(rank.groups) == 1
+
+
+def test_channel_groups_of_one_convolution_are_components_of_their_own():
+    """Query, key and value channels stand one behind the other in a slot's state: 4, 4 and 8 channels of width 3."""
+    storage = [numbered(np.zeros((6, 16, 3), np.int32)) for _ in range(2)]
+    channels = {"conv_q": (0, 4), "conv_k": (4, 8), "conv_v": (8, 16)}
+    shards = []
+    for name, (start, stop) in channels.items():
+        component = state_component(
+            name, num_layers=2, axes=(Axis("channel", stop - start), Axis("width", 3)), dtype="int32"
+        )
+        views = [layer[:, start:stop] for layer in storage]
+        shard = shard_from_tensors(component, views, dims=("slot", "channel", "width"))
+        for index, view in enumerate(views):
+            assert ctypes.c_int32.from_address(shard.addresses[index]).value == view[0, 0, 0]
+            last = 5 * shard.paging.page_stride + (stop - start - 1) * shard.strides[0] + 2 * shard.strides[1]
+            assert ctypes.c_int32.from_address(shard.addresses[index] + last).value == view[-1, -1, -1]
+        shards.append(shard)
+    rank = RankLayout(shards=tuple(shards))
+    (group,) = rank.groups
+    assert (group.name, group.has_slots, group.num_pages, group.page_tokens) == ("state", True, 6, 1)
+    assert [(each.address, each.length) for each in rank.regions()] == [
+        (layer.ctypes.data, layer.nbytes) for layer in storage
+    ]
+
+
+@pytest.mark.parametrize("dims", [("slot", "head", "dim"), ("head", "slot", "dim"), ("dim", "slot", "head")])
+def test_state_in_slots_of_any_order(dims: tuple[str, ...]):
+    component = state_component("state", num_layers=1, axes=(Axis("head", 2), Axis("dim", 3)), dtype="int32")
+    sizes = {"slot": 5, "head": 2, "dim": 3}
+    array = numbered(np.zeros([sizes[name] for name in dims], np.int32))
+    shard = shard_from_tensors(component, [array], dims=dims, group="mamba")
+    assert (shard.paging.num_pages, shard.paging.page_tokens, shard.paging.token_stride) == (5, 1, 0)
+    assert shard.group == "mamba"
+    view = array.transpose([list(dims).index(name) for name in ("slot", "head", "dim")])
+    for slot, head, dim in np.ndindex(5, 2, 3):
+        offset = slot * shard.paging.page_stride + head * shard.strides[0] + dim * shard.strides[1]
+        assert ctypes.c_int32.from_address(shard.addresses[0] + offset).value == view[slot, head, dim]
+
+
+PACKED = packed_component("kv", num_layers=2, num_kv_heads=4, packed=96, dtype="uint8", packing="cpu-1")
+PACKED_DIMS = ("page", "head", "packed")
+
+
+def test_packed_pages_say_how_many_tokens_they_hold():
+    storage = np.zeros((2, 5, 4, 96), np.uint8)
+    shard = shard_from_tensors(PACKED, list(storage), dims=PACKED_DIMS, page_tokens=16)
+    assert (shard.paging.page_tokens, shard.paging.num_pages, shard.paging.token_stride) == (16, 5, 0)
+    assert (shard.paging.page_stride, shard.strides) == (4 * 96, (96, 1))
+    assert shard.addresses == tuple(storage.ctypes.data + layer * 5 * 4 * 96 for layer in range(2))
+    assert shard.bytes_per_page == 2 * 4 * 96
+
+
+def test_packed_pages_can_be_cut_by_head():
+    shard = shard_from_tensors(
+        PACKED,
+        [np.zeros((5, 2, 96), np.uint8)] * 1,
+        dims=PACKED_DIMS,
+        page_tokens=16,
+        held={"layer": Interval(1, 2), "head": Interval(2, 4)},
+    )
+    assert shard.box == (Interval(1, 2), Interval(2, 4), Interval(0, 96))
+
+
+@pytest.mark.parametrize("page_tokens", [0, -1])
+def test_packed_pages_without_tokens_are_refused(page_tokens: int):
+    with pytest.raises(LayoutError, match=f"has 5 pages of {page_tokens} tokens: both must be at least 1"):
+        shard_from_tensors(
+            PACKED, [np.zeros((5, 4, 96), np.uint8) for _ in range(2)], dims=PACKED_DIMS, page_tokens=page_tokens
+        )
+
+
+def test_packed_pages_must_say_how_many_tokens_they_hold():
+    with pytest.raises(LayoutError, match=r"'kv' has one entry per page: page_tokens is given for .* it is None"):
+        shard_from_tensors(PACKED, [np.zeros((5, 4, 96), np.uint8)] * 2, dims=PACKED_DIMS)
+
+
+def test_page_tokens_beside_a_token_dimension_are_refused():
+    with pytest.raises(LayoutError, match=r"'k' has one entry per token: page_tokens is given for .* it is 2"):
+        shard_from_tensors(K, pools(), dims=NHD, page_tokens=2)
+    state = state_component("state", num_layers=1, axes=(Axis("head", 2),), dtype="int32")
+    with pytest.raises(LayoutError, match=r"'state' has one entry per request: .* it is 1"):
+        shard_from_tensors(state, [np.zeros((5, 2), np.int32)], dims=("slot", "head"), page_tokens=1)
+
+
+def test_groups_by_default():
+    window, _ = attention_components(num_layers=1, num_kv_heads=1, head_dim=1, dtype="int8", window_tokens=128)
+    state = state_component("state", num_layers=1, axes=(), dtype="int8")
+    assert [default_group(each) for each in (K, PACKED, window, state)] == ["kv", "kv", "window-128", "state"]
+    for component in (K, window, state):
+        page_tokens = 1 if component is state else 4
+        assert empty_shard(component, page_tokens=page_tokens, num_pages=2).group == default_group(component)
+        assert empty_shard(component, page_tokens=page_tokens, num_pages=2, group="g").group == "g"
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float32"])
@@ -232,8 +376,26 @@ def test_a_wrong_number_of_dimensions_is_refused(wrong: tuple[int, ...]):
 
 @pytest.mark.parametrize("dims", [("page", "token", "head"), ("page", "token", "head", "head"), (*NHD, "layer")])
 def test_dimension_names_that_do_not_fit_the_component_are_refused(dims: Sequence[str]):
-    with pytest.raises(LayoutError, match=r"of 'k' must be 'page', 'token' and \['head', 'dim'\], in any order"):
+    message = r"of 'k', which has one entry per token, must be \['page', 'token'\] and \['head', 'dim'\], in any order"
+    with pytest.raises(LayoutError, match=message):
         shard_from_tensors(K, pools(), dims=dims)
+
+
+@pytest.mark.parametrize("dims", [("page", "token", "head"), ("page", "head"), ("slot", "token", "head")])
+def test_state_has_a_slot_and_no_other_paged_dimension(dims: tuple[str, ...]):
+    state = state_component("state", num_layers=1, axes=(Axis("head", 2),), dtype="int32")
+    with pytest.raises(LayoutError, match=r"one entry per request, must be \['slot'\] and \['head'\]"):
+        shard_from_tensors(state, [np.zeros((2,) * len(dims), np.int32)], dims=dims)
+
+
+def test_packed_pages_have_no_token_dimension():
+    with pytest.raises(LayoutError, match=r"one entry per page, must be \['page'\] and \['head', 'packed'\]"):
+        shard_from_tensors(
+            PACKED,
+            [np.zeros((5, 2, 4, 48), np.uint8)] * 2,
+            dims=(*PACKED_DIMS[:1], "token", "head", "packed"),
+            page_tokens=2,
+        )
 
 
 def test_a_wrong_number_of_layers_is_refused():

@@ -3,63 +3,74 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import combinations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import (
+    Axis,
     Component,
+    Dealing,
     Interval,
-    Paging,
     RankLayout,
     Shard,
+    ShardedComponent,
+    TokenShare,
+    VirtualPools,
     all_coordinates,
     attention_components,
+    contiguous,
+    interleaved,
     latent_component,
-    split,
-    stage_layers,
+    state_component,
+    virtual_layout,
+    zigzag,
 )
-from kvferry.layout.interval import overlap, volume
-from kvferry.plan import Piece, elect_writer, pieces_for_receiver
+from kvferry.layout.interval import covers, overlap, volume
+from kvferry.layout.tokens import shares_may_meet
+from kvferry.plan import Piece, SourceGroup, elect_writer, pieces_for_receiver
 
-K, V = attention_components(num_layers=4, num_kv_heads=6, head_dim=2, dtype="int8")
-LATENT = latent_component(num_layers=4, latent_dim=8, dtype="int8")
+LAYERS = 4
+EVERY_TOKEN = Dealing()
 
 
-def layout(tp_rank: int, tp_size: int, layers: Interval, components: tuple[Component, ...] = (K, V)) -> RankLayout:
-    """A rank's layout without memory: addresses that are only numbers."""
-    shards = []
-    for number, component in enumerate(components):
-        rest = [
-            split(a.size, tp_size, tp_rank) if a.name == "head" else Interval(0, a.size) for a in component.axes[1:]
-        ]
-        strides: list[int] = []
-        step = 1
-        for interval in reversed(rest):
-            strides.insert(0, step)
-            step *= len(interval)
-        shards.append(
-            Shard(
-                component=component,
-                box=(layers, *rest),
-                addresses=tuple(0x10000 * (1 + number) + 0x1000 * index for index in range(len(layers))),
-                strides=tuple(strides),
-                paging=Paging(page_tokens=2, num_pages=3, page_stride=2 * step, token_stride=step),
-            )
-        )
-    return RankLayout(shards=tuple(shards))
+def sharded(component: Component, tp_axis: str | None = None) -> ShardedComponent:
+    return ShardedComponent(component=component, layers=tuple(range(LAYERS)), tp_axis=tp_axis)
+
+
+K, V = (
+    sharded(each, "head") for each in attention_components(num_layers=LAYERS, num_kv_heads=6, head_dim=2, dtype="int8")
+)
+LATENT = sharded(latent_component(num_layers=LAYERS, latent_dim=8, dtype="int8"))
+STATE = ShardedComponent(
+    component=state_component("state", num_layers=2, axes=(Axis("head", 6), Axis("dim", 2)), dtype="int8"),
+    layers=(1, 3),
+    tp_axis="head",
+)
+DRAFT = sharded(msgspec.structs.replace(K.component, name="draft", is_optional=True), "head")
 
 
 def engine(
-    tp: int, stages: tuple[int, ...] = (4,), components: tuple[Component, ...] = (K, V)
+    tp: int,
+    stages: tuple[int, ...] = (LAYERS,),
+    components: Sequence[ShardedComponent] = (K, V),
+    dealing: Dealing = EVERY_TOKEN,
 ) -> dict[int, RankLayout]:
+    pools = VirtualPools(page_tokens=2, num_pages=3, dealing=dealing, layers_per_stage=stages)
     return {
-        rank.group_rank: layout(rank.tp_rank, tp, stage_layers(stages, rank.pp_rank), components)
-        for rank in all_coordinates(tp_size=tp, pp_size=len(stages))
+        rank.group_rank: virtual_layout(components, rank, pools)
+        for rank in all_coordinates(tp_size=tp, cp_size=dealing.num_parts, pp_size=len(stages))
     }
+
+
+def box_of(source: RankLayout, piece: Piece) -> tuple[Interval, ...]:
+    (shard,) = source.shards_of(piece.component)
+    return shard.box
 
 
 stages = st.sampled_from([(4,), (2, 2), (1, 3), (3, 0, 1)])
@@ -81,7 +92,7 @@ def test_pieces_tile_what_the_receiver_holds(tp: int, stages: tuple[int, ...], o
 def test_the_holders_are_all_ranks_that_hold_all_of_a_piece(tp: int, stages: tuple[int, ...], other_tp: int):
     sources = engine(tp, stages)
     for piece in pieces_for_receiver(sources, engine(other_tp)[0]):
-        held = {rank: overlap(source.shard(piece.component).box, piece.box) for rank, source in sources.items()}
+        held = {rank: overlap(box_of(source, piece), piece.box) for rank, source in sources.items()}
         assert piece.holders == tuple(rank for rank in sorted(held) if held[rank] == piece.box)
         assert all(part in (None, piece.box) for part in held.values())
 
@@ -97,7 +108,12 @@ def test_three_ranks_to_two_with_six_heads():
 
 
 def test_a_rank_that_holds_nothing_is_owed_nothing():
-    assert pieces_for_receiver(engine(2), layout(0, 1, Interval(4, 4))) == ()
+    assert pieces_for_receiver(engine(2), engine(1, (LAYERS, 0))[1]) == ()
+
+
+def test_sources_that_hold_nothing_are_nobody_s_writers():
+    for piece in pieces_for_receiver(engine(1, (0, LAYERS, 0)), engine(1)[0]):
+        assert piece.holders == (1,)
 
 
 def test_a_part_that_nobody_holds_is_named_with_what_the_ranks_do_hold():
@@ -114,9 +130,182 @@ def test_missing_layers_are_named():
         pieces_for_receiver(sources, engine(1)[0])
 
 
-def test_without_sources_everything_is_missing():
-    with pytest.raises(IncompatiblePeerError, match=r"no source rank holds 'k'.*the 0 source ranks"):
+def test_without_sources_nothing_can_be_planned():
+    with pytest.raises(IncompatiblePeerError, match="there are no source ranks"):
         pieces_for_receiver({}, engine(1)[0])
+
+
+# --- components that not everybody has
+
+
+def test_an_optional_component_that_the_sources_lack_is_not_owed():
+    pieces = pieces_for_receiver(engine(2), engine(1, components=(K, V, DRAFT))[0])
+    assert {piece.component for piece in pieces} == {"k", "v"}
+
+
+def test_a_component_that_the_receiver_lacks_is_not_owed():
+    pieces = pieces_for_receiver(engine(2, components=(K, V, DRAFT)), engine(1)[0])
+    assert {piece.component for piece in pieces} == {"k", "v"}
+
+
+def test_an_optional_component_that_both_have_travels_like_any_other():
+    pieces = pieces_for_receiver(engine(2, components=(K, DRAFT)), engine(1, components=(K, DRAFT))[0])
+    assert sorted((piece.component, piece.holders) for piece in pieces) == [
+        ("draft", (0,)),
+        ("draft", (1,)),
+        ("k", (0,)),
+        ("k", (1,)),
+    ]
+
+
+def test_a_component_that_no_source_has_is_named_if_the_receiver_needs_it():
+    with pytest.raises(IncompatiblePeerError, match="no source rank has component 'latent'"):
+        pieces_for_receiver(engine(2), engine(1, components=(K, LATENT))[0])
+    nothing = engine(1, (LAYERS, 0), components=(K, LATENT))[1]
+    assert pieces_for_receiver(engine(2), nothing) == ()
+
+
+# --- context parallelism
+
+
+def test_ranks_with_other_tokens_have_pieces_of_their_own():
+    """TP2 and CP3: group ranks are tp + 2 * cp. The receiver holds every token."""
+    pieces = pieces_for_receiver(engine(2, components=(K,), dealing=interleaved(3)), engine(1, components=(K,))[0])
+    found = sorted((piece.token_part, str(piece.box[1]), piece.holders) for piece in pieces)
+    assert found == [
+        (part, heads, (holder + 2 * part,)) for part in range(3) for holder, heads in enumerate(("[0, 3)", "[3, 6)"))
+    ]
+
+
+@pytest.mark.parametrize("dealing", [interleaved(2, 4), contiguous(2), zigzag(2)])
+def test_receivers_that_deal_alike_need_their_own_part_alone(dealing: Dealing):
+    sources, receivers = engine(1, dealing=dealing), engine(3, dealing=dealing)
+    for receiver in receivers.values():
+        pieces = pieces_for_receiver(sources, receiver)
+        assert {(piece.token_part, piece.holders) for piece in pieces} == {
+            (receiver.tokens.part, (receiver.tokens.part,))
+        }
+
+
+@pytest.mark.parametrize("theirs", [interleaved(2), interleaved(4, 2), contiguous(3), Dealing()])
+@pytest.mark.parametrize("ours", [interleaved(2), interleaved(4, 1), interleaved(2, 6), zigzag(2), Dealing()])
+def test_a_receiver_is_owed_the_parts_that_it_may_meet_each_complete(theirs: Dealing, ours: Dealing):
+    sources = engine(2, (1, 3), components=(K, LATENT), dealing=theirs)
+    for receiver in engine(3, components=(K, LATENT), dealing=ours).values():
+        pieces = pieces_for_receiver(sources, receiver)
+        for shard in receiver.shards:
+            for part in range(theirs.num_parts):
+                boxes = [
+                    piece.box
+                    for piece in pieces
+                    if piece.component == shard.component.name and piece.token_part == part
+                ]
+                may_meet = shares_may_meet(TokenShare(theirs, part), receiver.tokens)
+                assert sum(map(volume, boxes)) == (volume(shard.box) if may_meet else 0)
+                assert all(overlap(one, other) is None for one, other in combinations(boxes, 2))
+        for piece in pieces:
+            assert {sources[rank].tokens.part for rank in piece.holders} == {piece.token_part}
+            assert piece.holders == tuple(
+                rank
+                for rank, source in sources.items()
+                if source.tokens.part == piece.token_part and covers(box_of(source, piece), piece.box)
+            )
+
+
+def test_blocks_that_never_meet_are_not_owed():
+    """Round-robin over 4 parts is a refinement of round-robin over 2: parts 0 and 2 make part 0."""
+    sources = engine(1, dealing=interleaved(4))
+    owed = [
+        {piece.token_part for piece in pieces_for_receiver(sources, receiver)}
+        for receiver in engine(1, dealing=interleaved(2)).values()
+    ]
+    assert owed == [{0, 2}, {1, 3}]
+
+
+def test_state_of_a_whole_request_is_held_by_every_context_parallel_rank():
+    sources = engine(2, components=(STATE,), dealing=interleaved(3))
+    for receiver in engine(1, components=(STATE,), dealing=contiguous(2)).values():
+        pieces = pieces_for_receiver(sources, receiver)
+        assert [(piece.token_part, str(piece.box[1]), piece.holders) for piece in pieces] == [
+            (None, "[0, 3)", (0, 2, 4)),
+            (None, "[3, 6)", (1, 3, 5)),
+        ]
+
+
+def test_sources_that_deal_tokens_out_differently_are_refused():
+    sources = {**engine(1, dealing=interleaved(2)), 1: engine(1, dealing=contiguous(2))[1]}
+    with pytest.raises(IncompatiblePeerError) as caught:
+        SourceGroup(sources)
+    assert str(caught.value) == (
+        "the source ranks deal tokens out differently: blocks of 1 tokens dealt to parts [0, 1]; one cycle dealt to "
+        "parts [0, 1]"
+    )
+
+
+def test_a_part_of_the_tokens_that_nobody_holds_is_named():
+    sources = {0: engine(1, components=(K,), dealing=interleaved(2))[0]}
+    with pytest.raises(IncompatiblePeerError) as caught:
+        pieces_for_receiver(sources, engine(1, components=(K,))[0])
+    assert (
+        "no source rank holds 'k' layer [0, 4) head [0, 6) dim [0, 2) for part 1 of the tokens, which this rank needs"
+        in str(caught.value)
+    )
+
+
+# --- several shards of a component
+
+
+def in_groups(layout: RankLayout, *stops: int) -> RankLayout:
+    """The same layout with the layers of every component in groups of their own, cut at `stops`."""
+    shards: list[Shard] = []
+    for shard in layout.shards:
+        for number, (start, stop) in enumerate(zip((0, *stops), (*stops, LAYERS), strict=True)):
+            held = Interval(start, stop).overlap(shard.box[0])
+            if held is None:
+                continue
+            first = held.start - shard.box[0].start
+            shards.append(
+                msgspec.structs.replace(
+                    shard,
+                    box=(held, *shard.box[1:]),
+                    addresses=shard.addresses[first : first + len(held)],
+                    group=f"group-{number}",
+                )
+            )
+    return RankLayout(shards=tuple(shards), tokens=layout.tokens)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "layers"),
+    [
+        ((), (1, 3), ["[0, 1)", "[1, 3)", "[3, 4)"]),
+        ((1, 3), (), ["[0, 1)", "[1, 3)", "[3, 4)"]),
+        ((1, 3), (2,), ["[0, 1)", "[1, 2)", "[2, 3)", "[3, 4)"]),
+        ((2,), (2,), ["[0, 2)", "[2, 4)"]),
+    ],
+)
+def test_layers_in_different_groups_are_cut_where_either_side_changes(
+    theirs: tuple[int, ...], ours: tuple[int, ...], layers: list[str]
+):
+    sources = {0: in_groups(engine(1)[0], *theirs)}
+    receiver = in_groups(engine(1)[0], *ours)
+    pieces = pieces_for_receiver(sources, receiver)
+    assert [str(piece.box[0]) for piece in pieces if piece.component == "k"] == layers
+    for piece in pieces:
+        assert piece.holders == (0,)
+        for layout in (sources[0], receiver):
+            assert layout.shard_with(piece.component, piece.box) is not None
+
+
+def test_groups_and_stages_cut_together():
+    sources = {rank: in_groups(layout, 1) for rank, layout in engine(1, (2, 2)).items()}
+    pieces = pieces_for_receiver(sources, in_groups(engine(1)[0], 3))
+    assert [(str(piece.box[0]), piece.holders) for piece in pieces if piece.component == "k"] == [
+        ("[0, 1)", (0,)),
+        ("[1, 2)", (0,)),
+        ("[2, 3)", (1,)),
+        ("[3, 4)", (1,)),
+    ]
 
 
 # --- election
@@ -148,7 +337,7 @@ def test_replicated_heads_are_sent_by_every_replica_in_turn(room: int):
 @pytest.mark.parametrize("holders", [2, 3, 4, 8])
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 8, 10, 16, 64, 100, 1000, 1024, 2**16, 2**20, 2**32, 2**40, 2**50, 10**9])
 def test_many_rooms_spread_over_the_holders_whatever_pattern_their_numbers_follow(holders: int, step: int):
-    piece = Piece("latent", LATENT.whole, tuple(range(10, 10 + holders)))
+    piece = Piece("latent", LATENT.component.whole, 0, tuple(range(10, 10 + holders)))
     load = Counter(elect_writer(piece, room=number * step, receiver=0) for number in range(1000))
     assert set(load) == set(piece.holders)
     assert max(load.values()) < 1.3 * 1000 / holders
@@ -157,7 +346,7 @@ def test_many_rooms_spread_over_the_holders_whatever_pattern_their_numbers_follo
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 100), st.sets(st.integers(0, 50), min_size=1, max_size=8))
 def test_the_writer_is_a_holder_and_the_same_on_both_sides(room: int, receiver: int, holders: set[int]):
-    piece = Piece("latent", LATENT.whole, tuple(sorted(holders)))
+    piece = Piece("latent", LATENT.component.whole, 0, tuple(sorted(holders)))
     writer = elect_writer(piece, room=room, receiver=receiver)
     assert writer in holders
     assert elect_writer(piece, room=room, receiver=receiver) == writer
@@ -165,5 +354,5 @@ def test_the_writer_is_a_holder_and_the_same_on_both_sides(room: int, receiver: 
 
 def test_the_election_never_changes():
     """Peers of different releases elect alike, so that these numbers are part of the protocol."""
-    piece = Piece("latent", LATENT.whole, (0, 1, 2, 3))
+    piece = Piece("latent", LATENT.component.whole, 0, (0, 1, 2, 3))
     assert [elect_writer(piece, room=room, receiver=1) for room in (0, 1, 2, 3, 1000, 2**63)] == [2, 0, 1, 3, 1, 2]

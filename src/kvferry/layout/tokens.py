@@ -1,0 +1,173 @@
+"""Which token positions of a request a rank holds: all of them, or a share under context parallelism.
+
+Positions are dealt out in blocks of equally many tokens, block after block, in the order of a pattern of parts. One
+block a part and cycle is token-interleaved (round-robin) context parallelism; one cycle over the whole request is the
+contiguous kind; a pattern that runs forth and back is the zigzag that balances causal attention. A rank keeps the
+positions of its part in ascending order: the first is its local position 0.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import gcd, lcm
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import LayoutError, UsageError
+
+Positions = NDArray[np.int64]
+
+_MOST_BLOCKS_LOOKED_AT = 1 << 20
+
+
+class Dealing(msgspec.Struct, frozen=True):
+    """How the positions of every request are dealt out to the parts of an engine.
+
+    A single part gets every position in blocks of any length: all such dealings are equal.
+
+    Attributes:
+        pattern: the part that gets each block of a cycle. Every part from 0 on appears.
+        block_tokens: tokens of a block. None deals every request out in a single cycle, so that the block follows from
+            the request's length.
+
+    Raises:
+        LayoutError: if a part is missing from the pattern, or the block is empty.
+    """
+
+    pattern: tuple[int, ...] = (0,)
+    block_tokens: int | None = 1
+
+    def __post_init__(self) -> None:
+        if not self.pattern or set(self.pattern) != set(range(max(self.pattern) + 1)):
+            raise LayoutError(f"pattern {list(self.pattern)} must name every part from 0 on at least once")
+        if self.block_tokens is not None and self.block_tokens < 1:
+            raise LayoutError(f"block_tokens is {self.block_tokens}: a block has at least 1 token")
+        if self.is_whole:
+            msgspec.structs.force_setattr(self, "pattern", (0,))
+            msgspec.structs.force_setattr(self, "block_tokens", 1)
+
+    @property
+    def num_parts(self) -> int:
+        """Among how many parts the positions are divided."""
+        return max(self.pattern) + 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one part holds every position."""
+        return self.num_parts == 1
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether who holds a position depends on the request's length."""
+        return self.block_tokens is None and not self.is_whole
+
+    def block(self, request_tokens: int | None) -> int:
+        """Tokens of a block in a request of that length.
+
+        Raises:
+            UsageError: if the length is needed and None.
+        """
+        if self.is_whole:
+            return 1
+        if self.block_tokens is not None:
+            return self.block_tokens
+        if request_tokens is None:
+            raise UsageError(
+                "contiguous context parallelism divides a request by its length: say how many tokens it has"
+            )
+        return max(1, -(-request_tokens // len(self.pattern)))
+
+    def __str__(self) -> str:
+        if self.is_whole:
+            return "every token"
+        blocks = "one cycle" if self.block_tokens is None else f"blocks of {self.block_tokens} tokens"
+        return f"{blocks} dealt to parts {list(self.pattern)}"
+
+
+def contiguous(size: int) -> Dealing:
+    """Context parallelism that gives each of `size` parts one contiguous range of the request."""
+    return Dealing(tuple(range(size)), None)
+
+
+def interleaved(size: int, block_tokens: int = 1) -> Dealing:
+    """Context parallelism that deals blocks of tokens round-robin to `size` parts."""
+    return Dealing(tuple(range(size)), block_tokens)
+
+
+def zigzag(size: int) -> Dealing:
+    """Context parallelism that gives part i the i-th range from the start and the i-th from the end."""
+    return Dealing((*range(size), *reversed(range(size))), None)
+
+
+class TokenShare(msgspec.Struct, frozen=True):
+    """The token positions that one rank holds.
+
+    Attributes:
+        dealing: how the engine deals positions out.
+        part: which part the rank has.
+
+    Raises:
+        LayoutError: if there is no such part.
+    """
+
+    dealing: Dealing = Dealing()
+    part: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.part < self.dealing.num_parts:
+            raise LayoutError(f"part {self.part} does not exist: positions are dealt to {self.dealing.num_parts} parts")
+
+    def held_before(self, position: int, *, block: int) -> int:
+        """How many positions before `position` the rank holds: local positions from there on are not before it."""
+        return int(self.local(np.array([position], np.int64), block=block)[0])
+
+    def local(self, positions: Positions, *, block: int) -> Positions:
+        """The local position of each position; for one that the rank does not hold, of the next that it does."""
+        owned = self._owned()
+        cycles, within = np.divmod(positions, block * len(self.dealing.pattern))
+        inside = np.clip(within[:, None] - owned * block, 0, block).sum(axis=1)
+        local: Positions = cycles * (block * len(owned)) + inside
+        return local
+
+    def holds(self, positions: Positions, *, block: int) -> NDArray[np.bool_]:
+        """Whether the rank holds each position."""
+        gets_block = np.zeros(len(self.dealing.pattern), np.bool_)
+        gets_block[self._owned()] = True
+        held: NDArray[np.bool_] = gets_block[positions // block % len(gets_block)]
+        return held
+
+    def position(self, local: int, *, block: int) -> int:
+        """The position in the request of the rank's `local`-th position."""
+        owned = self._owned()
+        cycles, within = divmod(local, block * len(owned))
+        index, rest = divmod(within, block)
+        return int(cycles * block * len(self.dealing.pattern) + owned[index] * block + rest)
+
+    def _owned(self) -> Positions:
+        """The blocks of a cycle that the rank gets."""
+        return _blocks_of(self.dealing.pattern, self.part)
+
+
+@lru_cache(maxsize=1024)
+def _blocks_of(pattern: tuple[int, ...], part: int) -> Positions:
+    return np.flatnonzero(np.array(pattern) == part).astype(np.int64)
+
+
+def shares_may_meet(one: TokenShare, other: TokenShare) -> bool:
+    """Whether some request has a position that both hold; True also where that cannot be told for all requests."""
+    if one.dealing == other.dealing:
+        return one.part == other.part
+    if one.dealing.is_whole or other.dealing.is_whole:
+        return True
+    if one.dealing.block_tokens is None or other.dealing.block_tokens is None:
+        return True
+    blocks = one.dealing.block_tokens, other.dealing.block_tokens
+    period = lcm(blocks[0] * len(one.dealing.pattern), blocks[1] * len(other.dealing.pattern))
+    step = gcd(*blocks)
+    if period // step > _MOST_BLOCKS_LOOKED_AT:
+        return True
+    positions = np.arange(0, period, step, dtype=np.int64)
+    both = one.holds(positions, block=blocks[0]) & other.holds(positions, block=blocks[1])
+    return bool(both.any())

@@ -1,0 +1,135 @@
+"""Everything that one source rank may send to one receiver, worked out once when they connect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from kvferry.errors import IncompatiblePeerError
+from kvferry.layout import Entry, RankLayout, Shard
+from kvferry.plan.descriptors import DescriptorIndices, DescriptorRows, SideRows, descriptor_rows
+from kvferry.plan.lowering import lower
+from kvferry.plan.pieces import Piece, elect_writer
+from kvferry.plan.routes import Positions, Route, route_between
+
+
+class Unit(Enum):
+    """What a descriptor stands for: a granule, or a single token where a granule is cut."""
+
+    GRANULE = "granule"
+    TOKEN = "token"  # noqa: S105 - of text, not of access
+
+
+@dataclass(frozen=True, slots=True)
+class ElectedRoute:
+    """A route and the pieces that a rank sends along it in some room.
+
+    Attributes:
+        route: from which pages to which.
+        pieces: the numbers of the pieces in the plan.
+    """
+
+    route: Route
+    pieces: tuple[int, ...]
+
+
+class PairPlan:
+    """The plan of one source rank for one receiver.
+
+    Attributes:
+        pieces: what the rank may send.
+    """
+
+    def __init__(self, source: RankLayout, destination: RankLayout, pieces: Sequence[Piece]) -> None:
+        """Args:
+        pieces: those that the source rank is a holder of.
+
+        Raises:
+            IncompatiblePeerError: if one of the sides does not hold a piece.
+        """
+        self.pieces = tuple(pieces)
+        self._shards: list[tuple[Shard, Shard]] = []
+        self._routes: list[Route] = []  # of every piece
+        routes: dict[tuple[str, str], Route] = {}
+        for piece in self.pieces:
+            here, there = _shard(source, piece, "source"), _shard(destination, piece, "receiver")
+            key = here.group, there.group
+            if key not in routes:
+                routes[key] = route_between(source, here.group, destination, there.group)
+            is_dealt = here.component.entry is not Entry.REQUEST
+            if piece.token_part != (source.tokens.part if is_dealt else None):
+                raise IncompatiblePeerError(
+                    f"the plan asks for part {piece.token_part} of the tokens of {piece.component!r}, but this source "
+                    f"rank holds part {source.tokens.part}"
+                )
+            self._shards.append((here, there))
+            self._routes.append(routes[key])
+        self._elected: dict[tuple[int, ...], tuple[ElectedRoute, ...]] = {}
+
+    def elected(self, room: int, *, writer: int, receiver: int) -> tuple[ElectedRoute, ...]:
+        """What the source rank sends in a room.
+
+        Args:
+            writer, receiver: group ranks of the two.
+        """
+        mine = tuple(
+            number
+            for number, piece in enumerate(self.pieces)
+            if elect_writer(piece, room=room, receiver=receiver) == writer
+        )
+        if mine not in self._elected:
+            by_route: dict[tuple[str, str], list[int]] = {}
+            for number in mine:
+                route = self._routes[number]
+                by_route.setdefault((route.source_group, route.destination_group), []).append(number)
+            self._elected[mine] = tuple(
+                ElectedRoute(self._routes[numbers[0]], tuple(numbers)) for numbers in by_route.values()
+            )
+        return self._elected[mine]
+
+    def descriptor_rows(self, unit: Unit) -> DescriptorRows:
+        """The rows of all pieces. Those that cannot be cut between tokens have none for single tokens.
+
+        Raises:
+            LayoutError: if there are more descriptors than can be numbered.
+        """
+        prepared = []
+        for piece, (here, there), route in zip(self.pieces, self._shards, self._routes, strict=True):
+            tokens = route.granule_tokens if unit is Unit.GRANULE or here.component.entry is not Entry.TOKEN else 1
+            prepared.append((lower(piece.box, here, there, granule_tokens=tokens), here, there))
+        return descriptor_rows(prepared)
+
+
+def _shard(layout: RankLayout, piece: Piece, side: str) -> Shard:
+    shard = layout.shard_with(piece.component, piece.box)
+    if shard is None:
+        held = [shard.component.describe(shard.box) for shard in layout.shards_of(piece.component)]
+        raise IncompatiblePeerError(
+            f"the plan names {piece.component!r} {list(map(str, piece.box))}, but the {side} rank holds "
+            f"{held or 'nothing of it'}"
+        )
+    return shard
+
+
+def firsts_of(rows: SideRows, pieces: Sequence[int]) -> DescriptorIndices:
+    """The descriptors of page 0 of several pieces of one route, one below the other; see `SideRows`."""
+    return np.concatenate([rows.firsts[number] for number in pieces])
+
+
+def places(
+    numbers: Positions, *, unit_tokens: int, page_tokens: int, pages: Positions, first_page: int
+) -> tuple[Positions, Positions]:
+    """Where units lie.
+
+    Args:
+        numbers: local positions divided by unit_tokens.
+        pages: page numbers, of which the first holds the tokens from local position first_page * page_tokens on.
+
+    Returns:
+        For every unit which one of its page it is, and the page's number.
+    """
+    order, within = np.divmod(numbers, page_tokens // unit_tokens)
+    return within, pages[order - first_page]

@@ -1,0 +1,201 @@
+"""Which token positions travel between two ranks, and where each lies in either one's pages.
+
+Both sides number the positions that they hold from 0. Where tokens are dealt out alike, the same numbers mean the same
+tokens; otherwise a segment is a range that lies together on both sides. Segments are moved in granules, the most tokens
+that lie together in every page of either side, and what is left at their ends token by token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.layout import PageGroup, RankLayout, TokenShare
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """From the pages of one group of a source rank to those of one group of a receiver.
+
+    Attributes:
+        source_group, destination_group: the groups' names.
+        source_page_tokens, destination_page_tokens: their page sizes.
+        source_share, destination_share: the positions that either rank holds.
+        granule_tokens: tokens that are moved together.
+        has_slots: whether pages are slots with the one entry of a request.
+    """
+
+    source_group: str
+    destination_group: str
+    source_page_tokens: int
+    destination_page_tokens: int
+    source_share: TokenShare
+    destination_share: TokenShare
+    granule_tokens: int
+    has_slots: bool
+
+
+def route_between(source: RankLayout, source_group: str, destination: RankLayout, destination_group: str) -> Route:
+    """The route from a group of one rank to a group of another."""
+    here, there = source.group(source_group), destination.group(destination_group)
+    # State of a whole request has a single position, which every rank that keeps the state holds.
+    shares = (TokenShare(), TokenShare()) if here.has_slots else (source.tokens, destination.tokens)
+    return Route(
+        source_group=source_group,
+        destination_group=destination_group,
+        source_page_tokens=here.page_tokens,
+        destination_page_tokens=there.page_tokens,
+        source_share=shares[0],
+        destination_share=shares[1],
+        granule_tokens=granule_tokens(here, there, *shares),
+        has_slots=here.has_slots,
+    )
+
+
+def granule_tokens(
+    source: PageGroup, destination: PageGroup, source_share: TokenShare, destination_share: TokenShare
+) -> int:
+    """How many tokens always lie together in pages of both sides."""
+    granule = gcd(source.page_tokens, destination.page_tokens)
+    if source_share.dealing == destination_share.dealing:
+        return granule
+    for share in (source_share, destination_share):
+        if not share.dealing.is_whole and share.dealing.block_tokens is not None:
+            granule = gcd(granule, share.dealing.block_tokens)
+    return granule
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a receiver wants of one group: positions in the request, not local ones.
+
+    Attributes:
+        held: positions before this one must not be touched: the receiver has them.
+        start, stop: the positions that it needs.
+    """
+
+    held: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Ranges of tokens that lie together on both sides, by local positions.
+
+    Attributes:
+        source, destination: where each range starts on either side.
+        lengths: tokens of each.
+    """
+
+    source: Positions
+    destination: Positions
+    lengths: Positions
+
+
+def needed_locally(share: TokenShare, demand: Demand, *, request_tokens: int | None) -> tuple[int, int]:
+    """The local positions, from and to, in which a source rank has what a receiver needs of it and others."""
+    block = share.dealing.block(request_tokens)
+    return share.held_before(demand.start, block=block), share.held_before(demand.stop, block=block)
+
+
+def segments_between(route: Route, demand: Demand, *, first: int, stop: int, request_tokens: int | None) -> Segments:
+    """What travels of the source's local positions [first, stop).
+
+    Where tokens are dealt out alike, ends are widened to whole granules as far as the receiver allows: what lies behind
+    the request's last token in its page, or before a window in its page, belongs to the request as well.
+    """
+    source, destination = route.source_share, route.destination_share
+    if source.dealing == destination.dealing:
+        return _alike(route, demand, first, stop, request_tokens)
+    source_block = source.dealing.block(request_tokens)
+    destination_block = destination.dealing.block(request_tokens)
+    low = max(demand.start, source.position(first, block=source_block))
+    high = min(demand.stop, source.position(stop - 1, block=source_block) + 1) if stop > first else low
+    if low >= high:
+        return _segments([], [], [])
+    cuts = [np.array([low, high], np.int64)]
+    for share, block in ((source, source_block), (destination, destination_block)):
+        if not share.dealing.is_whole:
+            cuts.append(np.arange(low // block * block + block, high, block, dtype=np.int64))
+    edges = np.unique(np.concatenate(cuts))
+    starts, lengths = edges[:-1], np.diff(edges)
+    shared = source.holds(starts, block=source_block) & destination.holds(starts, block=destination_block)
+    return Segments(
+        source=source.local(starts[shared], block=source_block),
+        destination=destination.local(starts[shared], block=destination_block),
+        lengths=lengths[shared],
+    )
+
+
+def _alike(route: Route, demand: Demand, first: int, stop: int, request_tokens: int | None) -> Segments:
+    share, granule = route.source_share, route.granule_tokens
+    if share.part != route.destination_share.part:
+        return _segments([], [], [])
+    block = share.dealing.block(request_tokens)
+    held, low, high = (share.held_before(each, block=block) for each in (demand.held, demand.start, demand.stop))
+    if low >= high:
+        return _segments([], [], [])
+    low = max(low // granule * granule, min(held, low))
+    high = -(-high // granule) * granule
+    low, high = max(low, first), min(high, stop)
+    return _segments([low], [low], [high - low]) if low < high else _segments([], [], [])
+
+
+def _segments(source: list[int], destination: list[int], lengths: list[int]) -> Segments:
+    return Segments(*(np.array(each, np.int64) for each in (source, destination, lengths)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """Equally many tokens each, numbered on either side by local position divided by their number.
+
+    Attributes:
+        tokens: tokens of a unit.
+        source, destination: the units' numbers, shape [units].
+    """
+
+    tokens: int
+    source: Positions
+    destination: Positions
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+def units_of(segments: Segments, granule_tokens: int) -> tuple[Units, Units]:
+    """Divides segments into whole granules, and into single tokens what does not fill one."""
+    source, destination, lengths = segments.source, segments.destination, segments.lengths
+    if granule_tokens == 1:
+        return Units(1, _ranges(source, lengths), _ranges(destination, lengths)), Units(1, source[:0], source[:0])
+    head = np.minimum(-source % granule_tokens, lengths)
+    is_aligned = (source - destination) % granule_tokens == 0
+    head = np.where(is_aligned, head, lengths)
+    whole = (lengths - head) // granule_tokens
+    body = head + whole * granule_tokens
+    granules = Units(
+        granule_tokens,
+        _ranges((source + head) // granule_tokens, whole),
+        _ranges((destination + head) // granule_tokens, whole),
+    )
+    tail = lengths - body
+    tokens = Units(
+        1,
+        np.concatenate([_ranges(source, head), _ranges(source + body, tail)]),
+        np.concatenate([_ranges(destination, head), _ranges(destination + body, tail)]),
+    )
+    return granules, tokens
+
+
+def _ranges(starts: Positions, counts: Positions) -> Positions:
+    """start, start + 1, ... as often as counted, for every start, one after the other."""
+    if len(starts) == 1:
+        return np.arange(starts[0], starts[0] + counts[0], dtype=np.int64)
+    before = np.cumsum(counts) - counts
+    ranges: Positions = np.repeat(starts - before, counts) + np.arange(int(counts.sum()), dtype=np.int64)
+    return ranges

@@ -1,0 +1,166 @@
+"""What a decode rank wants of a request, group by group: worked out on the decode side, checked on the prefill side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.errors import PageError, UsageError
+from kvferry.layout import Entry, PageGroup, RankLayout
+from kvferry.plan import Demand
+from kvferry.protocol.chunks import AnyPages, GroupPages, Pages, checked_pages, pages_by_group
+from kvferry.protocol.messages import OpenGroup, OpenRoom, pack_pages, unpack_pages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedGroup:
+    """What a receiver wants of one of its groups, and where it goes.
+
+    Attributes:
+        demand: the tokens.
+        first_page: how many pages of the request come before the given ones on the receiver.
+        pages: page numbers on the receiver.
+    """
+
+    demand: Demand
+    first_page: int
+    pages: Pages
+
+
+def demands_of(
+    layout: RankLayout, pages: AnyPages, *, prefix_tokens: int, tokens: int | None, where: str
+) -> tuple[OpenGroup, ...]:
+    """What a decode rank asks for.
+
+    Args:
+        pages: as for `DecodeEndpoint.open`, and so are prefix_tokens and tokens.
+        where: begins error messages.
+
+    Raises:
+        PageError: if pages are wrong, or not as many as the tokens take.
+    """
+    for what, number in (("prefix_tokens", prefix_tokens), ("tokens", tokens)):
+        if number is not None and number < 0:
+            raise PageError(f"{where}: {what} is {number}: it must not be negative")
+    if tokens is not None and prefix_tokens > tokens:
+        raise PageError(f"{where}: a prefix of {prefix_tokens} tokens is longer than the request's {tokens}")
+    groups = layout.groups
+    given = pages_by_group(pages, [group.name for group in groups], start=None, where=where)
+    if missing := sorted({group.name for group in groups} - given.keys()):
+        raise PageError(f"{where}: no pages for group {missing}; say [] where nothing is missing here")
+    wanted = []
+    for group in groups:
+        name = where if len(groups) == 1 else f"{where}, group {group.name!r}"
+        numbers = checked_pages(given[group.name].pages, pool_pages=group.num_pages, where=name)
+        if group.has_slots:
+            wanted.append(_slot(group, numbers, where=name))
+        elif tokens is None:
+            wanted.append(_without_length(layout, group, given[group.name], numbers, prefix_tokens, where=name))
+        else:
+            wanted.append(_with_length(layout, group, given[group.name], numbers, prefix_tokens, tokens, where=name))
+    return tuple(wanted)
+
+
+def _slot(group: PageGroup, slots: Pages, *, where: str) -> OpenGroup:
+    if len(slots) > 1:
+        raise PageError(f"{where}: {len(slots)} slots for one request: it has one, or [] if its state is not wanted")
+    return OpenGroup(group.name, held=0, start=0, stop=len(slots), first_page=0, pages=pack_pages(slots))
+
+
+def _without_length(
+    layout: RankLayout, group: PageGroup, given: GroupPages, pages: Pages, prefix_tokens: int, *, where: str
+) -> OpenGroup:
+    if not layout.tokens.dealing.is_whole:
+        raise PageError(f"{where}: context parallelism divides a request by token: say how many it has (tokens=...)")
+    first_page = prefix_tokens // group.page_tokens if given.start is None else given.start
+    start = max(prefix_tokens, first_page * group.page_tokens)
+    stop = max(start, (first_page + len(pages)) * group.page_tokens) if len(pages) else start
+    _check_cut(layout, group, prefix_tokens, start, where=where)
+    return OpenGroup(group.name, prefix_tokens, start, stop, first_page, pack_pages(pages))
+
+
+def _with_length(
+    layout: RankLayout,
+    group: PageGroup,
+    given: GroupPages,
+    pages: Pages,
+    prefix_tokens: int,
+    tokens: int,
+    *,
+    where: str,
+) -> OpenGroup:
+    window = tokens if group.window_tokens is None else group.window_tokens
+    start = max(prefix_tokens, tokens - window)
+    share, block = layout.tokens, layout.tokens.dealing.block(tokens)
+    low, high = share.held_before(start, block=block), share.held_before(tokens, block=block)
+    first_page = low // group.page_tokens if given.start is None else given.start
+    if not 0 <= first_page * group.page_tokens <= low:
+        raise PageError(
+            f"{where}: the pages begin with page {first_page} of the request, but the first token that is needed is in "
+            f"page {low // group.page_tokens}"
+        )
+    needed = -(-high // group.page_tokens) - first_page if low < high else 0
+    if len(pages) != needed:
+        raise PageError(
+            f"{where}: {len(pages)} pages where tokens {start} to {tokens} of the request take {needed} pages of "
+            f"{group.page_tokens} on this rank"
+        )
+    _check_cut(layout, group, share.held_before(prefix_tokens, block=block), low, where=where)
+    return OpenGroup(group.name, prefix_tokens, start, tokens, first_page, pack_pages(pages))
+
+
+def _check_cut(layout: RankLayout, group: PageGroup, held: int, low: int, *, where: str) -> None:
+    """Refuses to begin inside a packed page of which this side holds the front."""
+    page_start = low // group.page_tokens * group.page_tokens
+    if held <= page_start:
+        return
+    packed = [s.component.name for s in layout.shards if s.group == group.name and s.component.entry is Entry.PAGE]
+    if packed:
+        raise PageError(
+            f"{where}: a prefix that ends inside a page of {group.page_tokens} tokens cannot be continued, since pages "
+            f"of {packed[0]!r} are packed; round the prefix down to whole pages and let the rest be sent"
+        )
+
+
+def wanted_groups(message: OpenRoom, layout: RankLayout, *, where: str) -> dict[str, WantedGroup]:
+    """What a decode rank asked for, checked.
+
+    Args:
+        layout: the decode rank's.
+        where: begins error messages.
+
+    Raises:
+        PageError: if it makes no sense.
+    """
+    names = sorted(group.name for group in message.groups)
+    if message.receivers < 1 or names != sorted(group.name for group in layout.groups):
+        raise PageError(
+            f"{where}: {message.receivers} receivers and pages for groups {names} make no sense: the decode rank's "
+            f"groups are {[group.name for group in layout.groups]}"
+        )
+    wanted = {}
+    for asked in message.groups:
+        group = layout.group(asked.name)
+        pages = checked_pages(unpack_pages(asked.pages), pool_pages=group.num_pages, where=where)
+        low, high = _local_range(layout, group, asked, message.tokens, where)
+        capacity = (asked.first_page + len(pages)) * group.page_tokens
+        if not asked.held <= asked.start <= asked.stop or (
+            low < high and not asked.first_page * group.page_tokens <= low < high <= capacity
+        ):
+            raise PageError(
+                f"{where}: {len(pages)} pages of group {asked.name!r} from page {asked.first_page} on do not hold "
+                f"tokens {asked.start} to {asked.stop}"
+            )
+        wanted[asked.name] = WantedGroup(Demand(asked.held, asked.start, asked.stop), asked.first_page, pages)
+    return wanted
+
+
+def _local_range(
+    layout: RankLayout, group: PageGroup, asked: OpenGroup, tokens: int | None, where: str
+) -> tuple[int, int]:
+    if group.has_slots:
+        return asked.start, asked.stop
+    try:
+        block = layout.tokens.dealing.block(tokens)
+    except UsageError as error:
+        raise PageError(f"{where}: {error}") from error
+    return layout.tokens.held_before(asked.start, block=block), layout.tokens.held_before(asked.stop, block=block)

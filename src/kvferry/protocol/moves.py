@@ -1,0 +1,135 @@
+"""What of a chunk goes to a receiver, and where; and whether its pages are those that the receiver counts on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvferry.errors import PageError, UsageError
+from kvferry.plan import Route, Unit, Units, needed_locally, places, segments_between, units_of
+from kvferry.protocol.chunks import Chunk, ChunkPart, Pages
+from kvferry.protocol.demands import WantedGroup
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReceiverRequest:
+    """What a receiver wants of one source rank in a room.
+
+    Attributes:
+        tokens: how many tokens the request has; None where the receiver did not say.
+        wanted: what it wants, by its groups.
+        routes: along which the source rank was elected to send it something.
+    """
+
+    tokens: int | None
+    wanted: Mapping[str, WantedGroup]
+    routes: tuple[Route, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """Units of tokens to be written along one route. All arrays have one entry for every unit.
+
+    Attributes:
+        route: the number of the route among those of the `ReceiverRequest`.
+        source_pages, source_units: the page that the unit is in on this rank, and which one of the page it is.
+        destination_pages, destination_units: the same on the receiver.
+    """
+
+    route: int
+    source_pages: Pages
+    source_units: Pages
+    destination_pages: Pages
+    destination_units: Pages
+
+
+def check_chunk(chunk: Chunk, request: ReceiverRequest, next_pages: Mapping[str, int], *, where: str) -> None:
+    """Checks that a chunk goes on where a receiver needs it to, and ends where the receiver does.
+
+    The chunks of a group must reach from the first to the last token that the receiver needs without a gap, and must
+    not go on after the page of the last one.
+
+    Args:
+        next_pages: the page of the request that comes next, for every group of which chunks came before.
+        where: begins error messages.
+
+    Raises:
+        PageError: if they do not.
+    """
+    parts = {part.group: part for part in chunk.parts}
+    for route in request.routes:
+        name = where if len(request.wanted) == 1 else f"{where}, group {route.source_group!r}"
+        demand = request.wanted[route.destination_group].demand
+        try:
+            low, high = needed_locally(route.source_share, demand, request_tokens=request.tokens)
+        except UsageError as error:
+            raise PageError(f"{name}: {error}, on the decode side (tokens=...)") from error
+        page_tokens, done = route.source_page_tokens, next_pages.get(route.source_group, 0)
+        part = parts.get(route.source_group)
+        if part is not None:
+            missing_from = max(low, done * page_tokens)
+            if missing_from < min(high, part.start * page_tokens):
+                raise PageError(
+                    f"{name}: a chunk starts at page {part.start} of the request, but the receiver needs what comes "
+                    f"before, from page {missing_from // page_tokens} on"
+                )
+            done = part.stop
+        expected = -(-high // page_tokens)
+        is_short = chunk.is_last and low < high and not _reaches(done * page_tokens, high, request, route)
+        if is_short or (done > expected and not route.has_slots):
+            what = "slots" if route.has_slots else f"pages of {page_tokens} tokens"
+            raise PageError(
+                f"{name}: {done} {what} of the request{'' if chunk.is_last else ' and more to come'} where the "
+                f"receiver has room for {expected}, {demand.held} tokens that it holds included: both sides must count "
+                "the same tokens"
+            )
+
+
+def _reaches(have: int, high: int, request: ReceiverRequest, route: Route) -> bool:
+    """Whether local positions up to `have` are all that a receiver needs up to `high`.
+
+    A receiver that did not say how many tokens there are counts its last page as full.
+    """
+    counts_pages = request.tokens is None and not route.has_slots
+    return have > high - route.destination_page_tokens if counts_pages else have >= high
+
+
+def moves_of(chunk: Chunk, request: ReceiverRequest) -> dict[Unit, tuple[Move, ...]]:
+    """What of a chunk goes to a receiver, by the unit in which it is moved."""
+    parts = {part.group: part for part in chunk.parts}
+    moves: dict[Unit, list[Move]] = {Unit.GRANULE: [], Unit.TOKEN: []}
+    for number, route in enumerate(request.routes):
+        part, wanted = parts.get(route.source_group), request.wanted[route.destination_group]
+        if part is None:
+            continue
+        segments = segments_between(
+            route,
+            wanted.demand,
+            first=part.start * route.source_page_tokens,
+            stop=part.stop * route.source_page_tokens,
+            request_tokens=request.tokens,
+        )
+        granules, tokens = units_of(segments, route.granule_tokens)
+        if len(granules):
+            moves[Unit.GRANULE].append(_move(number, route, granules, part, wanted))
+        if len(tokens):
+            moves[Unit.TOKEN].append(_move(number, route, tokens, part, wanted))
+    return {unit: tuple(of_unit) for unit, of_unit in moves.items()}
+
+
+def _move(number: int, route: Route, units: Units, part: ChunkPart, wanted: WantedGroup) -> Move:
+    source_units, source_pages = places(
+        units.source,
+        unit_tokens=units.tokens,
+        page_tokens=route.source_page_tokens,
+        pages=part.pages,
+        first_page=part.start,
+    )
+    destination_units, destination_pages = places(
+        units.destination,
+        unit_tokens=units.tokens,
+        page_tokens=route.destination_page_tokens,
+        pages=wanted.pages,
+        first_page=wanted.first_page,
+    )
+    return Move(number, source_pages, source_units, destination_pages, destination_units)

@@ -1,0 +1,209 @@
+"""Context parallelism: which positions a rank holds, against positions listed one by one."""
+
+from __future__ import annotations
+
+from math import lcm
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvferry.errors import LayoutError, UsageError
+from kvferry.layout import Dealing, TokenShare, contiguous, interleaved, zigzag
+from kvferry.layout.tokens import shares_may_meet
+
+
+def owners(dealing: Dealing, tokens: int, block: int) -> list[int]:
+    """The part that gets each position, dealt out like cards."""
+    dealt: list[int] = []
+    while len(dealt) < tokens:
+        for part in dealing.pattern:
+            dealt += [part] * block
+    return dealt[:tokens]
+
+
+@st.composite
+def dealings(draw: st.DrawFn) -> Dealing:
+    size = draw(st.integers(1, 5))
+    pattern = [*range(size), *draw(st.lists(st.integers(0, size - 1), max_size=4))]
+    return Dealing(tuple(draw(st.permutations(pattern))), draw(st.none() | st.integers(1, 6)))
+
+
+@st.composite
+def shares(draw: st.DrawFn) -> TokenShare:
+    dealing = draw(dealings())
+    return TokenShare(dealing, draw(st.integers(0, dealing.num_parts - 1)))
+
+
+# --- dealings
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_kinds_of_context_parallelism(size: int):
+    assert owners(interleaved(size), 2 * size, 1) == [*range(size), *range(size)]
+    tokens = 6 * size
+    assert owners(contiguous(size), tokens, contiguous(size).block(tokens)) == [
+        part for part in range(size) for _ in range(6)
+    ]
+    parts = [part for part in range(size) for _ in range(3)]
+    assert owners(zigzag(size), tokens, zigzag(size).block(tokens)) == parts + parts[::-1]
+
+
+def test_blocks_of_tokens_are_dealt_round_robin():
+    dealing = interleaved(2, 3)
+    assert owners(dealing, 12, dealing.block(None)) == [0, 0, 0, 1, 1, 1] * 2
+    assert (dealing.num_parts, dealing.is_whole, dealing.depends_on_length) == (2, False, False)
+
+
+@pytest.mark.parametrize("kind", [contiguous, zigzag])
+def test_one_cycle_over_a_request_needs_its_length(kind: type):
+    dealing = kind(2)
+    assert dealing.depends_on_length
+    with pytest.raises(UsageError, match=r"contiguous context parallelism .* say how many tokens it has"):
+        dealing.block(None)
+
+
+@pytest.mark.parametrize(
+    ("dealing", "tokens", "block"),
+    [
+        (contiguous(4), 8, 2),
+        (contiguous(4), 9, 3),
+        (contiguous(4), 1, 1),
+        (contiguous(4), 0, 1),
+        (zigzag(2), 16, 4),
+        (zigzag(2), 17, 5),
+        (interleaved(4, 16), 3, 16),
+    ],
+)
+def test_a_block_is_as_long_as_one_cycle_needs(dealing: Dealing, tokens: int, block: int):
+    assert dealing.block(tokens) == block
+
+
+@pytest.mark.parametrize("dealing", [Dealing(), contiguous(1), interleaved(1, 16), zigzag(1), Dealing((0, 0, 0), None)])
+def test_a_single_part_holds_every_token_of_any_request(dealing: Dealing):
+    assert (dealing.num_parts, dealing.is_whole, dealing.depends_on_length) == (1, True, False)
+    share = TokenShare(dealing)
+    block = dealing.block(None)
+    positions = np.arange(50, dtype=np.int64)
+    assert share.holds(positions, block=block).all()
+    assert share.local(positions, block=block).tolist() == positions.tolist()
+    assert [share.position(each, block=block) for each in range(50)] == positions.tolist()
+    assert str(dealing) == "every token"
+
+
+@pytest.mark.parametrize("dealing", [contiguous(1), interleaved(1, 16), zigzag(1), Dealing((0, 0, 0), None)])
+def test_all_dealings_to_a_single_part_are_equal(dealing: Dealing):
+    """Otherwise two sides without context parallelism would seem to deal tokens out differently."""
+    assert dealing == Dealing()
+    assert hash(dealing) == hash(Dealing())
+    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(dealing), type=Dealing)
+    assert travelled == Dealing()
+    assert shares_may_meet(TokenShare(dealing), TokenShare())
+
+
+@pytest.mark.parametrize("pattern", [(), (1,), (0, 2), (0, -1), (1, 2)])
+def test_a_pattern_that_leaves_a_part_out_is_refused(pattern: tuple[int, ...]):
+    with pytest.raises(LayoutError, match="must name every part from 0 on at least once") as caught:
+        Dealing(pattern)
+    assert str(list(pattern)) in str(caught.value)
+
+
+@pytest.mark.parametrize("block_tokens", [0, -1])
+def test_an_empty_block_is_refused(block_tokens: int):
+    with pytest.raises(LayoutError, match=f"block_tokens is {block_tokens}: a block has at least 1 token"):
+        interleaved(2, block_tokens)
+
+
+@pytest.mark.parametrize("part", [-1, 2])
+def test_a_part_that_does_not_exist_is_refused(part: int):
+    with pytest.raises(LayoutError, match=f"part {part} does not exist: positions are dealt to 2 parts"):
+        TokenShare(interleaved(2), part)
+
+
+def test_dealings_in_words():
+    assert str(interleaved(3, 16)) == "blocks of 16 tokens dealt to parts [0, 1, 2]"
+    assert str(contiguous(2)) == "one cycle dealt to parts [0, 1]"
+    assert str(zigzag(2)) == "one cycle dealt to parts [0, 1, 1, 0]"
+
+
+# --- shares
+
+
+@given(shares(), st.integers(0, 80))
+def test_a_share_numbers_the_positions_that_it_holds(share: TokenShare, tokens: int):
+    block = share.dealing.block(tokens)
+    dealt = owners(share.dealing, tokens, block)
+    mine = [position for position, part in enumerate(dealt) if part == share.part]
+    positions = np.arange(tokens, dtype=np.int64)
+    assert np.flatnonzero(share.holds(positions, block=block)).tolist() == mine
+    before = [sum(held < position for held in mine) for position in range(tokens + 1)]
+    assert share.local(np.arange(tokens + 1, dtype=np.int64), block=block).tolist() == before
+    assert [share.held_before(position, block=block) for position in range(tokens + 1)] == before
+    assert [share.position(local, block=block) for local in range(len(mine))] == mine
+
+
+@given(shares(), st.integers(1, 60))
+def test_local_positions_behind_a_request_lie_behind_it(share: TokenShare, tokens: int):
+    """A page's last positions may have no tokens: what would be there comes after the request."""
+    block = share.dealing.block(tokens)
+    held = share.held_before(tokens, block=block)
+    assert all(share.position(held + more, block=block) >= tokens for more in range(5))
+
+
+@given(dealings(), st.integers(0, 60))
+def test_every_position_has_one_owner(dealing: Dealing, tokens: int):
+    block = dealing.block(tokens)
+    positions = np.arange(tokens, dtype=np.int64)
+    held = [TokenShare(dealing, part).holds(positions, block=block) for part in range(dealing.num_parts)]
+    assert (np.sum(held, axis=0) == 1).all()
+
+
+def some_request_shows_that_they_meet(one: TokenShare, other: TokenShare, longest: int) -> bool:
+    for tokens in range(1, longest + 1):
+        both = zip(
+            owners(one.dealing, tokens, one.dealing.block(tokens)),
+            owners(other.dealing, tokens, other.dealing.block(tokens)),
+            strict=True,
+        )
+        if (one.part, other.part) in both:
+            return True
+    return False
+
+
+@given(shares(), shares())
+@example(TokenShare(interleaved(2), 0), TokenShare(interleaved(2), 1))
+@example(TokenShare(interleaved(2, 2), 0), TokenShare(interleaved(4, 1), 3))
+@example(TokenShare(contiguous(2), 0), TokenShare(contiguous(2), 1))
+def test_shares_that_meet_are_never_said_to_be_apart(one: TokenShare, other: TokenShare):
+    if some_request_shows_that_they_meet(one, other, longest=40):
+        assert shares_may_meet(one, other)
+        assert shares_may_meet(other, one)
+
+
+@given(shares(), shares())
+def test_shares_of_fixed_blocks_are_apart_if_no_request_shows_otherwise(one: TokenShare, other: TokenShare):
+    if one.dealing.block_tokens is None or other.dealing.block_tokens is None:
+        return
+    cycles = [len(each.dealing.pattern) * each.dealing.block_tokens for each in (one, other)]  # type: ignore[operator]
+    tokens = lcm(*cycles)
+    ours, theirs = (owners(each.dealing, tokens, each.dealing.block(None)) for each in (one, other))
+    meet = (one.part, other.part) in zip(ours, theirs, strict=True)
+    assert shares_may_meet(one, other) == meet
+
+
+def test_parts_of_one_dealing_never_meet():
+    for dealing in (contiguous(3), zigzag(3), interleaved(3, 2)):
+        parts = [TokenShare(dealing, part) for part in range(3)]
+        assert [[shares_may_meet(one, other) for one in parts] for other in parts] == np.eye(3, dtype=bool).tolist()
+
+
+def test_a_period_too_long_to_look_at_counts_as_a_meeting():
+    one, other = TokenShare(interleaved(2, 100_003), 0), TokenShare(interleaved(2, 100_019), 1)
+    assert shares_may_meet(one, other)
+
+
+def test_shares_travel():
+    share = TokenShare(zigzag(2), 1)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(share), type=TokenShare) == share
