@@ -49,6 +49,14 @@ def test_the_readmes_python_runs(number: int, tmp_path: Path):
         assert run.stdout == "first token: 42 - tensors that arrived: 8\n"
 
 
+def test_the_python_of_the_page_on_layouts_runs_from_top_to_bottom(tmp_path: Path):
+    script = tmp_path / "pasted.py"
+    script.write_text("\n".join(python_blocks("docs/layouts.md")))
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "['kv', 'window-1024', 'state']\n"
+
+
 def test_documents_link_to_what_exists():
     for document in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):

@@ -20,6 +20,7 @@ from kvferry.errors import LayoutError, UsageError
 Positions = NDArray[np.int64]
 
 _MOST_BLOCKS_LOOKED_AT = 1 << 20
+_LARGEST_BLOCK = 1 << 32  # tokens; arithmetic in 64 bits does not overflow
 
 
 class Dealing(msgspec.Struct, frozen=True):
@@ -42,8 +43,8 @@ class Dealing(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not self.pattern or set(self.pattern) != set(range(max(self.pattern) + 1)):
             raise LayoutError(f"pattern {list(self.pattern)} must name every part from 0 on at least once")
-        if self.block_tokens is not None and self.block_tokens < 1:
-            raise LayoutError(f"block_tokens is {self.block_tokens}: a block has at least 1 token")
+        if self.block_tokens is not None and not 1 <= self.block_tokens <= _LARGEST_BLOCK:
+            raise LayoutError(f"block_tokens is {self.block_tokens}: a block has 1 to {_LARGEST_BLOCK} tokens")
         if self.is_whole:
             msgspec.structs.force_setattr(self, "pattern", (0,))
             msgspec.structs.force_setattr(self, "block_tokens", 1)

@@ -113,9 +113,9 @@ def prove_receiver(
             prove_runs(
                 piece, held, shard, lower(piece.box, held, shard, granule_tokens=granule), granule_tokens=granule
             )
-    held = sum(1 for piece in pieces if layout.shard_with(piece.component, piece.box) is not None)
-    if held != len(pieces):
-        raise ProofError(f"{len(pieces) - held} pieces lie outside of what the receiver holds")
+    inside = sum(1 for piece in pieces if layout.shard_with(piece.component, piece.box) is not None)
+    if inside != len(pieces):
+        raise ProofError(f"{len(pieces) - inside} pieces lie outside of what the receiver holds")
     return Proof(receivers=1, pieces=len(pieces), absent=tuple(absent))
 
 

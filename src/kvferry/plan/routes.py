@@ -107,16 +107,20 @@ def needed_locally(share: TokenShare, demand: Demand, *, request_tokens: int | N
 def segments_between(route: Route, demand: Demand, *, first: int, stop: int, request_tokens: int | None) -> Segments:
     """What travels of the source's local positions [first, stop).
 
-    Where tokens are dealt out alike, ends are widened to whole granules as far as the receiver allows: what lies behind
-    the request's last token in its page, or before a window in its page, belongs to the request as well.
+    Ends are widened to whole granules as far as the receiver allows: what lies behind the request's last token in its
+    page, or before a window in its page, belongs to the request as well. Only where tokens are dealt out differently
+    and by the request's length, so that granules may lie apart, nothing is widened.
     """
     source, destination = route.source_share, route.destination_share
     if source.dealing == destination.dealing:
         return _alike(route, demand, first, stop, request_tokens)
     source_block = source.dealing.block(request_tokens)
     destination_block = destination.dealing.block(request_tokens)
-    low = max(demand.start, source.position(first, block=source_block))
-    high = min(demand.stop, source.position(stop - 1, block=source_block) + 1) if stop > first else low
+    low, high = demand.start, demand.stop
+    if low < high and not (source.dealing.depends_on_length or destination.dealing.depends_on_length):
+        low, high = _widened(low, high, demand.held, route.granule_tokens)
+    low = max(low, source.position(first, block=source_block))
+    high = min(high, source.position(stop - 1, block=source_block) + 1) if stop > first else low
     if low >= high:
         return _segments([], [], [])
     cuts = [np.array([low, high], np.int64)]
@@ -141,10 +145,14 @@ def _alike(route: Route, demand: Demand, first: int, stop: int, request_tokens: 
     held, low, high = (share.held_before(each, block=block) for each in (demand.held, demand.start, demand.stop))
     if low >= high:
         return _segments([], [], [])
-    low = max(low // granule * granule, min(held, low))
-    high = -(-high // granule) * granule
+    low, high = _widened(low, high, held, granule)
     low, high = max(low, first), min(high, stop)
     return _segments([low], [low], [high - low]) if low < high else _segments([], [], [])
+
+
+def _widened(low: int, high: int, held: int, granule: int) -> tuple[int, int]:
+    """The granules that [low, high) touches, without what lies before `held`."""
+    return max(low // granule * granule, min(held, low)), -(-high // granule) * granule
 
 
 def _segments(source: list[int], destination: list[int], lengths: list[int]) -> Segments:

@@ -1,6 +1,7 @@
 """The demo's engine: a real transformers language model, split into a prefill half and a decode half.
 
     specification   which model: seeded sizes or a checkpoint's directory
+    configuration   its sizes in transformers' terms
     caches          which components a model caches; from transformers' cache to arrays and back
     network         the transformers model itself
     tokenizer       text to token ids and back

@@ -1,208 +1,287 @@
 """Which components a model caches, and how transformers' cache turns into arrays and back.
 
-transformers keeps, for each layer, a pair of tensors [1, heads, tokens, width]. What travels is token-major,
-one array a component: [layer, token, ...]. Keys are cached after rotary embedding, so positions need not
-travel; and as attention is a sum over tokens, decoding does not notice if whole tokens change places.
+What travels is one array a component: [layer, entry, ...]. Entries are tokens, or the single one of a request's state.
+Keys are cached after rotary embedding, so positions need not travel; and as attention is a sum over tokens, decoding
+does not notice if whole tokens change places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvferry.engines.reference.network import checkpoint_configuration
+from kvferry.engines.reference.configuration import checkpoint_configuration, seeded_configuration
 from kvferry.engines.reference.specification import ModelSpec
 from kvferry.errors import LayoutError, ModelError
+from kvferry.layout import Component, Entry, Interval, ShardedComponent
+from kvferry.models import model_cache_from_config
 
 if TYPE_CHECKING:
     import torch
 
+DTYPE = "float32"
+"""Of everything that the reference engine computes and caches."""
+
+_EXTRA_CONV_COLUMNS = 1
+"""transformers keeps as many columns of a convolution as its kernel has; the oldest is never looked at."""
+
+
+def entries_kept(component: Component, num_tokens: int) -> Interval:
+    """The entries of a component that a request of so many tokens needs: tokens by position, or its one state."""
+    if component.entry is Entry.REQUEST:
+        return Interval(0, 1)
+    window = num_tokens if component.window_tokens is None else component.window_tokens
+    return Interval(max(0, num_tokens - window), num_tokens)
+
+
+def array_shape(component: Component, num_entries: int) -> tuple[int, ...]:
+    """Shape of a component's array over so many entries."""
+    first, *rest = component.axes
+    return (first.size, num_entries, *(axis.size for axis in rest))
+
+
+class LayerForm(Protocol):
+    """How transformers keeps the cache of a layer of one kind. Arrays of a layer are [entry, ...], by component."""
+
+    def check(self, layer: Any) -> str | None:
+        """What is wrong with a layer of transformers' cache that holds one token; None if it is as expected."""
+        ...
+
+    def capture(self, layer: Any, count: int, *, is_final: bool) -> dict[str, torch.Tensor]:
+        """The last `count` tokens, and state if it is final."""
+        ...
+
+    def restore(self, layer: Any, arrays: Mapping[str, torch.Tensor], num_tokens: int) -> None:
+        """Fills an empty layer as if transformers had run `num_tokens` tokens. Copies the arrays."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
-class CachedComponent:
-    """One kind of cached state.
+class AttentionForm:
+    """Keys and values for each head: tensors [1, heads, tokens, dim], of arrays [token, head, dim]."""
 
-    `axes` are the name and global size of every axis but the token axis, which stands second in the arrays:
-    (("layer", 4), ("head", 2), ("dim", 64)) describes arrays of shape [4, tokens, 2, 64].
+    keys: Component
+    values: Component
+
+    def check(self, layer: Any) -> str | None:
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+        window = self.keys.window_tokens
+        expected_type = DynamicLayer if window is None else DynamicSlidingWindowLayer
+        if type(layer) is not expected_type:
+            return f"is a {type(layer).__name__}, not a {expected_type.__name__}"
+        if window is not None and layer.sliding_window != window:
+            return f"has a window of {layer.sliding_window} tokens, not of {window}"
+        expected = [(1, component.axes[1].size, 1, component.axes[2].size) for component in (self.keys, self.values)]
+        return _difference("keys and values", [layer.keys, layer.values], expected)
+
+    def capture(self, layer: Any, count: int, *, is_final: bool) -> dict[str, torch.Tensor]:
+        keys, values = (tensor[0, :, -count:].transpose(0, 1) for tensor in (layer.keys, layer.values))
+        return {self.keys.name: keys, self.values.name: values}
+
+    def restore(self, layer: Any, arrays: Mapping[str, torch.Tensor], num_tokens: int) -> None:
+        names = self.keys.name, self.values.name
+        layer.update(*(arrays[name].transpose(0, 1)[None].contiguous() for name in names))
+        if self.keys.window_tokens is not None:
+            layer.cumulative_length = num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LatentForm:
+    """MLA: tensors [1, 1, tokens, width], of one array [token, latent], without heads.
+
+    Along the last axis stand first the `compressed_dim` numbers of the compressed keys and values, after their norm,
+    then those of the key that all heads share, after rotary embedding.
     """
 
-    name: str
-    axes: tuple[tuple[str, int], ...]
-    dtype: str = "float32"
+    latent: Component
+    compressed_dim: int
 
-    def shape(self, num_tokens: int) -> tuple[int, ...]:
-        """Shape of the component's array over `num_tokens` tokens."""
-        (_, num_layers), *rest = self.axes
-        return (num_layers, num_tokens, *(size for _, size in rest))
+    def check(self, layer: Any) -> str | None:
+        rotary_dim = self.latent.axes[1].size - self.compressed_dim
+        expected = [(1, 1, 1, self.compressed_dim), (1, 1, 1, rotary_dim)]
+        return _difference("compressed and rotary parts", [layer.keys, layer.values], expected)
 
-
-class CacheForm(Protocol):
-    """How one family of architectures fills transformers' cache."""
-
-    @property
-    def components(self) -> tuple[CachedComponent, ...]:
-        """The components, in the order in which they should be listed."""
-        ...
-
-    @property
-    def layer_widths(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Heads and width of the first and of the second tensor that transformers keeps for each layer."""
-        ...
-
-    def capture(
-        self, layers: list[tuple[torch.Tensor, torch.Tensor]], start: int, stop: int
-    ) -> dict[str, torch.Tensor]:
-        """Copies of the tokens [start, stop) of every component, contiguous."""
-        ...
-
-    def restore(self, caches: Mapping[str, torch.Tensor], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pair [1, heads, tokens, width] that transformers would keep for `layer`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCacheForm:
-    """Keys and values for each head: components "k" and "v", arrays [layer, token, head, dim]."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def components(self) -> tuple[CachedComponent, ...]:
-        axes = (("layer", self.num_layers), ("head", self.num_kv_heads), ("dim", self.head_dim))
-        return CachedComponent("k", axes), CachedComponent("v", axes)
-
-    @property
-    def layer_widths(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        return (self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
-
-    def capture(
-        self, layers: list[tuple[torch.Tensor, torch.Tensor]], start: int, stop: int
-    ) -> dict[str, torch.Tensor]:
+    def capture(self, layer: Any, count: int, *, is_final: bool) -> dict[str, torch.Tensor]:
         import torch
 
-        return {
-            name: torch.stack([pair[which][0, :, start:stop].transpose(0, 1) for pair in layers])
-            for which, name in enumerate(("k", "v"))
-        }
+        return {self.latent.name: torch.cat([part[0, 0, -count:] for part in (layer.keys, layer.values)], dim=-1)}
 
-    def restore(self, caches: Mapping[str, torch.Tensor], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (caches[name][layer].transpose(0, 1)[None].contiguous() for name in ("k", "v"))
-        return keys, values
+    def restore(self, layer: Any, arrays: Mapping[str, torch.Tensor], num_tokens: int) -> None:
+        latent = arrays[self.latent.name][None, None]
+        layer.update(latent[..., : self.compressed_dim].contiguous(), latent[..., self.compressed_dim :].contiguous())
 
 
 @dataclass(frozen=True, slots=True)
-class LatentCacheForm:
-    """MLA: one component "latent", array [layer, token, latent], without heads.
+class RecurrentForm:
+    """A recurrent state [1, heads, ...], and that of a convolution [1, channels, width].
 
-    Along the last axis stand first the `kv_lora_rank` numbers of the compressed keys and values, after their
-    norm, then the `rope_dim` numbers of the key that all heads share, after rotary embedding.
+    Several kinds of channels stand one behind the other; each is an array [1, ..., width] of its own.
+    """
+
+    state: Component
+    channels: tuple[Component, ...]
+
+    def check(self, layer: Any) -> str | None:
+        from transformers.cache_utils import LinearAttentionLayer
+
+        if type(layer) is not LinearAttentionLayer:
+            return f"is a {type(layer).__name__}, not a {LinearAttentionLayer.__name__}"
+        expected = [
+            (1, *(axis.size for axis in self.state.axes[1:])),
+            (1, sum(self._counts()), self.channels[0].axes[-1].size),
+        ]
+        return _difference("states", [layer.recurrent_states[0], layer.conv_states[0]], expected)
+
+    def capture(self, layer: Any, count: int, *, is_final: bool) -> dict[str, torch.Tensor]:
+        if not is_final:
+            return {}
+        parts = layer.conv_states[0].split(self._counts(), dim=1)
+        return {self.state.name: layer.recurrent_states[0]} | {
+            component.name: part.unflatten(1, [axis.size for axis in component.axes[1:-1]])
+            for component, part in zip(self.channels, parts, strict=True)
+        }
+
+    def restore(self, layer: Any, arrays: Mapping[str, torch.Tensor], num_tokens: int) -> None:
+        import torch
+
+        layer.update_conv_state(torch.cat([arrays[component.name].flatten(1, -2) for component in self.channels], 1))
+        layer.update_recurrent_state(arrays[self.state.name])
+
+    def _counts(self) -> list[int]:
+        return [prod(axis.size for axis in component.axes[1:-1]) for component in self.channels]
+
+
+def _difference(what: str, tensors: list[torch.Tensor], expected: list[tuple[int, ...]]) -> str | None:
+    found = [tuple(tensor.shape) for tensor in tensors]
+    return None if found == expected else f"has {what} of shapes {found}, not {expected}"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheForm:
+    """What a model caches.
+
+    Attributes:
+        num_layers: of the model.
+        components: what travels, and how tensor parallelism divides it.
+        layers: how transformers keeps it, for every layer of the model.
     """
 
     num_layers: int
-    kv_lora_rank: int
-    rope_dim: int
+    components: tuple[ShardedComponent, ...]
+    layers: tuple[LayerForm, ...]
 
-    @property
-    def components(self) -> tuple[CachedComponent, ...]:
-        return (CachedComponent("latent", (("layer", self.num_layers), ("latent", self.kv_lora_rank + self.rope_dim))),)
+    def record(self, cache: Any) -> None:
+        """Has an empty cache keep all of a chunk's tokens for `capture`, also those that leave the window with it."""
+        for layer in cache.layers:
+            if layer.is_sliding:
+                layer.activate_past_recording()
 
-    @property
-    def layer_widths(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        return (1, self.kv_lora_rank), (1, self.rope_dim)
+    def capture(self, cache: Any, count: int, *, is_final: bool) -> dict[str, torch.Tensor]:
+        """Copies of the last `count` tokens, contiguous, by component; with the last tokens also of the states.
 
-    def capture(
-        self, layers: list[tuple[torch.Tensor, torch.Tensor]], start: int, stop: int
-    ) -> dict[str, torch.Tensor]:
+        Sliding windows forget what they do not need any more.
+        """
         import torch
 
-        return {
-            "latent": torch.stack(
-                [
-                    torch.cat((compressed[0, 0, start:stop], rotary[0, 0, start:stop]), dim=-1)
-                    for compressed, rotary in layers
-                ]
-            )
-        }
+        layers = [
+            form.capture(layer, count, is_final=is_final)
+            for form, layer in zip(self.layers, cache.layers, strict=True)
+        ]
+        arrays = {}
+        for sharded in self.components:
+            name = sharded.component.name
+            if name in layers[sharded.layers[0]]:
+                arrays[name] = torch.stack([layers[layer][name] for layer in sharded.layers])
+        for layer in cache.layers:
+            if layer.is_sliding:
+                layer.crop(0)
+        return arrays
 
-    def restore(self, caches: Mapping[str, torch.Tensor], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        latent = caches["latent"][layer][None, None]
-        return latent[..., : self.kv_lora_rank].contiguous(), latent[..., self.kv_lora_rank :].contiguous()
+    def restore(self, cache: Any, arrays: Mapping[str, torch.Tensor], num_tokens: int) -> None:
+        """Fills an empty cache from the entries that a request of `num_tokens` tokens needs."""
+        for layer, (form, kept) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            mine = {
+                sharded.component.name: arrays[sharded.component.name][sharded.layers.index(layer)]
+                for sharded in self.components
+                if layer in sharded.layers
+            }
+            form.restore(kept, mine, num_tokens)
 
 
 def cache_form(spec: ModelSpec) -> CacheForm:
     """What the model of `spec` caches. For seeded models pure arithmetic; a checkpoint needs transformers.
 
     Raises:
-        ModelError: if the checkpoint's configuration cannot be read.
+        ModelError: if the checkpoint's configuration cannot be read, or a layer caches what the engine does not know.
     """
-    if spec.model_directory is None:
-        if spec.uses_latent_attention:
-            return LatentCacheForm(spec.num_layers, spec.kv_lora_rank, spec.qk_rope_head_dim)
-        return AttentionCacheForm(spec.num_layers, spec.num_kv_heads, spec.head_dim)
-    configuration = checkpoint_configuration(spec.model_directory)
-    if spec.uses_latent_attention:
-        return LatentCacheForm(
-            configuration.num_hidden_layers, configuration.kv_lora_rank, configuration.qk_rope_head_dim
-        )
-    head_dim = getattr(configuration, "head_dim", None)
-    return AttentionCacheForm(
-        configuration.num_hidden_layers,
-        configuration.num_key_value_heads,
-        head_dim or configuration.hidden_size // configuration.num_attention_heads,
+    directory = spec.model_directory
+    if directory is None:
+        values, source = seeded_configuration(spec), f"the seeded {spec.architecture}"
+    else:
+        values, source = checkpoint_configuration(directory).to_dict(), str(directory / "config.json")
+    model = model_cache_from_config(
+        values | {"dtype": DTYPE},
+        cache_dtype=DTYPE,
+        state_dtype=DTYPE,
+        extra_conv_columns=_EXTRA_CONV_COLUMNS,
+        source=source,
     )
+    layers = []
+    for layer in range(model.num_layers):
+        cached = {each.component.name: each.component for each in model.components if layer in each.layers}
+        layers.append(_layer_form(cached, values, where=f"{source}, layer {layer}"))
+    return CacheForm(model.num_layers, model.components, tuple(layers))
+
+
+def _layer_form(cached: Mapping[str, Component], values: Mapping[str, Any], *, where: str) -> LayerForm:
+    channels = tuple(component for name, component in cached.items() if name.startswith("conv_"))
+    if channels and set(cached) == {"state", *(component.name for component in channels)}:
+        return RecurrentForm(cached["state"], channels)
+    if set(cached) == {"latent"}:
+        return LatentForm(cached["latent"], values["kv_lora_rank"])
+    for prefix in ("", "window_"):
+        if set(cached) == {f"{prefix}k", f"{prefix}v"}:
+            return AttentionForm(cached[f"{prefix}k"], cached[f"{prefix}v"])
+    raise ModelError(f"{where} caches {sorted(cached)}, which the reference engine does not know; use another model")
 
 
 def check_cache_form(form: CacheForm, cache: Any) -> None:
-    """Compare a cache that transformers filled with what `form` says of it.
+    """Compare a cache that transformers filled with one token with what `form` says of it.
 
     Raises:
-        ModelError: if transformers caches something else, as with sliding windows, or in versions that keep
-            MLA's keys and values expanded.
+        ModelError: if transformers caches something else, as in versions that keep MLA's keys and values expanded.
     """
     import transformers
-    from transformers.cache_utils import DynamicLayer
 
-    (num_layers, *_), *_ = (component.shape(0) for component in form.components)
-    if len(cache.layers) != num_layers:
-        raise ModelError(f"the model caches {len(cache.layers)} layers, but its configuration says {num_layers}")
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is not DynamicLayer:
+    if len(cache.layers) != form.num_layers:
+        raise ModelError(f"the model caches {len(cache.layers)} layers, but its configuration says {form.num_layers}")
+    for index, (layer_form, layer) in enumerate(zip(form.layers, cache.layers, strict=True)):
+        difference = layer_form.check(layer)
+        if difference is not None:
             raise ModelError(
-                f"layer {index} keeps its cache as {type(layer).__name__}; the reference engine knows full "
-                "attention only: use a checkpoint without sliding windows"
-            )
-        found = tuple((tensor.shape[1], tensor.shape[3]) for tensor in (layer.keys, layer.values))
-        if found != form.layer_widths:
-            raise ModelError(
-                f"transformers {transformers.__version__} caches (heads, width) {found} in layer {index}, "
-                f"the reference engine expects {form.layer_widths}: install transformers 5.15 or newer"
+                f"transformers {transformers.__version__} caches otherwise than the reference engine expects: layer "
+                f"{index} {difference}; install transformers 5.23 or newer"
             )
 
 
-def check_caches(form: CacheForm, caches: Mapping[str, torch.Tensor]) -> int:
-    """Number of tokens in `caches`.
+def check_caches(form: CacheForm, caches: Mapping[str, torch.Tensor], num_tokens: int) -> None:
+    """Raise LayoutError if a component is missing or unknown, or an array has not the shape and dtype that it should.
 
-    Raises:
-        LayoutError: if a component is missing or unknown, or an array has another shape or dtype than it
-            should; names both.
+    The error names both.
     """
-    names = [component.name for component in form.components]
+    components = [sharded.component for sharded in form.components]
+    names = [component.name for component in components]
     if sorted(caches) != sorted(names):
         raise LayoutError(f"caches hold the components {sorted(caches)}, the model has {sorted(names)}")
-    first = caches[names[0]]
-    num_tokens = first.shape[1] if first.ndim > 1 else 0
-    if num_tokens < 1:
-        raise LayoutError(f"component {names[0]!r} of shape {tuple(first.shape)} holds no token")
-    for component in form.components:
-        array = caches[component.name]
-        if tuple(array.shape) != component.shape(num_tokens):
+    for component in components:
+        array, expected = caches[component.name], array_shape(component, len(entries_kept(component, num_tokens)))
+        if tuple(array.shape) != expected:
             raise LayoutError(
-                f"component {component.name!r} has shape {tuple(array.shape)}, "
-                f"the model needs {component.shape(num_tokens)}"
+                f"component {component.name!r} has shape {tuple(array.shape)}, the model needs {expected} for "
+                f"{num_tokens} tokens"
             )
         if str(array.dtype) != f"torch.{component.dtype}":
             raise LayoutError(f"component {component.name!r} is {array.dtype}, the model needs {component.dtype}")
-    return num_tokens

@@ -6,21 +6,17 @@ with the same chunking and number of torch threads; processes of the demo call `
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvferry.engines.reference.caches import (
-    CachedComponent,
-    CacheForm,
-    cache_form,
-    check_cache_form,
-    check_caches,
-)
+from kvferry.engines.reference.caches import CacheForm, cache_form, check_cache_form, check_caches
 from kvferry.engines.reference.network import load_network
 from kvferry.engines.reference.specification import ModelSpec
 from kvferry.engines.reference.tokenizer import Tokenizer, load_tokenizer
 from kvferry.errors import ModelError, SettingsError
+from kvferry.layout import ShardedComponent
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +26,9 @@ if TYPE_CHECKING:
 class PrefilledChunk:
     """What prefill made of the prompt's tokens [start, stop).
 
-    `caches` holds one contiguous float32 array a component, by name, over the chunk's tokens alone: "k" and
-    "v" of shape [layer, token, head, dim], or "latent" of shape [layer, token, latent]. `next_token` is the
-    first token of the answer, on the last chunk only.
+    `caches` holds one contiguous float32 array a component, by name, [layer, entry, ...]: over the chunk's tokens
+    alone, those outside of a window included, or on the last chunk only with the request's one state. `next_token`
+    is the first token of the answer, on the last chunk only.
     """
 
     start: int
@@ -63,9 +59,12 @@ class ReferenceModel:
         self._network = network
         self._tokenizer = tokenizer
         self._form = form
+        # Models without attention call it by another name.
+        parameters = inspect.signature(network.forward).parameters
+        self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
 
     @property
-    def components(self) -> tuple[CachedComponent, ...]:
+    def components(self) -> tuple[ShardedComponent, ...]:
         """The components that the model caches, with global sizes."""
         return self._form.components
 
@@ -94,25 +93,28 @@ class ReferenceModel:
         self._check_prompt(token_ids, chunk_tokens)
         return self._prefilled_chunks(token_ids, chunk_tokens)
 
-    def decode(self, caches: Mapping[str, torch.Tensor], first_token: int, max_new_tokens: int) -> list[int]:
+    def decode(
+        self, caches: Mapping[str, torch.Tensor], *, num_tokens: int, first_token: int, max_new_tokens: int
+    ) -> list[int]:
         """Continue a prompt from its caches alone.
 
         Args:
-            caches: the arrays of `PrefilledChunk.caches` over all tokens of the prompt. They are copied.
+            caches: arrays as in `PrefilledChunk.caches`, over the entries that `entries_kept` names. They are copied.
+            num_tokens: length of the prompt.
             first_token: `next_token` of the last chunk.
             max_new_tokens: length of the result, `first_token` included.
 
         Raises:
             LayoutError: if components are missing, or an array's shape or dtype is wrong.
-            SettingsError: if max_new_tokens is not positive.
+            SettingsError: if num_tokens or max_new_tokens is not positive.
             ModelError: if first_token is outside the vocabulary.
         """
+        _check_positive("num_tokens", num_tokens)
         _check_positive("max_new_tokens", max_new_tokens)
         self._check_token_ids([first_token])
-        check_caches(self._form, caches)
+        check_caches(self._form, caches, num_tokens)
         cache = self._empty_cache()
-        for layer in range(len(self._network.model.layers)):
-            cache.update(*self._form.restore(caches, layer), layer)
+        self._form.restore(cache, caches, num_tokens)
         return self._continue(cache, first_token, max_new_tokens)
 
     def generate_undivided(self, token_ids: Sequence[int], chunk_tokens: int, max_new_tokens: int) -> list[int]:
@@ -141,12 +143,13 @@ class ReferenceModel:
 
     def _prefilled_chunks(self, token_ids: Sequence[int], chunk_tokens: int) -> Iterator[PrefilledChunk]:
         cache = self._empty_cache()
+        self._form.record(cache)
         for start in range(0, len(token_ids), chunk_tokens):
             stop = min(start + chunk_tokens, len(token_ids))
             token = self._forward(token_ids[start:stop], cache)
-            layers = [(layer.keys, layer.values) for layer in cache.layers]
-            caches = self._form.capture(layers, start, stop)
-            yield PrefilledChunk(start, stop, caches, token if stop == len(token_ids) else None)
+            is_last = stop == len(token_ids)
+            caches = self._form.capture(cache, stop - start, is_final=is_last)
+            yield PrefilledChunk(start, stop, caches, token if is_last else None)
 
     def _empty_cache(self) -> Any:
         from transformers import DynamicCache
@@ -160,9 +163,9 @@ class ReferenceModel:
         with torch.no_grad():
             output = self._network(
                 input_ids=torch.tensor([list(token_ids)]),
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{self._cache_argument: cache},
             )
             return int(output.logits[0, -1].argmax())
 

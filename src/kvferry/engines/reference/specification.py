@@ -10,14 +10,25 @@ from typing import Any
 from kvferry.engines.reference.tokenizer import NUM_BYTE_TOKENS
 from kvferry.errors import ModelError
 
-SEEDED_ARCHITECTURES = ("qwen3", "llama", "deepseek_v3")
-"""What can be built from sizes and a seed; the names are transformers' model types."""
+SEEDED_ARCHITECTURES = ("qwen3", "llama", "deepseek_v3", "qwen3_next", "gemma3", "mamba2")
+"""What can be built from sizes and a seed."""
 
 ATTENTION_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Model types that cache keys and values for each head."""
 
 LATENT_ARCHITECTURES = ("deepseek_v2", "deepseek_v3")
 """Model types with multi-head latent attention (MLA), which cache one latent vector a token and layer."""
+
+HYBRID_ARCHITECTURES = ("gemma3_text", "qwen3_next")
+"""Model types whose layers are of two kinds: full attention, and sliding windows or gated delta nets."""
+
+STATE_ARCHITECTURES = ("mamba2",)
+"""Model types without attention, which cache recurrent and convolution states alone."""
+
+KNOWN_ARCHITECTURES = (*ATTENTION_ARCHITECTURES, *LATENT_ARCHITECTURES, *HYBRID_ARCHITECTURES, *STATE_ARCHITECTURES)
+"""Model types of checkpoints that the reference engine runs."""
+
+_MODEL_TYPES = {"gemma3": "gemma3_text"}
 
 MINIMUM_ATTENTION_HEADS = 8
 
@@ -31,8 +42,10 @@ _POSITIVE_SIZES = (
     "qk_rope_head_dim",
     "qk_nope_head_dim",
     "v_head_dim",
+    "state_size",
 )
 MINIMUM_HIDDEN_SIZE = 256
+MINIMUM_HYBRID_LAYERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +55,13 @@ class ModelSpec:
     The same spec gives bit-identical weights in every process. With `model_directory` set, `architecture`
     is the checkpoint's model type, and all else comes from its files: the sizes and the seed mean nothing.
 
-    The four sizes at the end matter to deepseek_v3 only, which in turn ignores `num_kv_heads` and `head_dim`:
-    each of its query heads has `qk_nope_head_dim` + `qk_rope_head_dim` dimensions, each value head
+    The four sizes from `kv_lora_rank` on matter to deepseek_v3 only, which in turn ignores `num_kv_heads` and
+    `head_dim`: each of its query heads has `qk_nope_head_dim` + `qk_rope_head_dim` dimensions, each value head
     `v_head_dim`, and what it caches is `kv_lora_rank` + `qk_rope_head_dim` numbers a token and layer.
+
+    `sliding_window` is of gemma3. `num_kv_heads` is also how many key heads the gated delta nets of qwen3_next have,
+    with twice as many value heads of `state_size` dimensions each, and how many groups B and C of mamba2 have, whose
+    `num_attention_heads` heads keep `head_dim` times `state_size` numbers each.
 
     Raises:
         ModelError: if no model can be built from these values; names the value.
@@ -63,6 +80,8 @@ class ModelSpec:
     qk_rope_head_dim: int = 32
     qk_nope_head_dim: int = 64
     v_head_dim: int = 64
+    sliding_window: int = 32
+    state_size: int = 48
 
     def __post_init__(self) -> None:
         if self.model_directory is None:
@@ -78,12 +97,14 @@ class ModelSpec:
             ModelError: if the architecture is unknown, or a size is not positive.
         """
         num_attention_heads = _round_up(MINIMUM_ATTENTION_HEADS, num_kv_heads)
+        hidden_size = _round_up(MINIMUM_HIDDEN_SIZE, num_attention_heads)
         return cls(
             architecture=architecture,
             num_layers=num_layers,
             num_attention_heads=num_attention_heads,
             num_kv_heads=num_kv_heads,
-            hidden_size=_round_up(MINIMUM_HIDDEN_SIZE, num_attention_heads),
+            hidden_size=hidden_size,
+            head_dim=2 * hidden_size // num_attention_heads if architecture == "mamba2" else 64,
             seed=seed,
         )
 
@@ -96,6 +117,11 @@ class ModelSpec:
                 what its architecture caches; names the path or the value, and what to do.
         """
         return cls(architecture=_read_model_type(directory), model_directory=directory)
+
+    @property
+    def model_type(self) -> str:
+        """The architecture's name in transformers."""
+        return _MODEL_TYPES.get(self.architecture, self.architecture)
 
     @property
     def uses_latent_attention(self) -> bool:
@@ -111,6 +137,13 @@ class ModelSpec:
         for name in _POSITIVE_SIZES:
             if getattr(self, name) < 1:
                 raise ModelError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.sliding_window < 2:
+            raise ModelError(f"sliding_window is {self.sliding_window}; transformers needs at least 2")
+        if self.model_type in HYBRID_ARCHITECTURES and self.num_layers < MINIMUM_HYBRID_LAYERS:
+            raise ModelError(
+                f"num_layers is {self.num_layers}; {self.architecture} has layers of two kinds and needs at least "
+                f"{MINIMUM_HYBRID_LAYERS}"
+            )
         for name in ("head_dim", "qk_rope_head_dim"):
             if getattr(self, name) % 2:
                 raise ModelError(f"{name} is {getattr(self, name)}; rotary embedding needs an even number")
@@ -124,6 +157,11 @@ class ModelSpec:
                 f"hidden_size ({self.hidden_size}) must be a multiple of "
                 f"num_attention_heads ({self.num_attention_heads}): transformers insists on it for llama"
             )
+        if self.architecture == "mamba2" and 2 * self.hidden_size != self.num_attention_heads * self.head_dim:
+            raise ModelError(
+                f"hidden_size ({self.hidden_size}) must be half of num_attention_heads times head_dim "
+                f"({self.num_attention_heads} x {self.head_dim}) for mamba2"
+            )
         if self.vocabulary_size < NUM_BYTE_TOKENS:
             raise ModelError(
                 f"vocabulary_size is {self.vocabulary_size}; the byte-level tokenizer needs at least {NUM_BYTE_TOKENS}"
@@ -136,7 +174,7 @@ def _round_up(value: int, factor: int) -> int:
 
 
 def _read_model_type(directory: Path) -> str:
-    known = ", ".join((*ATTENTION_ARCHITECTURES, *LATENT_ARCHITECTURES))
+    known = ", ".join(KNOWN_ARCHITECTURES)
     config_file = directory / "config.json"
     if not directory.is_dir():
         raise ModelError(f"model directory {directory} does not exist; give the folder of a local checkpoint")
@@ -152,7 +190,7 @@ def _read_model_type(directory: Path) -> str:
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(model_type, str):
         raise ModelError(f"{config_file} names no model_type; use a checkpoint with one of {known}")
-    if model_type not in ATTENTION_ARCHITECTURES + LATENT_ARCHITECTURES:
+    if model_type not in KNOWN_ARCHITECTURES:
         raise ModelError(
             f"{config_file} has model_type {model_type!r}, and the reference engine does not know what that "
             f"architecture caches; use a checkpoint with one of {known}"
