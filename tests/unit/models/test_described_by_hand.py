@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.errors import ModelError
 from kvferry.layout import Axis, Component, Entry, ShardedComponent
-from kvferry.models import ModelCache, described, model_cache_from_config, read_model_cache
+from kvferry.models import FAMILIES, ModelCache, described, model_cache_from_config, read_model_cache
 
 ROOT = Path(__file__).parents[3]
 K = {"name": "k", "layers": "all", "axes": {"head": 8, "dim": 128}, "dtype": "bfloat16", "tp_axis": "head"}
@@ -113,6 +113,12 @@ def test_names_that_appear_twice_and_nothing_at_all():
         cache_of(K, K)
     with pytest.raises(ModelError, match=r"mine\.json: .*caches nothing"):
         cache_of()
+
+
+def test_the_document_lists_every_model_type():
+    text = (ROOT / "docs/models.md").read_text()
+    listed = set(re.findall(r"`([a-z0-9_]+)`", text))
+    assert {name.removesuffix("_text") for name in FAMILIES} <= listed
 
 
 def test_the_examples_in_the_documents_are_valid():

@@ -68,6 +68,14 @@ def test_what_transformers_takes_for_a_missing_field_is_taken_here():
     assert sizes(QWEN_NEXT, "state") == (3, 32, 128, 128)
 
 
+def test_keys_and_values_of_a_gated_delta_net_may_differ_in_all_their_sizes():
+    config = QWEN_NEXT | {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_conv_kernel_dim": 5}
+    config |= {"linear_num_value_heads": 6, "linear_value_head_dim": 12}
+    assert sizes(config, "state") == (3, 6, 8, 12)
+    assert sizes(config, "conv_q") == sizes(config, "conv_k") == (3, 2, 8, 4)
+    assert sizes(config, "conv_v") == (3, 6, 12, 4)
+
+
 def test_the_dtype_has_two_names_and_both_count():
     assert dtype(LLAMA) == "float16"
     assert dtype(without(LLAMA, "torch_dtype") | {"dtype": "float32"}) == "float32"
