@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 
 from kvferry.errors import PageError, UsageError
 from kvferry.layout import Entry, PageGroup, RankLayout
+from kvferry.layout.interval import volume
 from kvferry.plan import Demand
 from kvferry.protocol.chunks import AnyPages, GroupPages, Pages, checked_pages, pages_by_group
 from kvferry.protocol.messages import OpenGroup, OpenRoom, pack_pages, unpack_pages
@@ -38,17 +40,19 @@ def demands_of(
     Raises:
         PageError: if pages are wrong, or not as many as the tokens take.
     """
-    for what, number in (("prefix_tokens", prefix_tokens), ("tokens", tokens)):
-        if number is not None and number < 0:
-            raise PageError(f"{where}: {what} is {number}: it must not be negative")
-    if tokens is not None and prefix_tokens > tokens:
+    prefix_tokens = _count("prefix_tokens", prefix_tokens, where)
+    if tokens is not None and prefix_tokens > (tokens := _count("tokens", tokens, where)):
         raise PageError(f"{where}: a prefix of {prefix_tokens} tokens is longer than the request's {tokens}")
     groups = layout.groups
+    in_use = {shard.group for shard in layout.shards if volume(shard.box)}
     given = pages_by_group(pages, [group.name for group in groups], start=None, where=where)
-    if missing := sorted({group.name for group in groups} - given.keys()):
+    if missing := sorted(in_use - given.keys()):
         raise PageError(f"{where}: no pages for group {missing}; say [] where nothing is missing here")
     wanted = []
     for group in groups:
+        if group.name not in in_use:  # a pipeline stage without such layers has nowhere to put anything
+            wanted.append(OpenGroup(group.name, held=0, start=0, stop=0, first_page=0, pages=b""))
+            continue
         name = where if len(groups) == 1 else f"{where}, group {group.name!r}"
         numbers = checked_pages(given[group.name].pages, pool_pages=group.num_pages, where=name)
         if group.has_slots:
@@ -58,6 +62,17 @@ def demands_of(
         else:
             wanted.append(_with_length(layout, group, given[group.name], numbers, prefix_tokens, tokens, where=name))
     return tuple(wanted)
+
+
+def _count(what: str, number: int, where: str) -> int:
+    """A number of tokens or pages as a plain integer, which is what travels."""
+    try:
+        count = index(number)
+    except TypeError as error:
+        raise PageError(f"{where}: {what} is {number!r}: it must be an integer") from error
+    if count < 0:
+        raise PageError(f"{where}: {what} is {count}: it must not be negative")
+    return count
 
 
 def _slot(group: PageGroup, slots: Pages, *, where: str) -> OpenGroup:
@@ -71,7 +86,7 @@ def _without_length(
 ) -> OpenGroup:
     if not layout.tokens.dealing.is_whole:
         raise PageError(f"{where}: context parallelism divides a request by token: say how many it has (tokens=...)")
-    first_page = prefix_tokens // group.page_tokens if given.start is None else given.start
+    first_page = prefix_tokens // group.page_tokens if given.start is None else _count("start", given.start, where)
     start = max(prefix_tokens, first_page * group.page_tokens)
     stop = max(start, (first_page + len(pages)) * group.page_tokens) if len(pages) else start
     _check_cut(layout, group, prefix_tokens, start, where=where)
@@ -92,8 +107,8 @@ def _with_length(
     start = max(prefix_tokens, tokens - window)
     share, block = layout.tokens, layout.tokens.dealing.block(tokens)
     low, high = share.held_before(start, block=block), share.held_before(tokens, block=block)
-    first_page = low // group.page_tokens if given.start is None else given.start
-    if not 0 <= first_page * group.page_tokens <= low:
+    first_page = low // group.page_tokens if given.start is None else _count("start", given.start, where)
+    if first_page * group.page_tokens > low:
         raise PageError(
             f"{where}: the pages begin with page {first_page} of the request, but the first token that is needed is in "
             f"page {low // group.page_tokens}"
