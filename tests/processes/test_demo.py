@@ -38,6 +38,15 @@ def result(*flags: str) -> dict[str, Any]:
         "--prefill-tp 3 --decode-tp 2 --kv-heads 6",
         "--prefill-tp 4 --decode-tp 2 --arch deepseek_v3",
         "--prefill-tp 2 --decode-tp 1 --arch llama --prefill-stages 3,1 --decode-stages 1,2,1",
+        "--prefill-tp 4 --decode-tp 2 --arch qwen3_next",
+        "--prefill-tp 2 --decode-tp 4 --arch qwen3_next --kv-heads 2",
+        "--prefill-tp 2 --decode-tp 1 --arch qwen3_next --prefill-stages 1,3 --decode-stages 2,1,1",
+        "--prefill-tp 4 --decode-tp 2 --arch gemma3",
+        "--prefill-tp 2 --decode-tp 4 --arch gemma3 --prefill-page-size 16 --decode-page-size 64",
+        "--prefill-tp 4 --decode-tp 2 --arch mamba2 --kv-heads 2",
+        "--prefill-tp 2 --decode-tp 3 --arch mamba2 --kv-heads 6",
+        "--prefill-tp 1 --decode-tp 2 --prefill-page-size 16 --decode-page-size 48 --decode-layout hnd",
+        "--prefill-tp 2 --decode-tp 1 --arch gemma3 --prefill-page-size 64 --decode-page-size 16 --prefill-layout hnd",
     ],
 )
 def test_tokens_and_bytes_are_those_of_the_undivided_model(flags: str):
@@ -51,6 +60,13 @@ def test_tokens_and_bytes_are_those_of_the_undivided_model(flags: str):
     assert shown["gb_per_s"] > 0
 
 
+def test_what_travels_is_said():
+    shown = result(*"--prefill-tp 2 --decode-tp 1 --arch gemma3 --decode-page-size 8 --prefill-layout hnd".split())
+    assert (shown["prefill_page_size"], shown["decode_page_size"]) == (16, 8)
+    assert (shown["prefill_layout"], shown["decode_layout"]) == ("hnd", "nhd")
+    assert shown["groups"] == ["kv", "window-32"]
+
+
 def test_two_prefill_and_two_decode_engines_serve_every_pair():
     shown = result("--prefill-engines", "2", "--decode-engines", "2", "--prefill-tp", "2", "--requests", "4")
     assert shown["tokens_match"] is True
@@ -60,7 +76,14 @@ def test_two_prefill_and_two_decode_engines_serve_every_pair():
 def test_a_person_sees_a_table_a_picture_and_a_verdict():
     run = demo("--prefill-tp", "2", "--decode-tp", "1", "--requests", "2", "--max-new-tokens", "4")
     assert run.returncode == 0, run.stderr
-    for part in ("Transfers", "Who sent what to whom", "head 0-1", "yes  tokens equal", "yes  bytes exact"):
+    for part in (
+        "Transfers",
+        "16 tokens NHD",
+        "Who sent what to whom",
+        "head 0-1",
+        "yes  tokens equal",
+        "yes  bytes exact",
+    ):
         assert part in run.stdout
 
 
@@ -73,6 +96,11 @@ def test_a_person_sees_a_table_a_picture_and_a_verdict():
         ("--prefill-stages 1,1", ["--prefill-stages '1,1'", "4"]),
         ("--prefill-stages x", ["--prefill-stages 'x'", "such as 3,1"]),
         ("--chunk-tokens 20", ["--chunk-tokens 20", "16"]),
+        ("--prefill-page-size 48", ["--chunk-tokens 64", "48"]),
+        ("--decode-page-size 0", ["--decode-page-size 0", "at least 1"]),
+        ("--decode-layout dhn", ["--decode-layout 'dhn'", "nhd or hnd"]),
+        ("--arch mamba2 --kv-heads 0", ["num_kv_heads is 0"]),
+        ("--arch gemma3 --layers 1", ["num_layers is 1", "at least 2"]),
         ("--requests 0", ["--requests 0"]),
         ("--kv-heads 0", ["num_kv_heads is 0"]),
         ("--arch gpt", ["'gpt'", "qwen3"]),

@@ -16,8 +16,9 @@ from kvferry.control.registry_server import RegistryServer
 
 pytest.importorskip("nixl_cu13")
 
-ATTENTION = Model(layers=4, heads=4, head_dim=16, page_tokens=8, dtype="float32")
-LATENT = Model(layers=5, latent_dim=40, page_tokens=8, dtype="float16")
+PAGE_TOKENS = 8
+ATTENTION = Model(layers=4, heads=4, head_dim=16, page_tokens=PAGE_TOKENS, dtype="float32")
+LATENT = Model(layers=5, latent_dim=40, page_tokens=PAGE_TOKENS, dtype="float16")
 PAGES = 12
 ROOMS_AT_ONCE = 20
 PEER_TIMEOUT_S = 2.0
@@ -107,11 +108,22 @@ class Cluster:
             assert answer.error is None, answer.error
         return engine
 
-    def begin(self, prefill: Engine, decode: Engine, *, chunks: list[int] | None = None, **options: bool) -> int:
+    def begin(
+        self,
+        prefill: Engine,
+        decode: Engine,
+        *,
+        chunks: list[int] | None = None,
+        prefix_tokens: int = 0,
+        **options: bool,
+    ) -> int:
         """Opens a room on every rank of both, with other pages on each, and submits chunks that end as given."""
         room = next(_rooms)
+        size = decode.shape.page_tokens or PAGE_TOKENS
+        count = PAGES * PAGE_TOKENS // size - prefix_tokens // size
         for number, rank in enumerate(decode.ranks):
-            rank.do(Rank.receive, room, pages_of(room, number), prefill.name)
+            pages = pages_of(room, number)[:count]
+            rank.do(Rank.receive, room, pages, prefill.name, prefix_tokens=prefix_tokens)
         for number, rank in enumerate(prefill.ranks):
             rank.do(Rank.send, room, pages_of(room, 100 + number), [5, PAGES] if chunks is None else chunks, **options)
         return room
@@ -155,6 +167,13 @@ def test_every_byte_arrives(cluster: Cluster, model: Model, prefill: Shape, deco
     source, destination = cluster.start("prefill", model, prefill), cluster.start("decode", model, decode)
     for _ in range(4):
         cluster.finish(cluster.begin(source, destination), source, destination)
+
+
+@pytest.mark.parametrize("decode", [Shape(tp=2, page_tokens=16), Shape(page_tokens=24, heads_first=True)])
+def test_pages_of_unlike_sizes_and_prefixes_that_end_anywhere(cluster: Cluster, decode: Shape):
+    source, destination = cluster.start("prefill", ATTENTION, Shape(tp=2)), cluster.start("decode", ATTENTION, decode)
+    for prefix_tokens in (0, 5, 8, 41, 95):
+        cluster.finish(cluster.begin(source, destination, prefix_tokens=prefix_tokens), source, destination)
 
 
 def test_two_engines_of_either_kind_exchange_at_once(cluster: Cluster):

@@ -1,404 +1,203 @@
-"""The planner against brute force: every element of a random model, at its place on every rank, before and after.
+"""The planner against brute force: every byte of a random model, at its place on every rank, before and after.
 
-Each logical element (component, layer, token, head, dim) has a number of its own, and an element of a pool *is* that
-number. What a rank must hold is written down by definition, one page and one head at a time, with nothing of
-`kvferry.plan`: which heads a rank holds is asked head by head. Everything else is poison, another one on either side.
+`oracle_cases` says what is drawn, `oracle_memory` what every rank must hold, by definition and with nothing of
+`kvferry.plan`, and `oracle_ferry` has kvferry move the rooms and compares.
 """
 
 from __future__ import annotations
 
-import math
+import sys
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tests.property.oracle_cases import Case, Context, Room, Side, Sizes, cases, families_of_model, plain
+from tests.property.oracle_ferry import WrongBytesError, check
+from tests.property.oracle_memory import Elements, hashed, held_positions, holds
 
-from kvferry.layout import (
-    Axis,
-    Component,
-    Device,
-    Interval,
-    RankLayout,
-    attention_components,
-    empty_shard,
-    interval,
-    latent_component,
-    parallel,
-    shard_from_tensors,
-)
-from kvferry.plan import descriptors, elect_writer, lower, lowering, pieces, pieces_for_receiver, prove
-from kvferry.transport import InProcessNetwork, InProcessTransport
+from kvferry.endpoint import attachment
+from kvferry.layout import Interval, PageGroup, RankLayout, TokenShare, parallel, sharding
+from kvferry.plan import Demand, Piece, Runs, SourceGroup, Units, descriptors, lowering, pair, pieces, routes
+from kvferry.plan.lowering import Loop
+from kvferry.protocol import demands, moves
+from kvferry.protocol.demands import WantedGroup
 
-SOURCE_POISON, DESTINATION_POISON = -2, -1
-EXAMPLES = 600
+EXAMPLES = 2000
 
 
-# --- what is drawn
-
-
-@dataclass(frozen=True)
-class Side:
-    """One engine. `order` is its memory's order of dimensions, outermost first.
-
-    Where 'layer' or 'component' is not in it, layers or components have arrays of their own.
-    """
-
-    tp: int = 1
-    stages: tuple[int, ...] = (2,)
-    order: tuple[str, ...] = ("page", "token", "head", "dim")
-    spare_pages: int = 0
-    padded: str | None = None
-    page_seed: int = 0
-
-
-@dataclass(frozen=True)
-class Room:
-    number: int = 0
-    pages: int = 2
-    cuts: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Scenario:
-    components: tuple[Component, ...] = field(
-        default_factory=lambda: attention_components(num_layers=2, num_kv_heads=4, head_dim=2, dtype="int32")
-    )
-    page_tokens: int = 2
-    source: Side = Side()
-    destination: Side = Side()
-    rooms: tuple[Room, ...] = (Room(),)
-
-
-def model(layers: int, heads: int, dim: int, dtype: str, kind: str) -> tuple[Component, ...]:
-    if kind == "latent":
-        return (latent_component(num_layers=layers, latent_dim=dim, dtype=dtype),)
-    k, v = attention_components(
-        num_layers=layers, num_kv_heads=heads, head_dim=dim, value_head_dim=dim + (kind == "unlike"), dtype=dtype
-    )
-    return (k, v)
-
-
-@st.composite
-def sides(draw: st.DrawFn, layers: int, axes: tuple[str, ...], can_stack: bool) -> Side:
-    order = draw(st.permutations(["page", "token", *axes]))
-    for name in ("layer", "component") if can_stack else ("layer",):
-        at = draw(st.none() | st.integers(0, len(order) - 1))
-        if at is not None:
-            order.insert(at, name)
-    cuts = sorted(draw(st.lists(st.integers(0, layers), max_size=2)))
-    bounds = [0, *cuts, layers]
-    return Side(
-        tp=draw(st.integers(1, 6)),
-        stages=tuple(stop - start for start, stop in pairwise(bounds)),
-        order=tuple(order),
-        spare_pages=draw(st.integers(0, 3)),
-        padded=draw(st.none() | st.sampled_from(order)),
-        page_seed=draw(st.integers(0, 50)),
-    )
-
-
-@st.composite
-def rooms(draw: st.DrawFn) -> Room:
-    pages = draw(st.integers(1, 4))
-    cuts = draw(st.sets(st.integers(1, pages - 1))) if pages > 1 else ()
-    return Room(draw(st.integers(0, 2**63 - 1)), pages, tuple(sorted(cuts)))
-
-
-@st.composite
-def scenarios(draw: st.DrawFn) -> Scenario:
-    kind = draw(st.sampled_from(["alike", "unlike", "latent"]))
-    layers = draw(st.integers(1, 4))
-    dtype = draw(st.sampled_from(["int32", "int64", "int16", "float32", "float64"]))
-    components = model(layers, draw(st.integers(1, 6)), draw(st.integers(1, 3)), dtype, kind)
-    axes = ("latent",) if kind == "latent" else ("head", "dim")
-    return Scenario(
-        components=components,
-        page_tokens=draw(st.integers(1, 4)),
-        source=draw(sides(layers, axes, kind == "alike")),
-        destination=draw(sides(layers, axes, kind == "alike")),
-        rooms=tuple(draw(st.lists(rooms(), min_size=1, max_size=3, unique_by=lambda room: room.number))),
-    )
-
-
-# --- the oracle
-
-
-def holds(index: int, size: int, parts: int, part: int) -> bool:
-    """Whether a rank holds an index of an axis that its engine splits: as even as possible, else replicated."""
-    if parts <= size:
-        # Index i ends at (i + 1) / size of the axis, which lies in (part / parts, (part + 1) / parts].
-        return part * size < (index + 1) * parts <= (part + 1) * size
-    return index * parts <= part * size < (index + 1) * parts
-
-
-class Oracle:
-    """Numbers every element and fills pools by definition."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        tokens = scenario.page_tokens * sum(room.pages for room in scenario.rooms)
-        self.ids: dict[str, Any] = {}
-        first = 0
-        for component in scenario.components:
-            layers, *others = (axis.size for axis in component.axes)
-            shape = (layers, tokens, *others)
-            ids = np.arange(first, first + math.prod(shape)).reshape(shape)
-            first += ids.size
-            self.ids[component.name] = ids.astype(component.dtype)
-            assert np.array_equal(self.ids[component.name], ids), f"{component.dtype} cannot number {first} elements"
-
-    def layers(self, side: Side, stage: int) -> list[int]:
-        numbers = [stage for stage, count in enumerate(side.stages) for _ in range(count)]
-        return [layer for layer, of_stage in enumerate(numbers) if of_stage == stage]
-
-    def indices(self, axis: Axis, side: Side, tp_rank: int) -> list[int]:
-        if axis.name != "head":
-            return list(range(axis.size))
-        return [index for index in range(axis.size) if holds(index, axis.size, side.tp, tp_rank)]
-
-
-class Pools:
-    """The arrays of one rank."""
-
-    def __init__(self, oracle: Oracle, side: Side, tp_rank: int, stage: int, poison: int) -> None:
-        scenario = oracle.scenario
-        self.oracle = oracle
-        self.layers = oracle.layers(side, stage)
-        self.num_pages = side.spare_pages + sum(room.pages for room in scenario.rooms)
-        self.held = {
-            (component.name, axis.name): oracle.indices(axis, side, tp_rank)
-            for component in scenario.components
-            for axis in component.axes[1:]
-        }
-        self.dims = tuple(name for name in side.order if name not in ("layer", "component"))
-        self.arrays: list[Any] = []
-        self.views: dict[tuple[str, int], Any] = {}
-        names = [component.name for component in scenario.components]
-        groups = [names] if "component" in side.order else [[name] for name in names]
-        for group in groups:
-            sizes = {"page": self.num_pages, "token": scenario.page_tokens, "component": len(group)}
-            sizes |= {axis: len(held) for (name, axis), held in self.held.items() if name == group[0]}
-            for layers in [self.layers] if "layer" in side.order else [[layer] for layer in self.layers]:
-                shape = [{**sizes, "layer": len(layers)}[name] for name in side.order]
-                padded = [size + (name == side.padded) for name, size in zip(side.order, shape, strict=True)]
-                array = np.full(padded, poison, scenario.components[0].dtype)
-                self.arrays.append(array)
-                inside = array[tuple(slice(size) for size in shape)]
-                for at, component in enumerate(group):
-                    for index, layer in enumerate(layers):
-                        chosen = {"component": at, "layer": index}
-                        self.views[component, layer] = inside[tuple(chosen.get(d, slice(None)) for d in side.order)]
-        # Every rank has pages of its own for a room, in an order of its own.
-        free = np.random.default_rng(side.page_seed + tp_rank + 7 * stage).permutation(self.num_pages).tolist()
-        if not side.page_seed:
-            free = list(range(self.num_pages))
-        self.pages = [[free.pop(0) for _ in range(room.pages)] for room in scenario.rooms]
-
-    def fill(self) -> None:
-        """Writes what the rooms' pages must hold."""
-        page_tokens = self.oracle.scenario.page_tokens
-        token = 0
-        for pages in self.pages:
-            for page in pages:
-                for (name, layer), view in self.views.items():
-                    axes = [axis for component, axis in self.held if component == name]
-                    logical = view.transpose([self.dims.index(dim) for dim in ("page", "token", *axes)])
-                    ids = self.oracle.ids[name][layer, token : token + page_tokens]
-                    for at, axis in enumerate(axes):
-                        ids = ids.take(self.held[name, axis], axis=1 + at)
-                    logical[page] = ids
-                token += page_tokens
-
-    def bytes_in(self, pages: int) -> int:
-        return sum(int(view.nbytes) for view in self.views.values()) // self.num_pages * pages
-
-
-# --- the system under test
-
-
-class Rank:
-    """One rank's pools, described to kvferry."""
-
-    def __init__(self, oracle: Oracle, side: Side, tp_rank: int, stage: int, poison: int) -> None:
-        self.pools = Pools(oracle, side, tp_rank, stage, poison)
-        shards = []
-        for component in oracle.scenario.components:
-            layers = parallel.stage_layers(side.stages, stage)
-            held = {"layer": layers}
-            for axis in component.axes[1:]:
-                held[axis.name] = (
-                    parallel.split(axis.size, side.tp, tp_rank) if axis.name == "head" else Interval(0, axis.size)
-                )
-            views = [self.pools.views[component.name, layer] for layer in self.pools.layers]
-            shards.append(
-                shard_from_tensors(component, views, dims=self.pools.dims, held=held)
-                if views
-                else empty_shard(component, page_tokens=oracle.scenario.page_tokens, num_pages=self.pools.num_pages)
-            )
-        self.layout = RankLayout(shards=tuple(shards))
-        self.before = [array.copy() for array in self.pools.arrays]
-
-    def join(self, network: InProcessNetwork) -> None:
-        self.transport = InProcessTransport(network)
-        self.transport.register(self.layout.regions(), Device())
-
-
-def ranks(oracle: Oracle, side: Side, poison: int) -> dict[int, Rank]:
-    return {
-        stage * side.tp + tp_rank: Rank(oracle, side, tp_rank, stage, poison)
-        for stage in range(len(side.stages))
-        for tp_rank in range(side.tp)
-    }
-
-
-def ferry(scenario: Scenario, sources: dict[int, Rank], receiver: int, destination: Rank) -> int:
-    """Sends every room to one receiver as endpoints do; returns the bytes that the transports say they moved."""
-    layouts = {rank: source.layout for rank, source in sources.items()}
-    plan = pieces_for_receiver(layouts, destination.layout)
-    moved, posts = 0, 0
-    for rank, source in sources.items():
-        mine = [piece for piece in plan if rank in piece.holders]
-        if not mine:
-            continue
-        peer = source.transport.connect(destination.transport.metadata())
-        rows = descriptors.descriptor_rows(
-            [
-                lower(piece.box, source.layout.shard(piece.component), destination.layout.shard(piece.component))
-                for piece in mine
-            ],
-            source_pages=source.layout.num_pages,
-            destination_pages=destination.layout.num_pages,
-            source_device=0,
-            destination_device=0,
-        )
-        local, remote = source.transport.prepare(rows.source, None), source.transport.prepare(rows.destination, peer)
-        for index, room in enumerate(scenario.rooms):
-            elected = [elect_writer(piece, room=room.number, receiver=receiver) == rank for piece in mine]
-            selected = descriptors.select_rows(
-                [r for r, chosen in zip(rows.piece_rows, elected, strict=True) if chosen]
-            )
-            if not len(selected):
-                continue
-            bounds = [0, *room.cuts, room.pages]
-            for start, stop in pairwise(bounds):
-                here, there = (np.array(side.pools.pages[index][start:stop]) for side in (source, destination))
-                flight = source.transport.post(
-                    local,
-                    descriptors.descriptor_indices(selected, here, pool_pages=source.layout.num_pages),
-                    remote,
-                    descriptors.descriptor_indices(selected, there, pool_pages=destination.layout.num_pages),
-                    b"chunk",
-                )
-                report = source.transport.poll(flight)
-                assert report is not None
-                source.transport.release(flight)
-                moved, posts = moved + report.total_bytes, posts + 1
-    assert len(destination.transport.take_notifications()) == posts
-    return moved
-
-
-def check(scenario: Scenario) -> None:
-    """Moves the scenario's rooms from every source to every receiver and compares all memory with the oracle."""
-    oracle = Oracle(scenario)
-    sources = ranks(oracle, scenario.source, SOURCE_POISON)
-    destinations = ranks(oracle, scenario.destination, DESTINATION_POISON)
-    network = InProcessNetwork()
-    for rank in (*sources.values(), *destinations.values()):
-        rank.join(network)
-    for source in sources.values():
-        source.pools.fill()
-        source.before = [array.copy() for array in source.pools.arrays]
-    total_pages = sum(room.pages for room in scenario.rooms)
-    for number, destination in destinations.items():
-        moved = ferry(scenario, sources, number, destination)
-        found = [array.copy() for array in destination.pools.arrays]
-        for array, clean in zip(destination.pools.arrays, destination.before, strict=True):
-            array[...] = clean
-        destination.pools.fill()
-        for array, expected in zip(found, destination.pools.arrays, strict=True):
-            np.testing.assert_array_equal(array, expected)
-        # All bytes are there, and no more bytes moved than are there: each was written once.
-        assert moved == destination.pools.bytes_in(total_pages)
-    for source in sources.values():
-        for array, before in zip(source.pools.arrays, source.before, strict=True):
-            np.testing.assert_array_equal(array, before)
-    layouts = [{number: rank.layout for number, rank in side.items()} for side in (sources, destinations)]
-    for room in scenario.rooms:
-        proof = prove(*layouts, room=room.number)
-        assert proof.bytes_per_token * scenario.page_tokens == sum(
-            rank.pools.bytes_in(1) for rank in destinations.values()
-        )
-
-
+@pytest.mark.timeout(600)
 @settings(max_examples=EXAMPLES)
-@given(scenarios())
-def test_every_element_arrives_once_at_its_place_and_nowhere_else(scenario: Scenario):
-    check(scenario)
+@given(cases())
+def test_every_byte_arrives_once_at_its_place_and_nothing_else_changes(case: Case):
+    check(case)
 
 
-NHD, HND = ("page", "token", "head", "dim"), ("page", "head", "token", "dim")
-PACKED = ("page", "layer", "component", "token", "head", "dim")
-GQA = model(3, 2, 2, "int32", "alike")
-SIX_HEADS = model(3, 6, 2, "int32", "alike")
-LATENT = model(3, 1, 3, "int32", "latent")
-LATENT_ORDER = ("page", "token", "latent")
+# --- cases with names
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param(Scenario(), id="one rank each"),
-        pytest.param(
-            Scenario(SIX_HEADS, source=Side(tp=3, stages=(3,)), destination=Side(tp=2, stages=(3,))),
-            id="six heads from three ranks to two",
-        ),
-        pytest.param(
-            Scenario(SIX_HEADS, source=Side(tp=4, stages=(2, 1)), destination=Side(tp=5, stages=(1, 2))),
-            id="sizes that do not divide and stages that do not match",
-        ),
-        pytest.param(
-            Scenario(GQA, source=Side(tp=4, stages=(3,)), destination=Side(tp=1, stages=(3,))),
-            id="replicated heads at the source",
-        ),
-        pytest.param(
-            Scenario(GQA, source=Side(tp=1, stages=(3,)), destination=Side(tp=6, stages=(0, 3))),
-            id="replicated heads at the receiver, and a stage without layers",
-        ),
-        pytest.param(
-            Scenario(
-                LATENT,
-                source=Side(tp=4, stages=(3,), order=LATENT_ORDER),
-                destination=Side(tp=4, stages=(1, 1, 1), order=LATENT_ORDER),
-            ),
-            id="MLA",
-        ),
-        pytest.param(
-            Scenario(SIX_HEADS, source=Side(2, (3,), NHD), destination=Side(3, (3,), HND, padded="token")),
-            id="NHD to padded HND",
-        ),
-        pytest.param(
-            Scenario(SIX_HEADS, source=Side(2, (1, 2), HND), destination=Side(2, (2, 1), PACKED)),
-            id="HND to one tensor for all layers, keys and values",
-        ),
-        pytest.param(
-            Scenario(
-                SIX_HEADS,
-                rooms=(Room(7, 4, (1, 3)), Room(8, 1), Room(2**63 - 1, 3, (2,))),
-                source=Side(3, (3,), spare_pages=2, page_seed=3),
-                destination=Side(2, (3,), spare_pages=5, page_seed=4),
-            ),
-            id="rooms in chunks with scattered pages",
-        ),
-    ],
-)
-def test_layouts_that_engines_have(scenario: Scenario):
-    check(scenario)
+def engine(kinds: tuple[str, ...], sizes: Sizes, **settings: Any) -> Side:
+    """An engine that has all layers in one stage and stores them plainly, unless the settings say otherwise.
+
+    Args:
+        settings: fields of `Side`; and `arranged`, fields of every family's `Arrangement`.
+    """
+    arranged = settings.pop("arranged", {})
+    arrangements = {
+        family.name: replace(plain(family), **arranged.get(family.name, {}))
+        for family in families_of_model(kinds, sizes)
+    }
+    return Side(**{"arrangements": arrangements, "stages": (len(kinds),), **settings})
+
+
+def case(
+    kinds: tuple[str, ...],
+    sizes: Sizes,
+    source: dict[str, Any],
+    destination: dict[str, Any],
+    *rooms: Room,
+) -> Case:
+    families = families_of_model(kinds, sizes)
+    sides = engine(kinds, sizes, **source), engine(kinds, sizes, **destination)
+    return Case(families, *sides, rooms or (Room(tokens=7),))
+
+
+def arranged(**fields: Any) -> dict[str, Any]:
+    return {"attention": fields}
+
+
+ATTENTION = ("attention",) * 3
+HYBRID = ("delta", "delta", "delta", "attention")
+SLIDING = ("window", "attention", "window", "attention")
+GQA = Sizes(heads=2, dim=2, value_dim=2, dtype="float16")
+SIX_HEADS = Sizes(heads=6, dim=2, value_dim=2, dtype="float16")
+STATES = Sizes(heads=4, dim=2, value_dim=3, dtype="float16", channels=(2, 2, 4))
+WINDOWED = Sizes(heads=4, dim=2, value_dim=2, dtype="uint8", window=4)
+HND = ("page", "head", "token", "dim")
+SCATTERED = {"seed": 3, "spare_pages": 2}
+
+NAMED = {
+    "one rank each": case(ATTENTION, GQA, {}, {}),
+    "six heads from three ranks to two, and from two stages to one": case(
+        ATTENTION, SIX_HEADS, {"tp": 3, "stages": (1, 2)}, {"tp": 2}
+    ),
+    "sizes that do not divide and stages that do not match": case(
+        ATTENTION, SIX_HEADS, {"tp": 4, "stages": (2, 1)}, {"tp": 5, "stages": (1, 2)}
+    ),
+    "replicated heads at the source": case(ATTENTION, GQA, {"tp": 4}, {}),
+    "replicated heads at the receiver, and a stage without layers": case(
+        ATTENTION, GQA, {}, {"tp": 6, "stages": (0, 3)}
+    ),
+    "latents, which every rank has": case(("latent",) * 3, GQA, {"tp": 4}, {"tp": 4, "stages": (1, 1, 1)}),
+    "NHD to padded HND": case(
+        ATTENTION, SIX_HEADS, {"tp": 2}, {"tp": 3, "arranged": arranged(order=HND, padded="token"), "page_tokens": 2}
+    ),
+    "HND to one tensor for all layers, keys and values": case(
+        ATTENTION,
+        SIX_HEADS,
+        {"tp": 2, "stages": (1, 2), "arranged": arranged(order=HND)},
+        {"tp": 2, "stages": (2, 1), "arranged": arranged(joined="component", joint=1, stacked=1)},
+    ),
+    "rooms in chunks with scattered pages": case(
+        ATTENTION,
+        SIX_HEADS,
+        {"tp": 3, "page_tokens": 2, **SCATTERED},
+        {"tp": 2, "page_tokens": 2, **SCATTERED},
+        Room(7, 8, cuts=(1, 3)),
+        Room(8, 1),
+        Room(2**63 - 1, 5, cuts=(2,)),
+    ),
+    "pages of 16 to pages of 64 with a prefix that ends in a page": case(
+        ATTENTION, GQA, {"page_tokens": 16}, {"page_tokens": 64}, Room(tokens=150, prefix=75, cuts=(3, 5))
+    ),
+    "pages of 64 to pages of 16": case(
+        ATTENTION, GQA, {"page_tokens": 64}, {"page_tokens": 16}, Room(tokens=150, prefix=75)
+    ),
+    "pages of 16 to pages of 48 of a request whose length is not said": case(
+        ATTENTION, GQA, {"page_tokens": 16}, {"page_tokens": 48}, Room(tokens=150, prefix=75, says_length=False)
+    ),
+    "windows beside full attention, from pages of 16 to pages of 64": case(
+        SLIDING,
+        replace(WINDOWED, window=40),
+        {"tp": 2, "page_tokens": 16},
+        {"tp": 4, "page_tokens": 64},
+        Room(tokens=150, begins_late=True),
+    ),
+    "delta nets with states and convolutions of three channel groups": case(
+        HYBRID, STATES, {"tp": 4}, {"tp": 2, "stages": (1, 3)}, Room(tokens=5, cuts=(2,))
+    ),
+    "channel groups that do not divide": case(
+        HYBRID, replace(STATES, channels=(1, 3, 4)), {"tp": 3}, {"tp": 2}, Room(tokens=5)
+    ),
+    "a sparse attention's keys and scales in the same page": case(
+        ("sparse",) * 2,
+        GQA,
+        {"arranged": {"index": {"joined": "bytes"}}, "page_tokens": 2},
+        {"arranged": {"index": {"joined": "bytes", "stacked": 0}}, "page_tokens": 3},
+    ),
+    "scales beside the values": case(("scaled",) * 2, SIX_HEADS, {"tp": 4}, {"tp": 3}),
+    "packed pages, and a window of them": case(
+        ("packed", "packed window"), WINDOWED, {"tp": 2, "page_tokens": 2}, {"tp": 4, "page_tokens": 2}
+    ),
+    "groups in the same tensors, in other pages": case(
+        SLIDING,
+        WINDOWED,
+        {"aliases": True, "arranged": {"attention": {"divided": 2}, "window": {"divided": 1}}, **SCATTERED},
+        {"aliases": True, "tp": 2, "page_tokens": 2, **SCATTERED},
+        Room(1, 6),
+        Room(2, 5, prefix=2),
+    ),
+    "one rank's ranges to ranks that take turns": case(
+        ATTENTION,
+        GQA,
+        {"context": Context(3, "contiguous"), "page_tokens": 2},
+        {"context": Context(2, "interleaved", 2), "page_tokens": 4},
+        Room(tokens=19, prefix=3, cuts=(1,)),
+    ),
+    "zigzag to zigzag of another size": case(
+        ATTENTION, GQA, {"context": Context(2, "zigzag")}, {"context": Context(3, "zigzag")}, Room(tokens=19, prefix=3)
+    ),
+    "zigzag to its like, where pages are of unlike sizes": case(
+        ATTENTION,
+        GQA,
+        {"context": Context(2, "zigzag"), "page_tokens": 4},
+        {"context": Context(2, "zigzag"), "page_tokens": 6},
+        Room(tokens=19, prefix=3),
+    ),
+    "packed pages dealt out to ranks that take turns": case(
+        ("packed",),
+        WINDOWED,
+        {"page_tokens": 2},
+        {"page_tokens": 2, "context": Context(2, "interleaved", 4)},
+        Room(tokens=11),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_layouts_that_engines_have(name: str):
+    check(NAMED[name])
+
+
+@pytest.mark.parametrize("owner", ["neither", "source", "destination", "both"])
+def test_draft_layers_travel_where_both_sides_have_them(owner: str):
+    kinds, sizes = ("attention", "attention", "draft"), GQA
+    families = families_of_model(kinds, sizes)
+    sides = {}
+    for side in ("source", "destination"):
+        whole = engine(kinds, sizes, tp=2)
+        if owner not in ("both", side):
+            whole = replace(whole, stages=(2,), arrangements={"attention": whole.arrangements["attention"]})
+        sides[side] = whole
+    check(Case(families, sides["source"], sides["destination"], (Room(tokens=3),)))
+
+
+# --- is the oracle what it says?
 
 
 @given(st.integers(1, 30), st.integers(1, 30))
@@ -411,95 +210,407 @@ def test_the_oracle_gives_every_index_to_a_rank_and_every_rank_an_index(size: in
         assert set(owners.values()) == {1}
 
 
-# --- can the check fail?
-
-
-def _offset_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offset(box: Any, shard: Any) -> int:
-        steps = [part.start - held.start for part, held in zip(box[1:], shard.box[1:], strict=True)]
-        return sum(max(0, step - 1) * stride for step, stride in zip(steps, shard.strides, strict=True))
-
-    monkeypatch.setattr(lowering, "_offset", offset)
-
-
-def _layer_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bases(box: Any, shard: Any) -> Any:
-        first = max(0, box[0].start - shard.box[0].start - 1)
-        return np.array(shard.addresses[first : first + len(box[0])], np.uint64)
-
-    monkeypatch.setattr(lowering, "_bases", bases)
-
-
-def _next_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = parallel.split
-    monkeypatch.setattr(parallel, "split", lambda total, parts, index: right(total, parts, (index + 1) % parts))
-
-
-def _other_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = parallel.stage_layers
-    monkeypatch.setattr(parallel, "stage_layers", lambda counts, stage: right(counts, (stage + 1) % len(counts)))
-
-
-def _next_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = descriptors.descriptor_indices
-    monkeypatch.setattr(
-        descriptors,
-        "descriptor_indices",
-        lambda rows, pages, *, pool_pages: right(rows, (pages + 1) % pool_pages, pool_pages=pool_pages),
-    )
-
-
-def _next_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = descriptors.descriptor_indices
-    monkeypatch.setattr(
-        descriptors,
-        "descriptor_indices",
-        lambda rows, pages, *, pool_pages: right(rows[::-1] if pool_pages == 3 else rows, pages, pool_pages=pool_pages),
-    )
-
-
-def _forgotten_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = interval.cut
-    monkeypatch.setattr(pieces, "cut", lambda box, by: right(box, by)[:-1])
-
-
-def _doubled_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = interval.cut
-    monkeypatch.setattr(pieces, "cut", lambda box, by: [*right(box, by), right(box, by)[0]])
-
-
-def _melted_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = lowering.lower
-
-    def melted(box: Any, source: Any, destination: Any) -> Any:
-        runs = right(box, source, destination)
-        return replace(runs, source=runs.source[::2], destination=runs.destination[::2], length=runs.length * 2)
-
-    monkeypatch.setitem(globals(), "lower", melted)
-
-
 @pytest.mark.parametrize(
-    "plant",
+    ("context", "tokens", "held"),
     [
-        _offset_off_by_one,
-        _layer_off_by_one,
-        _next_part,
-        _other_stage,
-        _next_page,
-        _next_row,
-        _forgotten_piece,
-        _doubled_piece,
-        _melted_too_far,
+        (Context(2, "interleaved", 2), 7, [[0, 1, 4, 5], [2, 3, 6]]),
+        (Context(3, "contiguous"), 7, [[0, 1, 2], [3, 4, 5], [6]]),
+        (Context(2, "zigzag"), 7, [[0, 1, 6], [2, 3, 4, 5]]),
+        (Context(1, "contiguous"), 3, [[0, 1, 2]]),
     ],
 )
-def test_a_planted_off_by_one_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
-    """The check passes without the fault, and the comparison itself fails with it."""
-    scenario = Scenario(
-        model(4, 4, 2, "int32", "alike"),
-        source=Side(tp=2, stages=(2, 2), spare_pages=1),
-        destination=Side(tp=4, stages=(4,), order=HND, spare_pages=2),
+def test_the_oracle_deals_tokens_out(context: Context, tokens: int, held: list[list[int]]):
+    found = [held_positions(context, part, tokens, tokens + 4) for part in range(context.size)]
+    assert [[position for position in part if position < tokens] for part in found] == held
+
+
+def test_no_two_bytes_have_a_label_in_common():
+    drawn = replace(NAMED["delta nets with states and convolutions of three channel groups"], rooms=(Room(1), Room(2)))
+    elements = Elements(drawn)
+    labels = [
+        elements.labels(
+            cache.component,
+            room,
+            range(cache.component.axes[0].size),
+            np.array([0, 1, 2, 4095]),
+            [range(axis.size) for axis in cache.component.axes[1:]],
+        ).ravel()
+        for family in drawn.families
+        for cache in family.caches
+        for room in range(2)
+    ]
+    every = np.concatenate(labels)
+    assert len(np.unique(every)) == len(every)
+    assert np.unique(hashed(every)).size > 200
+
+
+# --- can the check fail?
+
+Plant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
+
+
+def _patched_lowering(change: Callable[[Runs], Runs]) -> Plant:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        right = lowering.lower
+        monkeypatch.setattr(pair, "lower", lambda *args, **named: change(right(*args, **named)))
+
+    return plant
+
+
+def _own_strides_for_the_other_side(runs: Runs) -> Runs:
+    return replace(runs, loops=tuple(Loop(loop.count, loop.source_stride, loop.source_stride) for loop in runs.loops))
+
+
+def _loops_of_the_receiver_in_another_order(runs: Runs) -> Runs:
+    strides = [(loop.count, loop.destination_stride) for loop in runs.loops]
+    counts = {loop.count for loop in runs.loops}
+    if len(counts) > 1:
+        return runs
+    return replace(
+        runs,
+        loops=tuple(
+            Loop(loop.count, loop.source_stride, stride)
+            for loop, (_, stride) in zip(runs.loops, reversed(strides), strict=True)
+        ),
     )
-    check(scenario)
-    plant(monkeypatch)
-    with pytest.raises(AssertionError):
-        check(scenario)
+
+
+def _run_short_of_an_element(runs: Runs) -> Runs:
+    return replace(runs, length=max(1, runs.length - 1))
+
+
+def _layers_in_reverse(runs: Runs) -> Runs:
+    return replace(runs, source_bases=runs.source_bases[::-1])
+
+
+def _granules_too_close(runs: Runs) -> Runs:
+    steps = runs.source_steps
+    return replace(runs, source_steps=replace(steps, granule_stride=steps.granule_stride // 2))
+
+
+def _bases_by(index: Callable[[Interval, Interval], int], layer: Callable[[Interval, Interval], int]) -> Plant:
+    """The start of a piece in a shard, worked out in another way than by the distance of their starts."""
+
+    def bases(box: Any, shard: Any) -> Any:
+        first = layer(box[0], shard.box[0])
+        steps = zip(box[1:], shard.box[1:], shard.strides, strict=True)
+        within = sum(index(part, held) * stride for part, held, stride in steps)
+        return np.array(shard.addresses[first : first + len(box[0])], np.uint64) + np.uint64(within)
+
+    return lambda monkeypatch: monkeypatch.setattr(lowering, "_bases", bases)
+
+
+def _distance(part: Interval, held: Interval) -> int:
+    return part.start - held.start
+
+
+def _one_less(part: Interval, held: Interval) -> int:
+    return max(0, part.start - held.start - 1)
+
+
+def _ratio(part: Interval, held: Interval) -> int:
+    return part.start % len(held)
+
+
+def _from_the_other_end(part: Interval, held: Interval) -> int:
+    return held.stop - part.stop
+
+
+def _global(part: Interval, held: Interval) -> int:
+    return part.start
+
+
+def _parts_in_reverse(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = parallel.split
+
+    def split(total: int, parts: int, index: int) -> Interval:
+        mine, other = right(total, parts, index), right(total, parts, parts - 1 - index)
+        return other if len(other) == len(mine) else mine
+
+    monkeypatch.setattr(sharding, "split", split)
+
+
+def _parts_by_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = parallel.split
+
+    def split(total: int, parts: int, index: int) -> Interval:
+        length = len(right(total, parts, index))
+        start = min(index * length, total - length)
+        return Interval(start, start + length)
+
+    monkeypatch.setattr(sharding, "split", split)
+
+
+def _stages_by_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stage_layers(layers_per_stage: Any, stage: int) -> Interval:
+        start = stage * layers_per_stage[stage]
+        return Interval(start, start + layers_per_stage[stage])
+
+    monkeypatch.setattr(sharding, "stage_layers", stage_layers)
+
+
+def _stage_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = parallel.stage_layers
+
+    def stage_layers(layers_per_stage: Any, stage: int) -> Interval:
+        mine = right(layers_per_stage, stage)
+        return Interval(mine.start - 1, mine.stop - 1) if mine.start else mine
+
+    monkeypatch.setattr(sharding, "stage_layers", stage_layers)
+
+
+def _elected_by(election: Callable[[Piece, int, int], Any]) -> Plant:
+    return lambda monkeypatch: monkeypatch.setattr(
+        pair, "elect_writer", lambda piece, *, room, receiver: election(piece, room, receiver)
+    )
+
+
+class _Everybody(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+def _one_holder_never(piece: Piece, room: int, receiver: int) -> int:
+    writer = right_election(piece, room=room, receiver=receiver)
+    return writer if len(piece.holders) == 1 or writer != piece.holders[-1] else -1
+
+
+def _cut_by(change: Callable[[list[Piece]], list[Piece]]) -> Plant:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        right = SourceGroup._cut
+        monkeypatch.setattr(SourceGroup, "_cut", lambda *args: change(right(*args)))
+
+    return plant
+
+
+def _share_method(name: str, change: Callable[..., Any]) -> Plant:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        right = getattr(TokenShare, name)
+        monkeypatch.setattr(
+            TokenShare, name, lambda share, *args, **named: change(share, right, *args, **named), raising=True
+        )
+
+    return plant
+
+
+def _next_owner(share: TokenShare, right: Any, positions: Any, *, block: int) -> Any:
+    return right(share, positions + block, block=block)
+
+
+def _local_off_by_one(share: TokenShare, right: Any, positions: Any, *, block: int) -> Any:
+    local = right(share, positions, block=block)
+    return local if share.dealing.is_whole else local + (local == 1)
+
+
+def _units_by(change: Callable[[Units], Units]) -> Plant:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        right = routes.units_of
+
+        def units_of(segments: Any, granule_tokens: int) -> tuple[Units, Units]:
+            granules, tokens = right(segments, granule_tokens)
+            return change(granules), tokens
+
+        monkeypatch.setattr(moves, "units_of", units_of)
+
+    return plant
+
+
+def _single_tokens_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = routes.units_of
+
+    def units_of(segments: Any, granule_tokens: int) -> tuple[Units, Units]:
+        granules, tokens = right(segments, granule_tokens)
+        return granules, replace(tokens, source=tokens.source[1:], destination=tokens.destination[1:])
+
+    monkeypatch.setattr(moves, "units_of", units_of)
+
+
+def _placed_by(change: Callable[..., Any]) -> Plant:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        right = pair.places
+        monkeypatch.setattr(moves, "places", lambda numbers, **named: change(right, numbers, **named))
+
+    return plant
+
+
+def _pages_in_reverse(right: Any, numbers: Any, **named: Any) -> Any:
+    return right(numbers, **{**named, "pages": named["pages"][::-1]})
+
+
+def _pages_of_the_other_size(right: Any, numbers: Any, **named: Any) -> Any:
+    units, _ = right(numbers, **named)
+    per_page = named["page_tokens"] // named["unit_tokens"]
+    order = np.minimum(numbers // max(1, per_page - 1) - named["first_page"], len(named["pages"]) - 1)
+    return units, named["pages"][order]
+
+
+def _start_of_pages_forgotten(right: Any, numbers: Any, **named: Any) -> Any:
+    per_page = named["page_tokens"] // named["unit_tokens"]
+    return numbers % per_page, named["pages"][np.minimum(numbers // per_page, len(named["pages"]) - 1)]
+
+
+def _wanted_by(change: Callable[[Demand, PageGroup], Demand]) -> Plant:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        right = demands.wanted_groups
+
+        def wanted_groups(message: Any, layout: RankLayout, *, where: str) -> dict[str, WantedGroup]:
+            wanted = right(message, layout, where=where)
+            return {
+                name: replace(each, demand=change(each.demand, layout.group(name))) for name, each in wanted.items()
+            }
+
+        monkeypatch.setattr(demands, "wanted_groups", wanted_groups)
+
+    return plant
+
+
+def _window_too_short(demand: Demand, group: PageGroup) -> Demand:
+    if group.window_tokens is None or demand.start == demand.held:
+        return demand
+    return replace(demand, start=min(demand.start + 1, demand.stop))
+
+
+def _prefix_ignored(demand: Demand, group: PageGroup) -> Demand:
+    return demand if group.has_slots else replace(demand, held=0)
+
+
+def _prefix_rounded_down(demand: Demand, group: PageGroup) -> Demand:
+    if group.has_slots:
+        return demand
+    start = demand.start // group.page_tokens * group.page_tokens
+    return replace(demand, held=min(demand.held, start), start=start)
+
+
+def _end_too_early(demand: Demand, group: PageGroup) -> Demand:
+    return replace(demand, stop=max(demand.start, demand.stop - 1))
+
+
+def _groups_slots_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = demands.wanted_groups
+
+    def wanted_groups(message: Any, layout: RankLayout, *, where: str) -> dict[str, WantedGroup]:
+        wanted = right(message, layout, where=where)
+        first = next(iter(wanted.values()))
+        return {
+            name: replace(each, pages=first.pages) if len(each.pages) == len(first.pages) else each
+            for name, each in wanted.items()
+        }
+
+    monkeypatch.setattr(demands, "wanted_groups", wanted_groups)
+
+
+def _granule_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets that blocks of context parallelism cut granules, and that pages may be of unlike sizes."""
+    monkeypatch.setattr(
+        routes, "granule_tokens", lambda source, destination, *shares: min(source.page_tokens, destination.page_tokens)
+    )
+
+
+def _descriptor_of_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = descriptors.descriptor_indices
+    monkeypatch.setattr(
+        attachment,
+        "descriptor_indices",
+        lambda firsts, granules, pages: right(firsts, granules, np.where(pages > 0, pages - 1, pages)),
+    )
+
+
+def _rows_of_other_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = pair.firsts_of
+    monkeypatch.setattr(attachment, "firsts_of", _alternating(right))
+
+
+def _alternating(right: Any) -> Any:
+    calls = count()
+    return lambda rows, numbers: right(rows, numbers if next(calls) % 2 else numbers[::-1])
+
+
+right_election = pieces.elect_writer
+
+FAULTS: dict[str, Plant] = {
+    "a stride of the other side": _patched_lowering(_own_strides_for_the_other_side),
+    "strides in another order": _patched_lowering(_loops_of_the_receiver_in_another_order),
+    "a run that is too short": _patched_lowering(_run_short_of_an_element),
+    "layers in reverse": _patched_lowering(_layers_in_reverse),
+    "granules too close to each other": _patched_lowering(_granules_too_close),
+    "an index off by one": _bases_by(_one_less, _distance),
+    "a ratio where an interval belongs": _bases_by(_ratio, _distance),
+    "an offset of the model within a shard (channel groups)": _bases_by(_global, _distance),
+    "a layer off by one": _bases_by(_distance, _one_less),
+    "a layer by a ratio": _bases_by(_distance, _ratio),
+    "parts of an axis in reverse": _parts_in_reverse,
+    "parts of an axis by a ratio": _parts_by_ratio,
+    "stages by a ratio": _stages_by_ratio,
+    "a stage off by one": _stage_off_by_one,
+    "everybody writes": _elected_by(lambda piece, room, receiver: _Everybody()),
+    "nobody writes": _elected_by(lambda piece, room, receiver: -1),
+    "a dropped writer": _elected_by(_one_holder_never),
+    "swapped intervals": _bases_by(_from_the_other_end, _distance),
+    "a dropped piece": _cut_by(lambda cut: cut[:-1]),
+    "a piece twice": _cut_by(lambda cut: [*cut, cut[0]]),
+    "a token of the next owner": _share_method("holds", _next_owner),
+    "a local position off by one": _share_method("local", _local_off_by_one),
+    "a granule off by one at the receiver": _units_by(
+        lambda units: replace(units, destination=np.maximum(units.destination - 1, 0))
+    ),
+    "granules in another order": _units_by(lambda units: replace(units, source=units.source[::-1])),
+    "a granule lost": _units_by(
+        lambda units: replace(units, source=units.source[1:], destination=units.destination[1:])
+    ),
+    "single tokens lost": _single_tokens_lost,
+    "a granule too large": _granule_too_large,
+    "pages in reverse": _placed_by(_pages_in_reverse),
+    "pages of another size": _placed_by(_pages_of_the_other_size),
+    "the first pages' place forgotten": _placed_by(_start_of_pages_forgotten),
+    "a window too short": _wanted_by(_window_too_short),
+    "a prefix ignored": _wanted_by(_prefix_ignored),
+    "a prefix rounded down": _wanted_by(_prefix_rounded_down),
+    "the last token forgotten": _wanted_by(_end_too_early),
+    "pages of another group": _groups_slots_for_all,
+    "the page before": _descriptor_of_the_next_page,
+    "rows of other pieces": _rows_of_other_pieces,
+}
+
+
+@pytest.fixture
+def nothing_remembered() -> Iterator[None]:
+    """No result of a fault outlives it, and none from before hides it."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("kvferry.")]
+    caches = [each for module in modules for each in vars(module).values() if hasattr(each, "cache_clear")]
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_remembered")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch):
+    """With the fault, the comparison itself fails in some case, without the proof's help.
+
+    Cases that end otherwise, because something refuses what the fault makes, do not count.
+    """
+
+    @settings(
+        max_examples=EXAMPLES,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    @given(cases())
+    def search(case: Case) -> None:
+        try:
+            check(case, with_proof=False)
+        except WrongBytesError:
+            raise
+        except Exception:
+            return
+
+    FAULTS[fault](monkeypatch)
+    with pytest.raises(WrongBytesError):
+        search()

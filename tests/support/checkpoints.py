@@ -38,6 +38,16 @@ def save_checkpoint(directory: Path, architecture: str, prompts: Sequence[str], 
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     elif architecture == "mistral":
         sizes |= {"sliding_window": None}
+    elif architecture == "gemma3_text":
+        sizes |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}
+        sizes |= {"tie_word_embeddings": False}
+    elif architecture == "qwen3_next":
+        sizes |= {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+        sizes |= {"linear_value_head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2}
+        sizes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    elif architecture == "mamba2":
+        sizes |= {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 12, "chunk_size": 16}
     torch.manual_seed(3)
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes | changes))
     network.to(torch.bfloat16).save_pretrained(directory)

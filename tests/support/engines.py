@@ -10,11 +10,10 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from tests.support.caches import Model, Pool, Shape, pool
+from tests.support.caches import Kept, Model, Pages, Pool, Shape, pool, positions_of
 from tests.support.transports import FaultyTransport
 
-from kvferry import DecodeEndpoint, InProcessNetwork, PrefillEndpoint, Receiver, Sender, Settings
+from kvferry import DecodeEndpoint, GroupPages, InProcessNetwork, PrefillEndpoint, Receiver, Sender, Settings
 
 WAIT_S = 10.0
 """How long a test waits for what should take milliseconds."""
@@ -51,14 +50,31 @@ class DecodeEngine:
 
 @dataclass(slots=True)
 class Request:
-    """One request between two engines."""
+    """One request between two engines.
+
+    Attributes:
+        source: by prefill rank and group, the pages in which it keeps the request, from the request's first on.
+        destination: by decode rank and group, the pages for what is missing there.
+    """
 
     room: int
-    source_pages: list[NDArray[np.int64]]
-    destination_pages: list[NDArray[np.int64]]
-    prefix_pages: int
+    tokens: int
+    prefix_tokens: int
+    source: list[dict[str, Pages]]
+    destination: list[dict[str, Kept]]
     senders: list[Sender] = field(default_factory=list)
     receivers: list[Receiver] = field(default_factory=list)
+    submitted: list[dict[str, int]] = field(default_factory=list)  # by prefill rank and group, how many pages
+
+    @property
+    def source_pages(self) -> list[Pages]:
+        """By prefill rank, the pages of the only group."""
+        return [pages for each in self.source for pages in each.values()]
+
+    @property
+    def destination_pages(self) -> list[Pages]:
+        """By decode rank, the pages of the only group."""
+        return [kept.pages for each in self.destination for kept in each.values()]
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
         """Waits for both sides; raises what the first that failed failed with."""
@@ -150,7 +166,7 @@ class Requests:
         self, prefill: PrefillEngine, decode: DecodeEngine, *, prefill_dp_rank: int = 0, decode_dp_rank: int = 0
     ) -> None:
         self.prefill, self.decode, self._prefill_dp_rank = prefill, decode, prefill_dp_rank
-        self._used_pages = 0
+        self._used_pages: dict[int, int] = {}  # by pool
         self._sources = [
             (pool, endpoint)
             for pool, endpoint in zip(prefill.pools, prefill.endpoints, strict=True)
@@ -168,35 +184,67 @@ class Requests:
             endpoint.connect(self.prefill.name, prefill_dp_rank=self._prefill_dp_rank, timeout_s=WAIT_S)
 
     def new(self, room: int, pages: int = 6, *, prefix_pages: int = 0) -> Request:
+        """As `request`, of so many of the model's pages."""
+        page_tokens = self.prefill.pools[0].model.page_tokens
+        return self.request(room, pages * page_tokens, prefix_tokens=prefix_pages * page_tokens)
+
+    def request(self, room: int, tokens: int, *, prefix_tokens: int = 0) -> Request:
         """A request whose pages lie elsewhere on every rank, filled in at the source.
 
         Pages are reused as late as can be, so that requests side by side do not share any.
         """
         request = Request(
             room,
-            [self._next_pages(pool, pages) for pool, _ in self._sources],
-            [self._next_pages(pool, pages) for pool, _ in self._destinations],
-            prefix_pages,
+            tokens,
+            prefix_tokens,
+            [self._source_pages(pool, tokens) for pool, _ in self._sources],
+            [self._destination_pages(pool, tokens, prefix_tokens) for pool, _ in self._destinations],
         )
-        self._used_pages += pages
-        for (memory, _), own in zip(self._sources, request.source_pages, strict=True):
-            memory.fill(room, own)
+        for (memory, _), own in zip(self._sources, request.source, strict=True):
+            memory.fill(room, own, tokens=tokens)
         return request
 
-    def _next_pages(self, pool: Pool, count: int) -> NDArray[np.int64]:
-        seed = pool.coordinates.engine_rank + 100 * (pool in self.decode.pools)
-        order = np.random.default_rng(seed).permutation(pool.layout.group("kv").num_pages)
-        return np.roll(order, -self._used_pages)[:count]
+    def _source_pages(self, pool: Pool, tokens: int) -> dict[str, Pages]:
+        count = len(positions_of(pool.layout.tokens, tokens))
+        return {
+            group.name: self._next_pages(pool, 1 if group.has_slots else -(-count // group.page_tokens))
+            for group in pool.layout.groups
+        }
 
-    def open_decode(self, request: Request) -> None:
-        """Opens the room on every decode rank."""
-        for (memory, endpoint), pages in zip(self._destinations, request.destination_pages, strict=True):
+    def _destination_pages(self, pool: Pool, tokens: int, prefix_tokens: int) -> dict[str, Kept]:
+        positions, kept = positions_of(pool.layout.tokens, tokens), {}
+        for group in pool.layout.groups:
+            if group.has_slots:
+                kept[group.name] = Kept(self._next_pages(pool, 1))
+                continue
+            start = pool.first_needed(group, tokens, prefix_tokens)
+            needed = [index // group.page_tokens for index, position in enumerate(positions) if position >= start]
+            first = needed[0] if needed else sum(position < start for position in positions) // group.page_tokens
+            kept[group.name] = Kept(self._next_pages(pool, needed[-1] + 1 - first if needed else 0), first)
+        return kept
+
+    def _next_pages(self, pool: Pool, count: int) -> Pages:
+        seed = pool.coordinates.engine_rank + 100 * (pool in self.decode.pools)
+        order = np.random.default_rng(seed).permutation(pool.shape.pages)
+        used = self._used_pages.get(id(pool), 0)
+        self._used_pages[id(pool)] = used + count
+        return np.roll(order, -used)[:count]
+
+    def open_decode(self, request: Request, *, says_tokens: bool = False) -> None:
+        """Opens the room on every decode rank.
+
+        Args:
+            says_tokens: whether the decode side says how long the request is.
+        """
+        for (_, endpoint), kept in zip(self._destinations, request.destination, strict=True):
+            by_group = {name: each.pages for name, each in kept.items()}
             receiver = endpoint.open(
                 request.room,
-                pages[request.prefix_pages :],
+                by_group if len(by_group) > 1 else next(iter(by_group.values())),
                 engine=self.prefill.name,
                 prefill_dp_rank=self._prefill_dp_rank,
-                prefix_tokens=request.prefix_pages * memory.model.page_tokens,
+                prefix_tokens=request.prefix_tokens,
+                tokens=request.tokens if says_tokens else None,
             )
             request.receivers.append(receiver)
 
@@ -213,11 +261,46 @@ class Requests:
             given = (aux if is_aux_writer else b"from another rank") if last else None
             sender.submit(pages[start:stop], last=last, aux=given)
 
+    def advance(self, request: Request, tokens: int, *, aux: bytes = b"token", skips_windows: bool = False) -> None:
+        """Hands in, on every prefill rank, the pages that are full after so many tokens; all that is left at the end.
+
+        Args:
+            skips_windows: leaves out the pages of windows of which the decode side needs nothing.
+        """
+        is_last = tokens == request.tokens
+        request.submitted = request.submitted or [dict.fromkeys(each, 0) for each in request.source]
+        for rank, (memory, _) in enumerate(self._sources):
+            positions = positions_of(memory.layout.tokens, request.tokens)
+            pages: dict[str, GroupPages] = {}
+            for group in memory.layout.groups:
+                done, own = request.submitted[rank][group.name], request.source[rank][group.name]
+                full = sum(position < tokens for position in positions) // group.page_tokens
+                stop = len(own) if is_last else 0 if group.has_slots else full
+                if skips_windows and group.window_tokens is not None:
+                    start = memory.first_needed(group, request.tokens, request.prefix_tokens)
+                    done = max(done, min(sum(position < start for position in positions) // group.page_tokens, stop))
+                if stop > done or not group.has_slots:
+                    pages[group.name] = GroupPages(own[done:stop], start=done)
+                    request.submitted[rank][group.name] = stop
+            given = (aux if memory.coordinates.is_aux_writer else b"from another rank") if is_last else None
+            request.senders[rank].submit(pages, last=is_last, aux=given)
+
     def check(self, request: Request) -> None:
         """Every byte of the part that was to be sent is right, on every decode rank."""
-        for (memory, _), pages in zip(self._destinations, request.destination_pages, strict=True):
-            wrong = memory.wrong(request.room, pages[request.prefix_pages :], first_page=request.prefix_pages)
-            assert wrong == 0, f"{wrong} wrong elements on {memory.coordinates}"
+        for (memory, _), kept in zip(self._destinations, request.destination, strict=True):
+            for each in kept.values():
+                wrong = memory.wrong(request.room, each.pages, first_page=each.first_page)
+                assert wrong == 0, f"{wrong} wrong elements on {memory.coordinates}"
+
+    def check_every_byte(self, request: Request, *, absent: Sequence[str] = ()) -> None:
+        """The decode ranks, wiped before, hold this request and nothing else."""
+        for (memory, _), kept in zip(self._destinations, request.destination, strict=True):
+            memory.check(request.room, kept, tokens=request.tokens, prefix_tokens=request.prefix_tokens, absent=absent)
+
+    def wipe(self) -> None:
+        """Makes the decode ranks' memory untouched again."""
+        for memory, _ in self._destinations:
+            memory.wipe()
 
     def run(
         self, room: int, pages: int = 6, *, prefix_pages: int = 0, cuts: Sequence[int] = (), aux: bytes = b"token"
@@ -230,4 +313,27 @@ class Requests:
             self.submit(request, start, stop, last=stop == pages, aux=aux)
         request.wait()
         self.check(request)
+        return request
+
+    def run_tokens(
+        self,
+        room: int,
+        tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        cuts: Sequence[int] = (),
+        says_tokens: bool = True,
+        skips_windows: bool = False,
+        absent: Sequence[str] = (),
+    ) -> Request:
+        """A whole request of any length, of which every byte is checked; cuts count tokens."""
+        self.wipe()
+        request = self.request(room, tokens, prefix_tokens=prefix_tokens)
+        self.open_decode(request, says_tokens=says_tokens)
+        self.open_prefill(request)
+        for stop in [*(cut for cut in cuts if cut < tokens), tokens]:
+            self.advance(request, stop, skips_windows=skips_windows)
+        request.wait()
+        self.check_every_byte(request, absent=absent)
+        assert {receiver.aux for receiver in request.receivers} == {b"token"}
         return request

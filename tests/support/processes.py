@@ -44,6 +44,7 @@ class Rank:
         self.pool: Pool | None = None
         self.endpoint: PrefillEndpoint | DecodeEndpoint | None = None
         self.transfers: dict[int, tuple[Sender | Receiver, Pages]] = {}
+        self.prefixes: dict[int, int] = {}
 
     def start_prefill(
         self, model: Model, shape: Shape, coordinates: RankCoordinates, engine: str, settings: dict[str, Any]
@@ -78,19 +79,27 @@ class Rank:
             sender.submit(np.array(pages[start:end]), last=is_last, aux=b"token %d" % room if is_last else None)
             start = end
 
-    def receive(self, room: int, pages: Pages, engine: str) -> None:
+    def receive(self, room: int, pages: Pages, engine: str, *, prefix_tokens: int = 0) -> None:
+        """Asks for what lies behind the prefix; the pages begin with the one that holds the prefix's last tokens."""
         assert isinstance(self.endpoint, DecodeEndpoint)
-        receiver = self.endpoint.open(room, np.array(pages), engine=engine)
+        receiver = self.endpoint.open(room, np.array(pages), engine=engine, prefix_tokens=prefix_tokens)
         self.transfers[room] = receiver, pages
+        self.prefixes[room] = prefix_tokens
 
     def wait(self, room: int) -> int:
         """Waits for a transfer; returns how many elements of it are wrong."""
         transfer, pages = self.transfers[room]
         transfer.wait(ANSWER_S / 2)
         assert self.pool is not None
+        prefix_tokens = self.prefixes.get(room, 0)
         if isinstance(transfer, Receiver):
             assert transfer.aux == b"token %d" % room
-        return self.pool.wrong(room, np.array(pages))
+        return self.pool.wrong(
+            room,
+            np.array(pages),
+            first_page=prefix_tokens // self.pool.page_tokens,
+            prefix_tokens=prefix_tokens,
+        )
 
     def state(self, room: int) -> tuple[str, bool, int]:
         transfer, _ = self.transfers[room]
@@ -102,6 +111,7 @@ class Rank:
             self.endpoint.close()
         self.endpoint, self.pool = None, None
         self.transfers.clear()
+        self.prefixes.clear()
 
 
 def _serve(connection: Connection) -> None:

@@ -89,9 +89,15 @@ def demo(
     prefill_engines: Annotated[int, typer.Option(help="Prefill engines side by side.")] = 1,
     decode_engines: Annotated[int, typer.Option(help="Decode engines side by side.")] = 1,
     arch: Annotated[
-        str, typer.Option(help="Architecture of a small model with seeded weights: qwen3, llama or deepseek_v3.")
+        str,
+        typer.Option(
+            help="Architecture of a small model with seeded weights: qwen3, llama, deepseek_v3, or one of the hybrids "
+            "qwen3_next (recurrent and convolution states), gemma3 (sliding windows) and mamba2."
+        ),
     ] = "qwen3",
-    kv_heads: Annotated[int, typer.Option(help="KV heads of the seeded model.")] = 4,
+    kv_heads: Annotated[
+        int, typer.Option(help="KV heads of the seeded model; also key heads of qwen3_next's states, groups of mamba2.")
+    ] = 4,
     layers: Annotated[int, typer.Option(help="Layers of the seeded model.")] = 4,
     model: Annotated[
         Path | None, typer.Option(help="Directory of a local checkpoint to use instead, with its tokenizer.")
@@ -102,6 +108,14 @@ def demo(
     requests: Annotated[int, typer.Option(help="How many requests.")] = 8,
     in_flight: Annotated[int, typer.Option(help="Requests that a decode rank waits for at a time.")] = 4,
     page_size: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
+    prefill_page_size: Annotated[
+        int | None, typer.Option(help="Tokens in a page of the prefill side; else --page-size.")
+    ] = None,
+    decode_page_size: Annotated[
+        int | None, typer.Option(help="Tokens in a page of the decode side; else --page-size.")
+    ] = None,
+    prefill_layout: Annotated[str, typer.Option(help="Order in a page of the prefill side: nhd or hnd.")] = "nhd",
+    decode_layout: Annotated[str, typer.Option(help="Order in a page of the decode side: nhd or hnd.")] = "nhd",
     chunk_tokens: Annotated[int, typer.Option(help="Tokens prefilled and sent at a time; whole pages.")] = 64,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to decode for every request.")] = 24,
     seed: Annotated[int, typer.Option(help="Seed of weights and page orders.")] = 0,
@@ -114,12 +128,26 @@ def demo(
     that arrived, and must equal what the undivided model generates. The exit code is 0 only if it does and every byte
     is exact.
     """
-    from kvferry.cli.demo.prepare import prepare
+    from kvferry.cli.demo.prepare import ShapeValues, prepare
 
     started_at = time.monotonic()
     options = prepare(
-        prefill=(prefill_tp, prefill_pp, prefill_stages, prefill_engines),
-        decode=(decode_tp, decode_pp, decode_stages, decode_engines),
+        prefill=ShapeValues(
+            tp_size=prefill_tp,
+            pp_size=prefill_pp,
+            stages=prefill_stages,
+            engines=prefill_engines,
+            page_tokens=page_size if prefill_page_size is None else prefill_page_size,
+            order=prefill_layout,
+        ),
+        decode=ShapeValues(
+            tp_size=decode_tp,
+            pp_size=decode_pp,
+            stages=decode_stages,
+            engines=decode_engines,
+            page_tokens=page_size if decode_page_size is None else decode_page_size,
+            order=decode_layout,
+        ),
         architecture=arch,
         num_kv_heads=kv_heads,
         num_layers=layers,
@@ -127,7 +155,6 @@ def demo(
         prompt_file=prompt_file,
         requests=requests,
         in_flight=in_flight,
-        page_tokens=page_size,
         chunk_tokens=chunk_tokens,
         max_new_tokens=max_new_tokens,
         seed=seed,
@@ -144,4 +171,51 @@ def demo(
         elapsed_s = time.monotonic() - started_at
         report.show(options, judged, Console(), transport=transport, elapsed_s=elapsed_s)
     if not judged.holds:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def plan(
+    config: Annotated[
+        Path, typer.Option(help="A model's config.json, a directory with one, or a description by hand.")
+    ],
+    prefill: Annotated[str, typer.Option(help="The prefill side, such as tp=4,pp=2; see below.")] = "tp=1",
+    decode: Annotated[str, typer.Option(help="The decode side, such as tp=2,dp=2.")] = "tp=1",
+    decode_config: Annotated[
+        Path | None, typer.Option(help="The decode side's configuration, where it differs.")
+    ] = None,
+    prefill_page_size: Annotated[int, typer.Option(help="Tokens in a page of the prefill side.")] = 16,
+    decode_page_size: Annotated[int, typer.Option(help="Tokens in a page of the decode side.")] = 16,
+    prefill_layout: Annotated[str, typer.Option(help="Order in its pages: nhd, hnd or packed.")] = "nhd",
+    decode_layout: Annotated[str, typer.Option(help="Order in its pages: nhd, hnd or packed.")] = "nhd",
+    prefill_dtype: Annotated[
+        str | None, typer.Option(help="Of its keys, values and latents, such as float8_e4m3fn; else the model's.")
+    ] = None,
+    decode_dtype: Annotated[str | None, typer.Option(help="The same for the decode side.")] = None,
+    tokens: Annotated[int, typer.Option(help="Length of the request that is counted.")] = 1000,
+    pages: Annotated[
+        str, typer.Option(help="How a request's pages lie, to choose a path: scattered or, in a fresh pool, adjacent.")
+    ] = "scattered",
+    room: Annotated[int, typer.Option(help="The request's room number: decides which of several replicas sends.")] = 1,
+    draw: Annotated[
+        Path | None, typer.Option(help="Draw who sends which heads and layers where: a .svg, .png or .pdf.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Show what two deployments would exchange: who sends what to whom, how much, which way, and whether it is right.
+
+    Starts nothing and moves nothing. A side is written as tp=4,pp=2,dp=2,cp=2,ep=8, every part of which may be left
+    out; stages=7+8 instead of pp gives every stage its layers; cp=2:contiguous, cp=2:zigzag or cp=2:interleaved:16 say
+    how tokens are dealt; draft adds the layers of the draft model. The exit code is 0 only if the plan is proved.
+    """
+    from kvferry.cli.plan import run
+
+    is_proved = run.run(
+        prefill=("prefill", config, prefill, prefill_page_size, prefill_layout, prefill_dtype),
+        decode=("decode", decode_config or config, decode, decode_page_size, decode_layout, decode_dtype),
+        request=(tokens, room, pages),
+        picture=draw,
+        wants_json=json,
+    )
+    if not is_proved:
         raise typer.Exit(FAILED)

@@ -133,7 +133,7 @@ class DecodeEndpoint:
             machine,
             generation=generation,
             groups=groups,
-            tokens=tokens,
+            tokens=None if tokens is None else int(tokens),  # a plain integer, which is what travels
             receiver=receiver,
         )
         with self._lock:

@@ -27,6 +27,7 @@ from kvferry.plan.routes import Demand, Route, route_between, segments_between, 
 
 _MOST_TOKENS_LOOKED_AT = 1 << 16
 _TOKENS_OF_A_SAMPLE = 1024
+_LONGEST_BLOCK_LOOKED_AT = 64
 
 
 class ProofError(KVFerryError):
@@ -92,6 +93,8 @@ def prove_receiver(
         if not any(source.shards_of(name) for source in sources.values()):
             if not shard.component.is_optional and volume(shard.box):
                 raise ProofError(f"no source has {name!r}, which the receiver cannot do without")
+            if name in by_component:
+                raise ProofError(f"no source has {name!r}, of which {len(by_component[name])} pieces are planned")
             absent.append(name)
             continue
         mine = [piece for piece in by_component.get(name, []) if covers(shard.box, piece.box)]
@@ -99,12 +102,17 @@ def prove_receiver(
             part: [] for part in _parts_needed(shard.component, dealing, layout.tokens)
         }
         for piece in mine:
-            by_part.setdefault(piece.token_part, []).append(piece)
+            if piece.token_part not in by_part:
+                raise ProofError(
+                    f"{_name(shard, piece)} travels with part {piece.token_part} of the tokens, where {[*by_part]} are "
+                    "needed"
+                )
+            by_part[piece.token_part].append(piece)
         for tiles in by_part.values():
             _prove_tiling(shard, tiles)
         for piece in mine:
             writer = elect_writer(piece, room=room, receiver=receiver)
-            held = _prove_holder(piece, writer, sources[writer], shard)
+            held = _prove_holder(piece, writer, sources.get(writer), shard)
             key = writer, held.group, shard.group
             if key not in routes:
                 routes[key] = route_between(sources[writer], held.group, layout, shard.group)
@@ -126,10 +134,10 @@ def prove_receiver(
 def _prove_dealing(dealing: Dealing) -> None:
     """Every position of a cycle has one owner, and owners number theirs without gaps.
 
-    Two cycles say everything, since each repeats the one before; where a block follows from the request's length any
-    block shows the pattern.
+    Two cycles say everything, since each repeats the one before; where a block follows from the request's length, or is
+    very long, any block shows the pattern.
     """
-    block = dealing.block_tokens or 3
+    block = min(dealing.block_tokens or 3, _LONGEST_BLOCK_LOOKED_AT)
     positions = np.arange(2 * block * len(dealing.pattern), dtype=np.int64)
     owners = np.zeros(len(positions), np.int64)
     for part in range(dealing.num_parts):
@@ -225,10 +233,11 @@ def _prove_tiling(shard: Shard, pieces: Sequence[Piece]) -> None:
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
-def _prove_holder(piece: Piece, writer: int, source: RankLayout, shard: Shard) -> Shard:
+def _prove_holder(piece: Piece, writer: int, source: RankLayout | None, shard: Shard) -> Shard:
     """The shard that the elected writer has a piece in."""
-    held = next((each for each in source.shards_of(piece.component) if covers(each.box, piece.box)), None)
-    if held is None or writer not in piece.holders:
+    shards = source.shards_of(piece.component) if source is not None else ()
+    held = next((each for each in shards if covers(each.box, piece.box)), None)
+    if source is None or held is None or writer not in piece.holders:
         raise ProofError(f"rank {writer} was elected to send {_name(shard, piece)} but does not hold it")
     if piece.token_part is not None and source.tokens.part != piece.token_part:
         raise ProofError(f"rank {writer} was elected to send {_name(shard, piece)} but holds other tokens of it")

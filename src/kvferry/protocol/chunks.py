@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import TypeAlias
 
 import msgspec
@@ -16,6 +17,7 @@ from kvferry.layout import PageGroup
 Pages = NDArray[np.int64]
 
 _INT64 = np.dtype(np.int64)
+_MOST_PAGES_MARKED = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,12 @@ class ChunkSequence:
     def _part(self, name: str, given: GroupPages) -> ChunkPart:
         group, expected = self._groups[name], self._next_page[name]
         where = self._where if len(self._names) == 1 else f"{self._where}, group {name!r}"
-        begin = expected if given.start is None else given.start
+        begin = expected
+        if given.start is not None:
+            try:
+                begin = index(given.start)
+            except TypeError as error:
+                raise ChunkError(f"{where}: start is {given.start!r}: it must be an integer") from error
         may_skip = name not in self._has_begun or group.window_tokens is not None
         if begin != expected and (begin < expected or not may_skip):
             raise ChunkError(f"{where}: a chunk starts at page {begin} of the request where page {expected} is next")
@@ -197,9 +204,14 @@ def refuse_repeated(pages: Pages, *, where: str) -> None:
     """
     if not pages.size:
         return
-    seen = np.zeros(int(pages.max()) + 1, np.bool_)
-    seen[pages] = True
-    if np.count_nonzero(seen) != pages.size:
+    highest = int(pages.max())
+    if highest > _MOST_PAGES_MARKED:  # a peer may claim a pool that no memory could mark
+        distinct = len(np.unique(pages))
+    else:
+        seen = np.zeros(highest + 1, np.bool_)
+        seen[pages] = True
+        distinct = int(np.count_nonzero(seen))
+    if distinct != pages.size:
         numbers, counts = np.unique(pages, return_counts=True)
         first = int(np.flatnonzero(counts > 1)[0])
         raise PageError(f"{where}: page {numbers[first]} appears {counts[first]} times; a request holds each page once")

@@ -10,7 +10,7 @@ from kvferry.layout import Entry, PageGroup, RankLayout
 from kvferry.layout.interval import volume
 from kvferry.plan import Demand
 from kvferry.protocol.chunks import AnyPages, GroupPages, Pages, checked_pages, pages_by_group
-from kvferry.protocol.messages import OpenGroup, OpenRoom, pack_pages, unpack_pages
+from kvferry.protocol.messages import MAX_POSITION, OpenGroup, OpenRoom, pack_pages, unpack_pages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +61,8 @@ def demands_of(
             wanted.append(_without_length(layout, group, given[group.name], numbers, prefix_tokens, where=name))
         else:
             wanted.append(_with_length(layout, group, given[group.name], numbers, prefix_tokens, tokens, where=name))
+    if (last := max(each.stop for each in wanted)) > MAX_POSITION:
+        raise PageError(f"{where}: the pages end with token {last}: no request has more than {MAX_POSITION} tokens")
     return tuple(wanted)
 
 
@@ -72,6 +74,8 @@ def _count(what: str, number: int, where: str) -> int:
         raise PageError(f"{where}: {what} is {number!r}: it must be an integer") from error
     if count < 0:
         raise PageError(f"{where}: {what} is {count}: it must not be negative")
+    if count > MAX_POSITION:
+        raise PageError(f"{where}: {what} is {count}: no request has more than {MAX_POSITION} tokens")
     return count
 
 
@@ -88,6 +92,11 @@ def _without_length(
         raise PageError(f"{where}: context parallelism divides a request by token: say how many it has (tokens=...)")
     first_page = prefix_tokens // group.page_tokens if given.start is None else _count("start", given.start, where)
     start = max(prefix_tokens, first_page * group.page_tokens)
+    if group.window_tokens is None and start > prefix_tokens:
+        raise PageError(
+            f"{where}: the pages begin with page {first_page} of the request, but the first token that is needed is in "
+            f"page {prefix_tokens // group.page_tokens}"
+        )
     stop = max(start, (first_page + len(pages)) * group.page_tokens) if len(pages) else start
     _check_cut(layout, group, prefix_tokens, start, where=where)
     return OpenGroup(group.name, prefix_tokens, start, stop, first_page, pack_pages(pages))
@@ -157,6 +166,11 @@ def wanted_groups(message: OpenRoom, layout: RankLayout, *, where: str) -> dict[
         group = layout.group(asked.name)
         pages = checked_pages(unpack_pages(asked.pages), pool_pages=group.num_pages, where=where)
         low, high = _local_range(layout, group, asked, message.tokens, where)
+        if message.tokens is not None and not group.has_slots and asked.stop > message.tokens:
+            raise PageError(
+                f"{where}: tokens {asked.start} to {asked.stop} of group {asked.name!r} are asked for, but the request "
+                f"has {message.tokens}"
+            )
         capacity = (asked.first_page + len(pages)) * group.page_tokens
         if not asked.held <= asked.start <= asked.stop or (
             low < high and not asked.first_page * group.page_tokens <= low < high <= capacity

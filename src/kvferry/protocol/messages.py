@@ -21,6 +21,7 @@ PROTOCOL_VERSION = 2
 MAGIC = b"kvfy"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_AUX_BYTES = 1024 * 1024
+MAX_POSITION = 2**48
 
 _HEADER = struct.Struct("<4sH")
 
@@ -28,7 +29,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 """A number that is refused on arrival if it is negative."""
 
 
-Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)]
 """A position in a request, in tokens or pages. No request is nearly that long, and none makes 64 bits overflow."""
 
 

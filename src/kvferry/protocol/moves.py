@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import PageError, UsageError
-from kvferry.plan import Route, Unit, Units, needed_locally, places, segments_between, units_of
+from kvferry.plan import Demand, Route, Unit, Units, needed_locally, places, segments_between, units_of
 from kvferry.protocol.chunks import Chunk, ChunkPart, Pages
 from kvferry.protocol.demands import WantedGroup
 
@@ -75,7 +75,7 @@ def check_chunk(chunk: Chunk, request: ReceiverRequest, next_pages: Mapping[str,
                 )
             done = part.stop
         expected = -(-high // page_tokens)
-        is_short = chunk.is_last and low < high and not _reaches(done * page_tokens, high, request, route)
+        is_short = chunk.is_last and low < high and done * page_tokens < _least(request, route, demand)
         if is_short or (done > expected and not route.has_slots):
             what = "slots" if route.has_slots else f"pages of {page_tokens} tokens"
             raise PageError(
@@ -85,13 +85,16 @@ def check_chunk(chunk: Chunk, request: ReceiverRequest, next_pages: Mapping[str,
             )
 
 
-def _reaches(have: int, high: int, request: ReceiverRequest, route: Route) -> bool:
-    """Whether local positions up to `have` are all that a receiver needs up to `high`.
+def _least(request: ReceiverRequest, route: Route, demand: Demand) -> int:
+    """The local position up to which a source rank must have everything for a receiver that needs something of it.
 
-    A receiver that did not say how many tokens there are counts its last page as full.
+    A receiver that did not say how many tokens there are counts its last page as full. It has one token at least.
     """
-    counts_pages = request.tokens is None and not route.has_slots
-    return have > high - route.destination_page_tokens if counts_pages else have >= high
+    stop = demand.stop
+    if request.tokens is None:
+        stop = max(demand.start, stop - route.destination_page_tokens) + 1
+    last = Demand(demand.held, demand.start, stop)
+    return needed_locally(route.source_share, last, request_tokens=request.tokens)[1]
 
 
 def moves_of(chunk: Chunk, request: ReceiverRequest) -> dict[Unit, tuple[Move, ...]]:

@@ -408,10 +408,17 @@ def test_wrong_room_numbers_are_refused_on_both_sides(pair: Callable[..., Reques
         requests.decode.endpoints[0].open(room, [0])
 
 
-@pytest.mark.parametrize("tokens", [-4, 1, 5])
-def test_a_prefix_is_a_whole_number_of_pages(pair: Callable[..., Requests], tokens: int):
-    with pytest.raises(PageError, match=f"a prefix of {tokens} tokens is not a whole number of pages of 4 tokens"):
-        pair().decode.endpoints[0].open(1, [0], prefix_tokens=tokens)
+def test_impossible_numbers_of_tokens_are_refused(pair: Callable[..., Requests]):
+    decode = pair().decode.endpoints[0]
+    for arguments, says in (
+        ({"prefix_tokens": -4}, "prefix_tokens is -4: it must not be negative"),
+        ({"tokens": -1}, "tokens is -1: it must not be negative"),
+        ({"prefix_tokens": 9, "tokens": 8}, "a prefix of 9 tokens is longer than the request's 8"),
+        ({"tokens": 5}, "1 pages where tokens 0 to 5 of the request take 2 pages of 4 on this rank"),
+    ):
+        with pytest.raises(PageError, match=f"room 1: {says}"):
+            decode.open(1, [0], **arguments)  # type: ignore[arg-type]
+    assert decode.open_rooms == 0
 
 
 def test_aux_data_goes_with_the_last_chunk_and_has_a_limit(pair: Callable[..., Requests]):

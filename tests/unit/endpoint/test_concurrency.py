@@ -129,8 +129,9 @@ def test_several_threads_may_submit_to_one_room(pair: Callable[..., Requests]):
             thread.join(WAIT_S)
         sender.submit([], last=True)
         assert [each.number for each in order] == list(range(401))
-        assert [each.start for each in order] == [*range(400), 400]
-        sent = np.concatenate([each.pages for each in order])
+        parts = [part for each in order for part in each.parts]
+        assert [part.start for part in parts] == [*range(400), 400]
+        sent = np.concatenate([part.pages for part in parts])
         requests.prefill.pools[0].fill(room, sent)
         receiver = destination.open(room, np.arange(400), engine=requests.prefill.name)
         receiver.wait(WAIT_S)

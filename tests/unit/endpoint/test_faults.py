@@ -299,8 +299,8 @@ def garbage() -> list[bytes]:
         header + msgspec.msgpack.encode({"type": "Ping", "endpoint": "x"}).replace(b"\xa1x", b"\xa1\xff"),
         header + msgspec.msgpack.encode({"type": "OpenRoom", "room": -1, "generation": 0}),
         b"kvfy\x63\x00" + msgspec.msgpack.encode({"type": "Ping", "endpoint": "x"}),
-        messages.encode(messages.OpenRoom(room=1, generation=1, receivers=0, prefix_pages=-1, pages=b"123")),
-        messages.encode(messages.OpenRoom(room=2**64 - 1, generation=1, receivers=1, prefix_pages=0, pages=b"")),
+        messages.encode(messages.OpenRoom(room=1, generation=1, receivers=0, tokens=-1, groups=())),
+        messages.encode(messages.OpenRoom(room=2**64 - 1, generation=1, receivers=1, tokens=None, groups=())),
         messages.encode(messages.AbortRoom(room=1, generation=1, reason="no")),
         messages.encode(messages.Detach(endpoint="x")),
         messages.encode(messages.Drained(room=1, generation=1, writer=0)),
@@ -476,8 +476,7 @@ def test_pages_are_counted_alike_on_both_sides_or_the_room_fails(pair: Callable[
             sender.submit(np.arange(sent), last=True)
         with pytest.raises(TransferFailedError) as caught:
             receiver.wait(WAIT_S)
-        assert f"has {sent} pages of the request" in str(caught.value)
-        assert f"has room for {awaited} (0 held, {awaited} to fill)" in str(caught.value)
+        assert f"{sent} pages of 4 tokens of the request where the receiver has room for {awaited}" in str(caught.value)
         assert "failed with PageError" in str(caught.value)
         assert receiver.wait_pages_reusable(WAIT_S)
 

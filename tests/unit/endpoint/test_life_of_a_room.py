@@ -467,7 +467,8 @@ def test_wishes_and_aborts_that_reach_a_room_at_its_very_end_are_kept_for_the_ne
     attachment = endpoint._attachment(name)
     assert attachment is not None
     for generation in (7, 8):
-        wish = messages.OpenRoom(room=1, generation=generation, receivers=1, prefix_pages=0, pages=b"")
+        nothing = messages.OpenGroup("kv", held=0, start=0, stop=0, first_page=0, pages=b"")
+        wish = messages.OpenRoom(room=1, generation=generation, receivers=1, tokens=None, groups=(nothing,))
         room.post(OpenReceived(attachment, wish))
         room.post(ReceiverAborted(name, generation, "changed its mind"))
         abort = messages.AbortRoom(room=1, generation=generation, reason="changed its mind")
@@ -538,7 +539,7 @@ def test_the_account_of_a_room_adds_up(pair: Callable[..., Requests]):
     assert sent.last_submitted_at is not None
     assert received.first_arrival_at is not None
     assert received.ended_at is not None
-    page_bytes = requests.prefill.pools[0].layout.bytes_per_token * 4
+    page_bytes = requests.prefill.pools[0].bytes_per_page
     assert [write.total_bytes for write in sent.writes] == [2 * page_bytes, 4 * page_bytes]
     assert (sent.total_bytes, received.chunks) == (6 * page_bytes, 2)
     assert sent.descriptors == sum(write.descriptors for write in sent.writes) > 0

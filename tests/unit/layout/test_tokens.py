@@ -110,9 +110,9 @@ def test_a_pattern_that_leaves_a_part_out_is_refused(pattern: tuple[int, ...]):
     assert str(list(pattern)) in str(caught.value)
 
 
-@pytest.mark.parametrize("block_tokens", [0, -1])
-def test_an_empty_block_is_refused(block_tokens: int):
-    with pytest.raises(LayoutError, match=f"block_tokens is {block_tokens}: a block has at least 1 token"):
+@pytest.mark.parametrize("block_tokens", [0, -1, 2**32 + 1])
+def test_an_impossible_block_is_refused(block_tokens: int):
+    with pytest.raises(LayoutError, match=f"block_tokens is {block_tokens}: a block has 1 to 4294967296 tokens"):
         interleaved(2, block_tokens)
 
 

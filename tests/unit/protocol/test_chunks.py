@@ -8,22 +8,32 @@ import numpy as np
 import pytest
 
 from kvferry.errors import ChunkError, PageError
-from kvferry.protocol.chunks import Chunk, ChunkSequence, checked_pages
+from kvferry.layout import PageGroup
+from kvferry.protocol.chunks import Chunk, ChunkPart, ChunkSequence, GroupPages, checked_pages
+
+KV = PageGroup(name="kv", page_tokens=16, num_pages=10, has_slots=False, window_tokens=None)
+WINDOW = PageGroup(name="window", page_tokens=16, num_pages=6, has_slots=False, window_tokens=64)
+STATE = PageGroup(name="state", page_tokens=1, num_pages=4, has_slots=True, window_tokens=None)
 
 
 def chunk(sequence: ChunkSequence, pages: Any, *, start: int | None = None, is_last: bool = False) -> Chunk:
     return sequence.chunk(pages, start=start, is_last=is_last, aux=None)
 
 
+def only(made: Chunk) -> ChunkPart:
+    (part,) = made.parts
+    return part
+
+
 def test_chunks_are_numbered_and_follow_each_other():
-    sequence = ChunkSequence(7, pool_pages=10)
+    sequence = ChunkSequence(7, [KV])
     made = [chunk(sequence, [4, 2]), chunk(sequence, []), sequence.chunk([9], start=2, is_last=True, aux=b"token")]
-    assert [(one.number, one.start, one.stop, one.is_last) for one in made] == [
+    assert [(one.number, only(one).start, only(one).stop, one.is_last) for one in made] == [
         (0, 0, 2, False),
         (1, 2, 2, False),
         (2, 2, 3, True),
     ]
-    assert [one.pages.tolist() for one in made] == [[4, 2], [], [9]]
+    assert [only(one).pages.tolist() for one in made] == [[4, 2], [], [9]]
     assert [one.aux for one in made] == [None, None, b"token"]
     assert sequence.is_complete
 
@@ -84,21 +94,28 @@ def test_impossible_pages_are_refused(pages: Any, message: str):
         checked_pages(pages, pool_pages=10, where="room 7")
 
 
+def test_a_pool_of_absurd_size_takes_no_memory():
+    vast = [2**40, 3, 2**41 - 1]
+    assert checked_pages(vast, pool_pages=2**41, where="here").tolist() == vast
+    with pytest.raises(PageError, match=f"here: page {2**40} appears 2 times"):
+        checked_pages([*vast, 2**40], pool_pages=2**41, where="here")
+
+
 def test_a_chunk_after_the_last_one_is_refused():
-    sequence = ChunkSequence(7, pool_pages=10)
+    sequence = ChunkSequence(7, [KV])
     chunk(sequence, [], is_last=True)
     with pytest.raises(ChunkError, match="room 7: a chunk after the last one"):
         chunk(sequence, [1])
 
 
 def test_the_first_chunk_may_start_behind_a_prefix():
-    sequence = ChunkSequence(7, pool_pages=10)
-    assert (chunk(sequence, [1, 2], start=5).stop, chunk(sequence, [3]).start) == (7, 7)
+    sequence = ChunkSequence(7, [KV])
+    assert (only(chunk(sequence, [1, 2], start=5)).stop, only(chunk(sequence, [3])).start) == (7, 7)
 
 
 @pytest.mark.parametrize("start", [0, 1, 3])
 def test_a_gap_or_a_step_back_is_refused(start: int):
-    sequence = ChunkSequence(7, pool_pages=10)
+    sequence = ChunkSequence(7, [KV])
     chunk(sequence, [1, 2])
     with pytest.raises(ChunkError, match=f"starts at page {start} of the request where page 2 is next"):
         chunk(sequence, [3], start=start)
@@ -106,11 +123,18 @@ def test_a_gap_or_a_step_back_is_refused(start: int):
 
 def test_no_chunk_starts_before_the_request():
     with pytest.raises(ChunkError, match="starts at page -1"):
-        chunk(ChunkSequence(7, pool_pages=10), [1], start=-1)
+        chunk(ChunkSequence(7, [KV]), [1], start=-1)
+
+
+@pytest.mark.parametrize("start", [1.0, "1", [1]])
+def test_a_start_that_is_no_integer_is_refused(start: Any):
+    with pytest.raises(ChunkError, match=r"room 7: start is .* it must be an integer"):
+        chunk(ChunkSequence(7, [KV]), [1], start=start)
+    assert type(only(chunk(ChunkSequence(7, [KV]), [1], start=np.int32(3))).start) is int
 
 
 def test_a_refused_chunk_changes_nothing():
-    sequence = ChunkSequence(7, pool_pages=10)
+    sequence = ChunkSequence(7, [KV])
     for pages in ([10], [-1], [0.5], [[1]]):
         with pytest.raises(PageError):
             chunk(sequence, pages, start=4, is_last=True)
@@ -118,14 +142,100 @@ def test_a_refused_chunk_changes_nothing():
         chunk(sequence, [1], start=-3, is_last=True)
     assert not sequence.is_complete
     first = chunk(sequence, [1, 2])
-    assert (first.number, first.start) == (0, 0)
+    assert (first.number, only(first).start) == (0, 0)
     with pytest.raises(ChunkError):
         chunk(sequence, [3], start=9, is_last=True)
     with pytest.raises(PageError):
         chunk(sequence, [-3], is_last=True)
     last = chunk(sequence, [3], is_last=True)
-    assert (last.number, last.start, sequence.is_complete) == (1, 2, True)
+    assert (last.number, only(last).start, sequence.is_complete) == (1, 2, True)
 
 
 def test_a_single_element_may_fill_the_whole_pool():
     assert checked_pages(range(1000), pool_pages=1000, where="here").size == 1000
+
+
+# ---- several groups --------------------------------------------------------------------------------------------------
+
+
+def parts(made: Chunk) -> list[tuple[str, int, list[int]]]:
+    return [(part.group, part.start, part.pages.tolist()) for part in made.parts]
+
+
+def test_every_group_counts_its_own_pages():
+    sequence = ChunkSequence(7, [KV, WINDOW, STATE])
+    assert parts(chunk(sequence, {"kv": [4, 2], "window": [0]})) == [("kv", 0, [4, 2]), ("window", 0, [0])]
+    assert parts(chunk(sequence, {"window": [5]})) == [("window", 1, [5])]
+    made = chunk(sequence, {"state": [3], "kv": GroupPages([9], start=2), "window": GroupPages([])}, is_last=True)
+    assert parts(made) == [("state", 0, [3]), ("kv", 2, [9]), ("window", 2, [])]
+    assert sequence.is_complete
+
+
+def test_a_mapping_may_be_empty_and_may_name_the_only_group():
+    sequence = ChunkSequence(7, [KV])
+    assert parts(chunk(sequence, {"kv": [1]})) == [("kv", 0, [1])]
+    assert parts(chunk(sequence, {})) == []
+    assert parts(chunk(sequence, [2], is_last=True)) == [("kv", 1, [2])]
+
+
+def test_groups_begin_behind_a_prefix_each_in_its_own_chunk():
+    sequence = ChunkSequence(7, [KV, WINDOW])
+    assert parts(chunk(sequence, {"kv": GroupPages([1], start=5)})) == [("kv", 5, [1])]
+    assert parts(chunk(sequence, {"window": GroupPages([1], start=4)})) == [("window", 4, [1])]
+    with pytest.raises(ChunkError, match=r"room 7, group 'kv': a chunk starts at page 7 .* where page 6 is next"):
+        chunk(sequence, {"kv": GroupPages([2], start=7)})
+
+
+def test_only_a_window_may_leave_pages_out():
+    sequence = ChunkSequence(7, [KV, WINDOW])
+    chunk(sequence, {"kv": [1], "window": [1]})
+    assert parts(chunk(sequence, {"window": GroupPages([2], start=3)})) == [("window", 3, [2])]
+    for group, start in (("window", 2), ("window", -1), ("kv", 0), ("kv", 2)):
+        with pytest.raises(ChunkError, match=f"group {group!r}: a chunk starts at page {start} of the request"):
+            chunk(sequence, {group: GroupPages([3], start=start)})
+    assert parts(chunk(sequence, {"window": [3], "kv": [2]})) == [("window", 4, [3]), ("kv", 1, [2])]
+
+
+@pytest.mark.parametrize("slots", [[0, 1], GroupPages([0], start=1)])
+def test_a_request_has_one_slot(slots: Any):
+    with pytest.raises(PageError, match="room 7, group 'state': 2 slots for one request: hand in its slot once"):
+        chunk(ChunkSequence(7, [KV, STATE]), {"state": slots})
+
+
+def test_a_slot_is_handed_in_once():
+    sequence = ChunkSequence(7, [KV, STATE])
+    chunk(sequence, {"kv": [1], "state": [3]})
+    with pytest.raises(PageError, match="hand in its slot once, when the state is final"):
+        chunk(sequence, {"state": [3]})
+    assert parts(chunk(sequence, {"kv": [2], "state": []}, is_last=True)) == [("kv", 1, [2]), ("state", 1, [])]
+
+
+def test_pages_are_checked_against_the_pool_of_their_group():
+    sequence = ChunkSequence(7, [KV, WINDOW, STATE])
+    for group, pages in (("kv", 10), ("window", 6), ("state", 4)):
+        with pytest.raises(PageError, match=f"group {group!r}: page {pages} at position 0 is out of range"):
+            chunk(sequence, {group: [pages]})
+        assert checked_pages([pages - 1], pool_pages=pages, where="here").tolist() == [pages - 1]
+
+
+@pytest.mark.parametrize(
+    ("pages", "start", "says"),
+    [
+        ([1], None, r"pages are in groups \['kv', 'state'\]: hand in a mapping"),
+        ({"kv": [1], "swa": [2]}, None, r"no group \['swa'\]: this rank's pages are in groups \['kv', 'state'\]"),
+        ({"kv": [1]}, 0, r"start 0 beside pages by group: say it with GroupPages\(pages, start\)"),
+        ({"kv": {"kv": [1]}}, None, "flat sequence of integers"),
+    ],
+)
+def test_groups_are_named_as_in_the_layout(pages: Any, start: int | None, says: str):
+    with pytest.raises(PageError, match=f"room 7.*{says}"):
+        chunk(ChunkSequence(7, [KV, STATE]), pages, start=start)
+
+
+def test_a_chunk_of_which_one_group_is_refused_changes_nothing_of_the_others():
+    sequence = ChunkSequence(7, [KV, WINDOW, STATE])
+    for wrong in ({"state": [9]}, {"window": GroupPages([1], start=-1)}, {"state": [0, 1]}):
+        with pytest.raises((PageError, ChunkError)):
+            chunk(sequence, {"kv": [1, 2], **wrong}, is_last=True)
+    made = chunk(sequence, {"kv": GroupPages([3], start=4), "window": [1], "state": [0]})
+    assert (made.number, parts(made)) == (0, [("kv", 4, [3]), ("window", 0, [1]), ("state", 0, [0])])

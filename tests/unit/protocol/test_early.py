@@ -7,7 +7,7 @@ from kvferry.protocol.messages import AbortRoom, OpenRoom
 
 
 def opened(room: int, generation: int = 1) -> OpenRoom:
-    return OpenRoom(room=room, generation=generation, receivers=1, prefix_pages=0, pages=b"")
+    return OpenRoom(room=room, generation=generation, receivers=1, tokens=None, groups=())
 
 
 def aborted(room: int, generation: int = 1) -> AbortRoom:

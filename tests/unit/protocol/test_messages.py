@@ -36,6 +36,7 @@ from kvferry.protocol.messages import (
     Hello,
     Message,
     Notification,
+    OpenGroup,
     OpenRoom,
     Ping,
     Pong,
@@ -75,7 +76,11 @@ LAYOUT = RankLayout(
         )
     )
 )
-PIECES = (Piece("k", (Interval(0, 2), Interval(1, 2), Interval(0, 4)), (0, 1)), Piece("v", (), ()))
+PIECES = (Piece("k", (Interval(0, 2), Interval(1, 2), Interval(0, 4)), 0, (0, 1)), Piece("v", (), None, ()))
+GROUPS = (
+    OpenGroup("kv", held=40, start=40, stop=70, first_page=2, pages=pack_pages(np.arange(5))),
+    OpenGroup("state", held=0, start=0, stop=1, first_page=0, pages=pack_pages(np.array([7]))),
+)
 EXAMPLES: list[Message] = [
     Hello(endpoint="d0", engine="decode", coordinates=COORDINATES),
     Attach(
@@ -89,7 +94,7 @@ EXAMPLES: list[Message] = [
     ),
     Detach(endpoint="d0"),
     Ping(endpoint="d0"),
-    OpenRoom(room=2**64 - 1, generation=2**63, receivers=2, prefix_pages=3, pages=pack_pages(np.arange(5))),
+    OpenRoom(room=2**64 - 1, generation=2**63, receivers=2, tokens=70, groups=GROUPS),
     AbortRoom(room=0, generation=-1, reason="the client went away: \N{SNOWMAN}"),
     Welcome(endpoint="p0", engine="prefill", coordinates=COORDINATES, layout=LAYOUT, transport="nixl"),
     Attached(endpoint="p0"),
@@ -179,13 +184,13 @@ def test_another_version_is_refused_with_both_versions_named(decoder: Any, monke
     monkeypatch.setattr(messages, "PROTOCOL_VERSION", 513)
     data = encode(Ping(endpoint="d0"))
     monkeypatch.undo()
-    with pytest.raises(VersionError, match=r"version 513, this side 1\b"):
+    with pytest.raises(VersionError, match=rf"version 513, this side {messages.PROTOCOL_VERSION}\b"):
         decoder(data)
 
 
 def test_another_version_is_told_before_its_body_is_read():
     with pytest.raises(VersionError):
-        decode_to_prefill(messages.MAGIC + b"\x02\x00" + b"whatever the future holds")
+        decode_to_prefill(messages.MAGIC + b"\x03\x00" + b"whatever the future holds")
 
 
 def test_the_largest_message_passes_and_a_byte_more_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch):
@@ -204,7 +209,7 @@ def test_the_largest_message_passes_and_a_byte_more_is_refused_on_both_sides(mon
 @pytest.mark.parametrize(
     "message",
     [
-        OpenRoom(room=2**64, generation=1, receivers=1, prefix_pages=0, pages=b""),
+        OpenRoom(room=2**64, generation=1, receivers=1, tokens=None, groups=()),
         RoomFailed(room=1, generation=1, writer=0, error="OSError", reason="cannot open 'caf\udce9'"),
     ],
     ids=["number", "surrogate"],
@@ -235,7 +240,13 @@ SHARD = ("layout", "shards", 0)
         ((*SHARD, "paging", 0), 0, "0 tokens"),
         ((*SHARD, "device", 0), "TAPE", "TAPE"),
         (("pieces", 0, 1, 0), [-1, 1], r"\[-1, 1\)"),
-        (("pieces", 0, 2), ["one"], "Expected `int`"),
+        (("pieces", 0, 3), ["one"], "Expected `int`"),
+        (("pieces", 0, 2), "one", "Expected `int | null`"),
+        (("layout", "tokens", "part"), 1, "part 1 does not exist"),
+        (("layout", "tokens", "dealing", "pattern"), [0, 2], "every part from 0 on"),
+        (("layout", "tokens", "dealing", "block_tokens"), 0, "block_tokens is 0"),
+        ((*SHARD, "component", "entry"), "layer", "layer"),
+        ((*SHARD, "component", "window_tokens"), 0, "at least 1 token long"),
         (("transport_metadata",), "text", "Expected `bytes`"),
     ],
 )
@@ -260,6 +271,23 @@ def test_an_impossible_layout_inside_a_message_is_a_malformed_message(
 def test_a_number_that_counts_nothing_is_a_malformed_message(message: Message, field: str, value: object):
     with pytest.raises(MessageError, match=field):
         decoder_of(message)(changed(message, (field,), value))
+
+
+@pytest.mark.parametrize("number", [-1, 2**48 + 1, 1.5, "1", None])
+@pytest.mark.parametrize("field", range(1, 5))
+def test_a_position_in_a_group_that_no_request_has_is_a_malformed_message(field: int, number: object):
+    with pytest.raises(MessageError, match="groups"):
+        decode_to_prefill(changed(example_of(OpenRoom), ("groups", 1, field), number))
+
+
+def test_the_last_position_that_a_request_may_have_travels():
+    message = decode_to_prefill(changed(example_of(OpenRoom), ("groups", 1, 3), 2**48))
+    assert isinstance(message, OpenRoom)
+    assert message.groups[1].stop == 2**48
+    with pytest.raises(MessageError, match="tokens"):
+        decode_to_prefill(changed(example_of(OpenRoom), ("tokens",), 2**48 + 1))
+    with pytest.raises(MessageError, match="tokens"):
+        decode_to_prefill(changed(example_of(OpenRoom), ("tokens",), -1))
 
 
 def test_text_that_is_not_utf_8_is_a_malformed_message():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,12 @@ from kvferry.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvferry.protocol.chunks import Chunk
+from kvferry.layout import TokenShare
+from kvferry.plan import Demand, Route, Unit
+from kvferry.protocol.chunks import Chunk, ChunkPart
 from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.demands import WantedGroup
+from kvferry.protocol.moves import ReceiverRequest
 from kvferry.protocol.sender import (
     ChunkSubmitted,
     FinishFailed,
@@ -39,6 +43,7 @@ from kvferry.protocol.sender import (
 from kvferry.protocol.states import TransferState
 
 BOOTSTRAP, WAITING, TRANSFERRING, SUCCESS, FAILED = TransferState
+PAGE_TOKENS = 16
 DEADLINES = Deadlines(bootstrap_s=10.0, waiting_s=20.0, write_s=5.0)
 
 
@@ -46,13 +51,57 @@ def machine() -> SenderMachine:
     return SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0)
 
 
-def opened(receiver: str = "d0", *, generation: int = 1, pages: Sequence[int] = (10, 11, 12), **changes: Any):
-    fields = {"expected_receivers": 1, "prefix_pages": 0, "is_writer": True, "sends_aux": True, **changes}
-    return ReceiverOpened(receiver=receiver, generation=generation, pages=np.array(pages, np.int64), **fields)
+def route(name: str = "kv", *, has_slots: bool = False, there: int = PAGE_TOKENS) -> Route:
+    here = 1 if has_slots else PAGE_TOKENS
+    there = 1 if has_slots else there
+    return Route(
+        source_group=name,
+        destination_group=name,
+        source_page_tokens=here,
+        destination_page_tokens=there,
+        source_share=TokenShare(),
+        destination_share=TokenShare(),
+        granule_tokens=min(here, there),
+        has_slots=has_slots,
+    )
+
+
+def opened_for(
+    receiver: str,
+    wanted: Mapping[str, WantedGroup],
+    routes: Sequence[Route],
+    *,
+    tokens: int | None = None,
+    generation: int = 1,
+    expected_receivers: int = 1,
+    sends_aux: bool = True,
+) -> ReceiverOpened:
+    return ReceiverOpened(
+        receiver=receiver,
+        generation=generation,
+        expected_receivers=expected_receivers,
+        request=ReceiverRequest(tokens=tokens, wanted=wanted, routes=tuple(routes)),
+        sends_aux=sends_aux,
+    )
+
+
+def opened(
+    receiver: str = "d0",
+    *,
+    pages: Sequence[int] = (10, 11, 12),
+    prefix_pages: int = 0,
+    is_writer: bool = True,
+    **changes: Any,
+) -> ReceiverOpened:
+    """A receiver that wants whole pages of one group, in a request of whose length it says nothing."""
+    start, stop = prefix_pages * PAGE_TOKENS, (prefix_pages + len(pages)) * PAGE_TOKENS
+    kv = WantedGroup(Demand(start, start, stop), prefix_pages, np.array(pages, np.int64))
+    return opened_for(receiver, {"kv": kv}, [route()] if is_writer else [], **changes)
 
 
 def chunk(*pages: int, start: int = 0, is_last: bool = False, aux: bytes | None = None) -> ChunkSubmitted:
-    return ChunkSubmitted(Chunk(number=0, start=start, pages=np.array(pages, np.int64), is_last=is_last, aux=aux))
+    part = ChunkPart("kv", start, np.array(pages, np.int64))
+    return ChunkSubmitted(Chunk(number=0, parts=(part,), is_last=is_last, aux=aux))
 
 
 def run(sender: SenderMachine, *events: Any, now: float = 0.0) -> list[SenderCommand]:
@@ -64,12 +113,17 @@ def run(sender: SenderMachine, *events: Any, now: float = 0.0) -> list[SenderCom
 
 
 def writes(commands: Sequence[SenderCommand]) -> list[tuple[str, int, list[int], list[int]]]:
-    assert all(isinstance(command, Write) for command in commands), commands
-    return [
-        (command.receiver, command.sequence, command.source_pages.tolist(), command.destination_pages.tolist())
-        for command in commands
-        if isinstance(command, Write)
-    ]
+    """Writes of whole pages of one group: receiver, sequence, source and destination pages."""
+    made = []
+    for command in commands:
+        assert isinstance(command, Write), commands
+        (move,) = command.moves
+        assert (command.unit, move.route) == (Unit.GRANULE, 0)
+        assert not move.source_units.any()
+        assert not move.destination_units.any()
+        pages = move.source_pages.tolist(), move.destination_pages.tolist()
+        made.append((command.receiver, command.sequence, *pages))
+    return made
 
 
 def failed_of(commands: Sequence[SenderCommand]) -> list[tuple[str, int]]:
@@ -265,10 +319,13 @@ def test_receivers_that_disagree_on_their_number_fail_the_room():
 @pytest.mark.parametrize(
     ("chunks", "message"),
     [
-        ([chunk(1, 2, 3, 4)], "has 4 pages of the request and more to come, d0 has room for 3"),
-        ([chunk(1, 2), chunk(3, 4, start=2, is_last=True)], "has 4 pages of the request, d0 has room for 3"),
-        ([chunk(1, 2, is_last=True)], "has 2 pages of the request, d0 has room for 3"),
-        ([chunk(2, 3, start=1, is_last=True)], "starts at page 1 of the request, but d0 holds only the first 0"),
+        ([chunk(1, 2, 3, 4)], "4 pages of 16 tokens of the request and more to come where the receiver has room for 3"),
+        ([chunk(1, 2), chunk(3, 4, start=2, is_last=True)], "4 pages of 16 tokens of the request where the receiver"),
+        (
+            [chunk(1, 2, is_last=True)],
+            "2 pages of 16 tokens of the request where the receiver has room for 3, 0 tokens",
+        ),
+        ([chunk(2, 3, start=1, is_last=True)], "starts at page 1 of the request, but the receiver needs what comes"),
     ],
 )
 def test_pages_that_do_not_match_fail_the_room(chunks: list[ChunkSubmitted], message: str):
@@ -277,6 +334,8 @@ def test_pages_that_do_not_match_fail_the_room(chunks: list[ChunkSubmitted], mes
     commands = run(sender, *chunks)
     assert isinstance(sender.error, PageError)
     assert message in str(sender.error)
+    assert "room 7: " in str(sender.error)
+    assert "(prefill rank 3, receiver d0)" in str(sender.error)
     assert failed_of(commands) == [("d0", 1)]
 
 
@@ -526,3 +585,176 @@ def test_a_finish_that_is_never_sent_ends_the_room_and_says_so():
     run(sender, opened(pages=[]), now=1.0)
     run(sender, chunk(is_last=True), now=2.0)
     expires(sender, 22.0, "['d0'] could not be told within 20 s that it is complete")
+
+
+# ---- several groups, and both units --------------------------------------------------------------------------------
+
+
+def part(name: str, start: int, *pages: int) -> ChunkPart:
+    return ChunkPart(name, start, np.array(pages, np.int64))
+
+
+def chunk_of(*parts: ChunkPart, is_last: bool = False, number: int = 0) -> ChunkSubmitted:
+    return ChunkSubmitted(Chunk(number=number, parts=parts, is_last=is_last))
+
+
+def wanted(demand: Demand, first_page: int, *pages: int) -> WantedGroup:
+    return WantedGroup(demand, first_page, np.array(pages, np.int64))
+
+
+def units(commands: Sequence[SenderCommand]) -> list[tuple[int, int, Unit, list[int]]]:
+    """Writes: the chunk's number, the sequence, the unit and how many of it each move has."""
+    assert all(isinstance(command, Write) for command in commands), commands
+    return [
+        (command.chunk, command.sequence, command.unit, [len(move.source_pages) for move in command.moves])
+        for command in commands
+        if isinstance(command, Write)
+    ]
+
+
+def hybrid(receiver: str = "d0", **changes: Any) -> ReceiverOpened:
+    """Wants 70 tokens behind 20 that it holds, of a window of 24 tokens the last, and the state."""
+    return opened_for(
+        receiver,
+        {
+            "kv": wanted(Demand(20, 20, 70), 1, 11, 12, 13, 14),
+            "window": wanted(Demand(20, 46, 70), 2, 22, 23, 24),
+            "state": wanted(Demand(0, 0, 1), 0, 31),
+        },
+        [route("kv"), route("window"), route("state", has_slots=True)],
+        tokens=70,
+        **changes,
+    )
+
+
+def test_a_chunk_that_ends_between_units_takes_two_writes_and_both_are_counted():
+    sender = machine()
+    run(sender, hybrid())
+    # 12 tokens behind the prefix fill no page on their own; the window is not needed yet.
+    assert units(run(sender, chunk_of(part("kv", 0, 1, 2), part("window", 0, 5)))) == [(0, 0, Unit.TOKEN, [12])]
+    made = run(sender, chunk_of(part("kv", 2, 3, 4, 5), part("window", 2, 6, 7, 8), number=1))
+    assert units(made) == [(1, 1, Unit.GRANULE, [3, 3])], "a window may begin before its first token in its page"
+    assert units(run(sender, chunk_of(part("state", 0, 9), is_last=True, number=2))) == [(2, 2, Unit.GRANULE, [1])]
+    run(sender, WriteDone("d0", 0), WriteDone("d0", 2))
+    assert not sender.is_drained
+    assert run(sender, WriteDone("d0", 1)) == [SendFinish("d0", 1, 3, b"")]
+
+
+def test_two_writes_of_one_chunk_are_both_in_flight():
+    sender = machine()
+    run(sender, hybrid())
+    made = run(
+        sender, chunk_of(part("kv", 0, 1, 2, 3, 4, 5), part("window", 2, 6, 7, 8), part("state", 0, 9), is_last=True)
+    )
+    assert units(made) == [(0, 0, Unit.GRANULE, [3, 3, 1]), (0, 1, Unit.TOKEN, [12])]
+    granules, tokens = made
+    assert isinstance(granules, Write)
+    assert isinstance(tokens, Write)
+    assert [move.route for move in granules.moves] == [0, 1, 2]
+    assert [(move.route, move.source_units.tolist()) for move in tokens.moves] == [(0, list(range(4, 16)))]
+    assert run(sender, WriteDone("d0", 1)) == []
+    assert not sender.is_drained, "the granules are still on their way"
+    assert run(sender, WriteDone("d0", 0)) == [SendFinish("d0", 1, 2, b"")]
+
+
+def test_a_failed_write_of_one_unit_waits_for_the_other_before_pages_are_free():
+    sender = machine()
+    run(sender, hybrid(), chunk_of(part("kv", 0, 1, 2, 3)))
+    commands = run(sender, WriteFailed("d0", 1, OSError("link down")))
+    assert (failed_of(commands), drained_of(commands)) == ([("d0", 1)], [])
+    assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
+
+
+def test_a_slot_that_was_never_handed_in_fails_the_room():
+    sender = machine()
+    run(sender, hybrid())
+    run(sender, chunk_of(part("kv", 0, 1, 2, 3, 4, 5), part("window", 2, 6, 7, 8), is_last=True))
+    assert isinstance(sender.error, PageError)
+    assert "room 7, group 'state': 0 slots of the request where the receiver has room for 1" in str(sender.error)
+
+
+def test_a_slot_that_the_receiver_does_not_want_is_not_sent():
+    sender = machine()
+    everything = wanted(Demand(0, 0, 16), 0, 10)
+    run(
+        sender,
+        opened_for(
+            "d0",
+            {"kv": everything, "state": wanted(Demand(0, 0, 0), 0)},
+            [route(), route("state", has_slots=True)],
+            tokens=16,
+        ),
+    )
+    assert units(run(sender, chunk_of(part("kv", 0, 1), part("state", 0, 3), is_last=True))) == [
+        (0, 0, Unit.GRANULE, [1])
+    ]
+
+
+def test_a_gap_in_a_window_before_its_first_token_does_not_matter():
+    sender = machine()
+    run(sender, hybrid())
+    run(sender, chunk_of(part("kv", 0, 1, 2, 3, 4), part("window", 0, 5)))
+    made = run(sender, chunk_of(part("window", 2, 6, 7, 8), part("kv", 4, 5), part("state", 0, 9), is_last=True))
+    assert units(made) == [(0, 2, Unit.GRANULE, [1, 3, 1])]
+
+
+@pytest.mark.parametrize("before", [[part("window", 0, 5)], [part("window", 0, 5, 6)], []])
+def test_a_gap_in_a_window_that_matters_fails_the_room(before: list[ChunkPart]):
+    sender = machine()
+    run(sender, hybrid(), chunk_of(*before), chunk_of(part("window", 3, 7, 8)))
+    assert isinstance(sender.error, PageError)
+    assert "group 'window': a chunk starts at page 3 of the request" in str(sender.error)
+    assert "what comes before, from page 2 on" in str(sender.error)
+
+
+def test_a_group_that_ends_too_early_fails_the_room_with_its_name():
+    sender = machine()
+    run(sender, hybrid(), chunk_of(part("kv", 0, 1, 2, 3, 4, 5), part("state", 0, 9)))
+    run(sender, chunk_of(part("window", 2, 6, 7), is_last=True))
+    assert "group 'window': 4 pages of 16 tokens of the request where the receiver has room for 5" in str(sender.error)
+
+
+def test_each_receiver_may_want_other_groups():
+    sender = machine()
+    run(sender, hybrid("d0", expected_receivers=2))
+    run(
+        sender,
+        opened_for(
+            "d1",
+            {
+                "kv": wanted(Demand(70, 70, 70), 5),
+                "window": wanted(Demand(70, 70, 70), 5),
+                "state": wanted(Demand(0, 0, 1), 0, 8),
+            },
+            [route("state", has_slots=True)],
+            tokens=70,
+            expected_receivers=2,
+            sends_aux=False,
+        ),
+    )
+    made = run(
+        sender, chunk_of(part("kv", 0, 1, 2, 3, 4, 5), part("window", 2, 6, 7, 8), part("state", 0, 9), is_last=True)
+    )
+    assert [(command.receiver, command.sequence) for command in made if isinstance(command, Write)] == [
+        ("d0", 0),
+        ("d0", 1),
+        ("d1", 0),
+    ]
+    run(sender, WriteDone("d0", 0), WriteDone("d0", 1))
+    assert run(sender, WriteDone("d1", 0)) == [SendFinish("d0", 1, 2, b""), SendFinish("d1", 1, 1, None)]
+
+
+@pytest.mark.parametrize(("there", "sent"), [(4, [4]), (64, [1])])
+def test_pages_of_another_size_are_moved_in_the_smaller_units(there: int, sent: list[int]):
+    sender = machine()
+    pages = range(16 // there or 1)
+    run(sender, opened_for("d0", {"kv": wanted(Demand(0, 0, 16), 0, *pages)}, [route(there=there)], tokens=16))
+    assert units(run(sender, chunk_of(part("kv", 0, 3), is_last=True))) == [(0, 0, Unit.GRANULE, sent)]
+
+
+def test_a_page_may_appear_in_two_groups_but_not_twice_in_one():
+    sender = machine()
+    run(sender, hybrid(), chunk_of(part("kv", 0, 1, 2), part("window", 0, 1, 2)))
+    assert sender.error is None
+    run(sender, chunk_of(part("window", 2, 5, 5)))
+    assert "page 5 appears 2 times" in str(sender.error)

@@ -4,38 +4,54 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.engines.reference.caches import CachedComponent
 from kvferry.engines.reference.specification import ModelSpec
 from kvferry.errors import SettingsError
-from kvferry.layout import Axis, Component, Interval, RankCoordinates, all_coordinates, split, stage_layers
+from kvferry.layout import (
+    Box,
+    PageOrder,
+    RankCoordinates,
+    ShardedComponent,
+    all_coordinates,
+    default_group,
+    split,
+    stage_of,
+)
+
+PAGE_ORDERS = (PageOrder.NHD, PageOrder.HND)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """How an engine is divided.
+    """How an engine is divided, and what its pages look like.
 
     Attributes:
         tp_size: tensor-parallel ranks of every stage.
         stages: layers of every pipeline stage.
         count: how many such engines run side by side.
+        page_tokens: tokens in a page.
+        order: what lies together in a page.
     """
 
     tp_size: int
     stages: tuple[int, ...]
     count: int
+    page_tokens: int
+    order: PageOrder = PageOrder.NHD
 
     @property
     def coordinates(self) -> tuple[RankCoordinates, ...]:
         """Every rank of one engine."""
         return all_coordinates(tp_size=self.tp_size, pp_size=len(self.stages))
 
-    def held(self, component: Component, coordinates: RankCoordinates) -> dict[str, Interval]:
-        """What a rank holds: its stage's layers, and of a head axis its share."""
-        held = {"layer": stage_layers(self.stages, coordinates.pp_rank)}
-        for axis in component.axes:
-            if axis.name == "head":
-                held["head"] = split(axis.size, self.tp_size, coordinates.tp_rank)
-        return held
+    def held(self, sharded: ShardedComponent, coordinates: RankCoordinates) -> Box:
+        """The part of a component that a rank holds."""
+        return sharded.held(coordinates, stage_of(coordinates, self.stages))
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """Where a part lies in an array [layer, entry, ...] of the whole component."""
+    layers, *others = (slice(part.start, part.stop) for part in box)
+    return (layers, slice(None), *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,35 +64,31 @@ class Request:
     prefill_engine: int
     decode_engine: int
 
-    def pages(self, page_tokens: int) -> int:
-        """Pages that the prompt's cache takes."""
-        return -(-len(self.token_ids) // page_tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
     """Everything that a rank's process needs to know.
 
     Attributes:
-        chunk_tokens: tokens that are prefilled, and sent, at a time: whole pages.
+        components: what the model caches.
+        chunk_tokens: tokens that are prefilled, and sent, at a time: whole pages of the prefill side.
         in_flight: rooms that a decode rank keeps open at a time.
     """
 
     model: ModelSpec
-    components: tuple[Component, ...]
+    components: tuple[ShardedComponent, ...]
     prefill: EngineShape
     decode: EngineShape
     requests: tuple[Request, ...]
-    page_tokens: int
     chunk_tokens: int
     max_new_tokens: int
     in_flight: int
     seed: int
 
-    def pool_pages(self) -> int:
-        """Pages of every rank's pool: what the requests take, and half as much again that nobody may touch."""
-        needed = sum(request.pages(self.page_tokens) for request in self.requests)
-        return needed + needed // 2 + 8
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of pools that share page numbers; on every rank the same."""
+        return tuple(dict.fromkeys(default_group(sharded.component) for sharded in self.components))
 
 
 def parse_stages(num_layers: int, pp_size: int, stages: str | None, *, flag: str) -> tuple[int, ...]:
@@ -98,9 +110,17 @@ def parse_stages(num_layers: int, pp_size: int, stages: str | None, *, flag: str
     return layers
 
 
-def component_of(cached: CachedComponent) -> Component:
-    """A component of the reference engine in kvferry's terms."""
-    return Component(name=cached.name, axes=tuple(Axis(name, size) for name, size in cached.axes), dtype=cached.dtype)
+def parse_order(text: str, *, flag: str) -> PageOrder:
+    """The order of a page from its name.
+
+    Raises:
+        SettingsError: if there is no such order.
+    """
+    for order in PAGE_ORDERS:
+        if text == order.value:
+            return order
+    names = " or ".join(order.value for order in PAGE_ORDERS)
+    raise SettingsError(f"--{flag}-layout {text!r}: it must be {names}")
 
 
 def check_positive(**values: int) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
 
 from kvferry.cli.demo.options import (
     DemoOptions,
     EngineShape,
     Request,
     check_positive,
-    component_of,
+    parse_order,
     parse_stages,
 )
 from kvferry.engines.reference.caches import cache_form
@@ -22,8 +22,16 @@ from kvferry.transport.nixl import load_bindings
 
 _FIRST_ROOM = 1000
 
-ShapeValues: TypeAlias = tuple[int, int, str | None, int]
-"""Tensor-parallel size, pipeline stages, layers per stage if given, number of engines."""
+
+class ShapeValues(NamedTuple):
+    """What the command line says of one side's engines."""
+
+    tp_size: int
+    pp_size: int
+    stages: str | None
+    engines: int
+    page_tokens: int
+    order: str
 
 
 def prepare(
@@ -37,7 +45,6 @@ def prepare(
     prompt_file: Path | None,
     requests: int,
     in_flight: int,
-    page_tokens: int,
     chunk_tokens: int,
     max_new_tokens: int,
     seed: int,
@@ -53,21 +60,23 @@ def prepare(
     check_positive(
         requests=requests,
         in_flight=in_flight,
-        page_size=page_tokens,
         chunk_tokens=chunk_tokens,
         max_new_tokens=max_new_tokens,
     )
-    if chunk_tokens % page_tokens:
-        raise SettingsError(
-            f"--chunk-tokens {chunk_tokens} is not a whole number of pages of --page-size {page_tokens} tokens"
-        )
     if model_directory is None:
         model = ModelSpec.small(architecture, num_kv_heads=num_kv_heads, num_layers=num_layers, seed=seed)
     else:
         model = ModelSpec.from_directory(model_directory)
-    components = tuple(component_of(cached) for cached in cache_form(model).components)
-    layers = components[0].axes[0].size
-    shapes = {side: _shape(values, layers, side) for side, values in (("prefill", prefill), ("decode", decode))}
+    form = cache_form(model)
+    shapes = {
+        side: _shape(values, form.num_layers, side) for side, values in (("prefill", prefill), ("decode", decode))
+    }
+    page_tokens = shapes["prefill"].page_tokens
+    if chunk_tokens % page_tokens:
+        raise SettingsError(
+            f"--chunk-tokens {chunk_tokens} is not a whole number of the prefill side's pages of {page_tokens} tokens: "
+            "give a multiple"
+        )
     tokenizer = load_tokenizer(model_directory)
     prompts = read_prompts(prompt_file)
     numbered = []
@@ -85,11 +94,10 @@ def prepare(
         )
     return DemoOptions(
         model=model,
-        components=components,
+        components=form.components,
         prefill=shapes["prefill"],
         decode=shapes["decode"],
         requests=tuple(numbered),
-        page_tokens=page_tokens,
         chunk_tokens=chunk_tokens,
         max_new_tokens=max_new_tokens,
         in_flight=in_flight,
@@ -98,6 +106,12 @@ def prepare(
 
 
 def _shape(values: ShapeValues, num_layers: int, side: str) -> EngineShape:
-    tp_size, pp_size, stages, count = values
-    check_positive(**{f"{side}_tp": tp_size, f"{side}_engines": count})
-    return EngineShape(tp_size, parse_stages(num_layers, pp_size, stages, flag=side), count)
+    numbers = {"tp": values.tp_size, "engines": values.engines, "page_size": values.page_tokens}
+    check_positive(**{f"{side}_{name}": value for name, value in numbers.items()})
+    return EngineShape(
+        tp_size=values.tp_size,
+        stages=parse_stages(num_layers, values.pp_size, values.stages, flag=side),
+        count=values.engines,
+        page_tokens=values.page_tokens,
+        order=parse_order(values.order, flag=side),
+    )

@@ -10,19 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from transformers.utils.logging import set_verbosity_error
 
-from kvferry.cli.demo.options import DemoOptions, Request
-from kvferry.cli.demo.pool import DECODE_POISON, PREFILL_POISON, RankPool
+from kvferry.cli.demo.options import DemoOptions, Request, slices
+from kvferry.cli.demo.pool import DECODE_POISON, PREFILL_POISON, Contents, Placed, RankPool
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, ReceiverStats, SenderStats
-from kvferry.engines.reference.engine import load_model
-from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.engines.reference.caches import array_shape, entries_kept
+from kvferry.engines.reference.engine import PrefilledChunk, load_model
+from kvferry.layout import PageGroup, RankCoordinates, RankLayout
+from kvferry.protocol.chunks import GroupPages
 from kvferry.settings import Settings
 
 Connection: TypeAlias = multiprocessing.connection.Connection
-ShardQueue: TypeAlias = "multiprocessing.queues.Queue[tuple[int, int, dict[str, NDArray[np.uint8]], bytes]]"
+ShardQueue: TypeAlias = "multiprocessing.queues.Queue[tuple[int, int, dict[str, Contents], bytes]]"
 
 _AUX = struct.Struct("<q")
 _TIMEOUT_S = 120.0
@@ -44,19 +45,19 @@ class Described:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A prefill rank has sent a request; `shard` is what its pool held, whole pages as bytes."""
+    """A prefill rank has sent a request; `shard` is what its pools held of each component, whole pages as bytes."""
 
     room: int
-    shard: dict[str, NDArray[np.uint8]]
+    shard: dict[str, Contents]
     stats: SenderStats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Received:
-    """A decode rank has received a request; `shard` is what its pool holds now."""
+    """A decode rank has received a request; `shard` is what its pools hold now."""
 
     room: int
-    shard: dict[str, NDArray[np.uint8]]
+    shard: dict[str, Contents]
     stats: ReceiverStats
 
 
@@ -97,6 +98,7 @@ Report: TypeAlias = Ready | Described | Sent | Received | Decoded | Undivided | 
 def guarded(main: Callable[..., None], reports: Connection, *arguments: Any) -> None:
     """Runs a process's main function and reports what it raises."""
     torch.set_num_threads(1)  # as many processes share a few cores; also makes sums the same in all of them
+    set_verbosity_error()  # every process would say which faster kernels are not installed
     try:
         main(reports, *arguments)
     except BaseException as error:
@@ -120,11 +122,9 @@ def prefill_main(reports: Connection, options: DemoOptions, engine: int, coordin
     """
     model = load_model(options.model)
     pool = RankPool(
-        options.components,
+        options,
         options.prefill,
         coordinates,
-        pages=options.pool_pages(),
-        page_tokens=options.page_tokens,
         poison=PREFILL_POISON,
         seed=f"{options.seed} prefill {engine} {coordinates.engine_rank}",
     )
@@ -148,20 +148,46 @@ def prefill_main(reports: Connection, options: DemoOptions, engine: int, coordin
         reports.recv()
         mine = [request for request in options.requests if request.prefill_engine == engine]
         senders = [(request, endpoint.open(request.room)) for request in mine]
-        pages_of = {}
+        placed_of = {}
         for request, sender in senders:
-            pages_of[request.room] = pages = pool.allocate(request.pages(options.page_tokens))
+            placed_of[request.room] = placed = pool.allocate(len(request.token_ids), window_only=False)
             for chunk in model.prefill(request.token_ids, options.chunk_tokens):
-                first, stop = chunk.start // options.page_tokens, -(-chunk.stop // options.page_tokens)
-                pool.write(pages[first:stop], chunk.caches)
+                pool.write(placed, chunk.caches, chunk.start)
                 is_last = chunk.next_token is not None
                 aux = _AUX.pack(chunk.next_token) if chunk.next_token is not None else None
-                sender.submit(pages[first:stop], last=is_last, aux=aux)
+                pages = pages_of_chunk(pool.layout, placed, request, chunk)
+                sender.submit(pages, last=is_last, aux=aux)
         for request, sender in senders:
             sender.wait(_TIMEOUT_S)
-            reports.send(Sent(request.room, pool.read(pages_of[request.room]), sender.stats))
+            reports.send(Sent(request.room, pool.read(placed_of[request.room]), sender.stats))
         reports.send(Ended(pool.damaged_bytes()))
         reports.recv()  # the registry and the peer channel stay until everybody is through
+
+
+def pages_of_chunk(
+    layout: RankLayout, placed: dict[str, Placed], request: Request, chunk: PrefilledChunk
+) -> dict[str, GroupPages]:
+    """What a rank hands in with a chunk: the pages that it filled, and with the last chunk the request's state.
+
+    Pages that have left the window before the request ends are not handed in: decoding needs none of them.
+    """
+    pages = {}
+    for group in layout.groups:
+        mine = placed[group.name]
+        if group.has_slots:
+            if chunk.next_token is not None:
+                pages[group.name] = GroupPages(mine.pages)
+            continue
+        first = max(chunk.start // group.page_tokens, _first_page(group, len(request.token_ids)))
+        stop = -(-chunk.stop // group.page_tokens)
+        if first < stop:
+            pages[group.name] = GroupPages(mine.pages[first:stop], start=first)
+    return pages
+
+
+def _first_page(group: PageGroup, num_tokens: int) -> int:
+    """The page with the first token that decoding needs."""
+    return 0 if group.window_tokens is None else max(0, num_tokens - group.window_tokens) // group.page_tokens
 
 
 def decode_main(
@@ -171,11 +197,9 @@ def decode_main(
     is_first = coordinates.engine_rank == 0
     model = load_model(options.model) if is_first else None
     pool = RankPool(
-        options.components,
+        options,
         options.decode,
         coordinates,
-        pages=options.pool_pages(),
-        page_tokens=options.page_tokens,
         poison=DECODE_POISON,
         seed=f"{options.seed} decode {engine} {coordinates.engine_rank}",
     )
@@ -187,28 +211,37 @@ def decode_main(
             endpoint.connect(engine_name(prefill_engine), timeout_s=_TIMEOUT_S)
         reports.send(Described(pool.layout))
         reports.recv()
-        rooms: dict[int, tuple[NDArray[np.int64], Receiver]] = {}
+        rooms: dict[int, tuple[dict[str, Placed], Receiver]] = {}
 
         def open_next() -> None:
             if len(rooms) < len(mine):
                 request = mine[len(rooms)]
-                pages = pool.allocate(request.pages(options.page_tokens))
-                receiver = endpoint.open(request.room, pages, engine=engine_name(request.prefill_engine))
-                rooms[request.room] = (pages, receiver)
+                num_tokens = len(request.token_ids)
+                placed = pool.allocate(num_tokens, window_only=True)
+                pages = {group: each.pages for group, each in placed.items()}
+                engine_of = engine_name(request.prefill_engine)
+                receiver = endpoint.open(request.room, pages, engine=engine_of, tokens=num_tokens)
+                rooms[request.room] = (placed, receiver)
 
         for _ in range(options.in_flight):
             open_next()
         for request in mine:
-            pages, receiver = rooms[request.room]
+            placed, receiver = rooms[request.room]
             receiver.wait(_TIMEOUT_S)
             open_next()
-            shard = pool.read(pages)
+            shard = pool.read(placed)
             shards.put((coordinates.engine_rank, request.room, shard, receiver.aux))
             reports.send(Received(request.room, shard, receiver.stats))
         damaged_bytes = pool.damaged_bytes()
     if model is not None:
         for request, caches, first_token in _assembled(options, mine, shards):
-            reports.send(Decoded(request.room, model.decode(caches, first_token, options.max_new_tokens)))
+            tokens = model.decode(
+                caches,
+                num_tokens=len(request.token_ids),
+                first_token=first_token,
+                max_new_tokens=options.max_new_tokens,
+            )
+            reports.send(Decoded(request.room, tokens))
     reports.send(Ended(damaged_bytes))
     reports.recv()
 
@@ -218,27 +251,23 @@ def _assembled(
 ) -> list[tuple[Request, dict[str, torch.Tensor], int]]:
     """Every request's whole cache, from nothing but what the ranks of this engine received."""
     ranks = options.decode.coordinates
-    arrived: dict[int, dict[int, tuple[dict[str, NDArray[np.uint8]], bytes]]] = {}
+    arrived: dict[int, dict[int, tuple[dict[str, Contents], bytes]]] = {}
     for _ in range(len(requests) * len(ranks)):
         rank, room, shard, aux = shards.get(timeout=_TIMEOUT_S)
         arrived.setdefault(room, {})[rank] = shard, aux
     assembled = []
     for request in requests:
         caches = {}
-        for component in options.components:
-            sizes = [axis.size for axis in component.axes]
+        for sharded in options.components:
+            component = sharded.component
+            kept = entries_kept(component, len(request.token_ids))
             dtype = getattr(torch, component.dtype)
-            whole = torch.full((sizes[0], len(request.token_ids), *sizes[1:]), float("nan"), dtype=dtype)
+            whole = torch.full(array_shape(component, len(kept)), float("nan"), dtype=dtype)
             for coordinates in ranks:
-                held = options.decode.held(component, coordinates)
-                layers, heads = held["layer"], held.get("head")
-                if not layers:
-                    continue
-                part = torch.from_numpy(arrived[request.room][coordinates.engine_rank][0][component.name]).view(dtype)
-                target = whole[layers.start : layers.stop]
-                if heads is not None:
-                    target = target[:, :, heads.start : heads.stop]
-                target.copy_(part[:, : len(request.token_ids)])
+                contents = arrived[request.room][coordinates.engine_rank][0][component.name]
+                if contents.entries.size:
+                    part = torch.from_numpy(contents.cut(kept)).contiguous().view(dtype)
+                    whole[slices(options.decode.held(sharded, coordinates))] = part
             caches[component.name] = whole
         (first_token,) = _AUX.unpack(arrived[request.room][0][1])
         assembled.append((request, caches, first_token))

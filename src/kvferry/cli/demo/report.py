@@ -61,6 +61,11 @@ def as_json(options: DemoOptions, verdict: Verdict, *, transport: str) -> str:
             "decode_tp": options.decode.tp_size,
             "prefill_stages": list(options.prefill.stages),
             "decode_stages": list(options.decode.stages),
+            "prefill_page_size": options.prefill.page_tokens,
+            "decode_page_size": options.decode.page_tokens,
+            "prefill_layout": options.prefill.order.value,
+            "decode_layout": options.decode.order.value,
+            "groups": list(options.groups),
             "architecture": options.model.architecture,
             "transport": transport,
             "path": "direct",
@@ -81,6 +86,8 @@ def show(options: DemoOptions, verdict: Verdict, console: Console, *, transport:
     times = np.array(verdict.transfer_ms)
     table = Table(title="Transfers", show_header=False)
     table.add_row("requests", str(len(options.requests)))
+    table.add_row("pages", f"{_pages(options.prefill)} -> {_pages(options.decode)}")
+    table.add_row("groups", ", ".join(options.groups))
     table.add_row("sent", f"{verdict.total_bytes / 2**20:.1f} MiB in {verdict.descriptors:,} descriptors")
     table.add_row("from the last chunk's submission", f"p50 {np.percentile(times, 50):.1f} ms")
     table.add_row("to arrival on every decode rank", f"p95 {np.percentile(times, 95):.1f} ms")
@@ -91,6 +98,10 @@ def show(options: DemoOptions, verdict: Verdict, console: Console, *, transport:
     console.print(_picture(options, verdict))
     console.print(_sample(options, verdict))
     _print_verdict(verdict, console, elapsed_s)
+
+
+def _pages(shape: EngineShape) -> str:
+    return f"{shape.page_tokens} tokens {shape.order.value.upper()}"
 
 
 def _picture(options: DemoOptions, verdict: Verdict) -> Table:
@@ -111,9 +122,11 @@ def _picture(options: DemoOptions, verdict: Verdict) -> Table:
 def _rank_title(options: DemoOptions, shape: EngineShape, engine_rank: int) -> str:
     coordinates = shape.coordinates[engine_rank]
     stage = f" stage {coordinates.pp_rank}" if coordinates.pp_size > 1 else ""
-    held = shape.held(options.components[0], coordinates).get("head")
-    heads = f" (heads {held.start}-{held.stop - 1})" if held is not None else ""
-    return f"rank {engine_rank}{stage}{heads}"
+    sharded = options.components[0]
+    held = dict(zip((axis.name for axis in sharded.component.axes), shape.held(sharded, coordinates), strict=True))
+    heads = held.get("head")
+    heads_held = f" (heads {heads.start}-{heads.stop - 1})" if heads is not None else ""
+    return f"rank {engine_rank}{stage}{heads_held}"
 
 
 def _sample(options: DemoOptions, verdict: Verdict) -> Text:

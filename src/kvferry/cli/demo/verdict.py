@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvferry.cli.demo.options import DemoOptions, EngineShape
+from kvferry.cli.demo.options import DemoOptions, EngineShape, slices
+from kvferry.cli.demo.pool import DECODE_POISON, Contents
 from kvferry.cli.demo.ranks import Decoded, Described, Ended, Received, Sent, Undivided
 from kvferry.cli.demo.run import Outcome
 from kvferry.endpoint.stats import WriteRecord, busy_s
-from kvferry.layout import Component, RankLayout
+from kvferry.engines.reference.caches import array_shape, entries_kept
+from kvferry.layout import Box, Interval, RankLayout, ShardedComponent
 from kvferry.plan import Piece, elect_writer, pieces_for_receiver, prove
 
-Shards = dict[int, dict[str, NDArray[np.uint8]]]
+Shards = dict[int, dict[str, Contents]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class Verdict:
 
     Attributes:
         tokens_match: whether every request's tokens equal the undivided model's.
-        bytes_checked: bytes of received pages that were compared with the sender's.
+        bytes_checked: bytes of received tokens and states that were compared with the sender's.
         bytes_mismatched: of those, how many differed, and bytes elsewhere in the pools that somebody changed.
         total_bytes: bytes that travelled.
         descriptors: descriptors that were posted, after merging.
@@ -58,14 +61,15 @@ def judge(options: DemoOptions, outcome: Outcome) -> Verdict:
     for request in options.requests:
         sent = _shards(outcome, Sent, "prefill", request.prefill_engine, request.room)
         received = _shards(outcome, Received, "decode", request.decode_engine, request.room)
-        for component in options.components:
-            truth, conflicts = _whole(component, options.prefill, sent)
+        for sharded in options.components:
+            kept = entries_kept(sharded.component, len(request.token_ids))
+            whole, conflicts = _whole(sharded, options.prefill, sent)
             mismatched += conflicts
             for coordinates in options.decode.coordinates:
-                expected = _part(component, options.decode, coordinates.engine_rank, truth)
-                actual = received[coordinates.engine_rank][component.name]
-                checked += expected.size
-                mismatched += int((expected != actual).sum()) if expected.shape == actual.shape else expected.size
+                expected = _part(sharded, whole, options.decode.held(sharded, coordinates))
+                actual = received[coordinates.engine_rank][sharded.component.name]
+                checked += expected.cut(kept).size
+                mismatched += _wrong_bytes(expected, actual, kept)
     mismatched += sum(ended.damaged_bytes for side in ("prefill", "decode") for _, ended in outcome.of(Ended, side))
     answers = {decoded.room: decoded.token_ids for _, decoded in outcome.of(Decoded, "decode")}
     undivided = {answer.room: answer.token_ids for _, answer in outcome.of(Undivided, "undivided")}
@@ -97,35 +101,49 @@ def _shards(outcome: Outcome, kind: type[Sent] | type[Received], side: str, engi
     }
 
 
-def _index(component: Component, shape: EngineShape, engine_rank: int) -> tuple[slice, ...]:
-    """Where a rank's part lies in an array [layer, token, ...] of the whole component."""
-    held = shape.held(component, shape.coordinates[engine_rank])
-    intervals = [held.get(axis.name) for axis in component.axes]
-    slices = [slice(part.start, part.stop) if part is not None else slice(None) for part in intervals]
-    return (slices[0], slice(None), *slices[1:])
+def _where(sharded: ShardedComponent, box: Box) -> tuple[slice, ...]:
+    """Where a rank's part lies in bytes [layer, entry, ...] of the whole component."""
+    *others, last = slices(box)
+    width = sharded.component.element_bytes
+    return (*others, slice(last.start * width, last.stop * width))
 
 
-def _whole(component: Component, shape: EngineShape, sent: Shards) -> tuple[NDArray[np.uint8], int]:
-    """The whole component as the prefill ranks hold it, and how many bytes two of them disagree about."""
-    sizes = [axis.size for axis in component.axes]
-    sizes[-1] *= component.element_bytes
-    tokens = next(shard[component.name].shape[1] for shard in sent.values() if shard[component.name].size)
-    whole = np.zeros((sizes[0], tokens, *sizes[1:]), np.uint8)
+def _whole(sharded: ShardedComponent, shape: EngineShape, sent: Shards) -> tuple[Contents, int]:
+    """The whole component as the prefill ranks hold it, and how many bytes none holds or two disagree about."""
+    component = sharded.component
+    first = next(shard[component.name] for shard in sent.values() if shard[component.name].entries.size)
+    *sizes, last = array_shape(component, first.entries.shape[1])
+    whole = np.zeros((*sizes, last * component.element_bytes), np.uint8)
     is_known = np.zeros(whole.shape, np.bool_)
     conflicts = 0
     for engine_rank, shard in sent.items():
-        part = shard[component.name]
+        part = shard[component.name].entries
         if part.size:
-            where = _index(component, shape, engine_rank)
+            where = _where(sharded, shape.held(sharded, shape.coordinates[engine_rank]))
             conflicts += int((is_known[where] & (whole[where] != part)).sum())
             whole[where] = part
             is_known[where] = True
-    return whole, conflicts + int((~is_known).sum())
+    return Contents(first.start, whole), conflicts + int((~is_known).sum())
 
 
-def _part(component: Component, shape: EngineShape, engine_rank: int, whole: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    part = whole[_index(component, shape, engine_rank)]
-    return part if part.size else np.empty((0,), np.uint8)
+def _part(sharded: ShardedComponent, whole: Contents, box: Box) -> Contents:
+    return Contents(whole.start, whole.entries[_where(sharded, box)])
+
+
+def _wrong_bytes(expected: Contents, actual: Contents, kept: Interval) -> int:
+    """Bytes that differ where the request needs them, or are neither untouched nor the sender's in the same pages."""
+    needed = expected.cut(kept)
+    if not needed.size or not actual.entries.size:
+        return max(needed.size, actual.entries.size)
+    if actual.cut(kept).shape != needed.shape:
+        return needed.size
+    is_wrong = actual.entries != DECODE_POISON
+    low = max(expected.start, actual.start)
+    high = min(expected.start + expected.entries.shape[1], actual.start + actual.entries.shape[1])
+    both = Interval(low, high)
+    is_wrong[:, low - actual.start : high - actual.start] &= actual.cut(both) != expected.cut(both)
+    is_wrong[:, kept.start - actual.start : kept.stop - actual.start] = actual.cut(kept) != needed
+    return int(is_wrong.sum())
 
 
 def _transfer_ms(outcome: Outcome, room: int) -> float:
@@ -142,7 +160,7 @@ def _transfer_ms(outcome: Outcome, room: int) -> float:
 
 def _links(options: DemoOptions, outcome: Outcome) -> dict[tuple[int, int], list[str]]:
     """Proves every request's plan, and says who sends what to whom over all of them."""
-    links: dict[tuple[int, int], list[str]] = {}
+    links: dict[tuple[int, int], dict[str, list[str]]] = {}
     for request in options.requests:
         sources = _layouts(outcome, "prefill", request.prefill_engine)
         receivers = _layouts(outcome, "decode", request.decode_engine)
@@ -150,10 +168,15 @@ def _links(options: DemoOptions, outcome: Outcome) -> dict[tuple[int, int], list
         for receiver, layout in receivers.items():
             for piece in pieces_for_receiver(sources, layout):
                 writer = elect_writer(piece, room=request.room, receiver=receiver)
-                parts = links.setdefault((writer, receiver), [])
-                if (text := _describe(options, piece)) not in parts:
-                    parts.append(text)
-    return links
+                names = links.setdefault((writer, receiver), {}).setdefault(_describe(options, piece), [])
+                if piece.component not in names:
+                    names.append(piece.component)
+    return {pair: [_named(options, names, part) for part, names in parts.items()] for pair, parts in links.items()}
+
+
+def _named(options: DemoOptions, names: list[str], part: str) -> str:
+    """The part, and what it is a part of where that does not go without saying."""
+    return part if len(names) == len(options.components) else f"{', '.join(names)}: {part}"
 
 
 def _layouts(outcome: Outcome, side: str, engine: int) -> dict[int, RankLayout]:
@@ -165,11 +188,21 @@ def _layouts(outcome: Outcome, side: str, engine: int) -> dict[int, RankLayout]:
 
 
 def _describe(options: DemoOptions, piece: Piece) -> str:
-    """A piece without its component's name and without axes that are never divided."""
-    component = next(each for each in options.components if each.name == piece.component)
+    """A piece by the model's layers, without its component's name and without axes that are never divided."""
+    sharded = next(each for each in options.components if each.component.name == piece.component)
     words = []
-    for axis, interval in zip(component.axes, piece.box, strict=True):
-        if axis.name in ("layer", "head"):
-            last = interval.stop - 1
-            words.append(f"{axis.name} {interval.start}" + (f"-{last}" if last > interval.start else ""))
+    for axis, interval in zip(sharded.component.axes, piece.box, strict=True):
+        if axis.name == sharded.component.axes[0].name:
+            words.append(f"{axis.name} {_ranges(sharded.layers[interval.start : interval.stop])}")
+        elif axis.name == sharded.tp_axis:
+            words.append(f"{axis.name} {_ranges(range(interval.start, interval.stop))}")
     return " ".join(words)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, such as '0-2,4'."""
+    texts = []
+    for _, run in groupby(enumerate(numbers), key=lambda numbered: numbered[1] - numbered[0]):
+        first, *_, last = [number for _, number in run] * 2
+        texts.append(f"{first}-{last}" if last > first else str(first))
+    return ",".join(texts)

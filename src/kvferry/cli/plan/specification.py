@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.errors import SettingsError
 from kvferry.layout import Dealing, RankCoordinates, all_coordinates, contiguous, interleaved, zigzag
 
 FORM = (
     "write sizes such as tp=4,pp=2,dp=2,cp=2,ep=8; stages=7+8 instead of pp for the layers of every stage; "
-    "cp=2:contiguous, cp=2:zigzag, cp=2:interleaved or, for blocks of 16 tokens, cp=2:interleaved:16 for how tokens are "
-    "dealt; draft if this side caches the draft model's layers too"
+    "cp=2:contiguous, cp=2:zigzag, cp=2:interleaved or, for blocks of 16 tokens, cp=2:interleaved:16 for how tokens "
+    "are dealt; draft if this side caches the draft model's layers too"
 )
 _SIZES = ("tp", "pp", "dp", "ep")
 
@@ -31,7 +31,7 @@ class SideSpecification:
     dp: int = 1
     ep: int = 1
     stages: tuple[int, ...] | None = None
-    dealing: Dealing = Dealing()
+    dealing: Dealing = field(default_factory=Dealing)
     has_draft: bool = False
 
     @property

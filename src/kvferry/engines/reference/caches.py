@@ -7,7 +7,7 @@ does not notice if whole tokens change places.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -154,9 +154,9 @@ class RecurrentForm:
         return [prod(axis.size for axis in component.axes[1:-1]) for component in self.channels]
 
 
-def _difference(what: str, tensors: list[torch.Tensor], expected: list[tuple[int, ...]]) -> str | None:
+def _difference(what: str, tensors: Sequence[torch.Tensor], expected: Sequence[tuple[int, ...]]) -> str | None:
     found = [tuple(tensor.shape) for tensor in tensors]
-    return None if found == expected else f"has {what} of shapes {found}, not {expected}"
+    return None if found == list(expected) else f"has {what} of shapes {found}, not {list(expected)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,8 @@ class CacheForm:
 
     def record(self, cache: Any) -> None:
         """Has an empty cache keep all of a chunk's tokens for `capture`, also those that leave the window with it."""
-        for layer in cache.layers:
-            if layer.is_sliding:
-                layer.activate_past_recording()
+        for layer in _sliding(cache):
+            layer.activate_past_recording()
 
     def capture(self, cache: Any, count: int, *, is_final: bool) -> dict[str, torch.Tensor]:
         """Copies of the last `count` tokens, contiguous, by component; with the last tokens also of the states.
@@ -187,17 +186,15 @@ class CacheForm:
         import torch
 
         layers = [
-            form.capture(layer, count, is_final=is_final)
-            for form, layer in zip(self.layers, cache.layers, strict=True)
+            form.capture(layer, count, is_final=is_final) for form, layer in zip(self.layers, cache.layers, strict=True)
         ]
         arrays = {}
         for sharded in self.components:
             name = sharded.component.name
             if name in layers[sharded.layers[0]]:
                 arrays[name] = torch.stack([layers[layer][name] for layer in sharded.layers])
-        for layer in cache.layers:
-            if layer.is_sliding:
-                layer.crop(0)
+        for layer in _sliding(cache):
+            layer.crop(0)
         return arrays
 
     def restore(self, cache: Any, arrays: Mapping[str, torch.Tensor], num_tokens: int) -> None:
@@ -209,6 +206,10 @@ class CacheForm:
                 if layer in sharded.layers
             }
             form.restore(kept, mine, num_tokens)
+
+
+def _sliding(cache: Any) -> list[Any]:
+    return [layer for layer, is_sliding in zip(cache.layers, cache.is_sliding, strict=True) if is_sliding]
 
 
 def cache_form(spec: ModelSpec) -> CacheForm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from kvferry.errors import ModelError
 # Some architectures normalise queries and keys, which leaves random attention so even that no single token would
 # matter. Their norms begin at a weight of 1, which some of them write as 0.
 _QUERY_KEY_NORM_GAIN = 1.0
+
+# Most heads of a gated delta net with random weights forget everything within a token: what arrived of their states
+# would not matter. This is how fast, by the natural logarithm, they forget at most when their gates stand at 1.
+_FASTEST_DECAY = 0.1
 
 # Plain matrix products and a softmax: no kernel that would choose another algorithm by shape or processor.
 _ATTENTION_IMPLEMENTATION = "eager"
@@ -47,6 +52,8 @@ def _seeded_network(spec: ModelSpec) -> Any:
     for name, weight in network.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             weight.data.add_(_QUERY_KEY_NORM_GAIN)
+        elif name.endswith("linear_attn.A_log"):
+            weight.data.clamp_(max=math.log(_FASTEST_DECAY))
     return network
 
 

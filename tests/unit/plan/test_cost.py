@@ -1,0 +1,84 @@
+"""The cost model: what makes either path faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.errors import SettingsError
+from kvferry.plan.cost import Load, Path, PathCosts, choose, estimate
+
+COSTS = PathCosts(
+    seconds_per_descriptor=1e-3,
+    wire_bytes_per_s=1e6,
+    gather_bytes_per_s=5e5,
+    scatter_bytes_per_s=2e6,
+    seconds_per_run=1e-6,
+    seconds_per_write=1e-2,
+)
+
+
+def test_the_estimates_are_what_the_constants_say():
+    load = Load(num_bytes=1_000_000, runs=1_000, descriptors=500, bulk_writes=4)
+    seconds = estimate(load, COSTS)
+    assert seconds[Path.DIRECT] == pytest.approx(0.01 + 0.5 + 1.0)
+    gather, wire, scatter = 2.0 + 0.001, 1.0 + 0.04, 0.5 + 0.001
+    assert seconds[Path.STAGED] == pytest.approx(gather + (wire + scatter) / 4)
+
+
+def test_a_single_bulk_write_overlaps_with_nothing():
+    load = Load(num_bytes=1_000_000, runs=1, descriptors=1, bulk_writes=1)
+    assert estimate(load, COSTS)[Path.STAGED] == pytest.approx(2.0 + 1.01 + 0.5 + 2e-6)
+
+
+def test_small_runs_are_staged_and_large_ones_are_not():
+    num_bytes = 1 << 28
+    paths = [
+        choose(Load(num_bytes, num_bytes // length, num_bytes // length, num_bytes >> 20), PathCosts()).path
+        for length in (256, 512, 2048, 4096, 32768, 131072, 1 << 20)
+    ]
+    assert paths[:4] == [Path.STAGED] * 4
+    assert paths[-3:] == [Path.DIRECT] * 3
+
+
+def test_merging_makes_direct_faster():
+    load = Load(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
+    assert choose(load, PathCosts()).path is Path.STAGED
+    assert choose(replace(load, descriptors=128), PathCosts()).path is Path.DIRECT
+
+
+def test_a_machine_with_cheap_descriptors_writes_direct():
+    load = Load(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
+    assert choose(load, PathCosts(seconds_per_descriptor=1e-8)).path is Path.DIRECT
+
+
+def test_slow_staging_memory_makes_direct_faster():
+    load = Load(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
+    for slow in ({"gather_bytes_per_s": 1e7}, {"scatter_bytes_per_s": 1e7}, {"seconds_per_run": 1e-4}):
+        assert choose(load, PathCosts(**slow)).path is Path.DIRECT
+
+
+def test_the_reason_names_what_was_compared():
+    choice = choose(Load(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256), PathCosts())
+    assert choice.staged_s < choice.direct_s
+    for named in ("1,048,576 descriptors of 256 bytes", "gathering 1,048,576 runs", "256 bulk writes", "is faster"):
+        assert named in choice.reason
+    assert choice.reason.index("gathering") < choice.reason.index("descriptors")
+
+
+def test_the_reason_begins_with_the_winner():
+    choice = choose(Load(num_bytes=1 << 20, runs=1, descriptors=1, bulk_writes=1), PathCosts())
+    assert choice.reason.startswith("1 descriptor of 1,048,576 bytes (")
+
+
+@pytest.mark.parametrize("name", ["seconds_per_descriptor", "wire_bytes_per_s", "seconds_per_run"])
+def test_a_cost_that_is_not_positive_is_refused(name: str):
+    with pytest.raises(SettingsError, match=name):
+        PathCosts(**{name: 0.0})
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 1, 1), (8, 1, 2, 1), (8, 1, 1, 0), (8, 9, 1, 1)])
+def test_a_load_that_makes_no_sense_is_refused(numbers: tuple[int, int, int, int]):
+    with pytest.raises(SettingsError, match="make no sense"):
+        Load(*numbers)
