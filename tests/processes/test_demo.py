@@ -61,7 +61,8 @@ def test_tokens_and_bytes_are_those_of_the_undivided_model(flags: str):
 
 
 def test_what_travels_is_said():
-    shown = result(*"--prefill-tp 2 --decode-tp 1 --arch gemma3 --decode-page-size 8 --prefill-layout hnd".split())
+    flags = "--prefill-tp 1 --decode-tp 1 --arch gemma3 --decode-page-size 8 --prefill-layout hnd"
+    shown = result(*flags.split())
     assert (shown["prefill_page_size"], shown["decode_page_size"]) == (16, 8)
     assert (shown["prefill_layout"], shown["decode_layout"]) == ("hnd", "nhd")
     assert shown["groups"] == ["kv", "window-32"]

@@ -312,9 +312,12 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """A fingerprint of what all ranks of the engine must agree on: components, page sizes, how tokens are dealt."""
+        """A fingerprint of what all ranks of the engine must agree on: components, page sizes, how tokens are dealt.
+
+        Not groups: a pipeline stage may hold those layers of a component alone that are in one of them.
+        """
         components = sorted(self.components, key=lambda component: component.name)
-        pages = sorted((group.name, group.page_tokens) for group in self.groups)
+        pages = sorted({(shard.component.name, shard.paging.page_tokens) for shard in self.shards})
         description = msgspec.json.encode([components, pages, self.tokens.dealing])
         return hashlib.sha256(description).hexdigest()[:16]
 

@@ -21,13 +21,13 @@ BLUE, ORANGE, GREEN, PINK = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
 
 
 def planned(config: Path, prefill: str, decode: str) -> Study:
-    sides = [
+    source, destination = (
         SideOptions(
             name=name, config=config, dtype=None, specification=specification, page_tokens=16, order=PageOrder.NHD
         )
         for name, specification in (("prefill", prefill), ("decode", decode))
-    ]
-    return study(*sides, RequestOptions(tokens=100, room=1, pages=PageNumbers.SCATTERED))
+    )
+    return study(source, destination, RequestOptions(tokens=100, room=1, pages=PageNumbers.SCATTERED))
 
 
 def svg(result: Study, directory: Path) -> str:
@@ -68,6 +68,7 @@ def test_what_a_rank_receives_has_the_colour_of_the_writer_and_the_width_of_its_
 def test_what_a_replica_sends_is_hatched_on_the_others(tmp_path: Path):
     picture = svg(planned(CONFIGS / "deepseek-v3.json", "tp=4", "dp=4"), tmp_path)
     assert picture.count("sends nothing") == 3
+    assert picture.count("fill: url(#") > 3  # hatched; once in the legend
     assert "one of 4 data-parallel groups" in picture
     assert "rooms take turns" in picture
     assert "rooms take turns" not in svg(planned(CONFIGS / "qwen3-32b.json", "tp=4", "tp=8"), tmp_path)

@@ -13,7 +13,7 @@ import pytest
 from kvferry.cli.plan import study as study_module
 from kvferry.cli.plan.counting import PageNumbers, units_in_request
 from kvferry.cli.plan.report import as_json, numbers_in_words, verdict
-from kvferry.cli.plan.study import Pair, RequestOptions, SideOptions, Study, study
+from kvferry.cli.plan.study import Pair, RequestOptions, SideOptions, Study, bulk_writes, study
 from kvferry.errors import IncompatiblePeerError, ModelError, SettingsError
 from kvferry.layout import PageOrder
 from kvferry.plan import PairPlan, SourceGroup, Unit, descriptor_indices, firsts_of, places
@@ -53,7 +53,7 @@ class Case:
         return file
 
     def study(self) -> Study:
-        sides = [
+        prefill, decode = (
             SideOptions(
                 name=name,
                 config=self.config(name, components),
@@ -68,8 +68,8 @@ class Case:
                     ("decode", self.decode, self.decode_components or self.components),
                 )
             )
-        ]
-        return study(*sides, RequestOptions(tokens=self.tokens, room=self.room, pages=PageNumbers.SCATTERED))
+        )
+        return study(prefill, decode, RequestOptions(tokens=self.tokens, room=self.room, pages=PageNumbers.SCATTERED))
 
 
 @pytest.fixture
@@ -172,6 +172,10 @@ def test_the_path_is_that_of_the_cost_model(case: Case):
     assert case.study().path(PageNumbers.ADJACENT) == "staged"  # eight bytes each
     case.prefill, case.components = "", [ATTENTION["k"], {**STATE, "axes": {"head": 4, "dim": 8}}]
     assert case.study().path(PageNumbers.SCATTERED) == "staged"
+
+
+def test_bulk_writes_are_of_one_mebibyte():
+    assert [bulk_writes(size) for size in (1, 1 << 20, (1 << 20) + 1, 5 << 20)] == [1, 1, 2, 5]
 
 
 # ---- by expanding descriptors ---------------------------------------------------------------------------------------

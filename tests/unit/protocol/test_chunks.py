@@ -179,8 +179,10 @@ def test_a_mapping_may_be_empty_and_may_name_the_only_group():
 
 
 def test_groups_begin_behind_a_prefix_each_in_its_own_chunk():
-    sequence = ChunkSequence(7, [KV, WINDOW])
+    late = PageGroup(name="late", page_tokens=16, num_pages=10, has_slots=False, window_tokens=None)
+    sequence = ChunkSequence(7, [KV, WINDOW, late])
     assert parts(chunk(sequence, {"kv": GroupPages([1], start=5)})) == [("kv", 5, [1])]
+    assert parts(chunk(sequence, {"late": GroupPages([1], start=6)})) == [("late", 6, [1])]
     assert parts(chunk(sequence, {"window": GroupPages([1], start=4)})) == [("window", 4, [1])]
     with pytest.raises(ChunkError, match=r"room 7, group 'kv': a chunk starts at page 7 .* where page 6 is next"):
         chunk(sequence, {"kv": GroupPages([2], start=7)})

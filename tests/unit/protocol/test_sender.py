@@ -714,6 +714,14 @@ def test_a_group_that_ends_too_early_fails_the_room_with_its_name():
     assert "group 'window': 4 pages of 16 tokens of the request where the receiver has room for 5" in str(sender.error)
 
 
+def test_a_group_keeps_its_place_while_chunks_have_nothing_of_it():
+    sender = machine()
+    run(sender, hybrid(), chunk_of(part("kv", 0, 1, 2, 3, 4, 5)), chunk_of(part("window", 2, 6, 7, 8)))
+    made = run(sender, chunk_of(part("state", 0, 9), is_last=True))
+    assert units(made) == [(0, 3, Unit.GRANULE, [1])]
+    assert sender.error is None
+
+
 def test_each_receiver_may_want_other_groups():
     sender = machine()
     run(sender, hybrid("d0", expected_receivers=2))
@@ -756,5 +764,5 @@ def test_a_page_may_appear_in_two_groups_but_not_twice_in_one():
     sender = machine()
     run(sender, hybrid(), chunk_of(part("kv", 0, 1, 2), part("window", 0, 1, 2)))
     assert sender.error is None
-    run(sender, chunk_of(part("window", 2, 5, 5)))
+    run(sender, chunk_of(part("kv", 2, 3), part("window", 2, 5, 5)))
     assert "page 5 appears 2 times" in str(sender.error)

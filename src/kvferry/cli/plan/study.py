@@ -428,7 +428,7 @@ def _balance(deliveries: Sequence[Delivery], num_sources: int) -> Balance:
         num_bytes, holders = delivery.travelling.num_bytes, delivery.piece.holders
         this_room[delivery.source] += num_bytes
         for holder, share in zip(holders, _shares(len(holders), delivery.receiver), strict=True):
-            mean[delivery.source] += share * num_bytes
+            mean[holder] += share * num_bytes
     return Balance(tuple(this_room), tuple(mean))
 
 
