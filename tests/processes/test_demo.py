@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 from tests.support.checkpoints import save_checkpoint
 
+UNLIKE_PAGES = (
+    "--prefill-tp 2 --decode-tp 1 --arch gemma3 --decode-layout hnd "
+    "--prefill-page-size 3 --decode-page-size 16 --chunk-tokens 48"
+)
 QUICK = ["--requests", "3", "--max-new-tokens", "6", "--json"]
 
 
@@ -41,12 +45,11 @@ def result(*flags: str) -> dict[str, Any]:
         "--prefill-tp 4 --decode-tp 2 --arch qwen3_next",
         "--prefill-tp 2 --decode-tp 4 --arch qwen3_next --kv-heads 2",
         "--prefill-tp 2 --decode-tp 1 --arch qwen3_next --prefill-stages 1,3 --decode-stages 2,1,1",
-        "--prefill-tp 4 --decode-tp 2 --arch gemma3",
-        "--prefill-tp 2 --decode-tp 4 --arch gemma3 --prefill-page-size 16 --decode-page-size 64",
+        "--prefill-tp 4 --decode-tp 2 --arch gemma3 --prefill-page-size 16 --decode-page-size 64 --prefill-layout hnd",
+        "--prefill-tp 2 --decode-tp 4 --arch gemma3 --prefill-page-size 64 --decode-page-size 16 --decode-layout hnd",
         "--prefill-tp 4 --decode-tp 2 --arch mamba2 --kv-heads 2",
-        "--prefill-tp 2 --decode-tp 3 --arch mamba2 --kv-heads 6",
+        "--prefill-tp 2 --decode-tp 4 --arch mamba2 --kv-heads 6",
         "--prefill-tp 1 --decode-tp 2 --prefill-page-size 16 --decode-page-size 48 --decode-layout hnd",
-        "--prefill-tp 2 --decode-tp 1 --arch gemma3 --prefill-page-size 64 --decode-page-size 16 --prefill-layout hnd",
     ],
 )
 def test_tokens_and_bytes_are_those_of_the_undivided_model(flags: str):
@@ -60,11 +63,13 @@ def test_tokens_and_bytes_are_those_of_the_undivided_model(flags: str):
     assert shown["gb_per_s"] > 0
 
 
-def test_what_travels_is_said():
-    flags = "--prefill-tp 1 --decode-tp 1 --arch gemma3 --decode-page-size 8 --prefill-layout hnd"
-    shown = result(*flags.split())
-    assert (shown["prefill_page_size"], shown["decode_page_size"]) == (16, 8)
-    assert (shown["prefill_layout"], shown["decode_layout"]) == ("hnd", "nhd")
+def test_pages_that_share_no_bounds_show_where_a_window_begins():
+    """With pages alike on both sides whole pages travel, and a window that begins a token late would pass."""
+    shown = result(*UNLIKE_PAGES.split())
+    assert shown["tokens_match"] is True
+    assert shown["bytes_mismatched"] == 0
+    assert (shown["prefill_page_size"], shown["decode_page_size"]) == (3, 16)
+    assert (shown["prefill_layout"], shown["decode_layout"]) == ("nhd", "hnd")
     assert shown["groups"] == ["kv", "window-32"]
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvferry.errors import LayoutError, UsageError
 
 Positions = NDArray[np.int64]
+Ranges = tuple[Positions, Positions]
 
 _MOST_BLOCKS_LOOKED_AT = 1 << 20
 _LARGEST_BLOCK = 1 << 32  # tokens; arithmetic in 64 bits does not overflow
@@ -145,6 +146,17 @@ class TokenShare(msgspec.Struct, frozen=True):
         cycles, within = divmod(local, block * len(owned))
         index, rest = divmod(within, block)
         return int(cycles * block * len(self.dealing.pattern) + owned[index] * block + rest)
+
+    def ranges(self, low: int, high: int, *, block: int) -> Ranges:
+        """Where the blocks that the rank holds start and stop, of the positions [low, high), in ascending order."""
+        if self.dealing.is_whole:
+            return np.array([low], np.int64), np.array([high], np.int64)
+        cycle = block * len(self.dealing.pattern)
+        cycles = np.arange(low // cycle * cycle, high, cycle, dtype=np.int64)
+        starts = np.add.outer(cycles, self._owned() * block).ravel()
+        starts, stops = np.maximum(starts, low), np.minimum(starts + block, high)
+        is_inside = starts < stops
+        return starts[is_inside], stops[is_inside]
 
     def _owned(self) -> Positions:
         """The blocks of a cycle that the rank gets."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.layout import PageGroup, RankLayout, TokenShare
+from kvferry.layout.tokens import Ranges
 
 Positions = NDArray[np.int64]
 
@@ -123,18 +124,23 @@ def segments_between(route: Route, demand: Demand, *, first: int, stop: int, req
     high = min(high, source.position(stop - 1, block=source_block) + 1) if stop > first else low
     if low >= high:
         return _segments([], [], [])
-    cuts = [np.array([low, high], np.int64)]
-    for share, block in ((source, source_block), (destination, destination_block)):
-        if not share.dealing.is_whole:
-            cuts.append(np.arange(low // block * block + block, high, block, dtype=np.int64))
-    edges = np.unique(np.concatenate(cuts))
-    starts, lengths = edges[:-1], np.diff(edges)
-    shared = source.holds(starts, block=source_block) & destination.holds(starts, block=destination_block)
-    return Segments(
-        source=source.local(starts[shared], block=source_block),
-        destination=destination.local(starts[shared], block=destination_block),
-        lengths=lengths[shared],
+    starts, stops = _shared(
+        source.ranges(low, high, block=source_block), destination.ranges(low, high, block=destination_block)
     )
+    return Segments(
+        source=source.local(starts, block=source_block),
+        destination=destination.local(starts, block=destination_block),
+        lengths=stops - starts,
+    )
+
+
+def _shared(one: Ranges, other: Ranges) -> Ranges:
+    """What two ascending lists of ranges have in common, in ascending order."""
+    (starts, stops), (other_starts, other_stops) = one, other
+    first = np.searchsorted(other_stops, starts, side="right")
+    counts = np.maximum(np.searchsorted(other_starts, stops, side="left") - first, 0)
+    mine, theirs = np.repeat(np.arange(len(starts)), counts), _ranges(first, counts)
+    return np.maximum(starts[mine], other_starts[theirs]), np.minimum(stops[mine], other_stops[theirs])
 
 
 def _alike(route: Route, demand: Demand, first: int, stop: int, request_tokens: int | None) -> Segments:

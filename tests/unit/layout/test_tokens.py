@@ -144,6 +144,17 @@ def test_a_share_numbers_the_positions_that_it_holds(share: TokenShare, tokens: 
     assert [share.position(local, block=block) for local in range(len(mine))] == mine
 
 
+@given(shares(), st.integers(0, 80), st.integers(0, 80))
+def test_ranges_are_the_blocks_that_a_share_holds(share: TokenShare, low: int, high: int):
+    block = share.dealing.block(80)
+    starts, stops = share.ranges(low, high, block=block)
+    dealt = owners(share.dealing, 80, block)
+    found = [position for start, stop in zip(starts, stops, strict=True) for position in range(start, stop)]
+    if low < high:
+        assert found == [position for position in range(low, high) if dealt[position] == share.part]
+        assert (starts < stops).all()
+
+
 @given(shares(), st.integers(1, 60))
 def test_local_positions_behind_a_request_lie_behind_it(share: TokenShare, tokens: int):
     """A page's last positions may have no tokens: what would be there comes after the request."""

@@ -269,6 +269,15 @@ def test_an_election_of_a_stranger_is_found(monkeypatch: pytest.MonkeyPatch):
         plan(lambda pieces: pieces)
 
 
+def test_a_writer_that_nobody_elected_is_found_even_if_it_holds_the_piece(monkeypatch: pytest.MonkeyPatch):
+    sources, receivers = engine(2, components=(LATENT,)), engine(components=(LATENT,))
+    pieces = tuple(msgspec.structs.replace(piece, holders=(0,)) for piece in pieces_for_receiver(sources, receivers[0]))
+    prove_receiver(sources, receivers[0], pieces, room=0, receiver=0)
+    monkeypatch.setattr(proof, "elect_writer", lambda piece, *, room, receiver: 1)
+    with pytest.raises(ProofError, match="rank 1 was elected to send 'latent'"):
+        prove_receiver(sources, receivers[0], pieces, room=0, receiver=0)
+
+
 def test_a_component_that_a_receiver_needs_and_no_source_has_is_found():
     receiver = engine(components=(K, LATENT))[0]
     sources = engine(components=(K,))
