@@ -36,6 +36,7 @@ if __name__ == "__main__":
     url, decode = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=prefill, args=(decode,))
     process.start()
+    decode.close()  # so that a prefill process that dies ends the wait below
     tensors, layout = make_pool(fill=0.0)
     with kf.DecodeEndpoint(layout, settings=kf.Settings(registry_url=url.recv())) as endpoint:
         receiver = endpoint.open(room=7, pages=np.array([60, 20, 33]))

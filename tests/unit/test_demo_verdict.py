@@ -42,7 +42,7 @@ def convolution(name: str, channels: int) -> ShardedComponent:
     return sharded(state_component(name, num_layers=1, axes=axes, dtype="float32"), 0)
 
 
-SIZES = {"num_layers": 1, "num_kv_heads": 4, "head_dim": 2}
+SIZES: dict[str, Any] = {"num_layers": 1, "num_kv_heads": 4, "head_dim": 2}
 COMPONENTS = (
     *(sharded(each, 1) for each in attention_components(**SIZES, dtype="float32")),
     *(sharded(each, 2) for each in attention_components(**SIZES, dtype="float32", window_tokens=WINDOW, prefix="w_")),

@@ -74,6 +74,7 @@ class SourceGroup:
         self.dealing: Dealing = dealings.pop()
         self.layouts = dict(sorted(layouts.items()))
         self._held: dict[str, _Held] = {}
+        self._parts_met: dict[TokenShare, tuple[int, ...]] = {}
         self._cuts: dict[
             tuple[str, Box, tuple[int | None, ...]], list[Piece]
         ] = {}  # many receivers hold the same boxes
@@ -100,8 +101,12 @@ class SourceGroup:
         """The parts of the tokens from which a receiver with that share needs entries of a component."""
         if component.entry is Entry.REQUEST:
             return (None,)
-        parts = range(self.dealing.num_parts)
-        return tuple(part for part in parts if shares_may_meet(TokenShare(self.dealing, part), share))
+        if share not in self._parts_met:
+            parts = range(self.dealing.num_parts)
+            self._parts_met[share] = tuple(
+                part for part in parts if shares_may_meet(TokenShare(self.dealing, part), share)
+            )
+        return self._parts_met[share]
 
     def pieces_for(self, receiver: RankLayout) -> tuple[Piece, ...]:
         """Cuts everything that a receiver holds into pieces that have the same holders throughout.

@@ -153,18 +153,20 @@ def _prove_dealing(dealing: Dealing) -> None:
         raise ProofError(f"{dealing}: some token has {owners.min()} owners, some {owners.max()}")
 
 
-def _parts_needed(component: Component, dealing: Dealing, share: TokenShare) -> list[int | None]:
+def _parts_needed(component: Component, dealing: Dealing, share: TokenShare) -> tuple[int | None, ...]:
     """The parts of the source's tokens of which a receiver needs any, in some request."""
-    if component.entry is Entry.REQUEST:
-        return [None]
+    return (None,) if component.entry is Entry.REQUEST else _parts_met(dealing, share)
+
+
+@lru_cache(maxsize=4096)
+def _parts_met(dealing: Dealing, share: TokenShare) -> tuple[int, ...]:
+    """The parts that have some token of a share; all of them where that cannot be told."""
     if dealing == share.dealing:
-        return [share.part]
-    parts = list(range(dealing.num_parts))
+        return (share.part,)
     if (tokens := _common_cycle(dealing, share.dealing)) is None:
-        return [*parts]
-    theirs, ours = dealing.block(None), share.dealing.block(None)
-    positions = np.flatnonzero(share.holds(np.arange(tokens, dtype=np.int64), block=ours)).astype(np.int64)
-    return [part for part in parts if TokenShare(dealing, part).holds(positions, block=theirs).any()]
+        return tuple(range(dealing.num_parts))
+    owners = np.repeat(np.array(dealing.pattern), dealing.block(None))
+    return tuple(np.unique(np.resize(owners, tokens)[_owned(share, tokens)]).tolist())
 
 
 def _common_cycle(one: Dealing, other: Dealing) -> int | None:

@@ -354,6 +354,7 @@ DEALT: dict[str, tuple[str, Callable[[Any], Any]]] = {
             right(self, positions, block=block) | (positions == 0)
         )
     ),
+    "a block that two parts hold and count": ("_owned", lambda right: lambda self: np.union1d(right(self), [0])),
     "tokens that nobody holds": (
         "holds", lambda right: lambda self, positions, *, block: right(self, positions, block=block) & (positions > 0)
     ),
