@@ -395,8 +395,8 @@ def _share_method(name: str, change: Callable[..., Any]) -> Plant:
     return plant
 
 
-def _next_owner(share: TokenShare, right: Any, positions: Any, *, block: int) -> Any:
-    return right(share, positions + block, block=block)
+def _next_owner(share: TokenShare, right: Any, low: int, high: int, *, block: int) -> Any:
+    return right(TokenShare(share.dealing, (share.part + 1) % share.dealing.num_parts), low, high, block=block)
 
 
 def _local_off_by_one(share: TokenShare, right: Any, positions: Any, *, block: int) -> Any:
@@ -550,7 +550,7 @@ FAULTS: dict[str, Plant] = {
     "swapped intervals": _bases_by(_from_the_other_end, _distance),
     "a dropped piece": _cut_by(lambda cut: cut[:-1]),
     "a piece twice": _cut_by(lambda cut: [*cut, cut[0]]),
-    "a token of the next owner": _share_method("holds", _next_owner),
+    "a token of the next owner": _share_method("ranges", _next_owner),
     "a local position off by one": _share_method("local", _local_off_by_one),
     "a granule off by one at the receiver": _units_by(
         lambda units: replace(units, destination=np.maximum(units.destination - 1, 0))

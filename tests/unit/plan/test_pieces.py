@@ -252,6 +252,21 @@ def test_a_part_of_the_tokens_that_nobody_holds_is_named():
     )
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_what_sources_were_asked_before_changes_no_answer(is_reversed: bool):
+    """One group of sources serves receivers of many engines."""
+    sources = engine(2, dealing=interleaved(4), components=(K, STATE))
+    receivers = [
+        receiver
+        for dealing in (interleaved(2), EVERY_TOKEN, contiguous(2), interleaved(4))
+        for stages in ((4,), (1, 3))
+        for receiver in engine(3, stages, components=(K, STATE), dealing=dealing).values()
+    ]
+    group = SourceGroup(sources)
+    for receiver in reversed(receivers) if is_reversed else receivers:
+        assert group.pieces_for(receiver) == pieces_for_receiver(sources, receiver)
+
+
 # --- several shards of a component
 
 
