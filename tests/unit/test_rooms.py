@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvferry
+from kvferry.models.families import FAMILIES
 
 PACKAGE = Path(kvferry.__file__).parent
 ROOT = PACKAGE.parent.parent
@@ -65,6 +66,27 @@ def test_rooms_without_io_import_nothing_that_does_any(room: str):
     for file in room_files(room):
         for module in imports(file):
             assert module.split(".")[0] not in FORBIDDEN_WITHOUT_IO, f"{file.relative_to(ROOT)} imports {module}"
+
+
+def words_of_code(file: Path) -> set[str]:
+    """Every name and every text in a file's code, in lower case: not its documentation."""
+    words = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ""  # a docstring
+        for text in (getattr(node, field, None) for field in ("id", "attr", "arg", "name", "value")):
+            if isinstance(text, str):
+                words.add(text.lower())
+    return words
+
+
+@pytest.mark.parametrize("room", ["layout", "plan", "protocol", "transport", "control", "endpoint"])
+def test_no_room_below_models_knows_a_model_family(room: str):
+    families = {re.match("[a-z]+", family).group() for family in FAMILIES} | {"mla", "gqa"}  # type: ignore[union-attr]
+    assert {"qwen", "deepseek", "mamba"} <= families
+    for file in room_files(room):
+        found = {family for family in families for word in words_of_code(file) if family in word}
+        assert not found, f"{file.relative_to(ROOT)} speaks of {found}"
 
 
 def test_every_folder_is_a_room():
