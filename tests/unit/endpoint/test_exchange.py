@@ -69,6 +69,15 @@ def test_requests_travel_between_any_two_data_parallel_groups(
         assert (pool.touched(np.arange(32)) > 0) == in_use
 
 
+def test_each_request_of_data_parallel_attention_comes_whole_to_one_rank(engines: Callable[..., Engines]):
+    both = engines()
+    prefill, decode = both.prefill(ATTENTION, Shape(tp=4)), both.decode(ATTENTION, Shape(dp=4))
+    for dp_rank in range(4):
+        Requests(prefill, decode, decode_dp_rank=dp_rank).run(20 + dp_rank)
+        touched = [int(pool.touched(np.arange(32))) > 0 for pool in decode.pools]
+        assert touched == [rank <= dp_rank for rank in range(4)]
+
+
 @pytest.mark.parametrize("chunks_before", [0, 1, 2, 3])
 def test_chunks_may_come_before_the_decode_side_opens(pair: Callable[..., Requests], chunks_before: int):
     requests = pair(ATTENTION, Shape(tp=2), Shape(tp=2))
