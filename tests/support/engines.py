@@ -249,8 +249,10 @@ class Requests:
             request.receivers.append(receiver)
 
     def open_prefill(self, request: Request) -> None:
-        """Opens the room on every prefill rank."""
-        request.senders += [endpoint.open(request.room) for _, endpoint in self._sources]
+        """Opens the room on every prefill rank, which says the length where it must."""
+        for memory, endpoint in self._sources:
+            tokens = request.tokens if memory.layout.tokens.dealing.depends_on_length else None
+            request.senders.append(endpoint.open(request.room, tokens=tokens))
 
     def submit(
         self, request: Request, start: int = 0, stop: int | None = None, *, last: bool = True, aux: bytes = b"token"

@@ -83,9 +83,10 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
         _check_text("control_address", self.control_address, _LONGEST_ADDRESS)
         _check_text("layout_digest", self.layout_digest, _LONGEST_DIGEST)
         # Numbers of thousands of digits arrive from JSON unharmed, and then cannot be printed.
-        sizes = (self.coordinates.tp_size, self.coordinates.pp_size, self.coordinates.dp_size)
+        coordinates = self.coordinates
+        sizes = (coordinates.tp_size, coordinates.cp_size, coordinates.pp_size, coordinates.dp_size)
         if max(sizes) > _LARGEST_PARALLEL_SIZE:
-            raise SettingsError(f"one of tp_size, pp_size and dp_size is above {_LARGEST_PARALLEL_SIZE}")
+            raise SettingsError(f"one of tp_size, cp_size, pp_size and dp_size is above {_LARGEST_PARALLEL_SIZE}")
         if not 0 <= self.protocol_version <= _LARGEST_PROTOCOL_VERSION:
             raise SettingsError(f"protocol_version is {self.protocol_version}: it must lie in [0, 2**31)")
 
@@ -256,7 +257,7 @@ class Registrations:
 
 def _compared(ours: RankRegistration, theirs: RankRegistration) -> Iterable[tuple[str, object, object]]:
     yield "world_size", ours.world_size, theirs.world_size
-    for name in ("tp_size", "pp_size", "dp_size"):
+    for name in ("tp_size", "cp_size", "pp_size", "dp_size"):
         yield name, getattr(ours.coordinates, name), getattr(theirs.coordinates, name)
     yield "layout_digest", ours.layout_digest, theirs.layout_digest
     yield "protocol_version", ours.protocol_version, theirs.protocol_version

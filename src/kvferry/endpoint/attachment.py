@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvferry.endpoint.construction import check_token_share
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import DescriptorRows, ElectedRoute, PairPlan, Unit, check_exchangeable, descriptor_indices, firsts_of
@@ -151,9 +152,11 @@ def attach(message: Attach, *, layout: RankLayout, coordinates: RankCoordinates,
 
     Raises:
         IncompatiblePeerError: if they cannot, naming both values.
+        LayoutError: if the decode rank's layout and coordinates disagree on context parallelism.
         TransportError: if connecting or preparing fails.
     """
     check_exchangeable(layout, message.layout, source_name="prefill", destination_name="decode")
+    check_token_share(message.layout, message.coordinates)
     if message.transport != transport.name:
         raise IncompatiblePeerError(f"transport: prefill uses {transport.name}, decode {message.transport}")
     mine = [piece for piece in message.pieces if coordinates.group_rank in piece.holders]

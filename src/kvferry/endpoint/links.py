@@ -14,6 +14,7 @@ from enum import Enum
 from kvferry import errors
 from kvferry.control.channel import ConnectedChannel
 from kvferry.control.registrations import RankRegistration
+from kvferry.endpoint.construction import check_token_share
 from kvferry.errors import IncompatiblePeerError, KVFerryError, PeerDisconnectedError, PeerError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Piece, check_exchangeable, elect_writer, pieces_for_receiver
@@ -164,6 +165,7 @@ class Link:
             raise IncompatiblePeerError(
                 f"transport: {name} uses {message.transport}, this decode rank {self._identity.transport}"
             )
+        check_token_share(message.layout, message.coordinates)
         check_exchangeable(message.layout, self._identity.layout, source_name=name, destination_name="this decode rank")
 
     def _attach(self) -> None:

@@ -30,6 +30,7 @@ from kvferry.errors import (
     PeerError,
     RoomExistsError,
     UnknownRoomError,
+    UsageError,
 )
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.protocol import messages
@@ -184,20 +185,29 @@ class PrefillEndpoint:
         with self._rooms_lock:
             return len(self._rooms)
 
-    def open(self, room: int) -> Sender:
+    def open(self, room: int, *, tokens: int | None = None) -> Sender:
         """Opens a room: this rank will send a request's cache under this number. Does no I/O.
 
         Args:
             room: the request's number on both sides, below 2**63. It may be used again once the transfer has ended on
                 every rank of both sides, and not before: it is the only thing that says which request is meant.
+            tokens: how many tokens the request has, compared with what the decode side says. Needed where context
+                parallelism divides a request by its length: there another length would mean other tokens.
 
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
-            UsageError: if the number is out of range.
+            UsageError: if the number is out of range, or tokens is needed and None.
             EndpointClosedError: if the endpoint was closed.
         """
         checked_room(room)
-        machine = SenderMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=time.monotonic())
+        if tokens is None and self.layout.tokens.dealing.depends_on_length:
+            raise UsageError(
+                f"room {room}: this rank's share of a request depends on its length ({self.layout.tokens.dealing}): "
+                "say how many tokens it has (tokens=...)"
+            )
+        machine = SenderMachine(
+            room, rank=self.engine_rank, deadlines=self._deadlines, now=time.monotonic(), tokens=tokens
+        )
         with self._rooms_lock:
             if self._is_closed:
                 raise EndpointClosedError(f"room {room}: the endpoint is closed")

@@ -48,6 +48,10 @@ class Entry(str, Enum):
     REQUEST = "request"
 
 
+_MOST_AXES = 8
+_LARGEST_AXIS = 1 << 40  # products of a few sizes and strides stay far from what 64 bits hold
+
+
 class Axis(msgspec.Struct, frozen=True, array_like=True):
     """A logical axis and its global size, over all ranks.
 
@@ -59,8 +63,11 @@ class Axis(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise LayoutError(f"axis {self.name!r} has size {self.size}: a cache needs at least one {self.name}")
+        if not 1 <= self.size <= _LARGEST_AXIS:
+            raise LayoutError(
+                f"axis {self.name!r} has size {self.size}: a cache needs at least one {self.name}, and at most "
+                f"{_LARGEST_AXIS}"
+            )
 
     def __str__(self) -> str:
         return f"{self.name} {self.size}"
@@ -98,6 +105,8 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
                 f"component {self.name!r} has axes {names}: it needs at least one, each name once; "
                 "the token, page or slot axis goes without saying"
             )
+        if len(names) > _MOST_AXES:
+            raise LayoutError(f"component {self.name!r} has {len(names)} axes: {_MOST_AXES} at most")
         if self.dtype not in BYTES_PER_ELEMENT:
             raise LayoutError(
                 f"component {self.name!r} has dtype {self.dtype!r}: known are {', '.join(BYTES_PER_ELEMENT)}"

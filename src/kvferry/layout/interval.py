@@ -6,8 +6,6 @@ cache is to choose the box that a rank holds; nothing here knows their names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import pairwise
 from math import prod
 from typing import TypeAlias
 
@@ -72,20 +70,3 @@ def covers(outer: Box, inner: Box) -> bool:
 def volume(box: Box) -> int:
     """How many elements a box has."""
     return prod(len(interval) for interval in box)
-
-
-def cut(box: Box, by: Iterable[Box]) -> list[Box]:
-    """Cuts a box at every face of the boxes in `by`, so that each part lies either inside or outside of each of them.
-
-    The parts tile the box. They come in lexicographic order.
-    """
-    edges: list[set[int]] = [{interval.start, interval.stop} for interval in box]
-    for other in by:
-        for edge, interval, cutter in zip(edges, box, other, strict=True):
-            edge.update(point for point in (cutter.start, cutter.stop) if interval.start < point < interval.stop)
-    parts: list[Box] = [()]
-    for edge in edges:
-        points = sorted(edge)
-        slices = [Interval(start, stop) for start, stop in pairwise(points)]
-        parts = [(*part, piece) for part in parts for piece in slices]
-    return parts

@@ -20,6 +20,13 @@ from kvferry.layout.component import Component, Entry
 from kvferry.layout.interval import Box, covers, overlap, volume
 from kvferry.layout.tokens import TokenShare
 
+_MOST_LAYERS = 2048
+_MOST_SHARDS = 512
+_MOST_DISTANCES = 4096
+_LARGEST_PAGE = 1 << 20  # tokens
+_MOST_PAGES = (1 << 31) - 1  # descriptors are numbered in 32 bits
+"""Layouts come from peers as well: none may take long to look at, or much memory."""
+
 
 class MemoryKind(str, Enum):
     """Where memory lives, in NIXL's words."""
@@ -113,10 +120,15 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
                 f"shard of {name!r} ({self.component.describe(self.box)}) needs {len(self.box[0])} addresses and "
                 f"{len(axes) - 1} strides, not {len(self.addresses)} and {len(self.strides)}"
             )
-        if self.paging.page_tokens < 1 or self.paging.num_pages < 1:
+        if not 1 <= self.paging.page_tokens <= _LARGEST_PAGE or not 1 <= self.paging.num_pages <= _MOST_PAGES:
             raise LayoutError(
-                f"shard of {name!r} has {self.paging.num_pages} pages of {self.paging.page_tokens} tokens: "
-                "both must be at least 1"
+                f"shard of {name!r} has {self.paging.num_pages} pages of {self.paging.page_tokens} tokens: both must "
+                f"be at least 1, pages at most {_MOST_PAGES} and tokens at most {_LARGEST_PAGE}"
+            )
+        if len(self.addresses) > _MOST_LAYERS:
+            raise LayoutError(
+                f"shard of {name!r} has {len(self.addresses)} of axis {axes[0].name!r} at addresses of their own: "
+                f"{_MOST_LAYERS} at most"
             )
         if self.component.entry is Entry.REQUEST and self.paging.page_tokens != 1:
             raise LayoutError(
@@ -159,6 +171,11 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
                     f"share bytes: every {first} needs memory of its own"
                 )
             apart.add(high - low)
+            if len(apart) > _MOST_DISTANCES:
+                raise LayoutError(
+                    f"shard of {self.component.name!r}: its addresses lie inside each other in more than "
+                    f"{_MOST_DISTANCES} different ways; give every {self.component.axes[0].name} memory of its own"
+                )
 
     def steps(self) -> Iterator[Step]:
         """The dimensions of the address map below the first axis, in no particular order."""
@@ -188,13 +205,17 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
 def _meets_itself(distance: int, nested: Sequence[Step], element_bytes: int) -> bool:
     """Whether the elements that `nested` steps reach, largest stride first, share a byte with those `distance` on."""
-    if not nested:
-        return distance < element_bytes
-    step, inner = nested[0], nested[1:]
-    whole, rest = divmod(distance, step.stride)
-    return (whole < step.count and _meets_itself(rest, inner, element_bytes)) or (
-        whole + 1 < step.count and _meets_itself(step.stride - rest, inner, element_bytes)
-    )
+    rests = {distance}  # what is left to be bridged by smaller steps
+    for step in nested:
+        left = set()
+        for each in rests:
+            whole, rest = divmod(each, step.stride)
+            if whole < step.count:
+                left.add(rest)
+            if whole + 1 < step.count:
+                left.add(step.stride - rest)
+        rests = left
+    return any(rest < element_bytes for rest in rests)
 
 
 class PageGroup(msgspec.Struct, frozen=True):
@@ -245,8 +266,11 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TokenShare = TokenShare()
 
     def __post_init__(self) -> None:
-        if not self.shards:
-            raise LayoutError("a rank's layout has at least one shard, which may be empty")
+        if not 1 <= len(self.shards) <= _MOST_SHARDS:
+            raise LayoutError(
+                f"a rank's layout has at least one shard, which may be empty, and at most {_MOST_SHARDS}: it has "
+                f"{len(self.shards)}"
+            )
         self._check_groups()
         self._check_components()
         self._check_addresses()
@@ -312,13 +336,12 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """A fingerprint of what all ranks of the engine must agree on: components, page sizes, how tokens are dealt.
+        """A fingerprint of what all ranks of the engine must agree on: components, and how tokens are dealt.
 
-        Not groups: a pipeline stage may hold those layers of a component alone that are in one of them.
+        Not groups and their pages: a pipeline stage may hold only those layers of a component that are in one of them.
         """
         components = sorted(self.components, key=lambda component: component.name)
-        pages = sorted({(shard.component.name, shard.paging.page_tokens) for shard in self.shards})
-        description = msgspec.json.encode([components, pages, self.tokens.dealing])
+        description = msgspec.json.encode([components, self.tokens.dealing])
         return hashlib.sha256(description).hexdigest()[:16]
 
     def group(self, name: str) -> PageGroup:

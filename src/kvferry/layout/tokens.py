@@ -22,6 +22,7 @@ Ranges = tuple[Positions, Positions]
 
 _MOST_BLOCKS_LOOKED_AT = 1 << 20
 _LARGEST_BLOCK = 1 << 32  # tokens; arithmetic in 64 bits does not overflow
+_LONGEST_PATTERN = 1 << 14
 
 
 class Dealing(msgspec.Struct, frozen=True):
@@ -42,7 +43,10 @@ class Dealing(msgspec.Struct, frozen=True):
     block_tokens: int | None = 1
 
     def __post_init__(self) -> None:
-        if not self.pattern or set(self.pattern) != set(range(max(self.pattern) + 1)):
+        if not 1 <= len(self.pattern) <= _LONGEST_PATTERN:
+            raise LayoutError(f"a pattern has 1 to {_LONGEST_PATTERN} blocks, not {len(self.pattern)}")
+        parts = set(self.pattern)
+        if parts != set(range(len(parts))):
             raise LayoutError(f"pattern {list(self.pattern)} must name every part from 0 on at least once")
         if self.block_tokens is not None and not 1 <= self.block_tokens <= _LARGEST_BLOCK:
             raise LayoutError(f"block_tokens is {self.block_tokens}: a block has 1 to {_LARGEST_BLOCK} tokens")
@@ -129,8 +133,10 @@ class TokenShare(msgspec.Struct, frozen=True):
         """The local position of each position; for one that the rank does not hold, of the next that it does."""
         owned = self._owned()
         cycles, within = np.divmod(positions, block * len(self.dealing.pattern))
-        inside = np.clip(within[:, None] - owned * block, 0, block).sum(axis=1)
-        local: Positions = cycles * (block * len(owned)) + inside
+        blocks, rest = np.divmod(within, block)
+        before = np.searchsorted(owned, blocks)  # how many of the rank's blocks come before each one
+        is_held = owned[np.minimum(before, len(owned) - 1)] == blocks
+        local: Positions = (cycles * len(owned) + before) * block + np.where(is_held, rest, 0)
         return local
 
     def holds(self, positions: Positions, *, block: int) -> NDArray[np.bool_]:
@@ -168,19 +174,23 @@ def _blocks_of(pattern: tuple[int, ...], part: int) -> Positions:
     return np.flatnonzero(np.array(pattern) == part).astype(np.int64)
 
 
-def shares_may_meet(one: TokenShare, other: TokenShare) -> bool:
-    """Whether some request has a position that both hold; True also where that cannot be told for all requests."""
-    if one.dealing == other.dealing:
-        return one.part == other.part
-    if one.dealing.is_whole or other.dealing.is_whole:
-        return True
-    if one.dealing.block_tokens is None or other.dealing.block_tokens is None:
-        return True
-    blocks = one.dealing.block_tokens, other.dealing.block_tokens
-    period = lcm(blocks[0] * len(one.dealing.pattern), blocks[1] * len(other.dealing.pattern))
-    step = gcd(*blocks)
-    if period // step > _MOST_BLOCKS_LOOKED_AT:
-        return True
-    positions = np.arange(0, period, step, dtype=np.int64)
-    both = one.holds(positions, block=blocks[0]) & other.holds(positions, block=blocks[1])
-    return bool(both.any())
+@lru_cache(maxsize=4096)
+def parts_met(dealing: Dealing, share: TokenShare) -> tuple[int, ...]:
+    """The parts of a dealing that have a position of a share, in some request.
+
+    All of them where that cannot be told for every request, or not without looking at very many blocks.
+    """
+    if dealing == share.dealing:
+        return (share.part,)
+    every = tuple(range(dealing.num_parts))
+    if dealing.is_whole or share.dealing.is_whole or dealing.block_tokens is None or share.dealing.block_tokens is None:
+        return every
+    theirs, ours = dealing.block_tokens, share.dealing.block_tokens
+    step = gcd(theirs, ours)  # within so many tokens neither side changes
+    steps = lcm(theirs * len(dealing.pattern), ours * len(share.dealing.pattern)) // step
+    if steps > _MOST_BLOCKS_LOOKED_AT:
+        return every
+    positions = np.arange(steps, dtype=np.int64)
+    held = positions[share.holds(positions, block=ours // step)]
+    owners = np.array(dealing.pattern)[held // (theirs // step) % len(dealing.pattern)]
+    return tuple(np.unique(owners).tolist())

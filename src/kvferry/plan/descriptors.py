@@ -22,6 +22,7 @@ RowArray = NDArray[np.uint64]
 PageArray = NDArray[np.int64]
 
 _MOST_DESCRIPTORS = int(np.iinfo(np.int32).max)
+_MOST_ROWS = 1 << 22  # 160 MiB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,17 +54,30 @@ def descriptor_rows(pieces: Sequence[tuple[Runs, Shard, Shard]]) -> DescriptorRo
         pieces: for every piece its runs, and the source's and the receiver's shard that they are in.
 
     Raises:
-        LayoutError: if a side has more descriptors than a 32-bit index can number.
+        LayoutError: if a side has more descriptors than a 32-bit index can number, or too many rows to prepare.
     """
+    # Counted before anything is made: a peer decides how many there are.
+    _check_counts("source", [(runs.count * runs.source_steps.granules, shard) for runs, shard, _ in pieces])
+    _check_counts("receiver", [(runs.count * runs.destination_steps.granules, shard) for runs, _, shard in pieces])
     return DescriptorRows(
-        _side_rows("source", [(runs.source, runs.length, runs.source_steps, shard) for runs, shard, _ in pieces]),
-        _side_rows(
-            "receiver", [(runs.destination, runs.length, runs.destination_steps, shard) for runs, _, shard in pieces]
-        ),
+        _side_rows([(runs.source, runs.length, runs.source_steps, shard) for runs, shard, _ in pieces]),
+        _side_rows([(runs.destination, runs.length, runs.destination_steps, shard) for runs, _, shard in pieces]),
     )
 
 
-def _side_rows(side: str, pieces: Sequence[tuple[Addresses, int, PageSteps, Shard]]) -> SideRows:
+def _check_counts(side: str, pieces: Sequence[tuple[int, Shard]]) -> None:
+    """Refuses too many rows, given how many each piece has for one page."""
+    rows = sum(count for count, _ in pieces)
+    descriptors = sum(count * shard.paging.num_pages for count, shard in pieces)
+    if rows > _MOST_ROWS or descriptors > _MOST_DESCRIPTORS:
+        raise LayoutError(
+            f"{rows} runs a page of the {side}, {descriptors} in all pages, are more than can be prepared ("
+            f"{_MOST_ROWS} and {_MOST_DESCRIPTORS}): use a smaller pool, or larger pages in a layout that both sides "
+            "share"
+        )
+
+
+def _side_rows(pieces: Sequence[tuple[Addresses, int, PageSteps, Shard]]) -> SideRows:
     rows, firsts, count = [np.empty((0, 5), np.uint64)], [], 0
     for starts, length, steps, shard in pieces:
         pages = shard.paging.num_pages
@@ -72,12 +86,6 @@ def _side_rows(side: str, pieces: Sequence[tuple[Addresses, int, PageSteps, Shar
         of_piece[:, 0] = np.add.outer(starts, granules).ravel()
         of_piece[:, 1:] = length, shard.device.index, steps.page_stride, pages
         rows.append(of_piece)
-        if count + len(of_piece) * pages > _MOST_DESCRIPTORS:
-            raise LayoutError(
-                f"{sum(len(each) for each in rows)} runs a page in {pages} pages of the {side} are more descriptors "
-                f"than can be numbered ({_MOST_DESCRIPTORS}): use a smaller pool, or larger pages in a layout that "
-                "both sides share"
-            )
         numbers = count + np.arange(len(of_piece), dtype=np.int64) * pages
         firsts.append(numbers.astype(np.int32).reshape(len(starts), steps.granules))
         count += len(of_piece) * pages

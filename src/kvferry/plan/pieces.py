@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import Box, Component, Dealing, Entry, Interval, RankLayout, TokenShare
 from kvferry.layout.interval import volume
-from kvferry.layout.tokens import shares_may_meet
+from kvferry.layout.tokens import parts_met
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +74,6 @@ class SourceGroup:
         self.dealing: Dealing = dealings.pop()
         self.layouts = dict(sorted(layouts.items()))
         self._held: dict[str, _Held] = {}
-        self._parts_met: dict[TokenShare, tuple[int, ...]] = {}
         self._cuts: dict[
             tuple[str, Box, tuple[int | None, ...]], list[Piece]
         ] = {}  # many receivers hold the same boxes
@@ -101,12 +100,7 @@ class SourceGroup:
         """The parts of the tokens from which a receiver with that share needs entries of a component."""
         if component.entry is Entry.REQUEST:
             return (None,)
-        if share not in self._parts_met:
-            parts = range(self.dealing.num_parts)
-            self._parts_met[share] = tuple(
-                part for part in parts if shares_may_meet(TokenShare(self.dealing, part), share)
-            )
-        return self._parts_met[share]
+        return parts_met(self.dealing, share)
 
     def pieces_for(self, receiver: RankLayout) -> tuple[Piece, ...]:
         """Cuts everything that a receiver holds into pieces that have the same holders throughout.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import lcm, prod
+from math import gcd, lcm, prod
 from operator import sub
 
 import numpy as np
@@ -26,6 +26,7 @@ from kvferry.plan.pieces import Piece, SourceGroup, elect_writer
 from kvferry.plan.routes import Demand, Route, route_between, segments_between, units_of
 
 _MOST_TOKENS_LOOKED_AT = 1 << 16
+_MOST_STEPS_LOOKED_AT = 1 << 20
 _TOKENS_OF_A_SAMPLE = 1024
 _LONGEST_BLOCK_LOOKED_AT = 64
 
@@ -163,10 +164,20 @@ def _parts_met(dealing: Dealing, share: TokenShare) -> tuple[int, ...]:
     """The parts that have some token of a share; all of them where that cannot be told."""
     if dealing == share.dealing:
         return (share.part,)
-    if (tokens := _common_cycle(dealing, share.dealing)) is None:
-        return tuple(range(dealing.num_parts))
-    owners = np.repeat(np.array(dealing.pattern), dealing.block(None))
-    return tuple(np.unique(np.resize(owners, tokens)[_owned(share, tokens)]).tolist())
+    every = tuple(range(dealing.num_parts))
+    if dealing.depends_on_length or share.dealing.depends_on_length:
+        return every
+    blocks = dealing.block(None), share.dealing.block(None)
+    step = gcd(*blocks)
+    patterns = dealing.pattern, share.dealing.pattern
+    steps = lcm(*(len(pattern) * (block // step) for pattern, block in zip(patterns, blocks, strict=True)))
+    if steps > _MOST_STEPS_LOOKED_AT:
+        return every
+    theirs, ours = (
+        np.resize(np.repeat(np.array(pattern), block // step), steps)
+        for pattern, block in zip(patterns, blocks, strict=True)
+    )
+    return tuple(np.unique(theirs[ours == share.part]).tolist())
 
 
 def _common_cycle(one: Dealing, other: Dealing) -> int | None:

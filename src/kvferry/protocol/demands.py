@@ -98,7 +98,8 @@ def _without_length(
             f"page {prefix_tokens // group.page_tokens}"
         )
     stop = max(start, (first_page + len(pages)) * group.page_tokens) if len(pages) else start
-    _check_cut(layout, group, prefix_tokens, start, where=where)
+    if len(pages):
+        _check_cut(layout, group, prefix_tokens, start, where=where)
     return OpenGroup(group.name, prefix_tokens, start, stop, first_page, pack_pages(pages))
 
 
@@ -117,7 +118,7 @@ def _with_length(
     share, block = layout.tokens, layout.tokens.dealing.block(tokens)
     low, high = share.held_before(start, block=block), share.held_before(tokens, block=block)
     first_page = low // group.page_tokens if given.start is None else _count("start", given.start, where)
-    if first_page * group.page_tokens > low:
+    if low < high and first_page * group.page_tokens > low:
         raise PageError(
             f"{where}: the pages begin with page {first_page} of the request, but the first token that is needed is in "
             f"page {low // group.page_tokens}"
@@ -128,7 +129,8 @@ def _with_length(
             f"{where}: {len(pages)} pages where tokens {start} to {tokens} of the request take {needed} pages of "
             f"{group.page_tokens} on this rank"
         )
-    _check_cut(layout, group, share.held_before(prefix_tokens, block=block), low, where=where)
+    if low < high:
+        _check_cut(layout, group, share.held_before(prefix_tokens, block=block), low, where=where)
     return OpenGroup(group.name, prefix_tokens, start, tokens, first_page, pack_pages(pages))
 
 

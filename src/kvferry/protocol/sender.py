@@ -209,17 +209,19 @@ class SenderMachine:
         error: why it failed, once it has.
     """
 
-    def __init__(self, room: int, *, rank: int, deadlines: Deadlines, now: float) -> None:
+    def __init__(self, room: int, *, rank: int, deadlines: Deadlines, now: float, tokens: int | None = None) -> None:
         """Args:
         room: the transfer's number.
         rank: this rank's engine rank, for messages.
         deadlines: longest waits.
         now: the time, in seconds on any steady clock.
+        tokens: how many tokens the request has; None if our caller did not say.
         """
         self.room = room
         self.state = TransferState.BOOTSTRAPPING
         self.error: KVFerryError | None = None
         self._rank = rank
+        self._tokens = tokens
         self._deadlines = deadlines
         self._opened_at = now
         self._last_progress = now
@@ -312,6 +314,14 @@ class SenderMachine:
                     f"and {len(self._receivers)} have opened it; do two decode engines use the same room number?"
                 )
             )
+        theirs = event.request.tokens
+        if self._tokens is not None and theirs is not None and self._tokens != theirs:
+            return self._fail(
+                PageError(
+                    f"room {self.room}: the request has {self._tokens} tokens on prefill rank {self._rank}, {theirs} "
+                    f"on {event.receiver}: both sides must count the same tokens"
+                )
+            )
         self._last_progress = now
         if len(self._receivers) < event.expected_receivers:
             return []
@@ -350,10 +360,12 @@ class SenderMachine:
             except PageError as error:
                 return self._fail(PageError(f"{error} (prefill rank {self._rank}, receiver {name})"))
         self._next_pages.update({part.group: part.stop for part in chunk.parts})
+        # Worked out for all before any write is counted: an error here must leave none behind that is never posted.
+        moves = {name: moves_of(chunk, receiver.opened.request) for name, receiver in self._receivers.items()}
         commands: list[SenderCommand] = []
         for name, receiver in self._receivers.items():
-            for unit, moves in moves_of(chunk, receiver.opened.request).items():
-                if not moves:
+            for unit, of_unit in moves[name].items():
+                if not of_unit:
                     continue
                 commands.append(
                     Write(
@@ -362,7 +374,7 @@ class SenderMachine:
                         chunk=chunk.number,
                         sequence=receiver.chunks_sent,
                         unit=unit,
-                        moves=moves,
+                        moves=of_unit,
                     )
                 )
                 receiver.writes_in_flight[receiver.chunks_sent] = now

@@ -11,7 +11,7 @@ from tests.support.caches import Model, Shape, positions_of
 from tests.support.engines import WAIT_S, Engines, Request, Requests
 
 from kvferry import Dealing, GroupPages, RankCoordinates, RankLayout, TokenShare, contiguous, interleaved, zigzag
-from kvferry.errors import IncompatiblePeerError, LayoutError, PageError, TransferFailedError
+from kvferry.errors import IncompatiblePeerError, LayoutError, PageError, TransferFailedError, UsageError
 from kvferry.plan import Unit
 
 PLAIN = Model(layers=2, heads=2, head_dim=3, dtype="int16")
@@ -366,6 +366,25 @@ def test_a_length_that_is_needed_and_not_said_is_an_error(pair: Callable[..., Re
     request.wait_ended()
     for transfer in (*request.senders, *request.receivers):
         assert "say how many tokens it has, on the decode side (tokens=...)" in str(transfer.error)
+    requests.run_tokens(2, 16)
+
+
+def test_a_prefill_rank_whose_share_depends_on_the_length_says_it(pair: Callable[..., Requests]):
+    prefill = pair(PLAIN, dealt(contiguous(2)), pages(4)).prefill.endpoints[0]
+    with pytest.raises(UsageError, match=r"depends on its length .* say how many tokens it has \(tokens=...\)"):
+        prefill.open(1)
+    prefill.open(1, tokens=8).abort()
+
+
+def test_sides_that_count_other_tokens_learn_it_from_each_other(pair: Callable[..., Requests]):
+    """One token more or less would shift half of the request, unseen, where its length says who holds what."""
+    requests = pair(PLAIN, dealt(contiguous(2)), pages(4))
+    request = requests.request(1, 15)
+    request.senders += [endpoint.open(1, tokens=16) for endpoint in requests.prefill.endpoints]
+    requests.open_decode(request, says_tokens=True)
+    request.wait_ended()
+    for transfer in (*request.senders, *request.receivers):
+        assert "16 tokens on prefill rank" in str(transfer.error)
     requests.run_tokens(2, 16)
 
 

@@ -10,18 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tests.support.caches import Model, Shape, pool
 from tests.support.engines import WAIT_S, Engines, PrefillEngine, Requests, new_engine_name
 from tests.support.waiting import eventually
 
-from kvferry import DecodeEndpoint, InProcessTransport, TransferState
+from kvferry import DecodeEndpoint, InProcessTransport, TokenShare, TransferState, interleaved
 from kvferry.control.registrations import RankRegistration
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.errors import (
     IncompatiblePeerError,
+    LayoutError,
     PeerDisconnectedError,
     PeerError,
     RegistryUnreachableError,
@@ -208,6 +210,22 @@ def test_a_prefill_rank_checks_for_itself(pair: Callable[..., Requests], monkeyp
         requests.connect()
     monkeypatch.undo()
     requests.run(1)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_peer_whose_layout_holds_other_tokens_than_its_place_says_is_refused(
+    pair: Callable[..., Requests], side: str
+):
+    requests = pair()
+    other = TokenShare(interleaved(2), 1)
+    if side == "prefill":
+        endpoint = requests.prefill.endpoints[0]
+        endpoint.layout = msgspec.structs.replace(endpoint.layout, tokens=other)
+    else:
+        identity = requests.decode.endpoints[0]._driver._identity
+        object.__setattr__(identity, "layout", msgspec.structs.replace(identity.layout, tokens=other))
+    with pytest.raises(LayoutError, match="part 1 of 2 parts of every request's tokens, but the rank has cp_rank 0 of"):
+        requests.connect()
 
 
 def test_memory_that_was_never_registered_is_refused(pair: Callable[..., Requests]):

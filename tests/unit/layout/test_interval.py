@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import LayoutError
 from kvferry.layout import Box, Interval
-from kvferry.layout.interval import covers, cut, overlap, volume
+from kvferry.layout.interval import covers, overlap, volume
 
 
 @st.composite
@@ -72,24 +72,3 @@ def test_boxes_of_different_axes_are_never_compared_in_part():
     for compare in (overlap, covers):
         with pytest.raises(ValueError, match="zip"):
             compare(short, long)
-
-
-@given(boxes(2), st.lists(boxes(2), max_size=4))
-def test_cut_tiles_the_box_with_parts_that_no_cutter_divides(box: Box, by: list[Box]):
-    parts = cut(box, by)
-    assert sorted(parts) == parts
-    assert set().union(*map(elements, parts)) == elements(box)
-    assert all(overlap(one, other) is None for one, other in combinations(parts, 2))
-    for part, cutter in product(parts, by):
-        assert elements(part) <= elements(cutter) or not elements(part) & elements(cutter)
-    assert all(volume(part) for part in parts)
-
-
-def test_cut_without_cutters_gives_the_box_back():
-    box = (Interval(1, 3), Interval(0, 4))
-    assert cut(box, []) == [box]
-
-
-def test_cutters_that_only_touch_do_not_cut():
-    box = (Interval(2, 4), Interval(0, 4))
-    assert cut(box, [(Interval(0, 2), Interval(0, 4)), (Interval(4, 6), Interval(0, 4)), box]) == [box]

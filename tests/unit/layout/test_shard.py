@@ -358,7 +358,8 @@ def test_the_digest_is_the_same_on_every_rank_of_an_engine():
     parts = [RankLayout(shards=(shard(),), tokens=TokenShare(interleaved(2), part)) for part in range(2)]
     assert parts[0].digest == parts[1].digest
     # Two pipeline stages, each with those layers of a component that the engine gives pages of their own.
-    assert RankLayout(shards=(shard(group="other"),)).digest == RankLayout(shards=(shard(),)).digest
+    other = shard(group="other", paging=Paging(page_tokens=2, num_pages=2, page_stride=48, token_stride=12))
+    assert RankLayout(shards=(other,)).digest == RankLayout(shards=(shard(),)).digest
 
 
 def test_the_digest_tells_engines_apart():
@@ -368,7 +369,6 @@ def test_the_digest_tells_engines_apart():
         RankLayout(shards=(renamed(shard(), "v"),)),
         RankLayout(shards=(shard(component=msgspec.structs.replace(COMPONENT, dtype="bfloat16")),)),
         RankLayout(shards=(shard(component=msgspec.structs.replace(COMPONENT, window_tokens=8)),)),
-        RankLayout(shards=(shard(paging=Paging(page_tokens=2, num_pages=2, page_stride=48, token_stride=12)),)),
         RankLayout(shards=(shard(),), tokens=TokenShare(interleaved(2), 0)),
         RankLayout(shards=(shard(),), tokens=TokenShare(interleaved(2, 4), 0)),
         RankLayout(shards=(shard(),), tokens=TokenShare(interleaved(3), 0)),
@@ -449,3 +449,31 @@ def test_a_layout_travels():
     shards = (shard(), empty_shard(latent, page_tokens=4, num_pages=2), state(), packed(group="packed"))
     rank = RankLayout(shards=shards, tokens=TokenShare(interleaved(2, 16), 1))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(rank), type=RankLayout) == rank
+
+
+# ---- layouts from peers -----------------------------------------------------------------------------------------
+
+
+def test_absurd_layouts_are_refused_before_they_are_looked_at():
+    with pytest.raises(LayoutError, match="has 9 axes: 8 at most"):
+        Component(name="k", axes=tuple(Axis(f"axis{number}", 3) for number in range(9)), dtype="int8")
+    with pytest.raises(LayoutError, match="axis 'layer' has size"):
+        Axis("layer", 2**40 + 1)
+    with pytest.raises(LayoutError, match=r"pages at most 2147483647 and tokens at most 1048576"):
+        shard(paging=Paging(page_tokens=2**20 + 1, num_pages=2, page_stride=48, token_stride=12))
+    with pytest.raises(LayoutError, match=r"pages at most 2147483647"):
+        shard(paging=Paging(page_tokens=4, num_pages=2**31, page_stride=48, token_stride=12))
+    layers = latent_component(num_layers=2049, latent_dim=1, dtype="int8")
+    with pytest.raises(LayoutError, match="2049 of axis 'layer' at addresses of their own: 2048 at most"):
+        shard(component=layers, box=layers.whole, addresses=tuple(range(0, 2049 * 64, 64)), strides=(1,))
+    with pytest.raises(LayoutError, match="at most 512: it has 513"):
+        RankLayout(shards=tuple(renamed(shard(), str(number)) for number in range(513)))
+
+
+def test_addresses_inside_each_other_in_very_many_ways_are_refused():
+    """Two bytes in each of 2^31 - 1 pages of 16 KiB, and layers at distances that are all different."""
+    layers = latent_component(num_layers=200, latent_dim=1, dtype="int8")
+    paging = Paging(page_tokens=1, num_pages=2**31 - 1, page_stride=1 << 34, token_stride=1)
+    addresses = tuple(number * number * 7 + number for number in range(1, 201))
+    with pytest.raises(LayoutError, match="in more than 4096 different ways; give every layer memory of its own"):
+        shard(component=layers, box=layers.whole, addresses=addresses, strides=(1,), paging=paging)

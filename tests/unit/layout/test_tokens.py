@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from math import lcm
 
 import msgspec
@@ -12,7 +13,11 @@ from hypothesis import strategies as st
 
 from kvferry.errors import LayoutError, UsageError
 from kvferry.layout import Dealing, TokenShare, contiguous, interleaved, zigzag
-from kvferry.layout.tokens import shares_may_meet
+from kvferry.layout.tokens import parts_met
+
+
+def shares_may_meet(one: TokenShare, other: TokenShare) -> bool:
+    return one.part in parts_met(one.dealing, other)
 
 
 def owners(dealing: Dealing, tokens: int, block: int) -> list[int]:
@@ -103,11 +108,35 @@ def test_all_dealings_to_a_single_part_are_equal(dealing: Dealing):
     assert shares_may_meet(TokenShare(dealing), TokenShare())
 
 
-@pytest.mark.parametrize("pattern", [(), (1,), (0, 2), (0, -1), (1, 2)])
+@pytest.mark.parametrize("pattern", [(1,), (0, 2), (0, -1), (1, 2)])
 def test_a_pattern_that_leaves_a_part_out_is_refused(pattern: tuple[int, ...]):
     with pytest.raises(LayoutError, match="must name every part from 0 on at least once") as caught:
         Dealing(pattern)
     assert str(list(pattern)) in str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", [(), tuple(range(2**14 + 1))], ids=["empty", "very long"])
+def test_a_pattern_of_an_impossible_length_is_refused(pattern: tuple[int, ...]):
+    with pytest.raises(LayoutError, match=f"a pattern has 1 to 16384 blocks, not {len(pattern)}"):
+        Dealing(pattern)
+
+
+def test_a_part_with_an_absurd_number_costs_no_memory():
+    tracemalloc.start()
+    with pytest.raises(LayoutError, match="must name every part"):
+        Dealing((0, 10**9))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_local_positions_of_a_long_pattern_cost_no_table():
+    share = TokenShare(interleaved(2**14), 3)
+    positions = np.arange(2**16, dtype=np.int64)
+    tracemalloc.start()
+    local = share.local(positions, block=1)
+    assert tracemalloc.get_traced_memory()[1] < 64 * positions.nbytes
+    tracemalloc.stop()
+    assert np.array_equal(local, np.cumsum(positions % 2**14 == 3) - (positions % 2**14 == 3))
 
 
 @pytest.mark.parametrize("block_tokens", [0, -1, 2**32 + 1])

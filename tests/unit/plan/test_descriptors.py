@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -171,9 +173,18 @@ def test_no_granules_make_no_indices(granules: int):
     ("side", "pages"), [("source", {"source_pages": 2**30}), ("receiver", {"destination_pages": 2**30})]
 )
 def test_more_descriptors_than_an_index_can_number_are_refused(side: str, pages: dict[str, int]):
-    message = rf"2 runs a page in 1073741824 pages of the {side} .* than can be numbered \(2147483647\): use a smaller"
+    message = rf"2 runs a page of the {side}, 2147483648 in all pages, are more than can be prepared \(4194304 and 2147"
     with pytest.raises(LayoutError, match=message):
         rows(runs(2), **pages)
+
+
+@pytest.mark.parametrize(("side", "granules"), [("source", (2**22 + 1, 1)), ("receiver", (1, 2**22 + 1))])
+def test_too_many_rows_are_refused_before_they_are_made(side: str, granules: tuple[int, int]):
+    tracemalloc.start()
+    with pytest.raises(LayoutError, match=f"4194305 runs a page of the {side}"):
+        rows(runs(1, granules=granules), source_pages=1, destination_pages=1)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 def test_the_limit_is_over_all_pieces():

@@ -20,7 +20,6 @@ from kvferry.layout import (
     RankLayout,
     Shard,
     ShardedComponent,
-    TokenShare,
     VirtualPools,
     all_coordinates,
     attention_components,
@@ -32,7 +31,7 @@ from kvferry.layout import (
     zigzag,
 )
 from kvferry.layout.interval import covers, overlap, volume
-from kvferry.layout.tokens import shares_may_meet
+from kvferry.layout.tokens import parts_met
 from kvferry.plan import Piece, SourceGroup, elect_writer, pieces_for_receiver
 
 LAYERS = 4
@@ -200,7 +199,7 @@ def test_a_receiver_is_owed_the_parts_that_it_may_meet_each_complete(theirs: Dea
                     for piece in pieces
                     if piece.component == shard.component.name and piece.token_part == part
                 ]
-                may_meet = shares_may_meet(TokenShare(theirs, part), receiver.tokens)
+                may_meet = part in parts_met(theirs, receiver.tokens)
                 assert sum(map(volume, boxes)) == (volume(shard.box) if may_meet else 0)
                 assert all(overlap(one, other) is None for one, other in combinations(boxes, 2))
         for piece in pieces:

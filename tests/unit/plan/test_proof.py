@@ -846,3 +846,9 @@ def test_layers_of_a_stage_are_one_piece():
     """A piece stands for all layers that the same ranks hold: 128 layers are no more work than 1."""
     assert prove(large(), large(), room=0).pieces == 2
     assert [len(split(128, 63, stage)) for stage in range(2)] == [2, 2]
+
+
+@pytest.mark.parametrize("blocks", [(4096, 4096), (4096, 1024), (1 << 20, 1 << 20)])
+def test_planner_and_proof_agree_on_the_parts_of_long_blocks(blocks: tuple[int, int]):
+    sources, receivers = (engine(dealing=interleaved(size, block)) for size, block in zip((8, 4), blocks, strict=True))
+    prove(sources, receivers, room=1)

@@ -213,6 +213,16 @@ def test_a_prefix_that_ends_inside_a_packed_page_is_refused(prefix: int, tokens:
         asked(PACKED, pages, prefix_tokens=prefix, tokens=tokens)
 
 
+@pytest.mark.parametrize("tokens", [None, 20])
+def test_a_packed_page_of_which_nothing_is_missing_is_not_cut(tokens: int | None):
+    assert asked(PACKED, [], prefix_tokens=20, tokens=tokens)["kv"] == (20, 20, 20, 1, [])
+
+
+def test_a_share_of_packed_pages_that_is_held_whole_is_not_cut():
+    layout = RankLayout(shards=(byte_shard(entry=Entry.PAGE),), tokens=TokenShare(contiguous(2), 0))
+    assert asked(layout, [], prefix_tokens=60, tokens=80)["kv"][4] == []
+
+
 def test_packed_pages_may_be_continued_whole_and_end_anywhere():
     assert asked(PACKED, [4, 5], prefix_tokens=16, tokens=47)["kv"] == (16, 16, 47, 1, [4, 5])
     assert asked(PACKED, [4, 5], prefix_tokens=16)["kv"] == (16, 16, 48, 1, [4, 5])

@@ -17,10 +17,11 @@ from kvferry.errors import (
 )
 from kvferry.layout import TokenShare
 from kvferry.plan import Demand, Route, Unit
+from kvferry.protocol import sender as sender_module
 from kvferry.protocol.chunks import Chunk, ChunkPart
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.demands import WantedGroup
-from kvferry.protocol.moves import ReceiverRequest
+from kvferry.protocol.moves import Move, ReceiverRequest, moves_of
 from kvferry.protocol.sender import (
     ChunkSubmitted,
     FinishFailed,
@@ -766,3 +767,47 @@ def test_a_page_may_appear_in_two_groups_but_not_twice_in_one():
     assert sender.error is None
     run(sender, chunk_of(part("kv", 2, 3), part("window", 2, 5, 5)))
     assert "page 5 appears 2 times" in str(sender.error)
+
+
+# ---- lengths, and errors of our own --------------------------------------------------------------------------------
+
+
+def test_a_length_that_differs_from_the_receivers_fails_the_room():
+    sender = SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, tokens=48)
+    kv = WantedGroup(Demand(0, 0, 47), 0, np.array([10, 11, 12], np.int64))
+    commands = run(sender, opened_for("d0", {"kv": kv}, [route()], tokens=47))
+    assert isinstance(sender.error, PageError)
+    assert "48 tokens on prefill rank 3, 47 on d0" in str(sender.error)
+    assert failed_of(commands) == drained_of(commands) == [("d0", 1)]
+
+
+@pytest.mark.parametrize("tokens", [48, None])
+def test_a_length_that_the_receiver_shares_or_does_not_say_is_no_obstacle(tokens: int | None):
+    sender = SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, tokens=48)
+    kv = WantedGroup(Demand(0, 0, 48), 0, np.array([10, 11, 12], np.int64))
+    run(sender, opened_for("d0", {"kv": kv}, [route()], tokens=tokens))
+    assert writes(run(sender, chunk(1, 2, 3, is_last=True))) == [("d0", 0, [1, 2, 3], [10, 11, 12])]
+
+
+def test_an_error_in_planning_for_one_receiver_leaves_no_write_of_another_behind(monkeypatch: pytest.MonkeyPatch):
+    """What was never posted never ends: the other receiver's pages would stay in quarantine for ever."""
+    right = moves_of
+
+    def planned(chunk: Chunk, request: ReceiverRequest) -> dict[Unit, tuple[Move, ...]]:
+        if request.tokens == 32:
+            raise MemoryError("planted")
+        return right(chunk, request)
+
+    monkeypatch.setattr(sender_module, "moves_of", planned)
+    sender = machine()
+    kv = WantedGroup(Demand(0, 0, 32), 0, np.array([10, 11], np.int64))
+    run(
+        sender,
+        opened("d0", pages=(20, 21), expected_receivers=2),
+        opened_for("d1", {"kv": kv}, [route()], tokens=32, expected_receivers=2),
+    )
+    with pytest.raises(MemoryError):
+        run(sender, chunk(1, 2, is_last=True))
+    commands = run(sender, SenderBroke(MemoryError("planted")))
+    assert sender.is_drained
+    assert sorted(drained_of(commands)) == [("d0", 1), ("d1", 1)]

@@ -14,6 +14,8 @@ FORM = (
 )
 _SIZES = ("tp", "pp", "dp", "ep")
 
+_MOST_RANKS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class SideSpecification:
@@ -98,7 +100,10 @@ def parse_side(text: str, *, option: str) -> SideSpecification:
                 f"{option} {text!r}: pp={sizes['pp']}, but stages={'+'.join(map(str, stages))} has {len(stages)} stages"
             )
         sizes["pp"] = len(stages)
-    return SideSpecification(**sizes, stages=stages, dealing=dealing, has_draft=has_draft)
+    side = SideSpecification(**sizes, stages=stages, dealing=dealing, has_draft=has_draft)
+    if (ranks := side.tp * side.cp * side.pp * side.dp) > _MOST_RANKS:
+        raise SettingsError(f"{option} {text!r} has {ranks} ranks: {_MOST_RANKS} can be planned")
+    return side
 
 
 def _dealing(value: str, where: str) -> Dealing:
@@ -120,8 +125,8 @@ def _dealing(value: str, where: str) -> Dealing:
 
 def _size(value: str, where: str) -> int:
     size = _number(value, where)
-    if size < 1:
-        raise SettingsError(f"{where}: a size is at least 1; {FORM}")
+    if not 1 <= size <= _MOST_RANKS:
+        raise SettingsError(f"{where}: a size is 1 to {_MOST_RANKS}; {FORM}")
     return size
 
 
