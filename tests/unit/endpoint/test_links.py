@@ -213,9 +213,7 @@ def test_a_prefill_rank_checks_for_itself(pair: Callable[..., Requests], monkeyp
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_peer_whose_layout_holds_other_tokens_than_its_place_says_is_refused(
-    pair: Callable[..., Requests], side: str
-):
+def test_a_peer_whose_layout_holds_other_tokens_than_its_place_is_refused(pair: Callable[..., Requests], side: str):
     requests = pair()
     other = TokenShare(interleaved(2), 1)
     if side == "prefill":
