@@ -30,7 +30,7 @@ def main() -> None:
         app()
     except KVFerryError as error:
         Console(stderr=True).print(f"[bold red]kvferry:[/] {type(error).__name__}:", end=" ")
-        Console(stderr=True).print(str(error), markup=False, highlight=False)
+        Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
         sys.exit(WRONG_INPUT)
 
 
@@ -218,4 +218,69 @@ def plan(
         wants_json=json,
     )
     if not is_proved:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def bench(
+    preset: Annotated[
+        str, typer.Option(help="Whose cache: small, qwen3-8b, qwen3-32b or llama-3.1-70b.")
+    ] = "qwen3-32b",
+    config: Annotated[
+        Path | None, typer.Option(help="A model's config.json, or a description by hand, instead of --preset.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the caches lie: cpu.")] = "cpu",
+    prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the prefill engine.")] = 1,
+    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the decode engine.")] = 1,
+    page_size: Annotated[str, typer.Option(help="Tokens in a page; several, such as 1,16,64, are a case each.")] = "16",
+    decode_page_size: Annotated[int | None, typer.Option(help="Of the decode side; else --page-size.")] = None,
+    prefill_layout: Annotated[str, typer.Option(help="Order in a page of the prefill side: nhd or hnd.")] = "nhd",
+    decode_layout: Annotated[str, typer.Option(help="Order in a page of the decode side: nhd or hnd.")] = "nhd",
+    pages: Annotated[
+        str, typer.Option(help="How a request's pages lie: scattered, contiguous, or both, a case each.")
+    ] = "scattered",
+    tokens: Annotated[int, typer.Option(help="Tokens of a request.")] = 2048,
+    chunks: Annotated[int, typer.Option(help="Chunks that a request is submitted in.")] = 1,
+    requests: Annotated[int, typer.Option(help="Requests in a repetition, each with memory of its own.")] = 4,
+    in_flight: Annotated[int, typer.Option(help="Requests submitted and not yet sent at a time.")] = 4,
+    repetitions: Annotated[int, typer.Option(help="Rounds, in each of which every variant has a turn.")] = 3,
+    seconds: Annotated[float, typer.Option(help="Begin further rounds for so long.")] = 0.0,
+    nixl_threads: Annotated[
+        int | None, typer.Option(help="NIXL's worker threads of every endpoint [KVFERRY_NIXL_THREADS].")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw latencies and throughput: a .svg, .png or .pdf.")] = None,
+    plant_wrong_byte: Annotated[
+        bool, typer.Option("--plant-wrong-byte", help="Change a byte that arrived, to see that the check finds it.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Measure how fast caches move between processes of this machine, beside what the machine can do at best.
+
+    Every rank is a process with its own pool. In the same run, in turn: the direct path, the same with submits that
+    wait, a bulk write of the same bytes, and a copy in memory. Every byte of every run is checked. The exit code is 0
+    only if all were right.
+    """
+    from kvferry.cli.bench.run import Typed, run
+
+    typed = Typed(
+        preset=preset,
+        config=config,
+        device=device,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        page_size=page_size,
+        decode_page_size=decode_page_size,
+        prefill_layout=prefill_layout,
+        decode_layout=decode_layout,
+        pages=pages,
+        tokens=tokens,
+        chunks=chunks,
+        requests=requests,
+        in_flight=in_flight,
+        repetitions=repetitions,
+        seconds=seconds,
+        nixl_threads=nixl_threads,
+        plant_wrong_byte=plant_wrong_byte,
+    )
+    if not run(typed, picture=plot, wants_json=json):
         raise typer.Exit(FAILED)

@@ -1,0 +1,125 @@
+"""`kvferry bench` between real processes over NIXL, with shapes so small that figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("nixl_cu13")
+
+SMALL = ("--preset", "small", "--tokens", "70", "--requests", "3", "--in-flight", "2", "--repetitions", "1")
+CASE_S = 90
+
+
+def bench(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvferry", "bench", *SMALL, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=CASE_S, check=False)
+
+
+def result(*flags: str) -> dict[str, Any]:
+    run = bench("--json", *flags)
+    assert run.returncode == 0, run.stderr
+    shown: dict[str, Any] = json.loads(run.stdout)
+    return shown
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--prefill-tp 2 --decode-tp 1",
+        "--prefill-tp 1 --decode-tp 2 --decode-layout hnd --decode-page-size 48 --chunks 3",
+        "--prefill-tp 2 --decode-tp 2 --pages contiguous --nixl-threads 2",
+        "--config tests/data/configs/qwen3-next-80b-a3b.json --chunks 2 --requests 2",
+        "--config tests/data/configs/gemma-3-4b-it.json --chunks 4 --requests 2",
+    ],
+)
+def test_every_byte_arrives_and_every_figure_is_there(flags: str):
+    shown = result(*flags.split())
+    assert shown["exact"] is True
+    assert [case["variant"] for case in shown["cases"]] == ["direct", "synchronous"]
+    for case in shown["cases"]:
+        assert case["exact"] is True
+        assert case["bytes_checked"] > case["bytes_per_request"] > 0
+        assert case["path"] == "direct"
+        assert case["descriptors"] > 0
+        assert 0 < case["latency_ms"]["p50"] <= case["latency_ms"]["p95"] <= case["latency_ms"]["p99"]
+        assert 0 < case["submit_us"]["p50"] <= case["submit_us"]["p99"]
+        for name in ("gb_per_s", "bulk_gb_per_s", "memory_copy_gb_per_s", "efficiency", "cpu_s_per_gb"):
+            assert case[name] > 0, name
+
+
+def test_a_wrong_byte_is_seen():
+    run = bench("--json", "--plant-wrong-byte")
+    assert run.returncode == 1, run.stderr
+    shown = json.loads(run.stdout)
+    assert shown["exact"] is False
+    assert all(case["bytes_wrong"] == 2 for case in shown["cases"])  # of two repetitions each, one untimed
+
+
+def test_cases_are_drawn(tmp_path: Path):
+    file = tmp_path / "bench.svg"
+    run = bench("--page-size", "1,16", "--plot", str(file))
+    assert run.returncode == 0, run.stderr
+    assert "1-token pages" in run.stdout
+    assert file.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--requests", "100000000"), "GiB is available"),
+        (("--preset", "huge"), "--preset 'huge'"),
+        (("--plot", "bench.txt"), "--plot bench.txt"),
+        (("--device", "cuda"), "--device cuda"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(flags: tuple[str, ...], said: str):
+    run = bench(*flags)
+    assert run.returncode == 2
+    assert said in " ".join(run.stderr.split())
+    assert "Traceback" not in run.stderr
+
+
+def test_a_rank_that_dies_ends_the_run_and_leaves_nobody_behind():
+    command = [sys.executable, "-m", "kvferry", "bench", *SMALL, "--seconds", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            ranks = _ranks_of(process.pid, 2)
+            time.sleep(1.0)
+            os.kill(ranks[0].pid, signal.SIGKILL)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 2
+    assert "rank 0 died with exit code -9" in " ".join(errors.split())
+    assert not psutil.wait_procs(ranks, timeout=10)[1]
+
+
+def test_ranks_do_not_outlive_a_parent_that_was_killed():
+    command = [sys.executable, "-m", "kvferry", "bench", *SMALL, "--seconds", "60"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        ranks = _ranks_of(process.pid, 2)
+        time.sleep(1.0)
+        process.kill()
+    assert not psutil.wait_procs(ranks, timeout=30)[1]
+
+
+def _ranks_of(parent: int, count: int) -> list[psutil.Process]:
+    """The processes of a run's ranks, once all have been started."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        children = psutil.Process(parent).children()
+        ranks = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        if len(ranks) == count:
+            return ranks
+        time.sleep(0.05)
+    raise TimeoutError("the ranks were not started")
