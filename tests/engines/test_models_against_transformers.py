@@ -77,14 +77,6 @@ TINY: dict[str, dict[str, Any]] = {
 """Sizes that differ from each other, so that none can stand for another."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def described(cache: ModelCache, layer: int) -> dict[str, Component]:
     """The components that a layer of the model has."""
     return {each.component.name: each.component for each in cache.components if layer in each.layers}

@@ -33,14 +33,6 @@ NEW_TOKENS = 24
 PROMPTS = read_prompts()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000])
 @pytest.mark.parametrize("architecture", SEEDED_ARCHITECTURES)
 def test_decoding_from_captured_caches_gives_the_undivided_models_tokens(architecture, chunk_tokens):

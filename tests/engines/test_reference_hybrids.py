@@ -21,14 +21,6 @@ PROMPTS = read_prompts()
 HYBRIDS = ("qwen3_next", "gemma3", "mamba2")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def described(model: ReferenceModel) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], str | None]]:
     return {
         each.component.name: (each.layers, tuple(axis.size for axis in each.component.axes[1:]), each.tp_axis)

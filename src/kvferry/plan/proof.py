@@ -248,8 +248,7 @@ def _prove_tiling(shard: Shard, pieces: Sequence[Piece]) -> None:
 
 def _prove_holder(piece: Piece, writer: int, source: RankLayout | None, shard: Shard) -> Shard:
     """The shard that the elected writer has a piece in."""
-    shards = source.shards_of(piece.component) if source is not None else ()
-    held = next((each for each in shards if covers(each.box, piece.box)), None)
+    held = source.shard_with(piece.component, piece.box) if source is not None else None
     if source is None or held is None or writer not in piece.holders:
         raise ProofError(f"rank {writer} was elected to send {_name(shard, piece)} but does not hold it")
     if piece.token_part is not None and source.tokens.part != piece.token_part:

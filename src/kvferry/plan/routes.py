@@ -100,7 +100,7 @@ class Segments:
 
 
 def needed_locally(share: TokenShare, demand: Demand, *, request_tokens: int | None) -> tuple[int, int]:
-    """The local positions, from and to, in which a source rank has what a receiver needs of it and others."""
+    """The local positions, from and to, in which a rank has, or keeps, its share of what a receiver needs."""
     block = share.dealing.block(request_tokens)
     return share.held_before(demand.start, block=block), share.held_before(demand.stop, block=block)
 

@@ -8,7 +8,7 @@ from operator import index
 from kvferry.errors import PageError, UsageError
 from kvferry.layout import Entry, PageGroup, RankLayout
 from kvferry.layout.interval import volume
-from kvferry.plan import Demand
+from kvferry.plan import Demand, needed_locally
 from kvferry.protocol.chunks import AnyPages, GroupPages, Pages, checked_pages, pages_by_group
 from kvferry.protocol.messages import MAX_POSITION, OpenGroup, OpenRoom, pack_pages, unpack_pages
 
@@ -191,7 +191,6 @@ def _local_range(
     if group.has_slots:
         return asked.start, asked.stop
     try:
-        block = layout.tokens.dealing.block(tokens)
+        return needed_locally(layout.tokens, Demand(asked.held, asked.start, asked.stop), request_tokens=tokens)
     except UsageError as error:
         raise PageError(f"{where}: {error}") from error
-    return layout.tokens.held_before(asked.start, block=block), layout.tokens.held_before(asked.stop, block=block)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvferry.cli import checks
 from kvferry.cli.app import app
-from kvferry.cli.plan import run
 from kvferry.errors import ConfigurationError, SettingsError
 from kvferry.plan import SourceGroup
 
@@ -25,7 +25,7 @@ def test_a_plan_that_is_wrong_fails_the_command(options: list[str], monkeypatch:
 
 
 def test_drawing_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["plan", "--config", str(CONFIG), "--draw", str(tmp_path / "plan.svg")])
     assert isinstance(result.exception, ConfigurationError)
     assert "kvferry[draw]" in str(result.exception)

@@ -20,8 +20,6 @@ from kvferry.layout import (
 )
 from kvferry.models import read_model_cache
 
-PAGE_ORDERS = (PageOrder.NHD, PageOrder.HND)
-
 
 @dataclass(frozen=True, slots=True)
 class Preset:
@@ -193,18 +191,6 @@ def parse_numbers(text: str, *, option: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise SettingsError(f"{option} {text!r}: write a number from 1 on, or several such as 1,16,64")
     return tuple(dict.fromkeys(int(part) for part in parts))
-
-
-def parse_order(text: str, *, option: str) -> PageOrder:
-    """The order of a page from its name.
-
-    Raises:
-        SettingsError: if there is no such order.
-    """
-    for order in PAGE_ORDERS:
-        if text.lower() == order.value:
-            return order
-    raise SettingsError(f"{option} {text!r}: it is one of {', '.join(order.value for order in PAGE_ORDERS)}")
 
 
 def parse_pages(text: str) -> tuple[bool, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import typer
@@ -15,11 +14,11 @@ from kvferry.cli.bench.measure import measure
 from kvferry.cli.bench.memory import available_bytes, check_fits
 from kvferry.cli.bench.options import BenchOptions, Side
 from kvferry.cli.bench.summary import Case, summarise
-from kvferry.errors import ConfigurationError, SettingsError
+from kvferry.cli.checks import TOKEN_ORDERS, check_picture, one_of
+from kvferry.errors import SettingsError
 from kvferry.settings import Settings
 from kvferry.transport.nixl import load_bindings
 
-_PICTURES = (".svg", ".png", ".pdf")
 _WIDTH = 200
 
 
@@ -57,7 +56,7 @@ def run(typed: Typed, *, picture: Path | None, wants_json: bool) -> bool:
         KVFerryError: if something is impossible or a process fails.
     """
     if picture is not None:
-        _check_picture(picture)
+        check_picture(picture, option="--plot")
     planned = prepare(typed)
     load_bindings()
     available = available_bytes()
@@ -102,8 +101,8 @@ def prepare(typed: Typed) -> list[BenchOptions]:
     if not 0 <= typed.seconds < float("inf"):
         raise SettingsError(f"--seconds {typed.seconds:g}: it must not be negative, and finite")
     model = checked.preset_model(typed.preset) if typed.config is None else checked.configured_model(typed.config)
-    prefill_order = checked.parse_order(typed.prefill_layout, option="--prefill-layout")
-    decode_order = checked.parse_order(typed.decode_layout, option="--decode-layout")
+    prefill_order = one_of(TOKEN_ORDERS, typed.prefill_layout, option="--prefill-layout")
+    decode_order = one_of(TOKEN_ORDERS, typed.decode_layout, option="--decode-layout")
     threads = {} if typed.nixl_threads is None else {"nixl_threads": typed.nixl_threads}
     sizes, lies = checked.parse_numbers(typed.page_size, option="--page-size"), checked.parse_pages(typed.pages)
     for page_tokens in sizes:
@@ -130,12 +129,3 @@ def prepare(typed: Typed) -> list[BenchOptions]:
         for page_tokens in sizes
         for is_scattered in lies
     ]
-
-
-def _check_picture(picture: Path) -> None:
-    if picture.suffix.lower() not in _PICTURES:
-        raise SettingsError(f"--plot {picture}: the file's name ends in one of {', '.join(_PICTURES)}")
-    if not picture.parent.is_dir():
-        raise SettingsError(f"--plot {picture}: there is no directory {picture.parent}")
-    if find_spec("matplotlib") is None:
-        raise ConfigurationError("--plot needs matplotlib, which is not installed: pip install 'kvferry[draw]'")

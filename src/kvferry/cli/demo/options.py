@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.cli.checks import TOKEN_ORDERS
 from kvferry.engines.reference.specification import ModelSpec
 from kvferry.errors import SettingsError
 from kvferry.layout import (
@@ -16,8 +17,6 @@ from kvferry.layout import (
     split,
     stage_of,
 )
-
-PAGE_ORDERS = (PageOrder.NHD, PageOrder.HND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +115,10 @@ def parse_order(text: str, *, flag: str) -> PageOrder:
     Raises:
         SettingsError: if there is no such order.
     """
-    for order in PAGE_ORDERS:
+    for order in TOKEN_ORDERS:
         if text == order.value:
             return order
-    names = " or ".join(order.value for order in PAGE_ORDERS)
+    names = " or ".join(order.value for order in TOKEN_ORDERS)
     raise SettingsError(f"--{flag}-layout {text!r}: it must be {names}")
 
 

@@ -80,20 +80,16 @@ class Kind:
 
 def kinds_of(study: Study) -> tuple[Kind, ...]:
     """The kinds of state that travel."""
-    groups: dict[object, list[ShardedComponent]] = {}
+    kinds: dict[object, Kind] = {}
     for sharded in study.prefill.components:
         if sharded.component.name in study.absent:
             continue
         component = sharded.component
         across = next((axis for axis in component.axes if axis.name == sharded.tp_axis), None)
         key = sharded.layers, across, component.window_tokens, component.entry, component.is_optional
-        groups.setdefault(key, []).append(sharded)
-    return tuple(
-        Kind(
-            tuple(members), next((axis for axis in members[0].component.axes if axis.name == members[0].tp_axis), None)
-        )
-        for members in groups.values()
-    )
+        earlier = kinds[key].members if key in kinds else ()
+        kinds[key] = Kind((*earlier, sharded), across)
+    return tuple(kinds.values())
 
 
 def draw(study: Study, file: Path) -> None:
