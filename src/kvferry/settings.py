@@ -63,6 +63,22 @@ class Settings(BaseSettings):
     queues: int = Field(
         4, ge=1, le=256, description="Queues that rooms are spread over; no more are used than there are workers."
     )
+    path: Literal["auto", "direct", "staged"] = Field(
+        "auto",
+        description="Which way bytes go: straight from pages to pages, through staging memory, or whichever is faster.",
+    )
+    staging_ring_mib: float = Field(
+        8.0,
+        gt=0,
+        le=65536,
+        description="Staging memory of every prefill worker, and of a decode rank for every prefill rank.",
+    )
+    staging_chunk_mib: float = Field(
+        1.0, gt=0, le=65536, description="How much is gathered, written in bulk and scattered at a time."
+    )
+    staging_memory_mib: float = Field(
+        1024.0, gt=0, le=2**24, description="Most staging memory that an endpoint takes; beyond it, bytes go directly."
+    )
     synchronous: bool = Field(
         False, description="Let submit wait until the bytes have moved: the baseline to measure against."
     )
@@ -101,6 +117,12 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"peer_timeout_s (KVFERRY_PEER_TIMEOUT_S) is {self.peer_timeout_s:g}: it must be longer than "
                 f"heartbeat_interval_s (KVFERRY_HEARTBEAT_INTERVAL_S), {self.heartbeat_interval_s:g}"
+            )
+        if self.staging_chunk_mib > self.staging_ring_mib:
+            raise ValueError(
+                f"staging_chunk_mib (KVFERRY_STAGING_CHUNK_MIB) is {self.staging_chunk_mib:g}, more than the "
+                f"{self.staging_ring_mib:g} MiB of a whole ring: lower it, or raise staging_ring_mib "
+                "(KVFERRY_STAGING_RING_MIB)"
             )
         return self
 

@@ -29,6 +29,7 @@ from kvferry.layout import (
     attention_components,
     state_component,
 )
+from kvferry.plan import Path
 
 TOKENS, WINDOW, ROOM = 10, 3, 1000
 
@@ -91,7 +92,7 @@ def run_without_processes(options: DemoOptions) -> Outcome:
     """Every decode rank holds what the prefill ranks hold, by definition."""
     caches = whole_caches()
     kept = {name: array[:, -WINDOW:] if name.startswith("w_") else array for name, array in caches.items()}
-    write = WriteRecord("d", 64, 1, 1.0, 1.5, 2.0, 0.1, 0.2)
+    write = WriteRecord("d", Path.DIRECT, "", 64, 1, 1.0, 1.5, 2.0, 0.1, 0.2)
     made = Outcome()
     for name, shape, poison in (
         ("prefill", options.prefill, PREFILL_POISON),

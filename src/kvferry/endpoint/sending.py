@@ -15,7 +15,7 @@ from kvferry.endpoint.transfer import Transfer
 from kvferry.endpoint.workers import Worker
 from kvferry.errors import KVFerryError, PeerDisconnectedError, UsageError
 from kvferry.layout import PageGroup
-from kvferry.plan import ElectedRoute
+from kvferry.plan import ElectedRoute, Path
 from kvferry.protocol import messages
 from kvferry.protocol.chunks import AnyPages, ChunkSequence
 from kvferry.protocol.demands import wanted_groups
@@ -356,6 +356,8 @@ class SendingRoom(Actor):
             self._writes.append(
                 WriteRecord(
                     receiver=command.receiver,
+                    path=Path.DIRECT,
+                    why="the only path",
                     total_bytes=report.total_bytes,
                     descriptors=report.descriptors,
                     submitted_at=submitted_at,

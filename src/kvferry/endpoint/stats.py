@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.plan import Path
+
 
 @dataclass(frozen=True, slots=True)
 class WriteRecord:
@@ -11,8 +13,10 @@ class WriteRecord:
 
     Attributes:
         receiver: the decode rank's endpoint.
+        path: which way the bytes went.
+        why: why they went that way, in words.
         total_bytes: bytes that moved.
-        descriptors: descriptors after the transport merged neighbours.
+        descriptors: descriptors after neighbours were merged; through staging memory, bulk writes.
         submitted_at: when the caller handed the chunk in; for chunks that came before the receivers, when those did.
         posted_at: when the transport was given the write.
         done_at: when the transport was through with it.
@@ -20,6 +24,8 @@ class WriteRecord:
     """
 
     receiver: str
+    path: Path
+    why: str
     total_bytes: int
     descriptors: int
     submitted_at: float

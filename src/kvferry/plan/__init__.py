@@ -2,11 +2,12 @@
 
 `pieces` intersects the boxes of both sides and elects one writer for what several ranks hold, `routes` says which
 tokens travel and where they lie in pages of either size, `lowering` turns a piece into byte runs, `descriptors` into
-rows that a transport prepares once and page numbers select, `pair` puts these together for two ranks, `compatibility`
-says why two sides cannot exchange caches, and `proof` checks all of it.
+rows that a transport prepares once and page numbers select, `pair` puts these together for two ranks, `cost`
+estimates which path is faster, `compatibility` says why two sides cannot exchange caches, and `proof` checks all of it.
 """
 
 from kvferry.plan.compatibility import check_exchangeable
+from kvferry.plan.cost import Choice, Load, Path, PathCosts, choose
 from kvferry.plan.descriptors import DescriptorRows, descriptor_indices, descriptor_rows
 from kvferry.plan.lowering import Runs, lower
 from kvferry.plan.pair import ElectedRoute, PairPlan, Unit, firsts_of, places
@@ -24,10 +25,14 @@ from kvferry.plan.routes import (
 )
 
 __all__ = [
+    "Choice",
     "Demand",
     "DescriptorRows",
     "ElectedRoute",
+    "Load",
     "PairPlan",
+    "Path",
+    "PathCosts",
     "Piece",
     "Proof",
     "Route",
@@ -37,6 +42,7 @@ __all__ = [
     "Unit",
     "Units",
     "check_exchangeable",
+    "choose",
     "descriptor_indices",
     "descriptor_rows",
     "elect_writer",
