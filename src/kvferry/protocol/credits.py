@@ -82,8 +82,9 @@ class WritingRing:
     def _next(self, num_bytes: int) -> Span:
         begin = self._head
         place = begin % self.num_bytes
-        if place + num_bytes > self.num_bytes:
-            begin += self.num_bytes - place  # a span does not wrap around
+        # A span does not wrap around; and whoever begins anew begins in front, where memory is still in the cache.
+        if place + num_bytes > self.num_bytes or (place and not self.in_use):
+            begin += self.num_bytes - place
         return Span(self._head, begin, begin + num_bytes)
 
     def _is_free(self, span: Span) -> bool:
