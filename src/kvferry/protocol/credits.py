@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvferry.plan.packing import aligned
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """A part of a ring.
 
     Attributes:
-        start: where it begins, what is left out at the ring's end included.
+        start: where it begins, what is left out before it included.
         begin: the position of its first byte.
         stop: the position after its last.
     """
@@ -80,10 +82,11 @@ class WritingRing:
         return 0 < num_bytes <= self.num_bytes and self._is_free(self._next(num_bytes))
 
     def _next(self, num_bytes: int) -> Span:
-        begin = self._head
-        place = begin % self.num_bytes
-        if place + num_bytes > self.num_bytes:
-            begin += self.num_bytes - place  # a span does not wrap around
+        place = self._head % self.num_bytes
+        skipped = aligned(place) - place  # so that what begins in large words within a span does so in memory
+        if place + skipped + num_bytes > self.num_bytes:
+            skipped = self.num_bytes - place  # a span does not wrap around
+        begin = self._head + skipped
         return Span(self._head, begin, begin + num_bytes)
 
     def _is_free(self, span: Span) -> bool:
