@@ -14,6 +14,7 @@ from kvferry.plan.packing import BlockLoad, PackedPiece, PackedSide, count_sub_c
 from kvferry.plan.routes import ascending_ranges
 from kvferry.protocol.chunks import Pages
 from kvferry.protocol.demands import WantedGroup
+from kvferry.protocol.messages import MAX_POSITION
 from kvferry.protocol.moves import Move
 
 
@@ -99,8 +100,13 @@ def unpack_units(data: bytes, *, most: int) -> Pages:
         raise MessageError(f"{len(data)} bytes of units are not a multiple of 16, or nothing")
     ranges = np.frombuffer(data, "<i8").astype(np.int64, copy=False).reshape(-1, 2)
     firsts, counts = ranges[:, 0], ranges[:, 1]
-    if firsts.min() < 0 or counts.min() < 1 or counts.max() > most or int(counts.sum()) > most:
-        raise MessageError(f"{len(ranges)} ranges of units are not between 1 and {most} units from 0 on")
+    if firsts.min() < 0 or firsts.max() > MAX_POSITION or counts.min() < 1 or counts.max() > most:
+        raise MessageError(
+            f"ranges of {counts.min()} to {counts.max()} units that begin with {firsts.min()} to {firsts.max()} make "
+            f"no sense where there are {most} units, from 0 on"
+        )
+    if (total := int(counts.sum())) > most:
+        raise MessageError(f"{total} units in {len(ranges)} ranges are more than the {most} that there can be")
     return ascending_ranges(firsts, counts)
 
 
@@ -121,10 +127,12 @@ def places_of_units(
     """
     unit_tokens = route.granule_tokens if unit is Unit.GRANULE else 1
     page_tokens = route.destination_page_tokens
-    held = 0
+    held = low = 0
     if not route.has_slots:
-        held = share.held_before(wanted.demand.held, block=share.dealing.block(tokens))
-    first = max(wanted.first_page * page_tokens, held)
+        block = share.dealing.block(tokens)
+        held, low = (share.held_before(each, block=block) for each in (wanted.demand.held, wanted.demand.start))
+    # What comes before the first token in its page may come along, unless it is held already.
+    first = max(wanted.first_page * page_tokens, low // page_tokens * page_tokens, held)
     stop = (wanted.first_page + len(wanted.pages)) * page_tokens
     if int(numbers.min()) * unit_tokens < first or (int(numbers.max()) + 1) * unit_tokens > stop:
         raise MessageError(
