@@ -390,11 +390,16 @@ def write(
     size = elected[0].route.granule_tokens if unit is Unit.GRANULE else 1
     if numbers is None:
         numbers = range(min(len(source_pages) * here[2], len(destination_pages) * there[2]) // size)
-    of_side = []
-    for (_, _, page_tokens), pages in ((here, source_pages), (there, destination_pages)):
-        order, within = np.divmod(np.array(numbers, np.int64), page_tokens // size)
-        of_side += [np.array(pages, np.int64)[order], within]
-    return Written(plan, elected, unit, (Move(0, *of_side, np.array(numbers, np.int64)),))
+    order = [np.divmod(np.array(numbers, np.int64), page_tokens // size) for _, _, page_tokens in (here, there)]
+    move = Move(
+        route=0,
+        source_pages=np.array(source_pages, np.int64)[order[0][0]],
+        source_units=order[0][1],
+        destination_pages=np.array(destination_pages, np.int64)[order[1][0]],
+        destination_units=order[1][1],
+        destination_numbers=np.array(numbers, np.int64),
+    )
+    return Written(plan, elected, unit, (move,))
 
 
 IN_ORDER, SCATTERED = range(3, 9), (3, 9, 4, 12, 6, 20)
@@ -426,6 +431,10 @@ EXAMPLES = {
     ),
     "single tokens": (
         write(("NHD", ALL, 4), ("NHD", ALL, 4), (5, 6), (9, 10), numbers=(2, 3, 4, 6), unit=Unit.TOKEN),
+        4 * 2,
+    ),
+    "single tokens of which the end of a page is left out": (
+        write(("NHD", ALL, 4), ("NHD", ALL, 4), (5, 6), (9, 10), numbers=(0, 1, 4, 5), unit=Unit.TOKEN),
         4 * 2,
     ),
     "single tokens inside of heads": (
