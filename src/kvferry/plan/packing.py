@@ -196,12 +196,17 @@ def sub_chunks(loads: Iterable[BlockLoad], chunk_bytes: int) -> Iterator[SubChun
 
 
 def _cut_between_units(load: BlockLoad, chunk_bytes: int) -> Iterator[SubChunk]:
-    parts = min(load.num_units, -(-load.num_units * load.block_bytes // chunk_bytes))
+    parts = _parts(load, chunk_bytes)
     cuts = [part * load.num_units // parts for part in range(parts + 1)]
     for base in range(load.num_bases):
         for first, stop in pairwise(cuts):
             num_bytes = (stop - first) * load.block_bytes
             yield SubChunk((Segment(load.move, load.piece, base, base + 1, first, stop, num_bytes),), num_bytes)
+
+
+def _parts(load: BlockLoad, chunk_bytes: int) -> int:
+    """In how many parts the units of an index are cut, so that each fits, or is a single unit."""
+    return -(-load.num_units // max(1, chunk_bytes // load.block_bytes))
 
 
 def count_sub_chunks(loads: Iterable[BlockLoad], chunk_bytes: int) -> int:
@@ -210,7 +215,7 @@ def count_sub_chunks(loads: Iterable[BlockLoad], chunk_bytes: int) -> int:
     for load in loads:
         base_bytes = load.num_units * load.block_bytes
         if base_bytes > chunk_bytes:
-            count += load.num_bases * min(load.num_units, -(-base_bytes // chunk_bytes))
+            count += load.num_bases * _parts(load, chunk_bytes)
         else:
             small += load.num_bases * base_bytes
     return max(1, count + -(-small // chunk_bytes))

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvferry.plan.packing import aligned
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """A part of a ring.
 
     Attributes:
-        start: where it begins, what is left out at the ring's end included.
+        start: where it begins, what is left out before it included.
         begin: the position of its first byte.
         stop: the position after its last.
     """
@@ -72,6 +74,8 @@ class WritingRing:
         span = self._next(num_bytes)
         if not self._is_free(span):
             return None
+        if not self.in_use:
+            self._read = span.begin  # what is left out is in nobody's way
         self._head = span.stop
         return span
 
@@ -80,15 +84,16 @@ class WritingRing:
         return 0 < num_bytes <= self.num_bytes and self._is_free(self._next(num_bytes))
 
     def _next(self, num_bytes: int) -> Span:
-        begin = self._head
-        place = begin % self.num_bytes
-        # A span does not wrap around; and whoever begins anew begins in front, where memory is still in the cache.
-        if place + num_bytes > self.num_bytes or (place and not self.in_use):
-            begin += self.num_bytes - place
+        place = self._head % self.num_bytes
+        skipped = aligned(place) - place  # so that what begins in large words within a span does so in memory
+        # A span does not wrap around; and an empty ring begins in front, where memory is in the cache still.
+        if place + skipped + num_bytes > self.num_bytes or (place and not self.in_use):
+            skipped = self.num_bytes - place
+        begin = self._head + skipped
         return Span(self._head, begin, begin + num_bytes)
 
     def _is_free(self, span: Span) -> bool:
-        oldest = self._read if self.in_use else span.begin  # in an empty ring what is left out is in nobody's way
+        oldest = self._read if self.in_use else span.begin
         return span.stop - oldest <= self.num_bytes
 
     def place(self, span: Span) -> int:

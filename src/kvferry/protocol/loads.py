@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 from kvferry.errors import MessageError
 from kvferry.layout import TokenShare
 from kvferry.plan import ElectedRoute, Load, Route, Unit, places
-from kvferry.plan.packing import BlockLoad, PackedPiece, PackedSide, count_sub_chunks
+from kvferry.plan.lowering import PageSteps
+from kvferry.plan.packing import BlockLoad, PackedPiece, count_sub_chunks
 from kvferry.plan.routes import ascending_ranges
 from kvferry.protocol.chunks import Pages
 from kvferry.protocol.demands import WantedGroup
+from kvferry.protocol.messages import MAX_POSITION
 from kvferry.protocol.moves import Move
 
 
@@ -45,37 +47,33 @@ def load_of(
     """
     loads = tuple(loads)
     num_bytes = runs = descriptors = 0
-    breaks = [_breaks(move) for move in moves]
+    parts: dict[tuple[int, PageSteps, PageSteps, int], int] = {}  # the same for pieces that are laid out alike
     for load in loads:
-        piece = packed[load.piece]
+        piece, move = packed[load.piece], moves[load.move]
         blocks = load.num_bases * load.num_units
         num_bytes += blocks * load.block_bytes
         runs += blocks * piece.block_runs
-        # The transport merges what follows each other on both sides; only whole blocks can.
-        is_dense = piece.block_runs == 1 and _is_dense(piece.source) and _is_dense(piece.destination)
-        descriptors += load.num_bases * breaks[load.move] if is_dense else blocks * piece.block_runs
+        run_bytes = load.block_bytes // piece.block_runs
+        key = load.move, piece.source.steps, piece.destination.steps, run_bytes
+        if key not in parts:
+            parts[key] = _parts(move, piece, run_bytes)
+        descriptors += load.num_bases * piece.block_runs * parts[key]
     return Load(num_bytes, runs, descriptors, count_sub_chunks(loads, chunk_bytes))
 
 
-def _is_dense(side: PackedSide) -> bool:
-    """Whether a block begins where the one before it ends, in a page and from page to page."""
-    steps = side.steps
-    return steps.page_stride == steps.granules * side.shape.num_bytes and (
-        steps.granules == 1 or steps.granule_stride == side.shape.num_bytes
-    )
-
-
-def _breaks(move: Move) -> int:
-    """In how many parts the units lie, each of which is in one piece on both sides."""
-    here = _follows(move.source_pages, move.source_units)
-    there = _follows(move.destination_pages, move.destination_units)
+def _parts(move: Move, piece: PackedPiece, run_bytes: int) -> int:
+    """In how many parts one run of all units lies, once the transport has merged what follows it on both sides."""
+    here = _follows(move.source_pages, move.source_units, piece.source.steps, run_bytes)
+    there = _follows(move.destination_pages, move.destination_units, piece.destination.steps, run_bytes)
     return 1 + int(np.count_nonzero(~(here & there)))
 
 
-def _follows(pages: Pages, units: Pages) -> NDArray[np.bool_]:
-    """For every unit but the first, whether it lies behind the one before it."""
-    page_steps, unit_steps = np.diff(pages), np.diff(units)
-    follows: NDArray[np.bool_] = ((page_steps == 0) & (unit_steps == 1)) | ((page_steps == 1) & (units[1:] == 0))
+def _follows(pages: Pages, units: Pages, steps: PageSteps, run_bytes: int) -> NDArray[np.bool_]:
+    """For every unit but the first, whether its run begins where that of the one before it ends."""
+    offsets = pages * steps.page_stride
+    if steps.granules > 1:
+        offsets = offsets + units * steps.granule_stride
+    follows: NDArray[np.bool_] = np.diff(offsets) == run_bytes
     return follows
 
 
@@ -99,8 +97,13 @@ def unpack_units(data: bytes, *, most: int) -> Pages:
         raise MessageError(f"{len(data)} bytes of units are not a multiple of 16, or nothing")
     ranges = np.frombuffer(data, "<i8").astype(np.int64, copy=False).reshape(-1, 2)
     firsts, counts = ranges[:, 0], ranges[:, 1]
-    if firsts.min() < 0 or counts.min() < 1 or counts.max() > most or int(counts.sum()) > most:
-        raise MessageError(f"{len(ranges)} ranges of units are not between 1 and {most} units from 0 on")
+    if firsts.min() < 0 or firsts.max() > MAX_POSITION or counts.min() < 1 or counts.max() > most:
+        raise MessageError(
+            f"ranges of {counts.min()} to {counts.max()} units that begin with {firsts.min()} to {firsts.max()} make "
+            f"no sense where there are {most} units, from 0 on"
+        )
+    if (total := int(counts.sum())) > most:
+        raise MessageError(f"{total} units in {len(ranges)} ranges are more than the {most} that there can be")
     return ascending_ranges(firsts, counts)
 
 
@@ -121,10 +124,12 @@ def places_of_units(
     """
     unit_tokens = route.granule_tokens if unit is Unit.GRANULE else 1
     page_tokens = route.destination_page_tokens
-    held = 0
+    held = low = 0
     if not route.has_slots:
-        held = share.held_before(wanted.demand.held, block=share.dealing.block(tokens))
-    first = max(wanted.first_page * page_tokens, held)
+        block = share.dealing.block(tokens)
+        held, low = (share.held_before(each, block=block) for each in (wanted.demand.held, wanted.demand.start))
+    # What comes before the first token in its page may come along, unless it is held already.
+    first = max(wanted.first_page * page_tokens, low // page_tokens * page_tokens, held)
     stop = (wanted.first_page + len(wanted.pages)) * page_tokens
     if int(numbers.min()) * unit_tokens < first or (int(numbers.max()) + 1) * unit_tokens > stop:
         raise MessageError(
