@@ -25,7 +25,7 @@ def default_workers(cpus: int) -> int:
 
 
 def default_scatter_workers(cpus: int) -> int:
-    """How many threads suit a machine to scatter: one for every eight CPUs, at most 4; on a small one none of its own."""
+    """How many threads of their own scatter: one for every eight CPUs, at most 4; on a small machine none."""
     return min(cpus // 8, 4)
 
 

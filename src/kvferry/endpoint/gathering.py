@@ -42,8 +42,8 @@ class Slot:
 class SourceMemory:
     """Staging memory of one worker, in slots of one sub-chunk each. No other worker writes to it.
 
-    What was given back last is taken first: it is in the processor's cache still. One receiver gets only a few slots at a
-    time, and there are more slots as long as there may be, so that one that has stopped reading holds up nobody else.
+    What was given back last is taken first: it is in the processor's cache still. One receiver gets only a few slots at
+    a time, and there are more slots as long as there may be, so that one that has stopped reading holds up nobody else.
     """
 
     def __init__(self, slot_bytes: int, first: StagingMemory, grow: Callable[[], StagingMemory | None]) -> None:

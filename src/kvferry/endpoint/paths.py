@@ -12,7 +12,7 @@ from kvferry.endpoint.rings import SharedRing
 from kvferry.errors import IncompatiblePeerError, RegistrationError, SettingsError, TransportUnavailableError
 from kvferry.layout import RankLayout
 from kvferry.plan import Choice, ElectedRoute, PairPlan, Path, PathCosts, Unit, choose
-from kvferry.plan.packing import PackedPiece
+from kvferry.plan.packing import SEGMENT_ALIGNMENT, PackedPiece, aligned
 from kvferry.protocol.loads import block_loads, load_of
 from kvferry.protocol.messages import Attach
 from kvferry.protocol.moves import Move
@@ -95,7 +95,8 @@ class SendingStaging:
         self._layout = layout
         self._transport = transport
         self._ring_bytes = int(settings.staging_ring_mib * 2**20)
-        self._chunk_bytes = int(settings.staging_chunk_mib * 2**20)
+        # A multiple of what segments are aligned to, since slots follow each other.
+        self._chunk_bytes = aligned(int(settings.staging_chunk_mib * 2**20) - SEGMENT_ALIGNMENT + 1)
         # Guards the count below: workers take memory when they need it.
         self._lock = threading.Lock()
         self._taken_bytes = 0

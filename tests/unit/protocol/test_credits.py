@@ -68,10 +68,27 @@ def test_what_is_left_out_counts_as_used_until_its_span_is_read():
     ring.read_until(LINE)
     assert ring.reserve(2 * LINE) is None, "one line is left at the end, and one at the front"
     assert ring.can_reserve(LINE)
-    ring.read_until(3 * LINE)
+    ring = WritingRing(4 * LINE)
+    reserved(ring, 2 * LINE)
+    reserved(ring, LINE)
+    ring.read_until(2 * LINE)
     span = reserved(ring, 2 * LINE)
     assert (span.start, span.begin) == (3 * LINE, 4 * LINE)
-    assert ring.in_use == 3 * LINE
+    assert ring.in_use == 4 * LINE
+
+
+def test_a_ring_that_was_read_begins_in_front_and_what_it_left_out_is_free():
+    ring = WritingRing(4 * LINE)
+    ring.read_until(reserved(ring, LINE).stop)
+    span = reserved(ring, LINE)
+    assert (span.start, span.begin) == (LINE, 4 * LINE)
+    assert ring.in_use == LINE
+    assert ring.can_reserve(3 * LINE)
+    reading = ReadingRing(4 * LINE, position=LINE)
+    assert reading.can_hold(span)
+    reading.release(span)
+    assert ring.read_until(reading.position)
+    assert ring.in_use == 0
 
 
 @pytest.mark.parametrize("used", range(1, 4 * LINE, 7))
@@ -179,33 +196,39 @@ class NaiveRing:
     """Every byte by itself.
 
     Attributes:
-        used: the places in memory of every span that the writer has not heard to be read, in their order; what was left
-            out before a span belongs to it.
+        used: where every span begins to count, and its places in memory, for those that the writer has not heard to be
+            read, in their order. What was left out before a span belongs to it, unless the ring was empty.
         next: the position that is handed out next.
     """
 
     size: int
-    used: deque[tuple[Span, set[int]]] = field(default_factory=deque)
+    used: deque[tuple[int, Span, set[int]]] = field(default_factory=deque)
     next: int = 0
 
     def next_span(self, num_bytes: int) -> Span:
         begin = self.next
+        if not self.used:
+            begin = -(-begin // self.size) * self.size
         while begin % self.size % LINE or begin % self.size + num_bytes > self.size:
             begin += 1
         return Span(self.next, begin, begin + num_bytes)
 
     def has_room(self, num_bytes: int) -> bool:
         span = self.next_span(num_bytes)
-        taken = set().union(*(places for _, places in self.used))
-        return not any(position % self.size in taken for position in range(span.start, span.stop))
+        taken = set().union(*(places for _, _, places in self.used))
+        return not any(position % self.size in taken for position in range(self._first(span), span.stop))
+
+    def _first(self, span: Span) -> int:
+        return span.start if self.used else span.begin
 
     def hand_out(self, span: Span) -> None:
-        self.used.append((span, {position % self.size for position in range(span.start, span.stop)}))
+        first = self._first(span)
+        self.used.append((first, span, {position % self.size for position in range(first, span.stop)}))
         self.next = span.stop
 
     def free_until(self, position: int) -> None:
         """The writer hears that all spans that end there were read."""
-        while self.used and self.used[0][0].stop <= position:
+        while self.used and self.used[0][1].stop <= position:
             self.used.popleft()
 
 
@@ -247,14 +270,14 @@ class RingsAgainstTheNaiveModel(RuleBasedStateMachine):
     @rule(position=watermarks)
     def hear(self, position: int) -> None:
         """At once, late, out of order or again."""
-        heard = self.naive.used[0][0].start if self.naive.used else self.naive.next
+        heard = self.naive.used[0][0] if self.naive.used else self.naive.next
         assert self.writing.read_until(position) is (position > heard)
         self.naive.free_until(position)
 
     @invariant()
     def as_much_is_in_use_as_was_not_heard_of(self) -> None:
         used = self.naive.used
-        assert self.writing.in_use == (self.naive.next - used[0][0].start if used else 0)
+        assert self.writing.in_use == (self.naive.next - used[0][0] if used else 0)
 
     @invariant()
     def everything_before_the_position_was_read_and_what_follows_was_not(self) -> None:
