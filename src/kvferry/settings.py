@@ -25,8 +25,8 @@ def default_workers(cpus: int) -> int:
 
 
 def default_scatter_workers(cpus: int) -> int:
-    """How many threads suit a machine to scatter: one for every eight CPUs, but at most 4."""
-    return min(max(1, cpus // 8), 4)
+    """How many threads suit a machine to scatter: one for every eight CPUs, at most 4; on a small one none of its own."""
+    return min(cpus // 8, 4)
 
 
 class Settings(BaseSettings):
@@ -68,9 +68,9 @@ class Settings(BaseSettings):
     )
     scatter_workers: int = Field(
         default_factory=lambda: default_scatter_workers(os.cpu_count() or 1),
-        ge=1,
+        ge=0,
         le=64,
-        description="Threads that put staged bytes into their pages on the decode side.",
+        description="Threads that put staged bytes into their pages on the decode side; with 0 its own thread does.",
     )
     queues: int = Field(
         4, ge=1, le=256, description="Queues that rooms are spread over; no more are used than there are workers."

@@ -94,7 +94,7 @@ class Calibration:
         )
 
     def _measure_wire(self, key: WireKey, peer: str, memory: SourceMemory, peer_memory: PeerMemory) -> PathCosts:
-        most = min(memory.ring.num_bytes, peer_memory.ring.num_bytes)
+        most = min(memory.memory.num_bytes, peer_memory.ring.num_bytes)
         bulk_bytes, few_bytes = min(_BULK_BYTES, most), min(64, most)
         bulk_s = self._bulk_s(peer, memory, peer_memory, bulk_bytes)
         few_s = self._bulk_s(peer, memory, peer_memory, few_bytes)

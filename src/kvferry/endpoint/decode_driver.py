@@ -352,8 +352,11 @@ class DecodeDriver:
         self._scatterers.submit(task)
 
     def _on_scattered(self, task: ScatterTask, error: Exception | None) -> None:
-        """From the threads that scatter."""
-        self._submit(lambda now: self._scattered(task, error, now))
+        """From the threads that scatter, or from ours."""
+        if threading.current_thread() is self._thread:
+            self._scattered(task, error, time.monotonic())
+        else:
+            self._submit(lambda now: self._scattered(task, error, now))
 
     def _scattered(self, task: ScatterTask, error: Exception | None, now: float) -> None:
         message = task.message

@@ -7,44 +7,115 @@ holds up nobody who needs another one.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.endpoint.rings import SharedRing
-from kvferry.layout import Device, Region
+from kvferry.endpoint.rings import SharedRing, Waiter
+from kvferry.layout import Region
 from kvferry.plan import ElectedRoute, Unit
 from kvferry.plan.packing import PackedPiece, Segment, SubChunk, aligned, sub_chunks
 from kvferry.protocol import messages
 from kvferry.protocol.credits import Span
 from kvferry.protocol.loads import block_loads, pack_units
-from kvferry.protocol.moves import Move
 from kvferry.protocol.sender import Write
-from kvferry.staging import Kernels, StagingMemory, allocate
+from kvferry.staging import Kernels, StagingMemory
 from kvferry.transport import Flight, Transport
+
+_FEWEST_FOR_ONE = 2  # one crosses while the next is gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Staging memory for one sub-chunk.
+
+    Attributes:
+        address: where it is.
+        receiver: whom it is for.
+    """
+
+    address: int
+    receiver: str
 
 
 class SourceMemory:
-    """Staging memory of one worker. No other worker writes to it."""
+    """Staging memory of one worker, in slots of one sub-chunk each. No other worker writes to it.
 
-    def __init__(self, memory: StagingMemory) -> None:
-        self.memory = memory
-        self.ring = SharedRing(memory.num_bytes)
-
-    def region(self, span: Span) -> Region:
-        """Where a span lies."""
-        return Region(self.memory.address + self.ring.place(span), span.num_bytes)
-
-
-def source_memory(num_bytes: int, device: Device, transport: Transport) -> SourceMemory:
-    """Takes staging memory for one worker and makes it known to the transport.
-
-    Raises:
-        TransportError: if there is not so much memory, or it cannot be registered.
+    What was given back last is taken first: it is in the processor's cache still. One receiver gets only a few slots at a
+    time, and there are more slots as long as there may be, so that one that has stopped reading holds up nobody else.
     """
-    memory = allocate(num_bytes, device)
-    transport.register([memory.region], device)
-    return SourceMemory(memory)
+
+    def __init__(self, slot_bytes: int, first: StagingMemory, grow: Callable[[], StagingMemory | None]) -> None:
+        """Args:
+        slot_bytes: of a sub-chunk.
+        first: memory to begin with.
+        grow: takes more memory; None if there must not be more.
+        """
+        # Guards all of it: a room that waits here may give up on another worker.
+        self._lock = threading.Lock()
+        self.memory = first
+        self.slot_bytes = slot_bytes
+        self._grow = grow
+        self._more: list[StagingMemory] = []
+        self._free: list[int] = []
+        self._taken: dict[str, int] = {}
+        self._waiting: dict[Waiter, str] = {}  # in the order of their coming, with the receiver that each writes to
+        self._add(first)
+        self._most_for_one = max(_FEWEST_FOR_ONE, len(self._free) // 4)
+
+    def _add(self, memory: StagingMemory) -> None:
+        count = memory.num_bytes // self.slot_bytes
+        self._free += [memory.address + index * self.slot_bytes for index in reversed(range(count))]
+
+    def take(self, receiver: str, waiter: Waiter) -> Slot | None:
+        """A slot, or None: then the waiter is woken when there is one for it, or `withdraw`s."""
+        with self._lock:
+            if self._next_to_wake() not in (None, waiter) or not self._is_within_limits(receiver):
+                self._waiting[waiter] = receiver
+                return None
+            if not self._free and (more := self._grow()) is not None:
+                self._more.append(more)
+                self._add(more)
+            if not self._free:
+                self._waiting[waiter] = receiver
+                return None
+            self._waiting.pop(waiter, None)
+            self._taken[receiver] = self._taken.get(receiver, 0) + 1
+            slot = Slot(self._free.pop(), receiver)
+            woken = self._next_to_wake()
+        if woken is not None:
+            woken.wake()
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Says that nothing reads a slot any more."""
+        with self._lock:
+            self._free.append(slot.address)
+            self._taken[slot.receiver] -= 1
+            if not self._taken[slot.receiver]:
+                del self._taken[slot.receiver]
+            woken = self._next_to_wake()
+        if woken is not None:
+            woken.wake()
+
+    def withdraw(self, waiter: Waiter) -> None:
+        """Waits no more. Whoever does not wait is ignored."""
+        with self._lock:
+            if self._waiting.pop(waiter, None) is None:
+                return
+            woken = self._next_to_wake()
+        if woken is not None:
+            woken.wake()
+
+    def _is_within_limits(self, receiver: str) -> bool:
+        return self._taken.get(receiver, 0) < self._most_for_one
+
+    def _next_to_wake(self) -> Waiter | None:
+        """Whoever waits longest of those that could have a slot now."""
+        if not self._free:
+            return None
+        return next((waiter for waiter, receiver in self._waiting.items() if self._is_within_limits(receiver)), None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +138,7 @@ class Packing:
     """What a room's staged writes to one receiver have in common.
 
     Attributes:
+        receiver: its endpoint.
         elected: what this rank sends in the room.
         packed: every piece of the pair's plan, by unit.
         kernels: copy.
@@ -77,6 +149,7 @@ class Packing:
         give_up: says that nothing will come of a span of the receiver's ring.
     """
 
+    receiver: str
     elected: Sequence[ElectedRoute]
     packed: Callable[[Unit], tuple[PackedPiece, ...]]
     kernels: Kernels
@@ -93,14 +166,16 @@ class Posted:
 
     Attributes:
         flight: of the bulk write.
-        source, span: what it keeps of this side's ring, and of the receiver's.
-        memory: whose ring the former is.
+        slot, span: what it keeps of this side's staging memory, and of the receiver's ring.
+        memory: whose slot it is.
+        num_bytes: bytes of the cache that it carries.
     """
 
     flight: Flight
-    source: Span
+    slot: Slot
     span: Span
     memory: SourceMemory
+    num_bytes: int
 
 
 class StagedWrite:
@@ -124,7 +199,7 @@ class StagedWrite:
         loads = block_loads(packing.elected, command.moves, self._packed)
         self._rest = sub_chunks(loads, packing.chunk_bytes)
         self._next = next(self._rest, None)
-        self._units: tuple[tuple[int, int, int], bytes] | None = None  # as they travel, of the last segment
+        self._units: dict[tuple[int, int, int], bytes] = {}  # as they travel: those of layer after layer are the same
 
     @property
     def next_bytes(self) -> int | None:
@@ -136,11 +211,12 @@ class StagedWrite:
         """Whether all of it is through, or what there was of it."""
         return self.next_bytes is None and self.in_flight == 0
 
-    def post(self, source: Span, memory: SourceMemory, span: Span) -> Posted:
+    def post(self, slot: Slot, memory: SourceMemory, span: Span) -> Posted:
         """Gathers the next sub-chunk and posts it.
 
         Args:
-            source, span: as many bytes as it has of this side's ring and of the receiver's.
+            slot: where to gather it, one of memory's.
+            span: as many bytes as it has of the receiver's ring.
 
         Raises:
             TransportError: if it cannot be posted; nothing is on its way then.
@@ -148,18 +224,17 @@ class StagedWrite:
         chunk = self._next
         assert chunk is not None
         self._next = next(self._rest, None)
-        region = memory.region(source)
-        self._gather(chunk, region.address)
+        self._gather(chunk, slot.address)
         packing = self._packing
         flight = packing.transport.write(
-            region,
+            Region(slot.address, chunk.num_bytes),
             self.command.receiver,
             packing.peer.address + packing.peer.ring.place(span),
             messages.encode(self._arrived(chunk, span)),
         )
         self.parts += 1
         self.in_flight += 1
-        return Posted(flight, source, span, memory)
+        return Posted(flight, slot, span, memory, sum(segment.num_bytes for segment in chunk.segments))
 
     def _gather(self, chunk: SubChunk, address: int) -> None:
         offset = 0
@@ -193,12 +268,12 @@ class StagedWrite:
         )
 
     def _units_of(self, segment: Segment) -> bytes:
-        """The segment's units as they travel: those of layer after layer are the same."""
+        """The segment's units as they travel."""
         key = segment.move, segment.first_unit, segment.stop_unit
-        if self._units is None or self._units[0] != key:
-            move: Move = self.command.moves[segment.move]
-            self._units = key, pack_units(move.destination_numbers[segment.first_unit : segment.stop_unit])
-        return self._units[1]
+        if key not in self._units:
+            move = self.command.moves[segment.move]
+            self._units[key] = pack_units(move.destination_numbers[segment.first_unit : segment.stop_unit])
+        return self._units[key]
 
 
 class StagedQueue:
@@ -212,8 +287,8 @@ class StagedQueue:
         self._wake = wake
         self._writes: deque[StagedWrite] = deque()  # the first is being posted
         self._posted: dict[int, StagedWrite] = {}  # those with parts on their way, by sequence
-        self._span: Span | None = None  # of the receiver's ring, while this side's is waited for
-        self._waits_at: SharedRing | None = None
+        self._span: Span | None = None  # of the receiver's ring, while a slot is waited for
+        self._waits_at: SharedRing | SourceMemory | None = None
 
     def wake(self) -> None:
         """It is this room's turn at a ring."""
@@ -225,7 +300,7 @@ class StagedQueue:
         self._posted[write.command.sequence] = write
 
     def post_next(self, memory: SourceMemory) -> tuple[StagedWrite, Posted | None] | None:
-        """Posts the next sub-chunk; None if there is none, or if it has to wait for its turn at a ring.
+        """Posts the next sub-chunk; None if there is none, or if it has to wait for memory.
 
         Args:
             memory: of the worker that runs the room now.
@@ -236,36 +311,43 @@ class StagedQueue:
         while self._writes and self._writes[0].next_bytes is None:
             self._writes.popleft()
         if not self._writes:
+            self._stop_waiting()  # whoever is behind must not wait for us
             return None
         write = self._writes[0]
         num_bytes = write.next_bytes
         assert num_bytes is not None
         # The receiver's memory first: what it holds up is this receiver's alone.
         if self._span is None:
-            self._span = self._reserve(self.packing.peer.ring, num_bytes)
-        source = self._reserve(memory.ring, num_bytes) if self._span is not None else None
-        if self._span is None or source is None:
+            self._span = self._reserve(num_bytes)
+        slot = self._take_slot(memory) if self._span is not None else None
+        if self._span is None or slot is None:
             return None
         span, self._span = self._span, None
         try:
-            return write, write.post(source, memory, span)
+            return write, write.post(slot, memory, span)
         except Exception as error:
-            memory.ring.release(source)
+            memory.give_back(slot)
             self.packing.give_up(span)
             write.error = error
             return write, None
 
-    def _reserve(self, ring: SharedRing, num_bytes: int) -> Span | None:
-        if self._waits_at not in (None, ring):
-            self._stop_waiting()  # woken on another worker, which has memory of its own
+    def _reserve(self, num_bytes: int) -> Span | None:
+        ring = self.packing.peer.ring
         span = ring.reserve(num_bytes, self)
         self._waits_at = ring if span is None else None
         return span
 
+    def _take_slot(self, memory: SourceMemory) -> Slot | None:
+        if self._waits_at is not memory:
+            self._stop_waiting()  # woken on another worker, which has memory of its own
+        slot = memory.take(self.packing.receiver, self)
+        self._waits_at = memory if slot is None else None
+        return slot
+
     def _stop_waiting(self) -> None:
         if self._waits_at is not None:
-            ring, self._waits_at = self._waits_at, None
-            ring.withdraw(self)
+            where, self._waits_at = self._waits_at, None
+            where.withdraw(self)
 
     @property
     def has_more(self) -> bool:

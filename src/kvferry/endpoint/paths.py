@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.endpoint.calibration import Calibration, WireKey
-from kvferry.endpoint.gathering import PeerMemory, SourceMemory, source_memory
+from kvferry.endpoint.gathering import PeerMemory, SourceMemory
 from kvferry.endpoint.rings import SharedRing
-from kvferry.errors import IncompatiblePeerError, SettingsError, TransportUnavailableError
+from kvferry.errors import IncompatiblePeerError, RegistrationError, SettingsError, TransportUnavailableError
 from kvferry.layout import RankLayout
 from kvferry.plan import Choice, ElectedRoute, PairPlan, Path, PathCosts, Unit, choose
 from kvferry.plan.packing import PackedPiece
@@ -16,7 +17,7 @@ from kvferry.protocol.loads import block_loads, load_of
 from kvferry.protocol.messages import Attach
 from kvferry.protocol.moves import Move
 from kvferry.settings import Settings
-from kvferry.staging import Kernels, kernels_for
+from kvferry.staging import Kernels, StagingMemory, allocate, kernels_for
 from kvferry.transport import PeerMetadata, Transport
 
 
@@ -95,6 +96,9 @@ class SendingStaging:
         self._transport = transport
         self._ring_bytes = int(settings.staging_ring_mib * 2**20)
         self._chunk_bytes = int(settings.staging_chunk_mib * 2**20)
+        # Guards the count below: workers take memory when they need it.
+        self._lock = threading.Lock()
+        self._taken_bytes = 0
         self._kernels: Kernels | None = None
         self._problem = ""
         forced = settings.forced_path
@@ -123,7 +127,19 @@ class SendingStaging:
         Raises:
             TransportError: if there is not so much memory, or it cannot be registered.
         """
-        return source_memory(self._ring_bytes, self._layout.device, self._transport)
+        memory = self._more_memory()
+        if memory is None:
+            raise RegistrationError("all staging memory (KVFERRY_STAGING_MEMORY_MIB) is in use")
+        return SourceMemory(self._chunk_bytes, memory, self._more_memory)
+
+    def _more_memory(self) -> StagingMemory | None:
+        with self._lock:
+            if self._taken_bytes + self._ring_bytes > self._settings.staging_memory_mib * 2**20:
+                return None
+            self._taken_bytes += self._ring_bytes
+        memory = allocate(self._ring_bytes, self._layout.device)
+        self._transport.register([memory.region], self._layout.device)
+        return memory
 
     def paths_to(self, message: Attach, plan: PairPlan, memory: Callable[[], SourceMemory]) -> PathChooser:
         """The ways to a decode rank; measures how fast they are. The transport is connected already.
@@ -156,12 +172,16 @@ class SendingStaging:
         if ring is None:
             return message.staging.problem or "the decode side offers no staging memory"
         largest = max(piece.block_bytes for piece in plan.packed_pieces(Unit.GRANULE))
-        for side, num_bytes in (("prefill", self._ring_bytes), ("decode", ring.num_bytes)):
-            if largest > num_bytes:
-                return (
-                    f"one page of one layer takes {largest} bytes, more than the {num_bytes} bytes of the {side} "
-                    "side's ring: raise KVFERRY_STAGING_RING_MIB there"
-                )
+        if largest > self._chunk_bytes:
+            return (
+                f"one page of one layer takes {largest} bytes, more than the {self._chunk_bytes} bytes of a sub-chunk: "
+                "raise KVFERRY_STAGING_CHUNK_MIB on the prefill side, and KVFERRY_STAGING_RING_MIB on both if need be"
+            )
+        if largest > ring.num_bytes:
+            return (
+                f"one page of one layer takes {largest} bytes, more than the {ring.num_bytes} bytes of the decode "
+                "side's ring: raise KVFERRY_STAGING_RING_MIB there"
+            )
         return ""
 
     def _staged(

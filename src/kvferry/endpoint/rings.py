@@ -1,11 +1,11 @@
-"""A ring of staging memory that several rooms write to, in turn."""
+"""A receiver's ring of staging memory, which several rooms of this side write to, in turn."""
 
 from __future__ import annotations
 
 import threading
 from typing import Protocol
 
-from kvferry.protocol.credits import ReadingRing, Span, WritingRing
+from kvferry.protocol.credits import Span, WritingRing
 
 
 class Waiter(Protocol):
@@ -22,10 +22,9 @@ class SharedRing:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        # Guards all of it: rooms on several workers ask, and credits come from the control thread.
+        # Guards all of it: rooms on several workers ask, and credits come to the control thread.
         self._lock = threading.Lock()
         self._writing = WritingRing(num_bytes)
-        self._reading = ReadingRing(num_bytes)  # for spans that are released one by one
         self._waiting: dict[Waiter, int] = {}  # in the order of their coming, with the bytes that each needs
 
     @property
@@ -73,13 +72,6 @@ class SharedRing:
             woken = self._next_to_wake() if is_news else None
         if woken is not None:
             woken.wake()
-
-    def release(self, span: Span) -> None:
-        """Says that one span was read, or never filled. For rings whose spans are released one by one."""
-        with self._lock:
-            self._reading.release(span)
-            position = self._reading.position
-        self.read_until(position)
 
     def _next_to_wake(self) -> Waiter | None:
         """Whoever waits longest, if there is enough for it now."""

@@ -209,7 +209,7 @@ class ScatterTask:
 
 
 class Scatterers:
-    """Threads that put what is in staging memory into its pages."""
+    """Threads that put what is in staging memory into its pages. There may be none: then whoever submits does it."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class Scatterers:
         Args:
             count: how many.
             layout: this rank's.
-            on_done: called from them with every task, once it is through, and the error that it met.
+            on_done: called with every task, once it is through, and the error that it met; from the threads, if any.
         """
         self._kernels = kernels
         self._layout = layout
@@ -244,7 +244,10 @@ class Scatterers:
 
     def submit(self, task: ScatterTask) -> None:
         """Hands a task to whichever is free."""
-        self._tasks.put(task)
+        if self._threads:
+            self._tasks.put(task)
+        else:
+            self._work(task)
 
     def close(self) -> None:
         """Ends them, once all tasks are through."""
@@ -255,13 +258,16 @@ class Scatterers:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            error: Exception | None = None
-            try:
-                if not task.room.machine.state.is_final:  # else nobody wants it any more
-                    self._scatter(task)
-            except Exception as problem:
-                error = problem
-            self._on_done(task, error)
+            self._work(task)
+
+    def _work(self, task: ScatterTask) -> None:
+        error: Exception | None = None
+        try:
+            if not task.room.machine.state.is_final:  # else nobody wants it any more
+                self._scatter(task)
+        except Exception as problem:
+            error = problem
+        self._on_done(task, error)
 
     def _scatter(self, task: ScatterTask) -> None:
         message = task.message

@@ -67,10 +67,16 @@ class PostNextPart:
 
 @dataclass(frozen=True, slots=True)
 class PartLanded:
-    """A sub-chunk is in the receiver's staging memory, or its write failed."""
+    """A sub-chunk is in the receiver's staging memory, or its write failed.
+
+    Attributes:
+        num_bytes: bytes of the cache that it carried.
+        result: the transport's report, or why the write failed.
+    """
 
     receiver: str
     sequence: int
+    num_bytes: int
     result: FlightReport | Exception
 
 
@@ -95,9 +101,9 @@ class _Account:
     post_s: float = 0.0
     transfer_s: float = 0.0
 
-    def add(self, report: FlightReport, *, descriptors: int) -> None:
+    def add(self, report: FlightReport, *, num_bytes: int, descriptors: int) -> None:
         """Counts a part that is through."""
-        self.total_bytes += report.total_bytes
+        self.total_bytes += num_bytes
         self.descriptors += descriptors
         self.post_s += report.post_s
         self.transfer_s += report.transfer_s
@@ -433,7 +439,7 @@ class SendingRoom(Actor):
             return
 
         def done(report: FlightReport) -> None:
-            account.add(report, descriptors=report.descriptors)
+            account.add(report, num_bytes=report.total_bytes, descriptors=report.descriptors)
             self._writes.append(account.record(command.receiver))
             attachment.end_write()
             self.post(WriteDone(command.receiver, command.sequence))
@@ -473,6 +479,7 @@ class SendingRoom(Actor):
             )
 
         packing = Packing(
+            receiver=receiver,
             elected=self._elected[receiver],
             packed=attachment.paths.packed,
             kernels=staged.kernels,
@@ -495,30 +502,41 @@ class SendingRoom(Actor):
         else:
             self._watch_part(queue, write, posted, worker)
         if queue.has_more:
-            self.post(PostNextPart(receiver))
+            self.post(PostNextPart(receiver))  # behind whoever else waits for a turn
 
     def _watch_part(self, queue: StagedQueue, write: StagedWrite, posted: Posted, worker: Worker) -> None:
         receiver, sequence = write.command.receiver, write.command.sequence
+        is_posting = True
+        landed: list[PartLanded] = []
 
         def done(report: FlightReport) -> None:
-            posted.memory.ring.release(posted.source)
-            self.post(PartLanded(receiver, sequence, report))
+            posted.memory.give_back(posted.slot)
+            ended(PartLanded(receiver, sequence, posted.num_bytes, report))
 
         def failed(error: Exception) -> None:
-            posted.memory.ring.release(posted.source)
+            posted.memory.give_back(posted.slot)
             queue.packing.give_up(posted.span)
-            self.post(PartLanded(receiver, sequence, error))
+            ended(PartLanded(receiver, sequence, posted.num_bytes, error))
+
+        def ended(event: PartLanded) -> None:
+            if is_posting:
+                landed.append(event)
+            else:
+                self.post(event)
 
         def broke(error: Exception) -> None:
             self.post(SenderBroke(error))
 
         worker.watch(posted.flight, done, failed, broke)
+        is_posting = False
+        for event in landed:  # at once, as on shared memory: no need for a turn of its own
+            self._part_landed(event, worker)
 
     def _part_landed(self, event: PartLanded, worker: Worker) -> None:
         receiver, sequence, result = event.receiver, event.sequence, event.result
         write = self._staged[receiver].landed(sequence, result if isinstance(result, Exception) else None)
         if isinstance(result, FlightReport):
-            self._accounts[receiver, sequence].add(result, descriptors=1)
+            self._accounts[receiver, sequence].add(result, num_bytes=event.num_bytes, descriptors=1)
             self._tell(WriteProgressed(receiver, sequence), worker)
         self._maybe_end(write, worker)
 

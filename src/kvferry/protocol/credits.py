@@ -74,6 +74,8 @@ class WritingRing:
         span = self._next(num_bytes)
         if not self._is_free(span):
             return None
+        if not self.in_use:
+            self._read = span.begin  # what is left out is in nobody's way
         self._head = span.stop
         return span
 
@@ -84,13 +86,14 @@ class WritingRing:
     def _next(self, num_bytes: int) -> Span:
         place = self._head % self.num_bytes
         skipped = aligned(place) - place  # so that what begins in large words within a span does so in memory
-        if place + skipped + num_bytes > self.num_bytes:
-            skipped = self.num_bytes - place  # a span does not wrap around
+        # A span does not wrap around; and an empty ring begins in front, where memory is in the cache still.
+        if place + skipped + num_bytes > self.num_bytes or (place and not self.in_use):
+            skipped = self.num_bytes - place
         begin = self._head + skipped
         return Span(self._head, begin, begin + num_bytes)
 
     def _is_free(self, span: Span) -> bool:
-        oldest = self._read if self.in_use else span.begin  # in an empty ring what is left out is in nobody's way
+        oldest = self._read if self.in_use else span.begin
         return span.stop - oldest <= self.num_bytes
 
     def place(self, span: Span) -> int:
