@@ -47,7 +47,7 @@ class WriterRing:
         self.plan = plan
         self._reading = ReadingRing(memory.num_bytes)
         self._packed: dict[Unit, tuple[PackedPiece, ...]] = {}
-        self._being_read = 0
+        self._being_read: set[int] = set()  # where the spans start
         self._reported = 0
 
     def packed(self, unit: Unit) -> tuple[PackedPiece, ...]:
@@ -57,23 +57,26 @@ class WriterRing:
         return self._packed[unit]
 
     def take(self, span: Span) -> bool:
-        """Begins to read a span; False if the writer cannot have been given it. For the driver's thread only."""
-        if not self._reading.can_hold(span):
+        """Begins to read a span; False if it is read already, or the writer cannot have been given it.
+
+        For the driver's thread only.
+        """
+        if span.start in self._being_read or not self._reading.can_hold(span):
             return False
-        self._being_read += 1
+        self._being_read.add(span.start)
         return True
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing of it is being read."""
-        return self._being_read == 0
+        return not self._being_read
 
     def give_back(self, span: Span) -> None:
         """Says that a span was read.
 
         The writer learns of it several times a round, and whenever nothing is left to be read: it may wait for that.
         """
-        self._being_read -= 1
+        self._being_read.discard(span.start)
         self._reading.release(span)
         position = self._reading.position
         is_due = position - self._reported >= self.memory.num_bytes // _CREDITS_A_ROUND or self.is_idle
