@@ -65,8 +65,9 @@ class SourceMemory:
         self._most_for_one = max(_FEWEST_FOR_ONE, len(self._free) // 4)
 
     def _add(self, memory: StagingMemory) -> None:
-        count = memory.num_bytes // self.slot_bytes
-        self._free += [memory.address + index * self.slot_bytes for index in reversed(range(count))]
+        step = aligned(self.slot_bytes)  # so that every slot begins where large words do
+        count = (memory.num_bytes - self.slot_bytes) // step + 1
+        self._free += [memory.address + index * step for index in reversed(range(count))]
 
     def take(self, receiver: str, waiter: Waiter) -> Slot | None:
         """A slot, or None: then the waiter is woken when there is one for it, or `withdraw`s."""

@@ -106,6 +106,7 @@ class ReceivingStaging:
         self._layout = layout
         self._transport = transport
         self._problem = ""
+        self._ring_bytes = int(settings.staging_ring_mib * 2**20)
         self._rings: dict[str, WriterRing] = {}  # by the prefill rank's endpoint
         self._earlier: dict[str, list[WriterRing]] = {}  # that may be written to until it has attached anew
         self._free: list[WriterRing] = []
@@ -135,6 +136,9 @@ class ReceivingStaging:
             self._earlier.setdefault(endpoint, []).append(self._rings.pop(endpoint))
         if not pieces or self.kernels is None:
             return Staging(path=self.path, problem=self._problem)
+        plan = PairPlan(source, self._layout, pieces)
+        if problem := self._why_too_small(plan):
+            return Staging(path=self.path, problem=problem)
         try:
             memory = self._memory()
         except KVFerryError as error:
@@ -142,7 +146,6 @@ class ReceivingStaging:
             return Staging(path=self.path, problem=str(error))
         if memory is None:
             return Staging(path=self.path, problem=self._why_no_memory())
-        plan = PairPlan(source, self._layout, pieces)
         ring = WriterRing(memory, plan, endpoint=self._transport.endpoint_name, send=send)
         self._rings[endpoint] = ring
         speed = copy_bytes_per_s(self.kernels, [piece.destination for piece in ring.packed(Unit.GRANULE)], memory)
@@ -157,13 +160,21 @@ class ReceivingStaging:
             if ring.is_idle:
                 self._free.remove(ring)
                 return ring.memory
-        num_bytes = int(self._settings.staging_ring_mib * 2**20)
-        if self._taken_bytes + num_bytes > self._settings.staging_memory_mib * 2**20:
+        if self._taken_bytes + self._ring_bytes > self._settings.staging_memory_mib * 2**20:
             return None
-        memory = allocate(num_bytes, self._layout.device)
+        memory = allocate(self._ring_bytes, self._layout.device)
         self._transport.register([memory.region], self._layout.device)
-        self._taken_bytes += num_bytes
+        self._taken_bytes += self._ring_bytes
         return memory
+
+    def _why_too_small(self, plan: PairPlan) -> str:
+        largest = max(piece.block_bytes for piece in plan.packed_pieces(Unit.GRANULE))
+        if largest <= self._ring_bytes:
+            return ""
+        return (
+            f"one page of one layer takes {largest} bytes, more than the {self._ring_bytes} bytes of the decode side's "
+            "ring: raise KVFERRY_STAGING_RING_MIB there"
+        )
 
     def _why_no_memory(self) -> str:
         return (

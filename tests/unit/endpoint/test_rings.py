@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvferry.endpoint.rings import SharedRing
 from kvferry.plan.packing import SEGMENT_ALIGNMENT
-from kvferry.protocol.credits import Span
+from kvferry.protocol.credits import ReadingRing, Span
 
 LINE = SEGMENT_ALIGNMENT
 
@@ -30,9 +30,24 @@ class Room:
             self._when_woken()
 
 
-def full_ring(num_lines: int = 4) -> tuple[SharedRing, list[Span]]:
+class RingThatIsRead(SharedRing):
+    """With its reader, who says at once up to where everything was read."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self._reader = threading.Lock()
+        self._reading = ReadingRing(num_bytes)
+
+    def release(self, span: Span) -> None:
+        with self._reader:
+            self._reading.release(span)
+            position = self._reading.position
+        self.read_until(position)
+
+
+def full_ring(num_lines: int = 4) -> tuple[RingThatIsRead, list[Span]]:
     """A ring and all its spans, of a line each."""
-    ring = SharedRing(num_lines * LINE)
+    ring = RingThatIsRead(num_lines * LINE)
     spans = [ring.reserve(LINE, Room()) for _ in range(num_lines)]
     return ring, [span for span in spans if span is not None]
 
@@ -45,7 +60,7 @@ def wokens(*rooms: Room) -> list[int]:
 
 
 def test_who_asks_for_what_is_free_gets_it_and_need_not_be_woken():
-    ring, room = SharedRing(4 * LINE), Room()
+    ring, room = RingThatIsRead(4 * LINE), Room()
     span = ring.reserve(3 * LINE, room)
     assert span == Span(0, 0, 3 * LINE)
     assert (ring.num_bytes, ring.in_use, ring.place(span)) == (4 * LINE, 3 * LINE, 0)
@@ -248,7 +263,7 @@ class RoomsAtARing(RuleBasedStateMachine):
     @initialize(lines=st.integers(1, 6))
     def begin(self, lines: int) -> None:
         self.lines = lines
-        self.ring = SharedRing(lines * LINE)
+        self.ring = RingThatIsRead(lines * LINE)
         self.rooms = [Room() for _ in range(4)]
         self.seen = [0] * 4  # how often each was woken when it last asked
         self.queue: list[tuple[int, int]] = []  # (room, lines), in the order of their coming
@@ -361,7 +376,7 @@ def run_all(*work: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rooms_on_several_threads_never_have_the_same_memory(seed: int):
-    ring, size = SharedRing(8 * LINE), 8 * LINE
+    ring, size = RingThatIsRead(8 * LINE), 8 * LINE
     memory = bytearray(size)
 
     def room(number: int) -> None:
@@ -381,7 +396,7 @@ def test_rooms_on_several_threads_never_have_the_same_memory(seed: int):
 
 
 def test_rooms_that_come_and_withdraw_on_several_threads_leave_nobody_behind():
-    ring = SharedRing(4 * LINE)
+    ring = RingThatIsRead(4 * LINE)
 
     def steady(number: int) -> None:
         draw, sleeper = random.Random(number), Sleeper(ring)

@@ -63,32 +63,26 @@ def test_a_span_that_does_not_fit_at_the_end_leaves_the_end_out():
 
 def test_what_is_left_out_counts_as_used_until_its_span_is_read():
     ring = WritingRing(4 * LINE)
-    reserved(ring, LINE)
-    reserved(ring, 2 * LINE)
-    ring.read_until(LINE)
-    assert ring.reserve(2 * LINE) is None, "one line is left at the end, and one at the front"
-    assert ring.can_reserve(LINE)
-    ring = WritingRing(4 * LINE)
     reserved(ring, 2 * LINE)
     reserved(ring, LINE)
     ring.read_until(2 * LINE)
     span = reserved(ring, 2 * LINE)
     assert (span.start, span.begin) == (3 * LINE, 4 * LINE)
     assert ring.in_use == 4 * LINE
+    assert ring.reserve(1) is None
+    ring.read_until(3 * LINE)
+    assert ring.in_use == 3 * LINE
+    assert ring.can_reserve(LINE)
+    assert not ring.can_reserve(LINE + 1), "what was left out is still before the last span"
 
 
-def test_a_ring_that_was_read_begins_in_front_and_what_it_left_out_is_free():
+def test_an_empty_ring_begins_in_front_and_what_it_leaves_out_is_in_nobodys_way():
     ring = WritingRing(4 * LINE)
-    ring.read_until(reserved(ring, LINE).stop)
+    ring.read_until(reserved(ring, 3 * LINE).stop)
     span = reserved(ring, LINE)
-    assert (span.start, span.begin) == (LINE, 4 * LINE)
+    assert (span.start, span.begin, span.stop) == (3 * LINE, 4 * LINE, 5 * LINE)
     assert ring.in_use == LINE
     assert ring.can_reserve(3 * LINE)
-    reading = ReadingRing(4 * LINE, position=LINE)
-    assert reading.can_hold(span)
-    reading.release(span)
-    assert ring.read_until(reading.position)
-    assert ring.in_use == 0
 
 
 @pytest.mark.parametrize("used", range(1, 4 * LINE, 7))
@@ -196,40 +190,43 @@ class NaiveRing:
     """Every byte by itself.
 
     Attributes:
-        used: where every span begins to count, and its places in memory, for those that the writer has not heard to be
-            read, in their order. What was left out before a span belongs to it, unless the ring was empty.
+        used: the positions of every span that the writer has not heard to be read, in their order. What was left out
+            before a span belongs to it, unless there was nothing before that could be overwritten.
         next: the position that is handed out next.
     """
 
     size: int
-    used: deque[tuple[int, Span, set[int]]] = field(default_factory=deque)
+    used: deque[range] = field(default_factory=deque)
     next: int = 0
 
     def next_span(self, num_bytes: int) -> Span:
         begin = self.next
-        if not self.used:
-            begin = -(-begin // self.size) * self.size
-        while begin % self.size % LINE or begin % self.size + num_bytes > self.size:
+        while not self._may_begin(begin % self.size, num_bytes):
             begin += 1
         return Span(self.next, begin, begin + num_bytes)
 
+    def _may_begin(self, place: int, num_bytes: int) -> bool:
+        if not self.used:
+            return place == 0
+        return place % LINE == 0 and place + num_bytes <= self.size
+
     def has_room(self, num_bytes: int) -> bool:
         span = self.next_span(num_bytes)
-        taken = set().union(*(places for _, _, places in self.used))
-        return not any(position % self.size in taken for position in range(self._first(span), span.stop))
-
-    def _first(self, span: Span) -> int:
-        return span.start if self.used else span.begin
+        taken = {position % self.size for positions in self.used for position in positions}
+        return not any(position % self.size in taken for position in range(span.start, span.stop))
 
     def hand_out(self, span: Span) -> None:
-        first = self._first(span)
-        self.used.append((first, span, {position % self.size for position in range(first, span.stop)}))
+        self.used.append(range(span.start if self.used else span.begin, span.stop))
         self.next = span.stop
 
     def free_until(self, position: int) -> None:
         """The writer hears that all spans that end there were read."""
-        while self.used and self.used[0][1].stop <= position:
+        while self.used and self.used[0].stop <= position:
             self.used.popleft()
+
+    @property
+    def in_use(self) -> int:
+        return self.next - self.used[0].start if self.used else 0
 
 
 class RingsAgainstTheNaiveModel(RuleBasedStateMachine):
@@ -270,14 +267,12 @@ class RingsAgainstTheNaiveModel(RuleBasedStateMachine):
     @rule(position=watermarks)
     def hear(self, position: int) -> None:
         """At once, late, out of order or again."""
-        heard = self.naive.used[0][0] if self.naive.used else self.naive.next
-        assert self.writing.read_until(position) is (position > heard)
+        assert self.writing.read_until(position) is (position > self.naive.next - self.naive.in_use)
         self.naive.free_until(position)
 
     @invariant()
     def as_much_is_in_use_as_was_not_heard_of(self) -> None:
-        used = self.naive.used
-        assert self.writing.in_use == (self.naive.next - used[0][0] if used else 0)
+        assert self.writing.in_use == self.naive.in_use
 
     @invariant()
     def everything_before_the_position_was_read_and_what_follows_was_not(self) -> None:
