@@ -3,7 +3,9 @@
 Blocks lie scattered over a pool that no cache holds, and every sub-chunk takes other blocks, as in a transfer. The
 copy takes consecutive bytes of the pool. Prints GB/s, the best of several rounds over all variants:
 
-    python benchmarks/staging_kernels.py [--device cuda] [--rounds 7]
+    python benchmarks/staging_kernels.py [--device cuda] [--rounds 7] [--huge-pages]
+
+A pool in huge pages is what NumPy asks the kernel for; torch does not, and scattered blocks then wait for page tables.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ SHAPES = {
 """Shapes, and bytes from a block's place to the next."""
 
 
-def variants(shape: BlockShape, step: int, sub_chunk: int, device: Device) -> dict[str, Callable[[], None]]:
+def variants(shape: BlockShape, step: int, sub_chunk: int, pool: torch.Tensor) -> dict[str, Callable[[], None]]:
     """What to time: each moves all bytes of a round, in sub-chunks."""
-    kind = "cpu" if device.kind is MemoryKind.DRAM else "cuda"
-    pool = torch.ones(POOL_BYTES, dtype=torch.uint8, device=kind)
+    kind = pool.device.type
+    device = Device(MemoryKind.DRAM if kind == "cpu" else MemoryKind.VRAM)
     memory = allocate(sub_chunk, device)
     kernels = kernels_for([Region(pool.data_ptr(), POOL_BYTES)], device)
     staged = torch.ones(sub_chunk, dtype=torch.uint8, device=kind)
@@ -91,8 +93,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--huge-pages", action="store_true")
     options = parser.parse_args()
-    device = Device(MemoryKind.DRAM if options.device == "cpu" else MemoryKind.VRAM)
+    if options.huge_pages:
+        pool = torch.from_numpy(np.ones(POOL_BYTES, np.uint8))
+    else:
+        pool = torch.ones(POOL_BYTES, dtype=torch.uint8, device=options.device)
     # The CPU's kernels never wait and use one thread: its time is what they take where no other process is in the way.
     clock = time.thread_time if options.device == "cpu" else time.perf_counter
     print(row("gather / scatter / copy, GB/s", [f"{size // 1024} KiB" for size in SUB_CHUNKS]))
@@ -100,7 +106,7 @@ def main() -> None:
     for name, (shape, step) in SHAPES.items():
         cells = []
         for sub_chunk in SUB_CHUNKS:
-            seconds = best(variants(shape, step, sub_chunk, device), options.rounds, clock)
+            seconds = best(variants(shape, step, sub_chunk, pool), options.rounds, clock)
             cells.append(" / ".join(f"{BYTES_A_ROUND / taken / 1e9:.1f}" for taken in seconds.values()))
         print(row(name, cells), flush=True)
 
