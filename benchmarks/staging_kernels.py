@@ -1,7 +1,7 @@
-"""How fast blocks are gathered into staging memory and scattered out of it, beside a plain copy of as many bytes.
+"""How fast blocks are gathered into staging memory and scattered out of it, beside plain copies of as many bytes.
 
 Blocks lie scattered over a pool that no cache holds, and every sub-chunk takes other blocks, as in a transfer. The
-copy takes consecutive bytes of the pool. Prints GB/s, the best of several rounds over all variants:
+copies, there and back, take consecutive bytes of the pool. Prints GB/s, the best of several rounds over all variants:
 
     python benchmarks/staging_kernels.py [--device cuda] [--rounds 7] [--huge-pages]
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -61,15 +62,17 @@ def variants(shape: BlockShape, step: int, sub_chunk: int, pool: torch.Tensor) -
         for some in starts:
             kernels.scatter(memory.address, some, shape)
 
-    def copy() -> None:
+    def copy(back: bool) -> None:
         for number in range(rounds):
+            here = pool[number * sub_chunk :][:sub_chunk]
+            destination, source = (here, staged) if back else (staged, here)
             if kind == "cpu":  # torch would share the copy among its threads
-                staged.numpy()[:] = pool.numpy()[number * sub_chunk :][:sub_chunk]
+                destination.numpy()[:] = source.numpy()
             else:
-                staged.copy_(pool[number * sub_chunk :][:sub_chunk])
+                destination.copy_(source)
                 torch.cuda.synchronize()
 
-    return {"gather": gather, "scatter": scatter, "copy": copy}
+    return {"gather": gather, "copy": partial(copy, False), "scatter": scatter, "copy back": partial(copy, True)}
 
 
 def best(calls: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
@@ -89,7 +92,7 @@ def row(name: str, cells: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Prints a table in Markdown: gather / scatter / copy in GB/s, for every shape and sub-chunk."""
+    """Prints a table in Markdown: GB/s of every variant, for every shape and sub-chunk."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
@@ -101,13 +104,14 @@ def main() -> None:
         pool = torch.ones(POOL_BYTES, dtype=torch.uint8, device=options.device)
     # The CPU's kernels never wait and use one thread: its time is what they take where no other process is in the way.
     clock = time.thread_time if options.device == "cpu" else time.perf_counter
-    print(row("gather / scatter / copy, GB/s", [f"{size // 1024} KiB" for size in SUB_CHUNKS]))
+    print(row("gather, copy / scatter, copy back, GB/s", [f"{size // 1024} KiB" for size in SUB_CHUNKS]))
     print(row("---", ["---"] * len(SUB_CHUNKS)))
     for name, (shape, step) in SHAPES.items():
         cells = []
         for sub_chunk in SUB_CHUNKS:
             seconds = best(variants(shape, step, sub_chunk, pool), options.rounds, clock)
-            cells.append(" / ".join(f"{BYTES_A_ROUND / taken / 1e9:.1f}" for taken in seconds.values()))
+            speeds = [f"{BYTES_A_ROUND / taken / 1e9:.1f}" for taken in seconds.values()]
+            cells.append(f"{speeds[0]}, {speeds[1]} / {speeds[2]}, {speeds[3]}")
         print(row(name, cells), flush=True)
 
 

@@ -223,7 +223,7 @@ def run(kernels: Kernels, way: str, starts: np.ndarray, shape: BlockShape, addre
 @pytest.mark.parametrize("way", ["gather", "scatter"])
 def test_other_threads_run_while_bytes_are_copied(way: str):
     # No thread is asked to make room, however long it holds the interpreter: another one runs if the copy lets it.
-    # The arithmetic on addresses does so too, now and then: 3 times in 50 where the copy does not, 35 to 50 where it does.
+    # Arithmetic on addresses does so too, now and then: 3 times in 50 where the copy does not, 35 to 50 where it does.
     tensor = np.ones(64 * MIB, np.uint8)
     kernels = kernels_for([Region(tensor.ctypes.data, tensor.size)], Device())
     shape = BlockShape(((8, 256 << 10),), 128 << 10)
