@@ -99,7 +99,8 @@ def main() -> None:
     parser.add_argument("--huge-pages", action="store_true")
     options = parser.parse_args()
     if options.huge_pages:
-        pool = torch.from_numpy(np.ones(POOL_BYTES, np.uint8))
+        storage = np.ones(POOL_BYTES + 64, np.uint8)  # where NumPy starts is no cache line's start, as torch's is
+        pool = torch.from_numpy(storage[-storage.ctypes.data % 64 :][:POOL_BYTES])
     else:
         pool = torch.ones(POOL_BYTES, dtype=torch.uint8, device=options.device)
     # The CPU's kernels never wait and use one thread: its time is what they take where no other process is in the way.
