@@ -1,9 +1,11 @@
-"""How fast blocks are gathered into staging memory and scattered out of it, beside a plain copy of as many bytes.
+"""How fast blocks are gathered into staging memory and scattered out of it, beside plain copies of as many bytes.
 
 Blocks lie scattered over a pool that no cache holds, and every sub-chunk takes other blocks, as in a transfer. The
-copy takes consecutive bytes of the pool. Prints GB/s, the best of several rounds over all variants:
+copies, there and back, take consecutive bytes of the pool. Prints GB/s, the best of several rounds over all variants:
 
-    python benchmarks/staging_kernels.py [--device cuda] [--rounds 7]
+    python benchmarks/staging_kernels.py [--device cuda] [--rounds 7] [--huge-pages]
+
+A pool in huge pages is what NumPy asks the kernel for; torch does not, and scattered blocks then wait for page tables.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -36,10 +39,10 @@ SHAPES = {
 """Shapes, and bytes from a block's place to the next."""
 
 
-def variants(shape: BlockShape, step: int, sub_chunk: int, device: Device) -> dict[str, Callable[[], None]]:
+def variants(shape: BlockShape, step: int, sub_chunk: int, pool: torch.Tensor) -> dict[str, Callable[[], None]]:
     """What to time: each moves all bytes of a round, in sub-chunks."""
-    kind = "cpu" if device.kind is MemoryKind.DRAM else "cuda"
-    pool = torch.ones(POOL_BYTES, dtype=torch.uint8, device=kind)
+    kind = pool.device.type
+    device = Device(MemoryKind.DRAM if kind == "cpu" else MemoryKind.VRAM)
     memory = allocate(sub_chunk, device)
     kernels = kernels_for([Region(pool.data_ptr(), POOL_BYTES)], device)
     staged = torch.ones(sub_chunk, dtype=torch.uint8, device=kind)
@@ -59,15 +62,17 @@ def variants(shape: BlockShape, step: int, sub_chunk: int, device: Device) -> di
         for some in starts:
             kernels.scatter(memory.address, some, shape)
 
-    def copy() -> None:
+    def copy(back: bool) -> None:
         for number in range(rounds):
+            here = pool[number * sub_chunk :][:sub_chunk]
+            destination, source = (here, staged) if back else (staged, here)
             if kind == "cpu":  # torch would share the copy among its threads
-                staged.numpy()[:] = pool.numpy()[number * sub_chunk :][:sub_chunk]
+                destination.numpy()[:] = source.numpy()
             else:
-                staged.copy_(pool[number * sub_chunk :][:sub_chunk])
+                destination.copy_(source)
                 torch.cuda.synchronize()
 
-    return {"gather": gather, "scatter": scatter, "copy": copy}
+    return {"gather": gather, "copy": partial(copy, False), "scatter": scatter, "copy back": partial(copy, True)}
 
 
 def best(calls: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
@@ -87,21 +92,27 @@ def row(name: str, cells: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Prints a table in Markdown: gather / scatter / copy in GB/s, for every shape and sub-chunk."""
+    """Prints a table in Markdown: GB/s of every variant, for every shape and sub-chunk."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--huge-pages", action="store_true")
     options = parser.parse_args()
-    device = Device(MemoryKind.DRAM if options.device == "cpu" else MemoryKind.VRAM)
+    if options.huge_pages:
+        storage = np.ones(POOL_BYTES + 64, np.uint8)  # where NumPy starts is no cache line's start, as torch's is
+        pool = torch.from_numpy(storage[-storage.ctypes.data % 64 :][:POOL_BYTES])
+    else:
+        pool = torch.ones(POOL_BYTES, dtype=torch.uint8, device=options.device)
     # The CPU's kernels never wait and use one thread: its time is what they take where no other process is in the way.
     clock = time.thread_time if options.device == "cpu" else time.perf_counter
-    print(row("gather / scatter / copy, GB/s", [f"{size // 1024} KiB" for size in SUB_CHUNKS]))
+    print(row("gather, copy / scatter, copy back, GB/s", [f"{size // 1024} KiB" for size in SUB_CHUNKS]))
     print(row("---", ["---"] * len(SUB_CHUNKS)))
     for name, (shape, step) in SHAPES.items():
         cells = []
         for sub_chunk in SUB_CHUNKS:
-            seconds = best(variants(shape, step, sub_chunk, device), options.rounds, clock)
-            cells.append(" / ".join(f"{BYTES_A_ROUND / taken / 1e9:.1f}" for taken in seconds.values()))
+            seconds = best(variants(shape, step, sub_chunk, pool), options.rounds, clock)
+            speeds = [f"{BYTES_A_ROUND / taken / 1e9:.1f}" for taken in seconds.values()]
+            cells.append(f"{speeds[0]}, {speeds[1]} / {speeds[2]}, {speeds[3]}")
         print(row(name, cells), flush=True)
 
 

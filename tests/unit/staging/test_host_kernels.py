@@ -223,18 +223,18 @@ def run(kernels: Kernels, way: str, starts: np.ndarray, shape: BlockShape, addre
 @pytest.mark.parametrize("way", ["gather", "scatter"])
 def test_other_threads_run_while_bytes_are_copied(way: str):
     # No thread is asked to make room, however long it holds the interpreter: another one runs if the copy lets it.
-    tensor = np.ones(128 * MIB, np.uint8)
+    # Arithmetic on addresses does so too, now and then: 3 times in 50 where the copy does not, 35 to 50 where it does.
+    tensor = np.ones(64 * MIB, np.uint8)
     kernels = kernels_for([Region(tensor.ctypes.data, tensor.size)], Device())
-    shape = BlockShape(((16, 128 << 10),), 64 << 10)
-    starts = np.arange(64, dtype=np.int64) * (2 * MIB) + tensor.ctypes.data
-    memory = allocate(64 * MIB, Device())
+    shape = BlockShape(((8, 256 << 10),), 128 << 10)
+    starts = np.arange(32, dtype=np.int64) * (2 * MIB) + tensor.ctypes.data
+    memory = allocate(32 * MIB, Device())
     run(kernels, way, starts, shape, memory.address)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     try:
-        assert any(
-            another_thread_runs_during(lambda: run(kernels, way, starts, shape, memory.address)) for _ in range(50)
-        )
+        ran = [another_thread_runs_during(lambda: run(kernels, way, starts, shape, memory.address)) for _ in range(50)]
+        assert sum(ran) >= 10, "not while bytes move, but beside that at most"
         assert not another_thread_runs_during(lambda: sum(range(1_000_000))), "this test sees nothing"
     finally:
         sys.setswitchinterval(interval)
