@@ -73,7 +73,7 @@ def test_every_byte_arrives_and_every_figure_is_there(flags: str):
 
 
 def test_cases_share_processes_and_a_steady_load_is_checked():
-    shown = result("--page-size", "1,16", "--pages", "both", "--variants", "auto,synchronous", "--passes", "4")
+    shown = result("--page-size", "1,16", "--pages", "both", "--variants", "auto,synchronous", "--passes", "3")
     assert [(case["prefill_page_tokens"], case["pages"], case["variant"]) for case in shown["cases"]] == [
         (page_tokens, pages, variant)
         for page_tokens in (1, 16)

@@ -216,7 +216,7 @@ def test_the_block_of_a_case_is_what_lies_together_on_both_sides():
     assert block_bytes(options(prefill_tp=1, decode_layout="hnd")) == token // 4
 
 
-def test_every_pass_reads_what_no_pass_before_put_there():
+def test_every_pass_reads_what_the_pass_before_did_not_put_there():
     shape = options(requests=3, in_flight=2, passes=3)
     sources = [[shape.source_of(number) for number in range(first, first + 3)] for first in (0, 3, 6)]
     assert [sorted(each) for each in sources] == [[0, 1, 2]] * 3

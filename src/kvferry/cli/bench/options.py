@@ -157,7 +157,7 @@ class BenchOptions:
     def source_of(self, transfer: int) -> int:
         """The request whose pages a transfer is read from; those that it goes to are the next in turn.
 
-        Another one in every pass, so that what an earlier pass left behind is not what belongs there.
+        Another one in every pass, so that what the pass before left behind is not what belongs there.
         """
         return (transfer + transfer // self.requests) % self.requests
 
