@@ -7,7 +7,7 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 DEMO_FLAGS ?=
 
-.PHONY: help demo test test-gpu check format docs bench clean
+.PHONY: help demo test test-gpu check format docs bench bench-memory bench-gpu clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -16,7 +16,9 @@ help:
 	@echo "make check   set up, then check style and types"
 	@echo "make format  let the tools fix style"
 	@echo "make docs    write what the documents say about the code from the code"
-	@echo "make bench   set up, then measure what the README claims"
+	@echo "make bench   set up, then measure the standard set and write docs/benchmarks.md"
+	@echo "make bench-memory  set up, then see whether memory grows over 100,000 transfers"
+	@echo "make bench-gpu     the standard set on one GPU, with the Python that is there"
 	@echo "make clean   remove the environment and all caches"
 
 $(INSTALLED): pyproject.toml
@@ -53,8 +55,14 @@ docs: $(INSTALLED)
 	$(VENV)/bin/python docs/generate.py
 
 bench: $(INSTALLED)
-	$(VENV)/bin/python benchmarks/submit.py
-	$(VENV)/bin/python benchmarks/idle.py
+	$(VENV)/bin/python -m benchmarks.standard
+
+bench-memory: $(INSTALLED)
+	$(VENV)/bin/python benchmarks/memory_growth.py
+
+# Installs nothing: machines with a GPU may have no network. What $(PYTHON) has must do.
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) -m benchmarks.standard --device cuda
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -18,6 +19,14 @@ pytest.importorskip("nixl_cu13")
 
 SMALL = ("--preset", "small", "--tokens", "70", "--requests", "3", "--in-flight", "2", "--repetitions", "1")
 CASE_S = 90
+
+
+def has_cuda() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def bench(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -45,16 +54,34 @@ def result(*flags: str) -> dict[str, Any]:
 def test_every_byte_arrives_and_every_figure_is_there(flags: str):
     shown = result(*flags.split())
     assert shown["exact"] is True
-    assert [case["variant"] for case in shown["cases"]] == ["direct", "synchronous"]
-    for case in shown["cases"]:
+    assert [case["variant"] for case in shown["cases"]] == ["synchronous", "direct", "staged", "auto"]
+    went = [case for case in shown["cases"] if case["refused"] is None]
+    assert {"synchronous", "direct", "auto"} <= {case["variant"] for case in went}
+    for case in went:
         assert case["exact"] is True
         assert case["bytes_checked"] > case["bytes_per_request"] > 0
-        assert case["path"] == "direct"
+        assert case["path"] in ("direct", "staged", "mixed")
+        assert case["why"]
         assert case["descriptors"] > 0
         assert 0 < case["latency_ms"]["p50"] <= case["latency_ms"]["p95"] <= case["latency_ms"]["p99"]
         assert 0 < case["submit_us"]["p50"] <= case["submit_us"]["p99"]
         for name in ("gb_per_s", "bulk_gb_per_s", "memory_copy_gb_per_s", "efficiency", "cpu_s_per_gb"):
             assert case[name] > 0, name
+    by_variant = {case["variant"]: case for case in went}
+    assert by_variant["synchronous"]["path"] == by_variant["direct"]["path"] == "direct"
+    assert by_variant["direct"]["ratio_to_direct"] == 1.0
+
+
+def test_cases_share_processes_and_a_steady_load_is_checked():
+    shown = result("--page-size", "1,16", "--pages", "both", "--variants", "auto,synchronous", "--passes", "3")
+    assert [(case["prefill_page_tokens"], case["pages"], case["variant"]) for case in shown["cases"]] == [
+        (page_tokens, pages, variant)
+        for page_tokens in (1, 16)
+        for pages in ("scattered", "contiguous")
+        for variant in ("synchronous", "auto")
+    ]
+    assert shown["exact"] is True
+    assert all(case["ratio_to_direct"] is None for case in shown["cases"])
 
 
 def test_a_wrong_byte_is_seen():
@@ -62,7 +89,8 @@ def test_a_wrong_byte_is_seen():
     assert run.returncode == 1, run.stderr
     shown = json.loads(run.stdout)
     assert shown["exact"] is False
-    assert all(case["bytes_wrong"] == 2 for case in shown["cases"])  # of two repetitions each, one untimed
+    went = [case for case in shown["cases"] if case["refused"] is None]
+    assert all(case["bytes_wrong"] == 2 for case in went)  # of two repetitions each, one untimed
 
 
 def test_cases_are_drawn(tmp_path: Path):
@@ -79,7 +107,9 @@ def test_cases_are_drawn(tmp_path: Path):
         (("--requests", "100000000"), "GiB is available"),
         (("--preset", "huge"), "--preset 'huge'"),
         (("--plot", "bench.txt"), "--plot bench.txt"),
-        (("--device", "cuda"), "--device cuda"),
+        (("--variants", "fast"), "--variants 'fast': 'fast' is none"),
+        (("--prefill-tp", "0"), "--prefill-tp 0: it must be at least 1"),
+        (("--role", "decode"), "--role decode needs --registry URL"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(flags: tuple[str, ...], said: str):
@@ -87,6 +117,21 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(flags: tuple[str, ...], said
     assert run.returncode == 2
     assert said in " ".join(run.stderr.split())
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.skipif(has_cuda(), reason="there is a GPU here")
+def test_a_gpu_is_asked_for_where_there_is_none():
+    run = bench("--device", "cuda")
+    assert run.returncode == 2
+    assert "--device cuda: a GPU was asked for" in " ".join(run.stderr.split())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_cuda(), reason="no GPU here")
+def test_every_byte_arrives_in_the_memory_of_a_gpu():
+    shown = result("--device", "cuda", "--prefill-tp", "2", "--decode-layout", "hnd")
+    assert shown["device"] == "cuda"
+    assert shown["exact"] is True
 
 
 def test_a_rank_that_dies_ends_the_run_and_leaves_nobody_behind():

@@ -229,7 +229,12 @@ def bench(
     config: Annotated[
         Path | None, typer.Option(help="A model's config.json, or a description by hand, instead of --preset.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where the caches lie: cpu.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Where the caches lie: cpu, or cuda for one GPU, which needs torch.")
+    ] = "cpu",
+    variants: Annotated[
+        str, typer.Option(help="What is measured: some of synchronous, direct, staged and auto, separated by commas.")
+    ] = "synchronous,direct,staged,auto",
     prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the prefill engine.")] = 1,
     decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the decode engine.")] = 1,
     page_size: Annotated[str, typer.Option(help="Tokens in a page; several, such as 1,16,64, are a case each.")] = "16",
@@ -241,12 +246,22 @@ def bench(
     ] = "scattered",
     tokens: Annotated[int, typer.Option(help="Tokens of a request.")] = 2048,
     chunks: Annotated[int, typer.Option(help="Chunks that a request is submitted in.")] = 1,
-    requests: Annotated[int, typer.Option(help="Requests in a repetition, each with memory of its own.")] = 4,
+    requests: Annotated[int, typer.Option(help="Requests with memory of their own.")] = 4,
+    passes: Annotated[
+        int, typer.Option(help="How often a repetition goes over the memory of its requests: more, for a steady load.")
+    ] = 1,
     in_flight: Annotated[int, typer.Option(help="Requests submitted and not yet sent at a time.")] = 4,
     repetitions: Annotated[int, typer.Option(help="Rounds, in each of which every variant has a turn.")] = 3,
     seconds: Annotated[float, typer.Option(help="Begin further rounds for so long.")] = 0.0,
     nixl_threads: Annotated[
         int | None, typer.Option(help="NIXL's worker threads of every endpoint [KVFERRY_NIXL_THREADS].")
+    ] = None,
+    role: Annotated[
+        str, typer.Option(help="Which side runs here: both, or prefill or decode, with the other one elsewhere.")
+    ] = "both",
+    registry: Annotated[
+        str | None,
+        typer.Option(help="Where a registry answers, by which the sides find each other [KVFERRY_REGISTRY_URL]."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw latencies and throughput: a .svg, .png or .pdf.")] = None,
     plant_wrong_byte: Annotated[
@@ -254,13 +269,16 @@ def bench(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Measure how fast caches move between processes of this machine, beside what the machine can do at best.
+    """Measure how fast caches move between processes, beside what the machine can do at best.
 
-    Every rank is a process with its own pool. In the same run, in turn: the direct path, the same with submits that
-    wait, a bulk write of the same bytes, and a copy in memory. Every byte of every run is checked. The exit code is 0
-    only if all were right.
+    Every rank is a process with its own pool. In the same run, in turn: submits that wait, the direct path, the staged
+    one, the one that kvferry chooses, a bulk write of the same bytes, and a copy in memory. Every byte of every run is
+    checked. The exit code is 0 only if all were right.
+
+    On two machines, run it on both with the same options, one with --role prefill and one with --role decode, which
+    shows the figures; --registry says where both find a running `kvferry registry`.
     """
-    from kvferry.cli.bench.run import Typed, run
+    from kvferry.cli.bench.run import Typed, checked_place, run
 
     typed = Typed(
         preset=preset,
@@ -273,14 +291,16 @@ def bench(
         prefill_layout=prefill_layout,
         decode_layout=decode_layout,
         pages=pages,
+        variants=variants,
         tokens=tokens,
         chunks=chunks,
         requests=requests,
+        passes=passes,
         in_flight=in_flight,
         repetitions=repetitions,
         seconds=seconds,
         nixl_threads=nixl_threads,
         plant_wrong_byte=plant_wrong_byte,
     )
-    if not run(typed, picture=plot, wants_json=json):
+    if not run(typed, checked_place(role, registry), picture=plot, wants_json=json):
         raise typer.Exit(FAILED)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from kvferry.cli.bench import memory
-from kvferry.cli.bench.options import PRESETS, BenchOptions, preset_model
-from kvferry.cli.bench.pool import Pool, pool_bytes
-from kvferry.cli.bench.run import Typed, prepare, run
+from kvferry.cli.bench.options import PRESETS, VARIANTS, BenchOptions, preset_model
+from kvferry.cli.bench.pool import Pool, block_bytes, pool_bytes, storage_bytes
+from kvferry.cli.bench.run import Place, Typed, checked_place, prepare, run
+from kvferry.cli.bench.storage import allocate
 from kvferry.errors import ConfigurationError, ModelError, SettingsError
+from kvferry.layout import Device, MemoryKind
 
 TYPED = Typed(
     preset="small",
@@ -26,9 +28,11 @@ TYPED = Typed(
     prefill_layout="nhd",
     decode_layout="nhd",
     pages="scattered",
+    variants="synchronous,direct,staged,auto",
     tokens=64,
     chunks=1,
     requests=2,
+    passes=1,
     in_flight=1,
     repetitions=1,
     seconds=0.0,
@@ -89,7 +93,13 @@ def test_a_models_configuration_takes_the_presets_place():
         ({"seconds": -1.0}, "--seconds -1"),
         ({"chunks": 5}, "--chunks 5: 64 tokens have only 4 pages of 16"),
         ({"device": "tpu"}, "--device 'tpu': it is cpu or cuda"),
-        ({"device": "cuda"}, "--device cuda"),
+        ({"device": "cuda"}, "--device cuda: a GPU was asked for"),
+        ({"variants": "direct,fast"}, "--variants 'direct,fast': 'fast' is none; there are synchronous, direct"),
+        ({"variants": ""}, "--variants ''"),
+        ({"passes": 0}, "--passes 0"),
+        ({"passes": 2, "in_flight": 2}, "--passes 2 with --requests 2"),
+        ({"prefill_tp": 0}, "--prefill-tp 0"),
+        ({"decode_tp": -1}, "--decode-tp -1"),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_options_name(changes: dict[str, Any], said: str):
@@ -108,17 +118,109 @@ def test_the_estimate_is_what_is_allocated(changes: dict[str, Any]):
     for side in shape.sides:
         for coordinates in side.coordinates:
             estimated = pool_bytes(shape, side, coordinates)
-            allocated = Pool(shape, side, coordinates).memory.nbytes
-            assert 0 <= estimated - allocated <= 4096
+            pool = Pool(shape, side, coordinates, allocate(estimated, shape.device))
+            assert pool.host.nbytes == estimated
+            regions = pool.layout.regions()
+            assert min(region.address for region in regions) == pool.storage.address
+            assert 0 <= pool.storage.region.stop - max(region.stop for region in regions) < 4096
+
+
+def test_cases_that_follow_each_other_share_the_largest_memory():
+    planned = prepare(dataclasses.replace(TYPED, page_size="1,48", pages="both", decode_page_size=16))
+    (rank,) = planned[0].decode.coordinates
+    sizes = [pool_bytes(shape, shape.decode, rank) for shape in planned]
+    assert storage_bytes(planned, "decode", rank) == max(sizes)
+    ranks = planned[0].prefill.coordinates
+    sizes = [pool_bytes(shape, shape.prefill, ranks[0]) for shape in planned]
+    assert storage_bytes(planned, "prefill", ranks[0]) == max(sizes) > min(sizes)
 
 
 def test_a_shape_that_does_not_fit_is_refused_with_both_numbers():
     shape = options()
-    needed = memory.needed_bytes(shape)
-    memory.check_fits(shape, needed)
-    memory.check_fits(shape, None)
-    with pytest.raises(SettingsError, match=r"need 0\.59 GiB in 3 processes, and 0\.50 GiB is available"):
-        memory.check_fits(shape, 1 << 29)
+    needed = memory.needed(shape, shape.sides)
+    assert needed.gpu == 0
+    memory.check_fits(shape, shape.sides, needed.main)
+    memory.check_fits(shape, shape.sides, None)
+    with pytest.raises(SettingsError, match=r"need 0\.\d\d GiB in 3 processes, and 0\.50 GiB is available"):
+        memory.check_fits(shape, shape.sides, 1 << 29)
+
+
+def test_only_the_sides_that_run_here_need_memory_here():
+    shape = options()
+    both, decode = memory.needed(shape, shape.sides).main, memory.needed(shape, [shape.decode]).main
+    assert decode == both - memory.needed(shape, [shape.prefill]).main
+    memory.check_fits(shape, [shape.decode], decode)
+    with pytest.raises(SettingsError, match="in 1 processes"):
+        memory.check_fits(shape, [shape.decode], decode - 1)
+
+
+def test_staging_memory_is_counted_for_every_variant_that_may_take_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVFERRY_WORKERS", "3")
+    monkeypatch.setenv("KVFERRY_STAGING_RING_MIB", "16")
+    direct, staged = options(variants="synchronous,direct"), options(variants="staged")
+    everything = options(variants=",".join(VARIANTS))
+    assert memory.staging_bytes(direct, direct.prefill) == memory.staging_bytes(direct, direct.decode) == 0
+    assert memory.staging_bytes(staged, staged.prefill) == 3 * 16 << 20  # a ring for every worker
+    assert memory.staging_bytes(staged, staged.decode) == 2 * 16 << 20  # a ring for every prefill rank
+    assert memory.staging_bytes(everything, everything.prefill) == 2 * 3 * 16 << 20
+    without = memory.needed(direct, direct.sides).main
+    assert memory.needed(staged, staged.sides).main - without == (2 * 3 + 2) * 16 << 20
+    monkeypatch.setenv("KVFERRY_STAGING_MEMORY_MIB", "20")
+    assert memory.staging_bytes(staged, staged.prefill) == 20 << 20
+
+
+def test_a_gpus_memory_is_counted_apart():
+    shape = dataclasses.replace(options(), device=Device(MemoryKind.VRAM))
+    pools = sum(pool_bytes(shape, side, rank) for side in shape.sides for rank in side.coordinates)
+    staging = sum(side.tp_size * memory.staging_bytes(shape, side) for side in shape.sides)
+    needed = memory.needed(shape, shape.sides)
+    assert needed.gpu == pools + staging + 3 * memory.GPU_CONTEXT_BYTES
+    assert needed.main == pools + 3 * memory.GPU_PROCESS_BYTES
+    memory.check_fits(shape, shape.sides, needed.main, needed.gpu)
+    with pytest.raises(SettingsError, match="of the GPU's memory in 3 processes"):
+        memory.check_fits(shape, shape.sides, needed.main, needed.gpu - 1)
+
+
+@pytest.mark.parametrize(
+    ("role", "registry", "said"),
+    [("both sides", None, "--role 'both sides'"), ("prefill", None, "--role prefill needs --registry URL")],
+)
+def test_roles_that_cannot_be_are_refused(role: str, registry: str | None, said: str):
+    with pytest.raises(SettingsError, match="^" + re.escape(said)):
+        checked_place(role, registry)
+
+
+def test_the_registry_of_a_side_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVFERRY_REGISTRY_URL", "http://127.0.0.1:1")
+    assert checked_place("decode", None) == Place("decode", "http://127.0.0.1:1")
+    assert checked_place("decode", "http://127.0.0.1:2").registry_url == "http://127.0.0.1:2"
+    assert checked_place("both", None) == Place("both", None)
+
+
+def test_the_prefill_side_shows_nothing():
+    with pytest.raises(SettingsError, match="the decode side shows"):
+        run(TYPED, Place("prefill", "http://127.0.0.1:1"), picture=None, wants_json=True)
+
+
+def test_variants_keep_the_order_in_which_they_are_measured():
+    assert options(variants=" auto, direct,auto").variants == ("direct", "auto")
+
+
+def test_the_block_of_a_case_is_what_lies_together_on_both_sides():
+    token = 4 * 64 * 2  # four heads of a layer
+    assert block_bytes(options(prefill_tp=1)) == 16 * token
+    assert block_bytes(options(prefill_tp=1, page_size="1")) == token
+    assert block_bytes(options(prefill_tp=1, pages="contiguous")) == 64 * token
+    assert block_bytes(options(prefill_tp=2)) == token // 2
+    assert block_bytes(options(prefill_tp=2, prefill_layout="hnd", decode_layout="hnd")) == 16 * token // 2
+    assert block_bytes(options(prefill_tp=1, decode_layout="hnd")) == token // 4
+
+
+def test_every_pass_reads_what_the_pass_before_did_not_put_there():
+    shape = options(requests=3, in_flight=2, passes=3)
+    sources = [[shape.source_of(number) for number in range(first, first + 3)] for first in (0, 3, 6)]
+    assert [sorted(each) for each in sources] == [[0, 1, 2]] * 3
+    assert all(len(set(slot)) == 3 for slot in zip(*sources, strict=True))
 
 
 def test_a_shape_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch):
@@ -127,7 +229,7 @@ def test_a_shape_is_refused_before_anything_is_allocated(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("kvferry.cli.bench.run.measure", fail)
     with pytest.raises(SettingsError, match="is available"):
-        run(dataclasses.replace(TYPED, requests=100_000_000), picture=None, wants_json=True)
+        run(dataclasses.replace(TYPED, requests=100_000_000), Place("both", None), picture=None, wants_json=True)
 
 
 def test_available_memory_is_known_here():
@@ -149,8 +251,8 @@ def test_a_limit_of_the_process_group_counts(tmp_path: Path, monkeypatch: pytest
     assert unlimited > 4000
 
 
-def test_the_help_of_the_command_knows_every_preset():
+def test_the_help_of_the_command_knows_every_preset_and_variant():
     from kvferry.cli.app import bench
 
-    shown = repr(bench.__annotations__["preset"])
-    assert all(name in shown for name in PRESETS)
+    assert all(name in repr(bench.__annotations__["preset"]) for name in PRESETS)
+    assert all(name in repr(bench.__annotations__["variants"]) for name in VARIANTS)

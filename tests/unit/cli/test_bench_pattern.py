@@ -10,14 +10,28 @@ import pytest
 from tests.unit.cli.test_bench_options import options
 
 from kvferry.cli.bench import pattern
-from kvferry.cli.bench.options import BenchOptions, Model
-from kvferry.cli.bench.pool import POISON, Pool
-from kvferry.layout import Axis, Component, ShardedComponent, default_group, state_component
+from kvferry.cli.bench.options import BenchOptions, Model, checked_device
+from kvferry.cli.bench.pool import POISON, Pool, pool_bytes
+from kvferry.cli.bench.storage import TorchStorage, allocate
+from kvferry.layout import (
+    Axis,
+    Component,
+    Device,
+    RankCoordinates,
+    ShardedComponent,
+    default_group,
+    state_component,
+)
+
+
+def made(shape: BenchOptions, rank: RankCoordinates) -> Pool:
+    """The pool of a decode rank."""
+    return Pool(shape, shape.decode, rank, allocate(pool_bytes(shape, shape.decode, rank), shape.device))
 
 
 def written(shape: BenchOptions) -> Pool:
     """The pool of the only decode rank, as a perfect transfer leaves it."""
-    pool = Pool(shape, shape.decode, shape.decode.coordinates[0])
+    pool = made(shape, shape.decode.coordinates[0])
     pattern.write(pool, shape)
     return pool
 
@@ -42,15 +56,15 @@ def test_what_was_written_is_found_and_nothing_else(changes: dict[str, Any], tok
 def test_every_single_wrong_byte_is_seen():
     shape = options(tokens=4, page_size="2", requests=1)
     pool = written(shape)
-    address = pool.memory.ctypes.data
+    address = pool.storage.address
     places = [
         place for region in pool.layout.regions() for place in range(region.address - address, region.stop - address)
     ]
     assert len(places) == 4 * 2 * 3 * 2 * 4 * 64 * 2  # with a page of no request
     for place in np.random.default_rng(0).permutation(places)[:400]:
-        pool.memory[place] ^= 0x10
+        pool.host[place] ^= 0x10
         assert wrong_bytes(pool, shape) == 1
-        pool.memory[place] ^= 0x10
+        pool.host[place] ^= 0x10
 
 
 def test_the_first_wrong_byte_is_named():
@@ -99,7 +113,7 @@ def test_ranks_agree_on_what_an_element_is(tp_size: int):
     whole_keys = whole.layer(whole.layout.shards[0], 1, 8)[whole.pages("kv", 1)]
     parts = []
     for coordinates in shape.decode.coordinates:
-        pool = Pool(shape, shape.decode, coordinates)
+        pool = made(shape, coordinates)
         pattern.write(pool, shape)
         parts.append(pool.layer(pool.layout.shards[0], 1, 8)[pool.pages("kv", 1)])
     assert np.array_equal(np.concatenate(parts, axis=2), whole_keys)
@@ -125,3 +139,73 @@ def test_states_and_windows_and_odd_widths_are_checked():
     assert wrong_bytes(pool, shape) == 2
     pool.layer(pool.layout.shards[1], 1, 1)[window_pages[0], 11, 4] ^= 1  # before the window: need not arrive
     assert wrong_bytes(pool, shape) == 2
+
+
+def test_several_threads_find_and_write_the_same():
+    shape = options(requests=3)
+    pool = written(shape)
+    alone = pool.host.copy()
+    pool.poison()
+    pattern.write(pool, shape, threads=4)
+    assert np.array_equal(pool.host, alone)
+    pattern.damage(pool, shape)
+    assert pattern.check(pool, shape, threads=4) == pattern.check(pool, shape)
+
+
+def test_after_several_passes_only_what_the_last_one_brought_is_right():
+    shape = options(requests=3, in_flight=2)
+    pool = written(shape)
+    assert pattern.check(pool, shape, passes=1).wrong_bytes == 0
+    assert pattern.check(pool, shape, passes=2).wrong_bytes > 0.9 * 3 * 64 * 4 * 2 * 4 * 64 * 2
+    rank = shape.decode.coordinates[0]
+    moved = made(shape, rank)
+    for shard, other in zip(pool.layout.shards, moved.layout.shards, strict=True):
+        for layer in range(4):
+            for transfer in range(6):
+                to = moved.pages("kv", transfer % 3)
+                moved.layer(other, layer, 8)[to] = pool.layer(shard, layer, 8)[
+                    pool.pages("kv", shape.source_of(transfer))
+                ]
+    assert pattern.check(moved, shape, passes=2).wrong_bytes == 0
+
+
+def test_memory_of_a_device_is_filled_and_checked_by_way_of_a_copy():
+    torch = pytest.importorskip("torch")
+    shape = options()
+    rank = shape.decode.coordinates[0]
+    size = pool_bytes(shape, shape.decode, rank)
+    storage = TorchStorage(size + 8192, Device(), "cpu")  # torch knows main memory as a device, too
+    pool = Pool(shape, shape.decode, rank, storage)
+    on_device = storage._tensor.numpy()
+    assert storage.address == storage._tensor.data_ptr() != storage.host.ctypes.data
+    assert storage.address % 4096 == 0
+    assert (on_device[:size] == POISON).all()
+    pattern.write(pool, shape)
+    assert np.array_equal(on_device[:size], pool.host)
+    for region in pool.layout.regions():
+        assert storage.address <= region.address < region.stop <= storage.address + size
+    pool.poison()
+    pool.fetch()
+    assert wrong_bytes(pool, shape) > 0
+    pattern.write(pool, shape)
+    storage._tensor[: size // 2].fill_(1)  # as a transfer would
+    assert wrong_bytes(pool, shape) == 0  # what is here is a copy from before
+    pool.fetch()
+    assert wrong_bytes(pool, shape) > 0
+    assert storage.copy_seconds(4096) > 0
+    assert torch.equal(storage._tensor[-4096:], storage._tensor[:4096])
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_is_filled_and_checked_by_way_of_a_copy():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    shape = replace(options(), device=checked_device("cuda"))
+    pool = written(shape)
+    assert {shard.device for shard in pool.layout.shards} == {shape.device}
+    pool.fetch()
+    assert wrong_bytes(pool, shape) == 0
+    pool.poison()
+    pool.fetch()
+    assert wrong_bytes(pool, shape) > 0

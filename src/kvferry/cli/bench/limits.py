@@ -1,29 +1,22 @@
-"""What the machine can do at best: the same bytes between the same processes in bulk, and copied in memory."""
+"""What the machine can do at best: the same bytes between the same memories of the same processes, in bulk."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvferry.layout import Device, Region
+from kvferry.cli.bench.commands import BulkTimes, Target
+from kvferry.cli.bench.storage import Storage
+from kvferry.layout import Device
 from kvferry.transport import NixlTransport
 from kvferry.transport.base import PeerMetadata, PreparedList
 
 BLOCK_BYTES = 128 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class BulkTimes:
-    """When one rank's bulk writes began and ended, by the machine's steady clock, and their bytes."""
-
-    started_at: float
-    ended_at: float
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,9 +36,9 @@ class _BulkWrite:
 class BulkReceiver:
     """Where bulk writes go: the rank's own memory, which is poisoned again before it is used otherwise."""
 
-    def __init__(self, memory: NDArray[np.uint8], rank: int) -> None:
+    def __init__(self, storage: Storage, rank: int) -> None:
         self._transport = NixlTransport(f"bench-bulk-decode-{rank}-{secrets.token_hex(8)}")
-        self._transport.register([_region(memory)], Device())
+        self._transport.register([storage.region], storage.device)
         self.metadata = self._transport.metadata()
 
     def close(self) -> None:
@@ -58,29 +51,31 @@ class BulkSender:
 
     def __init__(
         self,
-        memory: NDArray[np.uint8],
-        targets: tuple[tuple[bytes, int, tuple[int, ...]], ...],
+        storage: Storage,
+        targets: Sequence[Target],
         rank: int,
         nixl_threads: int,
     ) -> None:
         """Args:
-        targets: for every receiver its metadata, where in its memory to begin, and the bytes of every write.
+        targets: where to write, for every receiver.
         nixl_threads: NIXL's worker threads; 0 takes one for every processor.
         """
         threads = nixl_threads or os.cpu_count() or 1
         self._transport = NixlTransport(
             f"bench-bulk-prefill-{rank}-{secrets.token_hex(8)}", backend_parameters={"num_threads": str(threads)}
         )
-        self._transport.register([_region(memory)], Device())
+        self._transport.register([storage.region], storage.device)
+        self._device = storage.device
         self._writes: list[_BulkWrite] = []
-        source = memory.ctypes.data
-        for metadata, offset, lengths in targets:
-            peer = self._transport.connect(metadata)
-            target = _first_address(metadata) + offset
-            for length in lengths:
-                self._writes.append(self._prepare(peer, source, target, length))
+        source = storage.address
+        for each in targets:
+            peer = self._transport.connect(each.metadata)
+            target = PeerMetadata.decode(each.metadata)
+            address = target.regions[0].address + each.offset
+            for length in each.lengths:
+                self._writes.append(self._prepare(peer, target.device, source, address, length))
                 source += length
-                target += length
+                address += length
 
     def write(self, is_in_blocks: bool, timeout_s: float) -> BulkTimes:
         """Writes everything, one after the other: the machine is busy with one.
@@ -105,32 +100,13 @@ class BulkSender:
         """Gives everything back."""
         self._transport.close()
 
-    def _prepare(self, peer: str, source: int, target: int, length: int) -> _BulkWrite:
-        def lists(row_of: list[list[tuple[int, int, int, int, int]]]) -> tuple[PreparedList, PreparedList]:
-            local, remote = (np.array(rows, np.uint64) for rows in row_of)
-            return self._transport.prepare(local, None), self._transport.prepare(remote, peer)
-
+    def _prepare(self, peer: str, peer_device: Device, source: int, target: int, length: int) -> _BulkWrite:
+        sides = ((None, self._device.index, source), (peer, peer_device.index, target))
         count, rest = divmod(length, BLOCK_BYTES)
-        whole = [[(start, length, 0, length, 1)] for start in (source, target)]
-        blocks: list[list[tuple[int, int, int, int, int]]] = []
-        for start in (source, target):
-            rows = [(start, BLOCK_BYTES, 0, BLOCK_BYTES, count)] if count else []
-            rows += [(start + count * BLOCK_BYTES, rest, 0, rest, 1)] if rest else []
-            blocks.append(rows)
-        return _BulkWrite(length, lists(whole), lists(blocks))
-
-
-def copy_seconds(memory: NDArray[np.uint8], num_bytes: int) -> float:
-    """Seconds for each byte of a copy from one half of a memory to the other."""
-    length = min(num_bytes, len(memory) // 2)
-    started = time.perf_counter()
-    np.copyto(memory[len(memory) - length :], memory[:length])
-    return (time.perf_counter() - started) / length
-
-
-def _region(memory: NDArray[np.uint8]) -> Region:
-    return Region(memory.ctypes.data, memory.nbytes)
-
-
-def _first_address(metadata: bytes) -> int:
-    return PeerMetadata.decode(metadata).regions[0].address
+        whole, blocks = [], []
+        for owner, device, start in sides:
+            whole.append(self._transport.prepare(np.array([(start, length, device, length, 1)], np.uint64), owner))
+            rows = [(start, BLOCK_BYTES, device, BLOCK_BYTES, count)] if count else []
+            rows += [(start + count * BLOCK_BYTES, rest, device, rest, 1)] if rest else []
+            blocks.append(self._transport.prepare(np.array(rows, np.uint64), owner))
+        return _BulkWrite(length, (whole[0], whole[1]), (blocks[0], blocks[1]))

@@ -1,32 +1,35 @@
-"""Leads the processes through the rounds. In each, every variant and the limits have their turn."""
+"""Leads the ranks through the rounds. In each, every variant and the limits have their turn."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.cli.bench import commands
 from kvferry.cli.bench.memory import needed_bytes
-from kvferry.cli.bench.options import VARIANTS, BenchOptions
+from kvferry.cli.bench.options import BenchOptions
 from kvferry.cli.bench.pattern import Checked
-from kvferry.cli.bench.processes import Children, ask, started
-from kvferry.cli.bench.ranks import (
-    Aim,
-    Allocate,
-    Bulk,
-    Check,
-    CopyMemory,
-    Listen,
-    Open,
-    Received,
-    Sent,
-    Start,
-    Transfer,
-)
+from kvferry.cli.bench.teams import BenchError, Teams
 
 _STEP_S = 60.0
 _SLOWEST_BYTES_PER_S = 20e6
 """A machine that is slower than this in any step is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where a run takes place.
+
+    Attributes:
+        name: no other run at the same registry has it.
+        registry_url: None has a rank run the registry.
+        shares_clock: whether times of both sides can be compared.
+    """
+
+    name: str
+    registry_url: str | None
+    shares_clock: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,10 +39,12 @@ class Run:
     Attributes:
         num_bytes: that moved.
         seconds: from the first submit to the last arrival.
-        latencies_s: of every request, from its first submit on any rank to its arrival on every rank.
+        latencies_s: of every transfer, from its first submit on any rank to its arrival on every rank. Where the two
+            sides share no clock both are counted from when the decode side asked; see `combined`.
         submit_s: of every submit.
         cpu_s: of all ranks' processes.
-        descriptors: of every request, over all ranks.
+        descriptors: of every transfer, over all ranks.
+        ways: how the bytes travelled.
     """
 
     num_bytes: int
@@ -48,6 +53,7 @@ class Run:
     submit_s: tuple[float, ...]
     cpu_s: float
     descriptors: tuple[int, ...]
+    ways: tuple[commands.Way, ...]
 
     @property
     def bytes_per_s(self) -> float:
@@ -67,71 +73,105 @@ class Round:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """One case. What was checked includes the untimed first round."""
+    """One case.
+
+    Attributes:
+        rounds: those that were timed.
+        checked: what was found, by variant, the untimed first round included.
+        refused: why a variant cannot do it, by its name.
+    """
 
     options: BenchOptions
     rounds: tuple[Round, ...]
     checked: dict[str, Checked]
+    refused: dict[str, str]
 
 
-def measure(options: BenchOptions, on_progress: Callable[[str], None]) -> Measured:
-    """Measures one case.
+class Measurement:
+    """Measures one case."""
 
-    Args:
+    def __init__(
+        self,
+        planned: Sequence[BenchOptions],
+        case: int,
+        teams: Teams,
+        surroundings: Surroundings,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        """Args:
         on_progress: told what is done next.
-
-    Raises:
-        BenchError: if a process fails, dies or takes too long.
-    """
-    on_progress(f"{options.name}: starting")
-    with started(options) as children:
-        return _Measurement(options, children, on_progress).measure()
-
-
-class _Measurement:
-    def __init__(self, options: BenchOptions, children: Children, on_progress: Callable[[str], None]) -> None:
-        self._options = options
-        self._children = children
+        """
+        self._options = planned[case]
+        self._case = case
+        self._teams = teams
+        self._surroundings = surroundings
         self._on_progress = on_progress
         self._next_room = 0
-        self._step_s = _STEP_S + needed_bytes(options) / _SLOWEST_BYTES_PER_S
+        self._step_s = _STEP_S + needed_bytes(self._options) * self._options.passes / _SLOWEST_BYTES_PER_S
         self._request_bytes = 0
-        self._checked = {variant.name: Checked() for variant in VARIANTS}
+        self._checked = {name: Checked() for name in self._options.variants}
+        self._refused: dict[str, str] = {}
 
     def measure(self) -> Measured:
-        self._start()
+        """All rounds.
+
+        Raises:
+            BenchError: if a process fails, dies or takes too long.
+        """
         options, rounds = self._options, list[Round]()
+        self._start()
         self._on_progress(f"{options.name}: first round, not timed")
-        for number in range(len(VARIANTS)):
-            _, accounts = self._run(number)
-        self._aim(*accounts)
-        started_at = time.monotonic()
-        while len(rounds) < options.repetitions or time.monotonic() < started_at + options.seconds:
-            self._on_progress(f"{options.name}: round {len(rounds) + 1}")
-            rounds.append(self._round(len(rounds)))
-        return Measured(options, tuple(rounds), self._checked)
+        accounts = None
+        for variant in self._able:
+            try:
+                _, accounts = self._run(variant, passes=1)
+            except _VariantFailedError as error:
+                self._refused[variant] = str(error)
+        if accounts is not None and self._able:
+            self._aim(*accounts)
+            started_at = time.monotonic()
+            while len(rounds) < options.repetitions or time.monotonic() < started_at + options.seconds:
+                self._on_progress(f"{options.name}: round {len(rounds) + 1}")
+                rounds.append(self._round(len(rounds)))
+        return Measured(options, tuple(rounds), self._checked, self._refused)
+
+    @property
+    def _able(self) -> tuple[str, ...]:
+        """The variants that nobody refused."""
+        return tuple(name for name in self._options.variants if name not in self._refused)
 
     def _start(self) -> None:
-        first, *others = self._children.all
-        ask([(child, Allocate()) for child in self._children.all], self._step_s)
-        (registry_url,) = ask([(first, Start(None))], self._step_s)
-        ask([(child, Start(registry_url)) for child in others], self._step_s, others=[first])
+        teams, surroundings = self._teams, self._surroundings
+        self._on_progress(f"{self._options.name}: filling memory")
+        teams.ask(teams.all_ranks, commands.Prepare(self._case), commands.Done, self._step_s)
+        self._on_progress(f"{self._options.name}: connecting")
+        first, *others = teams.prefill_ranks
+        run = f"{surroundings.name}-{self._case}"
+        command = commands.Start(surroundings.registry_url, run, self._able)
+        (hosting,) = teams.ask([first], command, commands.Started, self._step_s)
+        self._refused |= hosting.refused
+        for members in (others, teams.decode_ranks):
+            command = commands.Start(hosting.registry_url, run, self._able)
+            if self._able:
+                for started in teams.ask(members, command, commands.Started, self._step_s):
+                    self._refused |= started.refused
 
-    def _aim(self, sent: list[Sent], received: list[Received]) -> None:
-        """Lets every prefill rank write in bulk to every decode rank what it sent to it in one repetition."""
-        decode = self._children.decode
-        listening = ask([(child, Listen()) for child in decode], self._step_s)
-        filled = [0] * len(decode)
-        commands = []
-        for child, account in zip(self._children.prefill, sent, strict=True):
+    def _aim(self, sent: list[commands.Sent], received: list[commands.Received]) -> None:
+        """Lets every prefill rank write in bulk to every decode rank what it sends to it of all requests."""
+        teams, requests = self._teams, self._options.requests
+        listening = teams.ask(teams.decode_ranks, commands.Listen(), commands.Listening, self._step_s)
+        filled = [0] * len(received)
+        aims = []
+        for account in sent:
             targets = []
             for index, peer in enumerate(received):
-                lengths = tuple(filter(None, (request.get(peer.endpoint, 0) for request in account.sent_bytes)))
+                amounts = (transfer.get(peer.endpoint, 0) for transfer in account.sent_bytes[:requests])
+                lengths = tuple(filter(None, amounts))
                 if lengths:
-                    targets.append((listening[index], filled[index], lengths))
+                    targets.append(commands.Target(listening[index].metadata, filled[index], lengths))
                     filled[index] += sum(lengths)
-            commands.append((child, Aim(tuple(targets))))
-        ask(commands, self._step_s)
+            aims.append(commands.Aim(tuple(targets)))
+        teams.ask(teams.prefill_ranks, aims.__getitem__, commands.Done, self._step_s)
 
     def _round(self, number: int) -> Round:
         measured = Round()
@@ -139,48 +179,86 @@ class _Measurement:
         def limits() -> None:
             measured.bulk_whole = self._bulk(is_in_blocks=False)
             measured.bulk_blocks = self._bulk(is_in_blocks=True)
-            (seconds,) = ask([(self._children.decode[0], CopyMemory(self._request_bytes))], self._step_s)
-            measured.memory_copy = 1 / seconds
+            command = commands.CopyMemory(self._request_bytes)
+            (copied,) = self._teams.ask(self._teams.decode_ranks[:1], command, commands.Copied, self._step_s)
+            measured.memory_copy = 1 / copied.seconds_per_byte
 
-        def run(index: int) -> None:
-            measured.runs[VARIANTS[index].name], _ = self._run(index)
+        def run(variant: str) -> None:
+            try:
+                measured.runs[variant], _ = self._run(variant, passes=self._options.passes)
+            except _VariantFailedError as error:
+                raise BenchError(f"{self._options.name}, {variant}, failed in round {number + 1}: {error}") from error
 
-        turns: list[Callable[[], None]] = [limits, *(lambda index=index: run(index) for index in range(len(VARIANTS)))]
+        turns: list[Callable[[], None]] = [limits, *(lambda variant=variant: run(variant) for variant in self._able)]
         first = number % len(turns)
         for turn in turns[first:] + turns[:first]:  # whoever comes first in one round comes last in the next
             turn()
         return measured
 
     def _bulk(self, *, is_in_blocks: bool) -> float:
-        command = Bulk(is_in_blocks, self._step_s)
-        times = ask([(child, command) for child in self._children.prefill], self._step_s)
+        command = commands.Bulk(is_in_blocks, self._step_s)
+        times = self._teams.ask(self._teams.prefill_ranks, command, commands.BulkTimes, self._step_s)
         seconds = max(each.ended_at for each in times) - min(each.started_at for each in times)
         return float(sum(each.num_bytes for each in times) / seconds)
 
-    def _run(self, variant: int) -> tuple[Run, tuple[list[Sent], list[Received]]]:
-        options, children = self._options, self._children
-        rooms, self._next_room = self._next_room, self._next_room + options.requests
+    def _run(self, variant: str, *, passes: int) -> tuple[Run, tuple[list[commands.Sent], list[commands.Received]]]:
+        """One variant's turn.
+
+        Raises:
+            _VariantFailedError: with the reason, if a transfer fails.
+        """
+        options, teams = self._options, self._teams
+        transfers = passes * options.requests
+        rooms, self._next_room = self._next_room, self._next_room + transfers
         # The decode side comes first: it is what the prefill side waits for.
-        together = (*children.decode, *children.prefill)
-        ask([(child, Open(variant, rooms, self._step_s)) for child in together], self._step_s)
-        answers = ask([(child, Transfer(self._step_s)) for child in together], self._step_s)
-        received, sent = answers[: len(children.decode)], answers[len(children.decode) :]
-        for checked in ask([(child, Check()) for child in children.decode], self._step_s):
-            self._checked[VARIANTS[variant].name] += checked
-        result = combined(sent, received)
-        self._request_bytes = result.num_bytes // options.requests
+        together = (*teams.decode_ranks, *teams.prefill_ranks)
+        opened = commands.Open(variant, rooms, passes, self._step_s)
+        teams.ask(together, opened, commands.Done, self._step_s)
+        asked_at = time.monotonic()
+        answers = teams.ask_for_any(together, commands.Transfer(self._step_s), 2 * self._step_s)
+        failures = [answer.reason for answer in answers if isinstance(answer, commands.Failed)]
+        if failures:
+            raise _VariantFailedError(failures[0])
+        received = [answer for answer in answers if isinstance(answer, commands.Received)]
+        sent = [answer for answer in answers if isinstance(answer, commands.Sent)]
+        for found in teams.ask(teams.decode_ranks, commands.Check(), commands.Found, self._step_s):
+            self._checked[variant] += found.checked
+        result = combined(
+            sent,
+            received,
+            in_flight=options.in_flight,
+            asked_at=None if self._surroundings.shares_clock else asked_at,
+        )
+        self._request_bytes = result.num_bytes // transfers
         return result, (sent, received)
 
 
-def combined(sent: list[Sent], received: list[Received]) -> Run:
-    """One variant's turn, from what its ranks say."""
-    begun = [min(times) for times in zip(*(account.submitted_at for account in sent), strict=True)]
+class _VariantFailedError(Exception):
+    """A transfer failed, and the ranks go on."""
+
+
+def combined(
+    sent: Sequence[commands.Sent], received: Sequence[commands.Received], *, in_flight: int, asked_at: float | None
+) -> Run:
+    """One variant's turn, from what its ranks say.
+
+    Args:
+        in_flight: transfers that are on their way at a time.
+        asked_at: when the decode side asked for all of it, by its own clock; None where both sides share one. Then a
+            transfer begins when that was asked for, or when the one arrived whose place in flight it takes.
+    """
     ended = [max(times) for times in zip(*(account.ended_at for account in received), strict=True)]
+    if asked_at is None:
+        begun = [min(times) for times in zip(*(account.submitted_at for account in sent), strict=True)]
+    else:
+        begun = [asked_at if number < in_flight else ended[number - in_flight] for number in range(len(ended))]
     return Run(
-        num_bytes=sum(sum(request.values()) for account in sent for request in account.sent_bytes),
+        num_bytes=sum(sum(transfer.values()) for account in sent for transfer in account.sent_bytes),
         seconds=max(ended) - min(begun),
-        latencies_s=tuple(end - begin for begin, end in zip(begun, ended, strict=True)),
+        # What two ranks see of one moment differs a little: a transfer never takes less than nothing.
+        latencies_s=tuple(max(0.0, end - begin) for begin, end in zip(begun, ended, strict=True)),
         submit_s=tuple(seconds for account in sent for seconds in account.submit_s),
         cpu_s=sum(account.cpu_s for account in sent) + sum(account.cpu_s for account in received),
         descriptors=tuple(sum(counts) for counts in zip(*(account.descriptors for account in sent), strict=True)),
+        ways=tuple(way for account in sent for way in account.ways),
     )

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.cli.bench.options import BenchOptions
+from kvferry.cli.bench.options import VARIANTS, BenchOptions, Side
 from kvferry.cli.bench.pool import pool_bytes
 from kvferry.errors import SettingsError
+from kvferry.layout import Device, MemoryKind
+from kvferry.settings import Settings
 
 PROCESS_BYTES = 200 << 20
 """What a rank's process takes beside its pool: the interpreter, NIXL, and a little to check with."""
+
+GPU_PROCESS_BYTES = 2 << 30
+"""The same where it uses a GPU, with torch and CUDA's own."""
+
+GPU_CONTEXT_BYTES = 600 << 20
+"""What every process takes of a GPU's memory before it has allocated anything."""
 
 _MEMORY_INFORMATION = Path("/proc/meminfo")
 _CGROUPS = (
@@ -21,13 +31,44 @@ _CGROUPS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Bytes of main memory, and of a GPU's."""
+
+    main: int
+    gpu: int = 0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.main + other.main, self.gpu + other.gpu)
+
+
+def needed(options: BenchOptions, sides: Sequence[Side]) -> Amount:
+    """What all ranks of some sides take together."""
+    return sum((_needed_by_side(options, side) for side in sides), Amount(0))
+
+
 def needed_bytes(options: BenchOptions) -> int:
-    """What all ranks of both sides take together."""
-    return sum(
-        pool_bytes(options, side, coordinates) + PROCESS_BYTES
-        for side in options.sides
-        for coordinates in side.coordinates
-    )
+    """What all ranks of both sides take of both kinds of memory together."""
+    amount = needed(options, options.sides)
+    return amount.main + amount.gpu
+
+
+def _needed_by_side(options: BenchOptions, side: Side) -> Amount:
+    pools = sum(pool_bytes(options, side, coordinates) for coordinates in side.coordinates)
+    staging = side.tp_size * staging_bytes(options, side)
+    if options.device.kind is MemoryKind.VRAM:  # with a copy in main memory, to fill and to check
+        return Amount(
+            main=pools + side.tp_size * GPU_PROCESS_BYTES, gpu=pools + staging + side.tp_size * GPU_CONTEXT_BYTES
+        )
+    return Amount(main=pools + staging + side.tp_size * PROCESS_BYTES)
+
+
+def staging_bytes(options: BenchOptions, side: Side) -> int:
+    """The most staging memory that the endpoints of one rank take: each variant that may stage has its own."""
+    settings = Settings()
+    rings = settings.workers if side is options.prefill else options.prefill.tp_size
+    each = min(rings * settings.staging_ring_mib, settings.staging_memory_mib)
+    return sum(VARIANTS[name].may_stage for name in options.variants) * int(each * 2**20)
 
 
 def available_bytes() -> int | None:
@@ -36,20 +77,34 @@ def available_bytes() -> int | None:
     return min((amount for amount in found if amount is not None), default=None)
 
 
-def check_fits(options: BenchOptions, available: int | None) -> None:
+def available_gpu_bytes(device: Device) -> int | None:
+    """What is free of a GPU's memory. None for other devices."""
+    if device.kind is not MemoryKind.VRAM:
+        return None
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device.index)
+    return int(free)
+
+
+def check_fits(options: BenchOptions, sides: Sequence[Side], main: int | None, gpu: int | None = None) -> None:
     """Refuses a shape that does not fit.
+
+    Args:
+        sides: those that run on this machine.
+        main, gpu: bytes that are available of both kinds of memory; None if nobody knows.
 
     Raises:
         SettingsError: naming what is needed and what is available.
     """
-    needed = needed_bytes(options)
-    if available is not None and needed > available:
-        ranks = options.prefill.tp_size + options.decode.tp_size
-        raise SettingsError(
-            f"{options.requests} requests of {options.tokens} tokens of {options.model.name} need {in_gib(needed)} in "
-            f"{ranks} processes, and {in_gib(available)} is available: give fewer --requests, fewer --tokens or a "
-            "smaller --preset"
-        )
+    amount = needed(options, sides)
+    for kind, wanted, available in (("", amount.main, main), (" of the GPU's memory", amount.gpu, gpu)):
+        if available is not None and wanted > available:
+            raise SettingsError(
+                f"{options.requests} requests of {options.tokens} tokens of {options.model.name} need {in_gib(wanted)}"
+                f"{kind} in {sum(side.tp_size for side in sides)} processes, and {in_gib(available)} is available: "
+                "give fewer --requests, fewer --tokens, fewer --variants or a smaller --preset"
+            )
 
 
 def in_gib(amount: int) -> str:

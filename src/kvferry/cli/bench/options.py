@@ -10,7 +10,9 @@ from typing import Any
 
 from kvferry.errors import ConfigurationError, SettingsError
 from kvferry.layout import (
+    Device,
     Entry,
+    MemoryKind,
     PageOrder,
     RankCoordinates,
     ShardedComponent,
@@ -46,19 +48,34 @@ class Variant:
     """One way to move the bytes.
 
     Attributes:
-        name: in tables, and of the prefill engine whose ranks go this way.
-        path: how the bytes travel.
-        settings: what its endpoints are told beside what all are told.
+        name: in tables, and of the engine whose endpoints go this way.
+        settings: what these endpoints are told beside what all are told.
     """
 
     name: str
-    path: str
     settings: Mapping[str, Any]
 
+    @property
+    def may_stage(self) -> bool:
+        """Whether its endpoints may have staging memory."""
+        return bool(self.settings["path"] != "direct")
 
-DIRECT = Variant("direct", "direct", {})
-VARIANTS = (DIRECT, Variant("synchronous", "direct", {"synchronous": True}))
-"""Measured in turn, in one run."""
+
+DIRECT = "direct"
+"""The variant that the others are compared with."""
+
+VARIANTS: Mapping[str, Variant] = MappingProxyType(
+    {
+        variant.name: variant
+        for variant in (
+            Variant("synchronous", {"path": "direct", "synchronous": True}),
+            Variant(DIRECT, {"path": "direct"}),
+            Variant("staged", {"path": "staged"}),
+            Variant("auto", {"path": "auto"}),
+        )
+    }
+)
+"""Measured in turn, in one run. The last is what an endpoint does by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +115,14 @@ class BenchOptions:
     """One shape to be measured: everything that a rank's process needs to know.
 
     Attributes:
+        variants: names of those that are measured.
+        device: where the pools lie.
         is_scattered: whether a request's pages lie in random order, as in a pool in use, or side by side.
         tokens: of every request.
         chunks: parts in which a request is submitted.
-        requests: in every repetition; each has pages of its own, so that all of them can be checked afterwards.
-        in_flight: how many of them a prefill rank has submitted, and not yet sent, at a time.
+        requests: that have pages of their own, so that all of them can be checked afterwards.
+        passes: how often a repetition goes over these pages.
+        in_flight: how many requests a prefill rank has submitted, and not yet sent, at a time.
         repetitions: at least so many rounds of all variants.
         seconds: further rounds begin for so long.
         nixl_threads: NIXL's worker threads of every endpoint.
@@ -112,10 +132,13 @@ class BenchOptions:
     model: Model
     prefill: Side
     decode: Side
+    variants: tuple[str, ...]
+    device: Device
     is_scattered: bool
     tokens: int
     chunks: int
     requests: int
+    passes: int
     in_flight: int
     repetitions: int
     seconds: float
@@ -126,6 +149,17 @@ class BenchOptions:
     def sides(self) -> tuple[Side, Side]:
         """Prefill and decode."""
         return self.prefill, self.decode
+
+    def side(self, name: str) -> Side:
+        """The side of that name."""
+        return self.prefill if name == self.prefill.name else self.decode
+
+    def source_of(self, transfer: int) -> int:
+        """The request whose pages a transfer is read from; those that it goes to are the next in turn.
+
+        Another one in every pass, so that what the pass before left behind is not what belongs there.
+        """
+        return (transfer + transfer // self.requests) % self.requests
 
     @property
     def name(self) -> str:
@@ -216,25 +250,40 @@ def check_at_least_one(**values: int) -> None:
             raise SettingsError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
 
 
-def check_device(device: str) -> None:
-    """Refuses devices whose memory the benchmark cannot use.
+def parse_variants(text: str) -> tuple[str, ...]:
+    """Names of variants, separated by commas, in the order of `VARIANTS`.
+
+    Raises:
+        SettingsError: if there is none of a name.
+    """
+    wanted = [part.strip() for part in text.split(",")]
+    for name in wanted:
+        if name not in VARIANTS:
+            raise SettingsError(f"--variants {text!r}: {name!r} is none; there are {', '.join(VARIANTS)}")
+    return tuple(name for name in VARIANTS if name in wanted)
+
+
+def checked_device(name: str) -> Device:
+    """Where pools lie.
 
     Raises:
         SettingsError: if there is no such kind of device.
-        ConfigurationError: if it is a GPU.
+        ConfigurationError: if it is a GPU, and none can be used here.
     """
-    if device == "cpu":
-        return
-    if device != "cuda":
-        raise SettingsError(f"--device {device!r}: it is cpu or cuda")
-    if not _has_cuda():
-        raise ConfigurationError("--device cuda: there is no CUDA device that torch can use here; take --device cpu")
-    raise ConfigurationError("--device cuda: kvferry bench measures CPU memory alone so far; take --device cpu")
-
-
-def _has_cuda() -> bool:
+    if name == "cpu":
+        return Device()
+    if name != "cuda":
+        raise SettingsError(f"--device {name!r}: it is cpu or cuda")
     try:
         import torch
     except ImportError:
-        return False
-    return bool(torch.cuda.is_available())
+        raise ConfigurationError(
+            "--device cuda: a GPU was asked for, and torch, which is needed to use one, is not installed; "
+            "install it, or take --device cpu"
+        ) from None
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"--device cuda: a GPU was asked for where there is none that torch {torch.__version__} can use; take "
+            "--device cpu"
+        )
+    return Device(MemoryKind.VRAM)

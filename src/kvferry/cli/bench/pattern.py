@@ -7,6 +7,7 @@ bytes that are right but in a wrong place differ from those that belong there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,7 +21,10 @@ from kvferry.layout import Shard, ShardedComponent
 
 Numbers = NDArray[np.unsignedinteger[Any]]
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 256 << 10
+"""Filled and compared at a time: in the processor's cache, and so little that the allocator keeps it. At 1 MiB, which it
+gives back to the system every time, checking took four times as long."""
+
 _LAYER, _TOKEN, _PLACE = (number << 56 for number in range(3))
 _REQUEST_SHIFT, _COMPONENT_SHIFT = 32, 40
 
@@ -47,35 +51,44 @@ class Checked:
         )
 
 
-def write(pool: Pool, options: BenchOptions) -> None:
+def write(pool: Pool, options: BenchOptions, *, threads: int = 1) -> None:
     """Fills the pages of every request."""
-    for part in _parts(pool, options):
+
+    def write_part(part: _Part) -> None:
         for request in range(options.requests):
             for pages, positions in part.blocks(pool.pages(part.shard.group, request)):
                 expected = part.expected(request, positions)
                 part.array[pages] = expected.reshape(len(pages), -1, *expected.shape[1:])
 
+    with ThreadPoolExecutor(threads) as executor:
+        list(executor.map(write_part, _parts(pool, options)))
+    pool.push()
 
-def check(pool: Pool, options: BenchOptions) -> Checked:
-    """Compares the pages of every request with what belongs there, and all others with poison."""
-    found = Checked()
-    for part in _parts(pool, options):
-        group = part.shard.group
+
+def check(pool: Pool, options: BenchOptions, *, passes: int = 1, threads: int = 1) -> Checked:
+    """Compares what `host` has in the pages of every request with what belongs there, and all others with poison.
+
+    Args:
+        passes: how often transfers went over the pages of all requests; see `BenchOptions.source_of`.
+    """
+    last_pass = (passes - 1) * options.requests
+
+    def check_part(part: _Part) -> Checked:
+        found, group = Checked(), part.shard.group
         for request in range(options.requests):
+            source = options.source_of(last_pass + request)
             for pages, positions in part.blocks(pool.pages(group, request)):
-                got = part.array[pages].reshape(len(positions), *part.array.shape[2:])
-                wanted = (positions >= part.extent.first_token) & (positions < part.extent.tokens)
-                wrong = _differences(got[wanted], part.expected(request, positions[wanted]))
-                place = f"{part.name} of request {request}, token {positions[wanted][wrong[0]] if len(wrong) else 0}"
-                found += Checked(got[wanted].nbytes, len(wrong), place if len(wrong) else None)
+                found += part.compared(source, pages, positions)
         guard = part.array[pool.guard_pages(group, options.requests)]
         damaged = int(np.count_nonzero(np.ascontiguousarray(guard).view(np.uint8) != POISON))
-        found += Checked(guard.nbytes, damaged, f"{part.name}, a page of no request" if damaged else None)
-    return found
+        return found + Checked(guard.nbytes, damaged, f"{part.name}, a page of no request" if damaged else None)
+
+    with ThreadPoolExecutor(threads) as executor:
+        return sum(executor.map(check_part, _parts(pool, options)), Checked())
 
 
 def damage(pool: Pool, options: BenchOptions) -> None:
-    """Changes one byte of the last request that the pool holds something of."""
+    """Changes one byte of the last request that the pool holds something of, in `host`."""
     part = list(_parts(pool, options))[-1]
     extent, pages = part.extent, pool.pages(part.shard.group, options.requests - 1)
     page, inside = divmod(extent.tokens - 1, extent.page_tokens)
@@ -113,7 +126,17 @@ class _Part:
         numbers = tokens.reshape(-1, *(1 for _ in self.places.shape)) + self.places
         if self.array.itemsize < 8:
             numbers = _random(numbers)  # in few bytes the sums of two tokens would often differ by nothing
-        return numbers.astype(self.array.dtype)
+        return numbers.astype(self.array.dtype, copy=False)
+
+    def compared(self, request: int, pages: NDArray[np.int64], positions: NDArray[np.int64]) -> Checked:
+        """What a check finds in some pages, which should hold these positions of a request."""
+        got = self.array[pages].reshape(len(positions), *self.array.shape[2:])
+        if positions[0] < self.extent.first_token or positions[-1] >= self.extent.tokens:
+            wanted = (positions >= self.extent.first_token) & (positions < self.extent.tokens)
+            got, positions = got[wanted], positions[wanted]
+        wrong = _differences(got, self.expected(request, positions))
+        place = f"{self.name} of request {request}, token {positions[wrong[0]]}" if len(wrong) else None
+        return Checked(got.nbytes, len(wrong), place)
 
 
 def _parts(pool: Pool, options: BenchOptions) -> Iterator[_Part]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.cli.bench.options import BenchOptions, Side
+from kvferry.cli.bench.storage import ALIGNMENT, Storage
+from kvferry.cli.plan.counting import PageNumbers, RoutedPiece, total
 from kvferry.layout import Entry, RankCoordinates, RankLayout, Shard, ShardedComponent
 from kvferry.layout.virtual import VirtualPools, virtual_layout
+from kvferry.plan import pieces_for_receiver
 
 POISON = 0xA5
 
-_ALIGNMENT = 4096
 _GUARD = 8
 """One page more than this part of the pages belongs to no request: nobody may write there."""
 
@@ -73,6 +76,7 @@ def _virtual_shards(options: BenchOptions, side: Side, coordinates: RankCoordina
                 order=side.order,
                 layers_per_stage=(options.model.num_layers,),
             ),
+            device=options.device,
         ).shards
         for members in options.model.groups.values()
     ]
@@ -83,32 +87,57 @@ def _span(shards: tuple[Shard, ...]) -> tuple[int, int]:
     regions = [region for shard in shards for region in shard.regions()]
     first = min((region.address for region in regions), default=0)
     length = max((region.stop for region in regions), default=0) - first
-    return first, -(-length // _ALIGNMENT) * _ALIGNMENT
+    return first, -(-length // ALIGNMENT) * ALIGNMENT
 
 
 def pool_bytes(options: BenchOptions, side: Side, coordinates: RankCoordinates) -> int:
-    """What a rank's pools take, allocating nothing."""
-    return _ALIGNMENT + sum(_span(shards)[1] for shards in _virtual_shards(options, side, coordinates))
+    """What a rank's pools take, allocating nothing; at least one byte, so that there is an address."""
+    return sum(_span(shards)[1] for shards in _virtual_shards(options, side, coordinates)) or ALIGNMENT
+
+
+def storage_bytes(planned: Sequence[BenchOptions], side_name: str, coordinates: RankCoordinates) -> int:
+    """What a rank needs for all cases, one after the other."""
+    return max(pool_bytes(options, options.side(side_name), coordinates) for options in planned)
+
+
+def block_bytes(options: BenchOptions) -> float:
+    """Bytes that lie together on both sides, on average, as pages lie in this case: of one descriptor."""
+    layouts = {
+        side.name: {
+            coordinates.group_rank: RankLayout(
+                shards=tuple(shard for shards in _virtual_shards(options, side, coordinates) for shard in shards)
+            )
+            for coordinates in side.coordinates
+        }
+        for side in options.sides
+    }
+    sources, receivers = layouts["prefill"], layouts["decode"]
+    travelling = total(
+        RoutedPiece(piece, sources[piece.holders[0]], receiver).travelling(options.tokens)
+        for receiver in receivers.values()
+        for piece in pieces_for_receiver(sources, receiver)
+    )
+    lie = PageNumbers.SCATTERED if options.is_scattered else PageNumbers.ADJACENT
+    return travelling.num_bytes / travelling.descriptors[lie]
 
 
 class Pool:
-    """The memory of one rank.
+    """The memory of one rank in one case.
 
     Attributes:
         layout: what it holds and where.
-        memory: all of it, as bytes; its first byte is aligned.
+        storage: where its bytes are.
+        num_bytes: how many of the storage's.
         extents: what a request takes, by group.
     """
 
-    def __init__(self, options: BenchOptions, side: Side, coordinates: RankCoordinates) -> None:
-        """Allocates and touches everything: afterwards every byte is poison."""
-        groups = _virtual_shards(options, side, coordinates)
-        storage = np.empty(pool_bytes(options, side, coordinates), np.uint8)
-        skipped = -storage.ctypes.data % _ALIGNMENT
-        self.memory: NDArray[np.uint8] = storage[skipped : len(storage) - _ALIGNMENT + skipped]
+    def __init__(self, options: BenchOptions, side: Side, coordinates: RankCoordinates, storage: Storage) -> None:
+        """Touches everything: afterwards every byte is poison."""
+        self.storage = storage
+        self.num_bytes = pool_bytes(options, side, coordinates)
         self.poison()
-        address, placed = self.memory.ctypes.data, []
-        for shards in groups:
+        address, placed = storage.address, []
+        for shards in _virtual_shards(options, side, coordinates):
             first, length = _span(shards)
             placed += [
                 msgspec.structs.replace(shard, addresses=tuple(each - first + address for each in shard.addresses))
@@ -122,9 +151,22 @@ class Pool:
             for index, (name, extent) in enumerate(self.extents.items())
         }
 
+    @property
+    def host(self) -> NDArray[np.uint8]:
+        """Its bytes as this process sees them; see `Storage`."""
+        return self.storage.host[: self.num_bytes]
+
     def poison(self) -> None:
         """Overwrites everything."""
-        self.memory.fill(POISON)
+        self.storage.fill(POISON, self.num_bytes)
+
+    def push(self) -> None:
+        """Makes the memory what `host` is."""
+        self.storage.push(self.num_bytes)
+
+    def fetch(self) -> None:
+        """Makes `host` what the memory is."""
+        self.storage.fetch(self.num_bytes)
 
     def pages(self, group: str, request: int) -> NDArray[np.int64]:
         """A request's page numbers, in the order of its tokens."""
@@ -140,9 +182,9 @@ class Pool:
         paging = shard.paging
         *outer, last = (len(interval) for interval in shard.box[1:])
         lanes = last * shard.component.element_bytes // lane_bytes
-        start = shard.addresses[index] - self.memory.ctypes.data
+        start = shard.addresses[index] - self.storage.address
         return np.lib.stride_tricks.as_strided(
-            self.memory[start : start + lane_bytes].view(f"u{lane_bytes}"),
+            self.host[start : start + lane_bytes].view(f"u{lane_bytes}"),
             (paging.num_pages, paging.page_tokens, *outer, lanes),
             (paging.page_stride, paging.token_stride, *shard.strides[:-1], lane_bytes),
         )

@@ -7,19 +7,21 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.cli.bench import pattern
-from kvferry.cli.bench.limits import BulkReceiver, BulkSender, copy_seconds
+from kvferry.cli.bench import commands, pattern
+from kvferry.cli.bench.limits import BulkReceiver, BulkSender
 from kvferry.cli.bench.options import VARIANTS, BenchOptions, Variant
-from kvferry.cli.bench.pool import Pool
+from kvferry.cli.bench.pool import Pool, storage_bytes
+from kvferry.cli.bench.storage import Storage, allocate
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
+from kvferry.errors import KVFerryError, PeerDisconnectedError, RegistryError, TransferTimeoutError
 from kvferry.layout import RankCoordinates
 from kvferry.protocol.chunks import GroupPages
 from kvferry.protocol.states import TransferState
@@ -28,145 +30,41 @@ from kvferry.settings import Settings
 Pages: TypeAlias = "NDArray[np.int64] | dict[str, GroupPages]"
 
 _POLL_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class Allocate:
-    """Make the pools and fill them. Answer: None."""
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Make the endpoints; None as the registry's address has the rank run it. Answer: that address."""
-
-    registry_url: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """Open the rooms of one repetition and wait until all ranks have. Answer: None."""
-
-    variant: int
-    first_room: int
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Move, or receive, the rooms that are open. Answer: `Sent` or `Received`."""
-
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Compare every byte with what belongs there. Answer: `pattern.Checked`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listen:
-    """Make ready for bulk writes. Answer: what a bulk sender needs to connect."""
-
-
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """Connect to where bulk writes go. Answer: None.
-
-    Attributes:
-        targets: for every decode rank that this one sends to, what `Listen` answered, where in its memory to write,
-            and the bytes of every request.
-    """
-
-    targets: tuple[tuple[bytes, int, tuple[int, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Bulk:
-    """Write the bytes of a repetition in bulk. Answer: `limits.BulkTimes`."""
-
-    is_in_blocks: bool
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class CopyMemory:
-    """Copy so many bytes within the pools, or as many as half of them have. Answer: seconds for each byte."""
-
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sent:
-    """A prefill rank's account of one repetition; times are of the machine's steady clock.
-
-    Attributes:
-        submitted_at: of every request, just before its first chunk.
-        submit_s: how long every submit took the caller.
-        cpu_s: of the whole process, meanwhile.
-        sent_bytes: for every request, how many went to each receiver.
-        descriptors: of every request.
-    """
-
-    submitted_at: tuple[float, ...]
-    submit_s: tuple[float, ...]
-    cpu_s: float
-    sent_bytes: tuple[dict[str, int], ...]
-    descriptors: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Received:
-    """A decode rank's account of one repetition.
-
-    Attributes:
-        endpoint: how prefill ranks call it.
-        ended_at: of every request.
-        cpu_s: of the whole process, meanwhile.
-    """
-
-    endpoint: str
-    ended_at: tuple[float, ...]
-    cpu_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Crashed:
-    """A process failed."""
-
-    error: str
-    details: str
+_NOT_REFUSALS = (TransferTimeoutError, RegistryError, PeerDisconnectedError)
+"""Errors that say that something is broken, rather than that it cannot be done this way."""
 
 
 class Rank(Protocol):
     """What a process runs."""
 
-    def answer(self, command: Any) -> Any:
+    def answer(self, command: commands.Command) -> commands.Answer:
         """Does what a command says."""
 
     def close(self) -> None:
         """Gives everything back."""
 
 
-def prefill_main(connection: Connection, options: BenchOptions, coordinates: RankCoordinates) -> None:
+def prefill_main(connection: Connection, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
     """The process of a prefill rank."""
-    _serve(connection, PrefillRank(options, coordinates))
+    _serve(connection, PrefillRank(planned, coordinates))
 
 
-def decode_main(connection: Connection, options: BenchOptions, coordinates: RankCoordinates) -> None:
+def decode_main(connection: Connection, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
     """The process of a decode rank."""
-    _serve(connection, DecodeRank(options, coordinates))
+    _serve(connection, DecodeRank(planned, coordinates))
 
 
 def _serve(connection: Connection, rank: Rank) -> None:
-    """Answers commands until None comes. Ends with the parent, whatever it is doing then."""
+    """Answers commands until it is told to leave. Ends with the parent, whatever it is doing then."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        while (command := connection.recv()) is not None:
-            connection.send(rank.answer(command))
+        while not isinstance(command := commands.decode_command(connection.recv_bytes()), commands.Leave):
+            connection.send_bytes(commands.encode(rank.answer(command)))
     except EOFError:
         pass
     except Exception as error:
-        connection.send(Crashed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        crashed = commands.Crashed(f"{type(error).__name__}: {error}", traceback.format_exc())
+        connection.send_bytes(commands.encode(crashed))
     finally:
         rank.close()
 
@@ -178,88 +76,141 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+class _Memory:
+    """A rank's memory: one storage for all cases, and the pool of the present one."""
+
+    def __init__(self, planned: Sequence[BenchOptions], side_name: str, coordinates: RankCoordinates) -> None:
+        self._planned = planned
+        self._side_name = side_name
+        self._coordinates = coordinates
+        self._storage: Storage | None = None
+
+    def pool(self, case: int) -> Pool:
+        """The pool of a case, poisoned."""
+        if self._storage is None:
+            size = storage_bytes(self._planned, self._side_name, self._coordinates)
+            self._storage = allocate(size, self._planned[0].device)
+        options = self._planned[case]
+        return Pool(options, options.side(self._side_name), self._coordinates, self._storage)
+
+    def threads(self, case: int) -> int:
+        """Threads to fill and to check with: ranks of one side do so at the same time."""
+        return max(1, (os.cpu_count() or 1) // self._planned[case].side(self._side_name).tp_size)
+
+
 class PrefillRank:
     """Sends. It has one endpoint for every variant, all of the same memory."""
 
-    def __init__(self, options: BenchOptions, coordinates: RankCoordinates) -> None:
-        self._options = options
+    def __init__(self, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
+        self._planned = planned
         self._coordinates = coordinates
+        self._memory = _Memory(planned, "prefill", coordinates)
         self._resources = ExitStack()
-        self._endpoints: list[PrefillEndpoint] = []
+        self._endpoints: dict[str, PrefillEndpoint] = {}
         self._senders: list[Sender] = []
 
     def close(self) -> None:
         """Gives everything back."""
         self._resources.close()
+        self._endpoints.clear()
+        self._senders.clear()
 
-    def answer(self, command: Any) -> Any:
+    def answer(self, command: commands.Command) -> commands.Answer:
         """Does what a command says."""
         match command:
-            case Allocate():
-                self._pool = Pool(self._options, self._options.prefill, self._coordinates)
-                pattern.write(self._pool, self._options)
+            case commands.Prepare(case):
+                self.close()
+                self._options = self._planned[case]
+                self._pool = self._memory.pool(case)
+                pattern.write(self._pool, self._options, threads=self._memory.threads(case))
                 self._chunks = [self._chunks_of(request) for request in range(self._options.requests)]
-                return None
-            case Start(registry_url):
-                return self._start(registry_url)
-            case Open(variant, first_room, timeout_s):
-                return self._open(variant, first_room, timeout_s)
-            case Transfer(timeout_s):
+                return commands.Done()
+            case commands.Start():
+                return self._start(command)
+            case commands.Open():
+                return self._open(command)
+            case commands.Transfer(timeout_s):
                 return self._send(timeout_s)
-            case Aim(targets):
+            case commands.Aim(targets):
                 threads = self._options.nixl_threads
-                self._bulk = BulkSender(self._pool.memory, targets, self._coordinates.engine_rank, threads)
+                self._bulk = BulkSender(self._pool.storage, targets, self._coordinates.engine_rank, threads)
                 self._resources.callback(self._bulk.close)
-                return None
-            case Bulk(is_in_blocks, timeout_s):
+                return commands.Done()
+            case commands.Bulk(is_in_blocks, timeout_s):
                 return self._bulk.write(is_in_blocks, timeout_s)
         raise TypeError(f"a prefill rank does not know {command}")
 
-    def _start(self, registry_url: str | None) -> str:
-        for variant in VARIANTS:
-            endpoint = PrefillEndpoint(
-                self._pool.layout,
-                engine=engine_name(variant),
-                coordinates=self._coordinates,
-                settings=_settings(self._options, registry_url, variant),
-                host_registry=registry_url is None,
-            )
-            self._endpoints.append(self._resources.enter_context(endpoint))
+    def _start(self, command: commands.Start) -> commands.Started:
+        registry_url, refused = command.registry_url, dict[str, str]()
+        for name in command.variants:
+            try:
+                endpoint = PrefillEndpoint(
+                    self._pool.layout,
+                    engine=engine_name(command.run, name),
+                    coordinates=self._coordinates,
+                    settings=_settings(self._options, registry_url, VARIANTS[name]),
+                    host_registry=registry_url is None,
+                )
+            except KVFerryError as error:
+                refused[name] = _refusal(error)
+                continue
+            self._endpoints[name] = self._resources.enter_context(endpoint)
             registry_url = endpoint.registry_url
-        assert registry_url is not None
-        return registry_url
+        return commands.Started(registry_url or "", refused)
 
-    def _open(self, variant: int, first_room: int, timeout_s: float) -> None:
-        endpoint = self._endpoints[variant]
-        self._senders = [endpoint.open(first_room + request) for request in range(self._options.requests)]
-        deadline = time.monotonic() + timeout_s
+    def _open(self, command: commands.Open) -> commands.Done:
+        self._opened, self._senders = command, []
+        for _ in range(self._options.requests):
+            self._open_next()
+        deadline = time.monotonic() + command.timeout_s
         while any(sender.state is TransferState.BOOTSTRAPPING for sender in self._senders):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the decode ranks did not open all rooms within {timeout_s:g} s")
+                raise TimeoutError(f"the decode ranks did not open all rooms within {command.timeout_s:g} s")
             time.sleep(_POLL_S)
+        return commands.Done()
 
-    def _send(self, timeout_s: float) -> Sent:
+    def _open_next(self) -> None:
+        number = len(self._senders)
+        if number < self._transfers:
+            self._senders.append(self._endpoints[self._opened.variant].open(self._opened.first_room + number))
+
+    @property
+    def _transfers(self) -> int:
+        return self._opened.passes * self._options.requests
+
+    def _send(self, timeout_s: float) -> commands.Sent | commands.Failed:
         deadline = time.monotonic() + timeout_s
         submitted_at, submit_s = [], []
         cpu_before = time.process_time()
-        for number, sender in enumerate(self._senders):
-            if number >= self._options.in_flight:
-                self._senders[number - self._options.in_flight].wait(max(0.0, deadline - time.monotonic()))
-            submitted_at.append(time.monotonic())
-            for pages, is_last in self._chunks[number]:
-                before = time.perf_counter()
-                sender.submit(pages, last=is_last)
-                submit_s.append(time.perf_counter() - before)
-        for sender in self._senders:
-            sender.wait(max(0.0, deadline - time.monotonic()))
+        try:
+            for number in range(self._transfers):
+                if number >= self._options.in_flight:
+                    self._senders[number - self._options.in_flight].wait(max(0.0, deadline - time.monotonic()))
+                    self._open_next()
+                sender = self._senders[number]
+                submitted_at.append(time.monotonic())
+                for pages, is_last in self._chunks[self._options.source_of(number)]:
+                    before = time.perf_counter()
+                    sender.submit(pages, last=is_last)
+                    submit_s.append(time.perf_counter() - before)
+            for sender in self._senders:
+                sender.wait(max(0.0, deadline - time.monotonic()))
+        except KVFerryError as error:
+            return _failed(error, self._senders, timeout_s)
         cpu_s = time.process_time() - cpu_before
         sent_bytes: list[dict[str, int]] = []
         for sender in self._senders:
             sent_bytes.append({})
             for write in sender.stats.writes:
                 sent_bytes[-1][write.receiver] = sent_bytes[-1].get(write.receiver, 0) + write.total_bytes
-        descriptors = tuple(sender.stats.descriptors for sender in self._senders)
-        return Sent(tuple(submitted_at), tuple(submit_s), cpu_s, tuple(sent_bytes), descriptors)
+        return commands.Sent(
+            submitted_at=tuple(submitted_at),
+            submit_s=tuple(submit_s),
+            cpu_s=cpu_s,
+            sent_bytes=tuple(sent_bytes),
+            descriptors=tuple(sender.stats.descriptors for sender in self._senders),
+            ways=ways_of(self._senders),
+        )
 
     def _chunks_of(self, request: int) -> list[tuple[Pages, bool]]:
         """What each submit of a request hands in, and whether it is the last."""
@@ -286,84 +237,155 @@ class PrefillRank:
 
 
 class DecodeRank:
-    """Receives, through one endpoint for all variants."""
+    """Receives. It has one endpoint for every variant, all of the same memory."""
 
-    def __init__(self, options: BenchOptions, coordinates: RankCoordinates) -> None:
-        self._options = options
+    def __init__(self, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
+        self._planned = planned
         self._coordinates = coordinates
+        self._memory = _Memory(planned, "decode", coordinates)
         self._resources = ExitStack()
+        self._endpoints: dict[str, DecodeEndpoint] = {}
         self._receivers: list[Receiver] = []
 
     def close(self) -> None:
         """Gives everything back."""
         self._resources.close()
+        self._endpoints.clear()
+        self._receivers.clear()
 
-    def answer(self, command: Any) -> Any:
+    def answer(self, command: commands.Command) -> commands.Answer:
         """Does what a command says."""
         match command:
-            case Allocate():
-                self._pool = Pool(self._options, self._options.decode, self._coordinates)
-                return None
-            case Start(registry_url):
-                return self._start(registry_url)
-            case Open(variant, first_room):
-                return self._open(variant, first_room)
-            case Transfer(timeout_s):
+            case commands.Prepare(case):
+                self.close()
+                self._options = self._planned[case]
+                self._threads = self._memory.threads(case)
+                self._pool = self._memory.pool(case)
+                return commands.Done()
+            case commands.Start():
+                return self._start(command)
+            case commands.Open():
+                return self._open(command)
+            case commands.Transfer(timeout_s):
                 return self._receive(timeout_s)
-            case Check():
+            case commands.Check():
+                self._pool.fetch()
                 if self._options.plants_wrong_byte:
                     pattern.damage(self._pool, self._options)
-                return pattern.check(self._pool, self._options)
-            case Listen():
-                self._bulk = BulkReceiver(self._pool.memory, self._coordinates.engine_rank)
+                passes = self._opened.passes
+                return commands.Found(pattern.check(self._pool, self._options, passes=passes, threads=self._threads))
+            case commands.Listen():
+                self._bulk = BulkReceiver(self._pool.storage, self._coordinates.engine_rank)
                 self._resources.callback(self._bulk.close)
-                return self._bulk.metadata
-            case CopyMemory(num_bytes):
-                return copy_seconds(self._pool.memory, num_bytes)
+                return commands.Listening(self._bulk.metadata)
+            case commands.CopyMemory(num_bytes):
+                return commands.Copied(self._pool.storage.copy_seconds(num_bytes))
         raise TypeError(f"a decode rank does not know {command}")
 
-    def _start(self, registry_url: str | None) -> str | None:
-        self._endpoint = self._resources.enter_context(
-            DecodeEndpoint(
-                self._pool.layout,
-                engine="bench-decode",
-                coordinates=self._coordinates,
-                settings=_settings(self._options, registry_url),
-            )
-        )
-        for variant in VARIANTS:
-            self._endpoint.connect(engine_name(variant))
-        return registry_url
+    def _start(self, command: commands.Start) -> commands.Started:
+        assert command.registry_url is not None
+        self._run, refused = command.run, dict[str, str]()
+        for name in command.variants:
+            try:
+                endpoint = DecodeEndpoint(
+                    self._pool.layout,
+                    engine="bench-decode",
+                    coordinates=self._coordinates,
+                    settings=_settings(self._options, command.registry_url, VARIANTS[name]),
+                )
+                self._endpoints[name] = self._resources.enter_context(endpoint)
+                endpoint.connect(engine_name(self._run, name))
+            except KVFerryError as error:
+                refused[name] = _refusal(error)
+        return commands.Started(command.registry_url, refused)
 
-    def _open(self, variant: int, first_room: int) -> None:
+    def _open(self, command: commands.Open) -> commands.Done:
         self._pool.poison()
-        engine = engine_name(VARIANTS[variant])
-        self._receivers = [
-            self._endpoint.open(
-                first_room + request,
-                {group.name: self._pool.pages(group.name, request) for group in self._pool.layout.groups},
-                engine=engine,
+        self._opened, self._receivers = command, []
+        for _ in range(self._options.requests):
+            self._open_next()
+        return commands.Done()
+
+    def _open_next(self) -> None:
+        number = len(self._receivers)
+        if number < self._transfers:
+            pages = {
+                group.name: self._pool.pages(group.name, number % self._options.requests)
+                for group in self._pool.layout.groups
+            }
+            receiver = self._endpoints[self._opened.variant].open(
+                self._opened.first_room + number,
+                pages,
+                engine=engine_name(self._run, self._opened.variant),
                 tokens=self._options.tokens,
             )
-            for request in range(self._options.requests)
-        ]
+            self._receivers.append(receiver)
 
-    def _receive(self, timeout_s: float) -> Received:
+    @property
+    def _transfers(self) -> int:
+        return self._opened.passes * self._options.requests
+
+    def _receive(self, timeout_s: float) -> commands.Received | commands.Failed:
         deadline = time.monotonic() + timeout_s
         cpu_before = time.process_time()
         ended_at = []
-        for receiver in self._receivers:
-            receiver.wait(max(0.0, deadline - time.monotonic()))
-            assert receiver.stats.ended_at is not None
-            ended_at.append(receiver.stats.ended_at)
-        return Received(self._endpoint.transport.endpoint_name, tuple(ended_at), time.process_time() - cpu_before)
+        try:
+            for number in range(self._transfers):
+                receiver = self._receivers[number]
+                receiver.wait(max(0.0, deadline - time.monotonic()))
+                receiver.wait_pages_reusable(max(0.0, deadline - time.monotonic()))
+                assert receiver.stats.ended_at is not None
+                ended_at.append(receiver.stats.ended_at)
+                self._open_next()  # in the same pages
+        except KVFerryError as error:
+            return _failed(error, self._receivers, timeout_s)
+        return commands.Received(
+            endpoint=self._endpoints[self._opened.variant].transport.endpoint_name,
+            ended_at=tuple(ended_at),
+            cpu_s=time.process_time() - cpu_before,
+        )
 
 
-def engine_name(variant: Variant) -> str:
+def engine_name(run: str, variant: str) -> str:
     """How the prefill engine of a variant is registered."""
-    return f"bench-{variant.name}"
+    return f"bench-{run}-{variant}"
 
 
-def _settings(options: BenchOptions, registry_url: str | None, variant: Variant | None = None) -> Settings:
-    own = {} if variant is None else variant.settings
-    return Settings(registry_url=registry_url, registry_port=0, nixl_threads=options.nixl_threads, **own)
+def ways_of(senders: Iterable[Sender]) -> tuple[commands.Way, ...]:
+    """How the bytes of some transfers went, and why, those of most bytes first."""
+    amounts: dict[tuple[str, str], int] = {}
+    for sender in senders:
+        for write in sender.stats.writes:
+            key = write.path.value, write.why
+            amounts[key] = amounts.get(key, 0) + write.total_bytes
+    ways = [commands.Way(path, why, num_bytes) for (path, why), num_bytes in amounts.items()]
+    return tuple(sorted(ways, key=lambda way: -way.num_bytes))
+
+
+def _failed(error: KVFerryError, transfers: Sequence[Sender | Receiver], timeout_s: float) -> commands.Failed:
+    """Ends what still runs, so that the memory is free for the next variant."""
+    for transfer in transfers:
+        transfer.abort("another request of the benchmark failed")
+    deadline = time.monotonic() + timeout_s
+    for transfer in transfers:
+        if not transfer.wait_pages_reusable(max(0.0, deadline - time.monotonic())):
+            raise error
+    return commands.Failed(f"{type(error).__name__}: {error}")
+
+
+def _refusal(error: KVFerryError) -> str:
+    """Why something cannot be done this way.
+
+    Raises:
+        KVFerryError: the same again, if the error says something else.
+    """
+    if isinstance(error, _NOT_REFUSALS):
+        raise error
+    return f"{type(error).__name__}: {error}"
+
+
+def _settings(options: BenchOptions, registry_url: str | None, variant: Variant) -> Settings:
+    own: dict[str, Any] = dict(variant.settings)
+    return Settings(
+        registry_url=registry_url, registry_port=0, control_port=0, nixl_threads=options.nixl_threads, **own
+    )

@@ -1,0 +1,81 @@
+"""The scripts of the standard set, so short that their figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nixl_cu13")
+
+ROOT = Path(__file__).parents[2]
+
+
+def printed(script: str, *flags: str) -> dict[str, Any]:
+    command = [sys.executable, f"benchmarks/{script}", "--json", *flags]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    result: dict[str, Any] = json.loads(run.stdout)
+    return result
+
+
+def test_the_first_transfer_takes_longer_than_a_later_one():
+    found = printed("first_transfer.py", "--pairs", "1")
+    assert (found["regions"], found["pages"], found["exact"]) == (128, 6144, True)
+    assert found["first_ms"] > 0 < found["later_ms"]
+    assert found["more_ms"] == pytest.approx(found["all_more_ms"][0])
+
+
+def test_memory_is_read_on_both_sides_after_the_warm_up_and_at_the_end():
+    found = printed("memory_growth.py", "--transfers", "200")
+    assert (found["transfers"], found["counted"], found["exact"]) == (200, 180, True)
+    for side in ("prefill", "decode"):
+        samples = found[f"{side}_resident_mib"]
+        assert len(samples) == 10
+        assert all(20 < sample < 1000 for sample in samples)
+        assert found[f"{side}_growth_bytes"] / 2**20 == pytest.approx(samples[-1] - samples[0], abs=0.02)
+        assert found[f"{side}_open_rooms"] == 0
+
+
+@pytest.mark.parametrize("flags", [("memory_growth.py", "--transfers", "3"), ("first_transfer.py", "--pairs", "0")])
+def test_too_few_are_refused(flags: tuple[str, ...]):
+    script, *rest = flags
+    run = subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *rest], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    assert rest[0] in run.stderr
+
+
+def test_the_standard_set_writes_its_section_from_real_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from benchmarks import standard
+
+    small = "kvferry bench --preset small --tokens 70 --requests 3 --in-flight 2 --repetitions 1 --variants auto --json"
+    commands = {
+        "equal": f"{small} --page-size 16",
+        "one-token": f"{small} --preset huge",
+        "growth": "python benchmarks/memory_growth.py --transfers 100 --json",
+    }
+    monkeypatch.setattr(standard, "steps", lambda device: commands)
+    page, saved = tmp_path / "page.md", tmp_path / "run.json"
+    monkeypatch.setattr(sys, "argv", ["standard", "--output", str(page), "--save", str(saved)])
+    with pytest.raises(SystemExit) as ended:
+        standard.main()
+    assert ended.value.code == 1  # since a step failed
+    written = page.read_text()
+    assert "| equal TP, 16-token pages, scattered | 0.9 of the bulk write | " in written
+    assert (
+        "| equal TP, 1-token pages, scattered | 0.35 of the bulk write | exit code 2: kvferry: SettingsError" in written
+    )
+    assert "| growth of memory with the number of transfers | none | prefill " in written
+    assert all(command in written for command in commands.values())
+    again = tmp_path / "again.md"
+    monkeypatch.setattr(sys, "argv", ["standard", "--output", str(again), "--load", str(saved)])
+    with pytest.raises(SystemExit):
+        standard.main()
+    assert again.read_text() == written
