@@ -16,8 +16,8 @@ from tests.property.oracle_cases import Case, Side
 from tests.property.oracle_memory import DUE, UNTOUCHED, Elements, Memory, hashed, with_prefix_in_whole_pages
 
 from kvferry.endpoint.attachment import Attachment, Selected, attach
-from kvferry.endpoint.gathering import SourceMemory
 from kvferry.endpoint.paths import SendingStaging
+from kvferry.endpoint.slots import SourceMemory
 from kvferry.layout import (
     Device,
     Entry,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.endpoint.construction import check_token_share
-from kvferry.endpoint.gathering import SourceMemory
 from kvferry.endpoint.paths import PathChooser, SendingStaging
+from kvferry.endpoint.slots import SourceMemory
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import (

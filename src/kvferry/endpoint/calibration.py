@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvferry.endpoint.gathering import PeerMemory, SourceMemory
+from kvferry.endpoint.gathering import PeerMemory
+from kvferry.endpoint.slots import SourceMemory
 from kvferry.errors import TransportError
 from kvferry.layout import Device, Region
 from kvferry.plan import PathCosts

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.endpoint.calibration import Calibration, WireKey
-from kvferry.endpoint.gathering import PeerMemory, SourceMemory
+from kvferry.endpoint.gathering import PeerMemory
 from kvferry.endpoint.rings import SharedRing
+from kvferry.endpoint.slots import SourceMemory
 from kvferry.errors import IncompatiblePeerError, RegistrationError, SettingsError, TransportUnavailableError
 from kvferry.layout import RankLayout
 from kvferry.plan import Choice, ElectedRoute, PairPlan, Path, PathCosts, Unit, choose

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.endpoint.actors import RunQueue
-from kvferry.endpoint.gathering import SourceMemory
+from kvferry.endpoint.slots import SourceMemory
 from kvferry.errors import TransportError
 from kvferry.transport import Flight, FlightReport, Transport
 
