@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.endpoint.rings import Waiter
+from kvferry.plan.packing import aligned
 from kvferry.staging import StagingMemory
 
 _FEWEST_FOR_ONE = 2  # one crosses while the next is gathered

@@ -22,8 +22,8 @@ from kvferry.layout import Shard, ShardedComponent
 Numbers = NDArray[np.unsignedinteger[Any]]
 
 _BLOCK_BYTES = 256 << 10
-"""Filled and compared at a time: in the processor's cache, and so little that the allocator keeps it. At 1 MiB, which it
-gives back to the system every time, checking took four times as long."""
+"""Filled and compared at a time: in the processor's cache, and so little that the allocator keeps it. At 1 MiB, which
+it gives back to the system every time, checking took four times as long."""
 
 _LAYER, _TOKEN, _PLACE = (number << 56 for number in range(3))
 _REQUEST_SHIFT, _COMPONENT_SHIFT = 32, 40
