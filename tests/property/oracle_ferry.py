@@ -221,7 +221,13 @@ def connect(source: Rank, destination: Rank, pieces: tuple[Piece, ...]) -> Attac
         transport=destination.transport.name,
         transport_metadata=destination.transport.metadata(),
     )
-    return attach(message, layout=source.layout, coordinates=source.coordinates, transport=source.transport)
+    return attach(
+        message,
+        layout=source.layout,
+        coordinates=source.coordinates,
+        transport=source.transport,
+        merged_bytes=64,  # so little that blocks of neighbours are cut in most cases
+    )
 
 
 # --- the comparison

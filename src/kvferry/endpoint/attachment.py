@@ -11,8 +11,8 @@ import numpy as np
 from kvferry.endpoint.construction import check_token_share
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.plan import DescriptorRows, ElectedRoute, PairPlan, Unit, check_exchangeable, descriptor_indices, firsts_of
-from kvferry.plan.descriptors import DescriptorIndices
+from kvferry.plan import ElectedRoute, PairPlan, Selector, Unit, check_exchangeable, selectors
+from kvferry.plan.descriptors import MERGED_BYTES, DescriptorIndices, PieceNumbers
 from kvferry.protocol.messages import Attach
 from kvferry.protocol.moves import Move
 from kvferry.transport import PeerMetadata, PreparedList, Transport
@@ -20,9 +20,9 @@ from kvferry.transport import PeerMetadata, PreparedList, Transport
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRows:
-    """Descriptor rows, and the lists that a transport made of them."""
+    """The lists that a transport made of descriptor rows, and how their descriptors are numbered."""
 
-    rows: DescriptorRows
+    pieces: tuple[PieceNumbers, ...]
     local: PreparedList
     remote: PreparedList
 
@@ -48,16 +48,25 @@ class Attachment:
     """
 
     def __init__(
-        self, receiver: str, coordinates: RankCoordinates, layout: RankLayout, plan: PairPlan, transport: Transport
+        self,
+        receiver: str,
+        coordinates: RankCoordinates,
+        layout: RankLayout,
+        plan: PairPlan,
+        transport: Transport,
+        *,
+        merged_bytes: int = MERGED_BYTES,
     ) -> None:
         self.receiver = receiver
         self.coordinates = coordinates
         self.layout = layout
         self.plan = plan
         self._transport = transport
+        self._merged_bytes = merged_bytes
         # Guards the prepared lists: those of single tokens are made by whichever worker first needs them.
         self._prepare_lock = threading.Lock()
         self._prepared: dict[Unit, PreparedRows] = {}
+        self._selectors: dict[tuple[Unit, tuple[int, ...]], tuple[Selector, ...]] = {}
         # Guards the two below, which several workers use: no list is given back while a write uses it.
         self._lock = threading.Lock()
         self._writes = 0
@@ -105,14 +114,24 @@ class Attachment:
         with self._prepare_lock:
             if unit not in self._prepared:
                 rows = self.plan.descriptor_rows(unit)
-                local = self._transport.prepare(rows.source.rows, None)
+                local = self._transport.prepare(rows.source, None)
                 try:
-                    remote = self._transport.prepare(rows.destination.rows, self.receiver)
+                    remote = self._transport.prepare(rows.destination, self.receiver)
                 except BaseException:
                     self._transport.release_list(local)
                     raise
-                self._prepared[unit] = PreparedRows(rows, local, remote)
+                self._prepared[unit] = PreparedRows(rows.pieces, local, remote)
             return self._prepared[unit]
+
+    @property
+    def prepared_rows(self) -> int:
+        """Rows of both sides that the transport keeps for this peer: its memory grows with them."""
+        return sum(each.local.rows + each.remote.rows for each in list(self._prepared.values()))
+
+    @property
+    def prepared_descriptors(self) -> int:
+        """How many descriptors those rows stand for."""
+        return sum(each.local.count + each.remote.count for each in list(self._prepared.values()))
 
     def select(self, unit: Unit, elected: Sequence[ElectedRoute], moves: Sequence[Move]) -> Selected:
         """The descriptors of a write; between `begin_write` and `end_write`. Errors as in `prepare`.
@@ -123,13 +142,20 @@ class Attachment:
         prepared = self.prepare(unit)
         local, remote = [], []
         for move in moves:
-            pieces = elected[move.route].pieces
-            rows = prepared.rows
-            local.append(descriptor_indices(firsts_of(rows.source, pieces), move.source_units, move.source_pages))
-            remote.append(
-                descriptor_indices(firsts_of(rows.destination, pieces), move.destination_units, move.destination_pages)
-            )
+            for selector in self._selectors_of(unit, prepared, elected[move.route].pieces):
+                here, there = selector.select(
+                    move.source_units, move.source_pages, move.destination_units, move.destination_pages
+                )
+                local.append(here)
+                remote.append(there)
         return Selected(prepared.local, _joined(local), prepared.remote, _joined(remote))
+
+    def _selectors_of(self, unit: Unit, prepared: PreparedRows, pieces: tuple[int, ...]) -> tuple[Selector, ...]:
+        known = self._selectors.get((unit, pieces))
+        if known is None:  # two workers may make the same; either will do
+            known = selectors(prepared.pieces, pieces, merged_bytes=self._merged_bytes)
+            self._selectors[unit, pieces] = known
+        return known
 
     def release(self) -> None:
         """Gives all lists back and disconnects. No write may be on its way."""
@@ -137,6 +163,7 @@ class Attachment:
             for prepared in self._prepared.values():
                 self._transport.release_list(prepared.local)
             self._prepared.clear()
+            self._selectors.clear()
         self._transport.disconnect(self.receiver)
 
 
@@ -144,11 +171,19 @@ def _joined(indices: list[DescriptorIndices]) -> DescriptorIndices:
     return indices[0] if len(indices) == 1 else np.concatenate(indices)
 
 
-def attach(message: Attach, *, layout: RankLayout, coordinates: RankCoordinates, transport: Transport) -> Attachment:
+def attach(
+    message: Attach,
+    *,
+    layout: RankLayout,
+    coordinates: RankCoordinates,
+    transport: Transport,
+    merged_bytes: int = MERGED_BYTES,
+) -> Attachment:
     """Checks that a decode rank's wishes can be met, connects the transport to it and prepares the lists.
 
     Args:
         layout, coordinates: our own.
+        merged_bytes: most bytes that neighbours become one descriptor of.
 
     Raises:
         IncompatiblePeerError: if they cannot, naming both values.
@@ -165,7 +200,9 @@ def attach(message: Attach, *, layout: RankLayout, coordinates: RankCoordinates,
     name = PeerMetadata.decode(message.transport_metadata).name
     if name != message.endpoint:
         raise IncompatiblePeerError(f"endpoint {message.endpoint!r} sent the transport metadata of {name!r}")
-    attachment = Attachment(message.endpoint, message.coordinates, message.layout, plan, transport)
+    attachment = Attachment(
+        message.endpoint, message.coordinates, message.layout, plan, transport, merged_bytes=merged_bytes
+    )
     if mine or coordinates.is_aux_writer:
         transport.connect(message.transport_metadata)
     if mine:
