@@ -39,9 +39,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.endpoint.gathering import Packing, PeerMemory, Posted, Slot, SourceMemory, StagedQueue, StagedWrite
+from kvferry.endpoint.gathering import Packing, PeerMemory, Posted, StagedQueue, StagedWrite
 from kvferry.endpoint.rings import SharedRing
 from kvferry.endpoint.scattering import WriterRing
+from kvferry.endpoint.slots import Slot, SourceMemory
 from kvferry.errors import MessageError, PageError, PeerDisconnectedError, TransferFailedError, TransferTimeoutError
 from kvferry.layout import Device, PageGroup, Region, TokenShare
 from kvferry.plan import Demand, ElectedRoute, Route, Unit

@@ -24,10 +24,11 @@ from tests.property.oracle_memory import Labels, hashed
 from tests.property.test_plan_against_oracle import NAMED
 
 from kvferry.endpoint import gathering, receiving
-from kvferry.endpoint.gathering import Packing, PeerMemory, SourceMemory, StagedWrite
+from kvferry.endpoint.gathering import Packing, PeerMemory, StagedWrite
 from kvferry.endpoint.receiving import Receiver, ReceivingRoom
 from kvferry.endpoint.rings import SharedRing
 from kvferry.endpoint.scattering import Scatterers, ScatterTask, WriterRing
+from kvferry.endpoint.slots import SourceMemory
 from kvferry.layout import Device, Region
 from kvferry.plan import ElectedRoute, PairPlan, Unit, packing, pair
 from kvferry.plan.blocks import BlockShape

@@ -13,11 +13,14 @@ from kvferry.protocol.receiver import (
     Connected,
     ConnectFailed,
     Finished,
+    PartArrived,
+    PartScattered,
     ReceiverAbortRequested,
     ReceiverBroke,
     ReceiverCommand,
     ReceiverMachine,
     ReceiverTick,
+    Scatter,
     SendAbort,
     SenderDrained,
     SenderFailed,
@@ -282,6 +285,100 @@ def test_the_first_failure_is_the_one_that_is_told():
     assert "first" in str(receiver.error)
 
 
+# ---- parts that come through staging memory ------------------------------------------------------------------------
+
+
+def test_a_part_that_arrives_is_to_be_scattered():
+    receiver = machine()
+    assert run(receiver, connected(1), PartArrived(1, 4, 2, is_last=False)) == [Scatter(1, 4, 2)]
+    assert (receiver.state, receiver.chunks) == (WAITING, 0)
+
+
+def test_a_chunk_has_arrived_once_all_its_parts_are_in_their_pages():
+    receiver = machine()
+    run(receiver, connected(0), Finished(0, 1, b"t"))
+    for part in (2, 0, 1):  # the last may come first
+        run(receiver, PartArrived(0, 0, part, is_last=part == 2))
+    for part in (1, 2):
+        assert run(receiver, PartScattered(0, 0, part)) == []
+        assert (receiver.state, receiver.chunks) == (WAITING, 0)
+    run(receiver, PartScattered(0, 0, 0))
+    assert (receiver.state, receiver.chunks) == (SUCCESS, 1)
+    assert receiver.are_pages_reusable
+
+
+def test_a_chunk_is_not_complete_before_its_last_part_has_come():
+    receiver = machine()
+    run(receiver, connected(0), Finished(0, 1, b"t"), PartArrived(0, 0, 0, is_last=False), PartScattered(0, 0, 0))
+    assert receiver.state is WAITING
+    run(receiver, PartArrived(0, 0, 1, is_last=True), PartScattered(0, 0, 1))
+    assert receiver.state is SUCCESS
+
+
+def test_chunks_in_parts_and_chunks_in_one_piece_count_alike():
+    receiver = machine()
+    run(receiver, connected(0, 1), Finished(0, 2, b"t"), Finished(1, 1, None))
+    run(receiver, Arrived(0, 1), PartArrived(0, 0, 0, is_last=True), PartArrived(1, 0, 0, is_last=True))
+    run(receiver, PartScattered(1, 0, 0))
+    assert (receiver.state, receiver.chunks) == (TRANSFERRING, 2)
+    run(receiver, PartScattered(0, 0, 0))
+    assert (receiver.state, receiver.chunks) == (SUCCESS, 3)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        PartArrived(0, 0, 0, is_last=True),  # of a chunk that is complete
+        PartArrived(0, 1, 0, is_last=False),  # that is being scattered
+        PartArrived(0, 1, 1, is_last=True),  # that was scattered
+        PartArrived(2, 0, 0, is_last=True),  # from a rank that owes us nothing
+    ],
+)
+def test_a_part_that_comes_again_or_from_a_stranger_is_not_wanted(event: PartArrived):
+    receiver = machine()
+    run(receiver, connected(0), PartArrived(0, 0, 0, is_last=True), PartScattered(0, 0, 0))
+    run(receiver, PartArrived(0, 1, 0, is_last=False), PartArrived(0, 1, 1, is_last=True), PartScattered(0, 1, 1))
+    assert run(receiver, event) == []
+    assert receiver.chunks == 1
+    run(receiver, Finished(0, 2, b"t"), PartScattered(0, 1, 0))
+    assert receiver.state is SUCCESS
+
+
+def test_a_part_that_comes_when_the_room_is_over_is_not_wanted():
+    receiver = machine()
+    run(receiver, connected(0), ReceiverAbortRequested("gone"))
+    assert run(receiver, PartArrived(0, 0, 0, is_last=True)) == []
+    run(receiver, SenderDrained(0))
+    assert receiver.are_pages_reusable
+
+
+def test_pages_are_not_reusable_while_a_part_is_on_its_way_into_them():
+    receiver = machine()
+    parts = [PartArrived(0, 0, part, is_last=False) for part in range(2)]
+    run(receiver, connected(0), *parts, ReceiverAbortRequested("gone"), SenderDrained(0))
+    assert (receiver.state, receiver.are_pages_reusable) == (FAILED, False)
+    reusable = []
+    for part in range(2):
+        assert run(receiver, PartScattered(0, 0, part)) == []
+        reusable.append(receiver.are_pages_reusable)
+    assert reusable == [False, True]
+
+
+def test_a_part_that_cannot_be_put_into_its_pages_fails_the_room():
+    receiver = machine()
+    cause = OSError("an illegal memory access")
+    run(receiver, connected(0, ranks=2), PartArrived(0, 0, 0, is_last=False), PartArrived(0, 0, 1, is_last=True))
+    commands = run(receiver, PartScattered(0, 0, 0, error=cause))
+    assert [command.rank for command in commands if isinstance(command, SendAbort)] == [0, 1]
+    assert receiver.error is not None
+    assert receiver.error.__cause__ is cause
+    assert "what prefill rank 0 sent could not be put into its pages" in str(receiver.error)
+    run(receiver, SenderDrained(0))
+    reusable = [receiver.are_pages_reusable]
+    run(receiver, PartScattered(0, 0, 1))
+    assert [*reusable, receiver.are_pages_reusable] == [False, True]
+
+
 # ---- deadlines -----------------------------------------------------------------------------------------------------
 
 
@@ -323,3 +420,11 @@ def test_a_repeated_arrival_does_not_put_off_the_deadline():
     run(receiver, Arrived(0, 0), now=4.0)
     run(receiver, Arrived(0, 0), now=15.0)
     expires(receiver, 24.0, "nothing came for 20 s")
+
+
+def test_every_part_that_comes_starts_the_wait_anew():
+    receiver = machine()
+    run(receiver, connected(0))
+    run(receiver, PartArrived(0, 0, 0, is_last=False), now=4.0)
+    run(receiver, PartArrived(0, 0, 0, is_last=False), now=15.0)  # again
+    expires(receiver, 24.0, "prefill ranks [0] have not finished")

@@ -40,6 +40,7 @@ from kvferry.protocol.sender import (
     Write,
     WriteDone,
     WriteFailed,
+    WriteProgressed,
 )
 from kvferry.protocol.states import TransferState
 
@@ -566,6 +567,28 @@ def test_every_chunk_starts_the_wait_anew():
     run(sender, chunk(1), now=4.0)
     run(sender, WriteDone("d0", 0), now=6.0)
     expires(sender, 26.0, "no chunk was submitted for 20 s")
+
+
+def test_a_write_that_gets_on_is_given_its_time_anew():
+    sender = machine()
+    run(sender, opened())
+    run(sender, chunk(1), now=1.0)
+    for now in (4.0, 8.0, 12.0):
+        assert run(sender, WriteProgressed("d0", 0), now=now) == []
+    commands = expires(sender, 17.0, "writes to ['d0'] did not end within 5 s")
+    assert drained_of(commands) == [], "the rest of it may still land"
+    assert run(sender, WriteProgressed("d0", 0), now=18.0) == []
+    assert not sender.is_drained
+
+
+def test_a_write_that_is_through_does_not_get_on_again():
+    """Nor one that never was."""
+    sender = machine()
+    run(sender, opened())
+    run(sender, chunk(1), WriteDone("d0", 0), now=1.0)
+    run(sender, WriteProgressed("d0", 0), WriteProgressed("d0", 7), now=4.0)
+    assert sender.is_drained
+    expires(sender, 21.0, "no chunk was submitted for 20 s")
 
 
 def test_the_oldest_write_ends_the_room_whatever_came_after_it():

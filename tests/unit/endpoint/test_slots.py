@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.endpoint.gathering import Slot, SourceMemory
+from kvferry.endpoint.slots import Slot, SourceMemory
 from kvferry.layout import Device, Region
 from kvferry.plan.packing import SEGMENT_ALIGNMENT
 from kvferry.staging import StagingMemory
