@@ -10,10 +10,13 @@ import pytest
 
 from kvferry.endpoint import attachment
 from kvferry.endpoint.attachment import Attachment, attach
+from kvferry.endpoint.paths import SendingStaging
+from kvferry.endpoint.slots import SourceMemory
 from kvferry.layout import RankCoordinates, RankLayout, attention_components, shard_from_tensors
 from kvferry.plan import Piece, Unit, selectors
 from kvferry.protocol.messages import Attach
 from kvferry.protocol.moves import Move
+from kvferry.settings import Settings
 from kvferry.transport import InProcessNetwork, InProcessTransport
 
 K, _ = attention_components(num_layers=3, num_kv_heads=2, head_dim=4, dtype="uint8")
@@ -28,6 +31,10 @@ def rank(
     transport = InProcessTransport(network)
     transport.register(layout.regions(), layout.device)
     return transport, layout, [*tensors]
+
+
+def no_memory() -> SourceMemory:
+    raise AssertionError("nothing is measured where the path is forced")
 
 
 @pytest.fixture
@@ -45,7 +52,14 @@ def attached() -> Iterator[Attachment]:
         transport=there.name,
         transport_metadata=there.metadata(),
     )
-    yield attach(message, layout=layout, coordinates=RankCoordinates(), transport=here)
+    yield attach(
+        message,
+        layout=layout,
+        coordinates=RankCoordinates(),
+        transport=here,
+        staging=SendingStaging(Settings(path="direct"), layout, here),
+        memory=no_memory,
+    )
     del ours, theirs
 
 
@@ -74,7 +88,7 @@ def test_selectors_are_made_once_for_all_chunks(attached: Attachment, monkeypatc
     unit = np.zeros(1, np.int64)
     for page in range(5):
         pages = np.array([page])
-        selected = attached.select(Unit.GRANULE, elected, [Move(0, pages, unit, pages, unit)])
+        selected = attached.select(Unit.GRANULE, elected, [Move(0, pages, unit, pages, unit, pages)])
         assert selected.local_indices.tolist() == [2 * page, 20 + 2 * page, 40 + 2 * page]
         assert selected.remote_indices.tolist() == [page, 30 + page, 60 + page]
     assert len(made) == 1
@@ -82,7 +96,10 @@ def test_selectors_are_made_once_for_all_chunks(attached: Attachment, monkeypatc
 
 def test_moves_along_several_routes_follow_each_other(attached: Attachment):
     (route,) = attached.elected(1, 0)
-    moves = [Move(number, np.array([number]), np.array([1]), np.array([5]), np.array([0])) for number in range(2)]
+    moves = [
+        Move(number, np.array([number]), np.array([1]), np.array([5]), np.array([0]), np.array([5]))
+        for number in range(2)
+    ]
     selected = attached.select(Unit.GRANULE, [route, route], moves)
     assert selected.local_indices.tolist() == [1, 21, 41, 3, 23, 43]
     assert selected.remote_indices.tolist() == [5, 35, 65] * 2
