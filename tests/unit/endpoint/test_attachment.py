@@ -96,10 +96,8 @@ def test_selectors_are_made_once_for_all_chunks(attached: Attachment, monkeypatc
 
 def test_moves_along_several_routes_follow_each_other(attached: Attachment):
     (route,) = attached.elected(1, 0)
-    moves = [
-        Move(number, np.array([number]), np.array([1]), np.array([5]), np.array([0]), np.array([5]))
-        for number in range(2)
-    ]
+    first, second, fifth = np.array([0]), np.array([1]), np.array([5])
+    moves = [Move(number, np.array([number]), second, fifth, first, fifth) for number in range(2)]
     selected = attached.select(Unit.GRANULE, [route, route], moves)
     assert selected.local_indices.tolist() == [1, 21, 41, 3, 23, 43]
     assert selected.remote_indices.tolist() == [5, 35, 65] * 2

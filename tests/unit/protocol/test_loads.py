@@ -347,12 +347,8 @@ class Written:
                 numbers = rows.pieces[piece]
                 source = numbers.source.indices(move.source_units, move.source_pages)
                 destination = numbers.destination.indices(move.destination_units, move.destination_pages)
-                chosen += [
-                    (here, there, numbers.length)
-                    for here, there in zip(
-                        starts_in(rows.source, source), starts_in(rows.destination, destination), strict=True
-                    )
-                ]
+                sides = starts_in(rows.source, source), starts_in(rows.destination, destination)
+                chosen += [(here, there, numbers.length) for here, there in zip(*sides, strict=True)]
         return chosen
 
     def merged(self) -> int:
