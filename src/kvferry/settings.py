@@ -95,7 +95,7 @@ class Settings(BaseSettings):
         description="Staging memory of every prefill worker, and of a decode rank for every prefill rank.",
     )
     staging_chunk_mib: float = Field(
-        1.0, gt=0, le=65536, description="How much is gathered, written in bulk and scattered at a time."
+        2.0, gt=0, le=65536, description="How much is gathered, written in bulk and scattered at a time."
     )
     staging_memory_mib: float = Field(
         1024.0, gt=0, le=2**24, description="Most staging memory that an endpoint takes; beyond it, bytes go directly."

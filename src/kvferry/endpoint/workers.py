@@ -19,7 +19,7 @@ from kvferry.transport import Flight, FlightReport, Transport
 
 log = logging.getLogger(__name__)
 
-_SHORTEST_SLEEP_S = 20e-6
+_SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
 
 

@@ -285,9 +285,15 @@ class NixlTransport(Transport):
     def poll(self, flight: Flight) -> FlightReport | None:
         assert isinstance(flight, _NixlFlight)
         if flight.report is None:
+            try:
+                status = self._agent.getXferStatus(flight.handle)
+                if status == self._nixl.NIXL_IN_PROG:
+                    return None  # the usual answer, many times over: told apart from all others first
+            except Exception as error:
+                with self._translated(f"writing to {flight.peer}", flight.peer):
+                    raise error
             with self._translated(f"writing to {flight.peer}", flight.peer):
-                if not self._is_done(self._agent.getXferStatus(flight.handle), flight.peer):
-                    return None
+                self._is_done(status, flight.peer)
                 telemetry = self._agent.getXferTelemetry(flight.handle)
             flight.report = FlightReport(
                 total_bytes=telemetry.totalBytes,
