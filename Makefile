@@ -7,11 +7,12 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 DEMO_FLAGS ?=
 
-.PHONY: help demo test check format docs bench bench-memory bench-gpu clean
+.PHONY: help demo test test-gpu check format docs bench bench-memory bench-gpu clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
 	@echo "make test    set up, then run the tests"
+	@echo "make test-gpu  run the tests that need a GPU, in PYTHON's environment: nothing is set up"
 	@echo "make check   set up, then check style and types"
 	@echo "make format  let the tools fix style"
 	@echo "make docs    write what the documents say about the code from the code"
@@ -34,6 +35,12 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest
+
+# Needs torch, Triton, a NIXL wheel, pytest with hypothesis and pytest-timeout, and what kvferry imports; no network.
+test-gpu:
+	@$(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || \
+		{ echo "make test-gpu: a GPU asked for where there is none that the torch of $(PYTHON) can use"; exit 1; }
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .

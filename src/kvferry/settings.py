@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvferry.errors import SettingsError
+from kvferry.plan.cost import Path
 
 PREFIX = "KVFERRY_"
 
@@ -21,6 +22,11 @@ PREFIX = "KVFERRY_"
 def default_workers(cpus: int) -> int:
     """How many transfer workers suit a machine: an eighth of half its CPUs, but at least 4 and at most 12."""
     return min(max(4, int(0.5 * cpus) // 8), 12)
+
+
+def default_scatter_workers(cpus: int) -> int:
+    """How many threads of their own scatter: one for every eight CPUs, at most 4; on a small machine none."""
+    return min(cpus // 8, 4)
 
 
 class Settings(BaseSettings):
@@ -59,6 +65,12 @@ class Settings(BaseSettings):
         ge=1,
         le=256,
         description="Threads that move chunks on the prefill side.",
+    )
+    scatter_workers: int = Field(
+        default_factory=lambda: default_scatter_workers(os.cpu_count() or 1),
+        ge=0,
+        le=64,
+        description="Threads that put staged bytes into their pages on the decode side; with 0 its own thread does.",
     )
     queues: int = Field(
         4, ge=1, le=256, description="Queues that rooms are spread over; no more are used than there are workers."
@@ -125,6 +137,11 @@ class Settings(BaseSettings):
                 "(KVFERRY_STAGING_RING_MIB)"
             )
         return self
+
+    @property
+    def forced_path(self) -> Path | None:
+        """The only path that may be taken; None where the cost model chooses."""
+        return None if self.path == "auto" else Path(self.path)
 
     @property
     def registry_address(self) -> str:

@@ -6,7 +6,7 @@ every byte as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,6 +16,8 @@ from tests.property.oracle_cases import Case, Side
 from tests.property.oracle_memory import DUE, UNTOUCHED, Elements, Memory, hashed, with_prefix_in_whole_pages
 
 from kvferry.endpoint.attachment import Attachment, Selected, attach
+from kvferry.endpoint.paths import SendingStaging
+from kvferry.endpoint.slots import SourceMemory
 from kvferry.layout import (
     Device,
     Entry,
@@ -29,12 +31,16 @@ from kvferry.layout import (
     shard_from_tensors,
     stage_of,
 )
-from kvferry.plan import Piece, SourceGroup, check_exchangeable, prove
+from kvferry.plan import ElectedRoute, Piece, SourceGroup, Unit, check_exchangeable, prove
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.protocol import demands, messages, moves
 from kvferry.protocol.chunks import Chunk, ChunkSequence, GroupPages
 from kvferry.protocol.demands import WantedGroup
+from kvferry.protocol.moves import Move
+from kvferry.settings import Settings
 from kvferry.transport import InProcessNetwork, InProcessTransport
+
+DIRECTLY = Settings(path="direct")
 
 
 class WrongBytesError(AssertionError):
@@ -190,25 +196,30 @@ class Pair:
     destination: Rank
     attachment: Attachment
 
-    def send(self, number: int, tokens: int | None, wanted: Mapping[str, WantedGroup], handed: list[Chunk]) -> None:
+    def send(self, message: messages.OpenRoom, wanted: Mapping[str, WantedGroup], handed: list[Chunk]) -> None:
         """Sends a room as endpoints do."""
-        elected = self.attachment.elected(number, self.source.coordinates.group_rank)
-        request = moves.ReceiverRequest(tokens, wanted, tuple(each.route for each in elected))
+        elected = self.attachment.elected(message.room, self.source.coordinates.group_rank)
+        request = moves.ReceiverRequest(message.tokens, wanted, tuple(each.route for each in elected))
         next_pages: dict[str, int] = {}
         for chunk in handed:
             moves.check_chunk(chunk, request, next_pages, where="the sender")
             next_pages.update({part.group: part.stop for part in chunk.parts})
             for unit, of_unit in moves.moves_of(chunk, request).items():
-                if not of_unit:
-                    continue
-                selected = self.attachment.select(unit, elected, of_unit)
-                copy_labels(selected, self.source, self.destination)
-                transport = self.source.transport
-                flight = transport.post(
-                    selected.local, selected.local_indices, selected.remote, selected.remote_indices, b"chunk"
-                )
-                assert transport.poll(flight) is not None
-                transport.release(flight)
+                if of_unit:
+                    self.write(message, elected, unit, of_unit)
+
+    def write(
+        self, message: messages.OpenRoom, elected: tuple[ElectedRoute, ...], unit: Unit, of_unit: tuple[Move, ...]
+    ) -> None:
+        """Writes straight from pages to pages."""
+        selected = self.attachment.select(unit, elected, of_unit)
+        copy_labels(selected, self.source, self.destination)
+        transport = self.source.transport
+        flight = transport.post(
+            selected.local, selected.local_indices, selected.remote, selected.remote_indices, b"chunk"
+        )
+        assert transport.poll(flight) is not None
+        transport.release(flight)
 
 
 def connect(source: Rank, destination: Rank, pieces: tuple[Piece, ...]) -> Attachment:
@@ -221,7 +232,18 @@ def connect(source: Rank, destination: Rank, pieces: tuple[Piece, ...]) -> Attac
         transport=destination.transport.name,
         transport_metadata=destination.transport.metadata(),
     )
-    return attach(message, layout=source.layout, coordinates=source.coordinates, transport=source.transport)
+    return attach(
+        message,
+        layout=source.layout,
+        coordinates=source.coordinates,
+        transport=source.transport,
+        staging=SendingStaging(DIRECTLY, source.layout, source.transport),
+        memory=no_memory,
+    )
+
+
+def no_memory() -> SourceMemory:
+    raise AssertionError("nothing is measured where the path is forced")
 
 
 # --- the comparison
@@ -252,8 +274,12 @@ def compare(case: Case, elements: Elements, number: int, destination: Rank) -> N
         raise WrongBytesError(f"receiver {number}: the transport moved other bytes than the descriptors say")
 
 
-def check(case: Case, *, with_proof: bool = True) -> None:
-    """Moves the case's rooms from every source to every receiver and compares all memory with the oracle."""
+def check(case: Case, *, with_proof: bool = True, make_pair: Callable[[Rank, Rank, Attachment], Pair] = Pair) -> None:
+    """Moves the case's rooms from every source to every receiver and compares all memory with the oracle.
+
+    Args:
+        make_pair: makes what moves them between two ranks.
+    """
     case = replace(case, rooms=tuple(with_prefix_in_whole_pages(case, room) for room in case.rooms))
     elements = Elements(case)
     sources = ranks(case, case.source, is_source=True)
@@ -274,14 +300,14 @@ def check(case: Case, *, with_proof: bool = True) -> None:
         pairs = {}
         for writer, source in sources.items():
             if any(writer in piece.holders for piece in cut):
-                pairs[writer] = Pair(source, destination, connect(source, destination, cut))
+                pairs[writer] = make_pair(source, destination, connect(source, destination, cut))
             else:
                 check_exchangeable(source.layout, destination.layout, source_name="prefill", destination_name="decode")
-        for room, drawn in enumerate(case.rooms):
+        for room in range(len(case.rooms)):
             message = open_message(case, destination, room)
             wanted = demands.wanted_groups(message, destination.layout, where="the sender")
             for writer, connected in pairs.items():
-                connected.send(drawn.number, message.tokens, wanted, handed[writer][room])
+                connected.send(message, wanted, handed[writer][room])
         compare(case, elements, number, destination)
     for source in sources.values():
         if not np.array_equal(source.memory.buffer, hashed(source.memory.labels)):

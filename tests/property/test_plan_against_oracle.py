@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Any, TypeAlias
@@ -572,18 +571,6 @@ FAULTS: dict[str, Plant] = {
     "the page before": _descriptor_of_the_next_page,
     "rows of other pieces": _rows_of_other_pieces,
 }
-
-
-@pytest.fixture
-def nothing_remembered() -> Iterator[None]:
-    """No result of a fault outlives it, and none from before hides it."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("kvferry.")]
-    caches = [each for module in modules for each in vars(module).values() if hasattr(each, "cache_clear")]
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 @pytest.mark.usefixtures("nothing_remembered")

@@ -94,7 +94,7 @@ class Engines:
 
     def __init__(self, registry_url: str, /, **settings: Any) -> None:
         self.network = InProcessNetwork()
-        self._settings = {"workers": 2, "queues": 2, "registry_url": registry_url, **settings}
+        self._settings = {"workers": 2, "queues": 2, "path": "direct", "registry_url": registry_url, **settings}
         self._endpoints = contextlib.ExitStack()
 
     def __enter__(self) -> Engines:

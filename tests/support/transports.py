@@ -39,7 +39,7 @@ class FaultyTransport(InProcessTransport):
         self.posted = 0
         self.misused: list[str] = []
         self._flight_lock = threading.Lock()
-        self._flights: dict[Flight, tuple[PreparedList, PreparedList]] = {}
+        self._flights: dict[Flight, tuple[str, tuple[PreparedList, ...]]] = {}  # with the peer and the lists in use
         self._released: weakref.WeakSet[Flight] = weakref.WeakSet()
 
     @property
@@ -62,7 +62,7 @@ class FaultyTransport(InProcessTransport):
 
     def release_list(self, prepared: PreparedList) -> None:
         with self._flight_lock:
-            if any(prepared in lists for lists in self._flights.values()):
+            if any(prepared in lists for _, lists in self._flights.values()):
                 self.misused.append("a list was released under a write")
         super().release_list(prepared)
 
@@ -77,7 +77,7 @@ class FaultyTransport(InProcessTransport):
 
     def _refuse_under_write(self, peer: str, what: str) -> None:
         with self._flight_lock:
-            if any(remote.peer == peer for _, remote in self._flights.values()):
+            if any(target == peer for target, _ in self._flights.values()):
                 self.misused.append(f"{peer} was {what} under a write")
 
     def post(
@@ -94,16 +94,25 @@ class FaultyTransport(InProcessTransport):
         flight = super().post(local, local_indices, remote, remote_indices, notification)
         with self._flight_lock:
             self.posted += 1
-            self._flights[flight] = local, remote
+            self._flights[flight] = remote.peer, (local, remote)
+        return flight
+
+    def write(self, source: Region, peer: str, address: int, notification: bytes) -> Flight:
+        if self.on_post is not None:
+            self.on_post(peer)
+        flight = super().write(source, peer, address, notification)
+        with self._flight_lock:
+            self.posted += 1
+            self._flights[flight] = peer, ()
         return flight
 
     def poll(self, flight: Flight) -> FlightReport | None:
         with self._flight_lock:
             if flight in self._released:
                 self.misused.append("a flight was polled after its release")
-        lists = self._flights.get(flight)
-        peer = lists[1].peer if lists is not None else None
-        if peer is not None:
+        known = self._flights.get(flight)
+        if known is not None:
+            peer, _ = known
             if self.on_poll is not None:
                 self.on_poll(peer)
             if self.holds(peer):

@@ -14,7 +14,7 @@ from kvferry.models.families import FAMILIES
 PACKAGE = Path(kvferry.__file__).parent
 ROOT = PACKAGE.parent.parent
 
-ROOMS = ("layout", "plan", "protocol", "transport", "control", "endpoint", "models", "engines", "cli")
+ROOMS = ("layout", "plan", "protocol", "transport", "staging", "control", "endpoint", "models", "engines", "cli")
 """From the ground up."""
 
 SANS_IO = ("layout", "plan", "protocol")
@@ -80,7 +80,7 @@ def words_of_code(file: Path) -> set[str]:
     return words
 
 
-@pytest.mark.parametrize("room", ["layout", "plan", "protocol", "transport", "control", "endpoint"])
+@pytest.mark.parametrize("room", ["layout", "plan", "protocol", "transport", "staging", "control", "endpoint"])
 def test_no_room_below_models_knows_a_model_family(room: str):
     families = {re.match("[a-z]+", family).group() for family in FAMILIES} | {"mla", "gqa"}  # type: ignore[union-attr]
     assert {"qwen", "deepseek", "mamba"} <= families

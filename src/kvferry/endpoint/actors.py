@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -19,17 +20,19 @@ if TYPE_CHECKING:
 class RunQueue:
     """Actors that have something to do; None tells a worker to stop.
 
-    Workers wait in it one behind the other. With several waiting at a time, `SimpleQueue.get` can forget its timeout:
-    if another takes the item that woke it, what is left of the time is negative, which it takes for endless.
+    Not `queue.SimpleQueue`: its `get` looks twice at what is left of the time, and waits for ever if that has become
+    negative in between, as a few microseconds do when the thread is held up.
     """
 
     def __init__(self) -> None:
-        self._actors: queue.SimpleQueue[Actor | None] = queue.SimpleQueue()
-        self._turn = threading.Lock()
+        # One call changes either, and none is interrupted: a worker that is held up holds up nobody who puts.
+        self._actors: deque[Actor | None] = deque()
+        self._waiting: deque[threading.Lock] = deque()  # of every worker that waits, a lock that it cannot have yet
 
     def put(self, actor: Actor | None) -> None:
         """Adds to the end, from any thread."""
-        self._actors.put(actor)
+        self._actors.append(actor)
+        self._wake_one()
 
     def take(self, timeout_s: float | None) -> Actor | None:
         """Takes from the front, waiting as long as timeout_s, or for ever if that is None.
@@ -37,12 +40,44 @@ class RunQueue:
         Raises:
             queue.Empty: if there was nothing in time.
         """
-        if not self._turn.acquire(timeout=-1 if timeout_s is None else timeout_s):
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._actors.popleft()
+            except IndexError:
+                self._wait(deadline)
+
+    def _wait(self, deadline: float | None) -> None:
+        """Waits until there may be something to take.
+
+        Raises:
+            queue.Empty: at the deadline.
+        """
+        woken = threading.Lock()
+        woken.acquire()
+        self._waiting.append(woken)
+        left_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        # Looked at again: what was put before anybody could see that we wait, woke nobody.
+        if not self._actors and woken.acquire(timeout=left_s):
+            return
+        self._withdraw(woken)
+        if not self._actors and deadline is not None and time.monotonic() >= deadline:
             raise queue.Empty
+
+    def _wake_one(self) -> None:
+        """Wakes whoever came to wait last: what it needs is still in its processor's cache."""
         try:
-            return self._actors.get(timeout=timeout_s)
-        finally:
-            self._turn.release()
+            woken = self._waiting.pop()
+        except IndexError:
+            return
+        woken.release()
+
+    def _withdraw(self, woken: threading.Lock) -> None:
+        """Waits no longer. If somebody was about to wake us, another worker is woken in our place."""
+        try:
+            self._waiting.remove(woken)
+        except ValueError:
+            self._wake_one()
 
 
 class Actor(ABC):

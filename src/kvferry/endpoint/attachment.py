@@ -9,9 +9,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.endpoint.construction import check_token_share
+from kvferry.endpoint.paths import PathChooser, SendingStaging
+from kvferry.endpoint.slots import SourceMemory
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.plan import DescriptorRows, ElectedRoute, PairPlan, Unit, check_exchangeable, descriptor_indices, firsts_of
+from kvferry.plan import (
+    DescriptorRows,
+    ElectedRoute,
+    PairPlan,
+    Path,
+    Unit,
+    check_exchangeable,
+    descriptor_indices,
+    firsts_of,
+)
 from kvferry.plan.descriptors import DescriptorIndices
 from kvferry.protocol.messages import Attach
 from kvferry.protocol.moves import Move
@@ -45,15 +56,23 @@ class Attachment:
         coordinates: its place in its engine.
         layout: what it holds and where.
         plan: what this rank may send it.
+        paths: which ways bytes may go there.
     """
 
     def __init__(
-        self, receiver: str, coordinates: RankCoordinates, layout: RankLayout, plan: PairPlan, transport: Transport
+        self,
+        receiver: str,
+        coordinates: RankCoordinates,
+        layout: RankLayout,
+        plan: PairPlan,
+        transport: Transport,
+        paths: PathChooser,
     ) -> None:
         self.receiver = receiver
         self.coordinates = coordinates
         self.layout = layout
         self.plan = plan
+        self.paths = paths
         self._transport = transport
         # Guards the prepared lists: those of single tokens are made by whichever worker first needs them.
         self._prepare_lock = threading.Lock()
@@ -144,11 +163,21 @@ def _joined(indices: list[DescriptorIndices]) -> DescriptorIndices:
     return indices[0] if len(indices) == 1 else np.concatenate(indices)
 
 
-def attach(message: Attach, *, layout: RankLayout, coordinates: RankCoordinates, transport: Transport) -> Attachment:
-    """Checks that a decode rank's wishes can be met, connects the transport to it and prepares the lists.
+def attach(
+    message: Attach,
+    *,
+    layout: RankLayout,
+    coordinates: RankCoordinates,
+    transport: Transport,
+    staging: SendingStaging,
+    memory: Callable[[], SourceMemory],
+) -> Attachment:
+    """Checks that a decode rank's wishes can be met, connects the transport to it and prepares what it takes.
 
     Args:
         layout, coordinates: our own.
+        staging: what this endpoint has for staged writes.
+        memory: staging memory to measure with.
 
     Raises:
         IncompatiblePeerError: if they cannot, naming both values.
@@ -165,13 +194,14 @@ def attach(message: Attach, *, layout: RankLayout, coordinates: RankCoordinates,
     name = PeerMetadata.decode(message.transport_metadata).name
     if name != message.endpoint:
         raise IncompatiblePeerError(f"endpoint {message.endpoint!r} sent the transport metadata of {name!r}")
-    attachment = Attachment(message.endpoint, message.coordinates, message.layout, plan, transport)
     if mine or coordinates.is_aux_writer:
         transport.connect(message.transport_metadata)
-    if mine:
-        try:
+    try:
+        paths = staging.paths_to(message, plan, memory)
+        attachment = Attachment(message.endpoint, message.coordinates, message.layout, plan, transport, paths)
+        if mine and paths.forced is not Path.STAGED:
             attachment.prepare(Unit.GRANULE)
-        except BaseException:
-            transport.disconnect(name)
-            raise
+    except BaseException:
+        transport.disconnect(name)
+        raise
     return attachment

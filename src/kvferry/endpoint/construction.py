@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import secrets
+import uuid
 
 from kvferry.errors import LayoutError, UsageError
 from kvferry.layout import RankCoordinates, RankLayout
@@ -18,6 +20,11 @@ _LONGEST_IN_NAME = 24  # of the engine's name: registries and sockets limit how 
 def endpoint_name(engine: str, engine_rank: int) -> str:
     """A name for one start of one rank: readable, and never used before."""
     return f"{engine[:_LONGEST_IN_NAME]}-{engine_rank}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def machine_name() -> str:
+    """What tells this machine from others, as well as two containers of it."""
+    return f"{platform.node()}-{uuid.getnode():x}"
 
 
 def create_transport(settings: Settings, name: str) -> Transport:

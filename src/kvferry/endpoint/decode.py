@@ -9,10 +9,18 @@ from types import TracebackType
 
 from kvferry.control.registrations import check_engine_name
 from kvferry.control.registry_client import RegistryClient
-from kvferry.endpoint.construction import check_token_share, checked_room, create_transport, deadlines, endpoint_name
+from kvferry.endpoint.construction import (
+    check_token_share,
+    checked_room,
+    create_transport,
+    deadlines,
+    endpoint_name,
+    machine_name,
+)
 from kvferry.endpoint.decode_driver import DecodeDriver
 from kvferry.endpoint.links import Identity, LinkKey
 from kvferry.endpoint.receiving import Receiver, ReceivingRoom
+from kvferry.endpoint.scattering import ReceivingStaging
 from kvferry.errors import EndpointClosedError, LayoutError, RoomExistsError, UnknownRoomError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.protocol.chunks import AnyPages
@@ -67,6 +75,7 @@ class DecodeEndpoint:
         self._rooms: dict[int, Receiver] = {}
         self._is_closed = False
         try:
+            staging = ReceivingStaging(self.settings, layout, self.transport)
             self.transport.register(layout.regions(), layout.device)
             identity = Identity(
                 endpoint=self.transport.endpoint_name,
@@ -74,13 +83,13 @@ class DecodeEndpoint:
                 coordinates=self.coordinates,
                 layout=layout,
                 transport=self.transport.name,
-                transport_metadata=self.transport.metadata(),
+                host=machine_name(),
             )
         except BaseException:
             self.transport.close()
             raise
         self._driver = DecodeDriver(
-            identity, self.transport, self._registry_client, self.settings, forget_room=self._forget_room
+            identity, self.transport, self._registry_client, self.settings, staging, forget_room=self._forget_room
         )
         self._driver.start()
 

@@ -23,6 +23,7 @@ from kvferry.control.registrations import RankRegistration
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.links import Identity, Link, LinkKey, LinkState
 from kvferry.endpoint.receiving import ReceivingRoom
+from kvferry.endpoint.scattering import ReceivingStaging, Scatterers, ScatterTask
 from kvferry.errors import (
     EndpointClosedError,
     KVFerryError,
@@ -32,14 +33,18 @@ from kvferry.errors import (
     TransferTimeoutError,
 )
 from kvferry.protocol import messages
+from kvferry.protocol.credits import Span
 from kvferry.protocol.receiver import (
     Arrived,
     ConnectFailed,
     Finished,
+    PartArrived,
+    PartScattered,
     ReceiverBroke,
     ReceiverCommand,
     ReceiverEvent,
     ReceiverTick,
+    Scatter,
     SendAbort,
     SenderDrained,
     SenderFailed,
@@ -69,6 +74,7 @@ class DecodeDriver:
         transport: Transport,
         registry: RegistryClient,
         settings: Settings,
+        staging: ReceivingStaging,
         *,
         forget_room: Callable[[int], None],
     ) -> None:
@@ -79,6 +85,7 @@ class DecodeDriver:
         self._transport = transport
         self._registry = registry
         self._settings = settings
+        self._staging = staging
         self._forget_room = forget_room
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
@@ -94,12 +101,18 @@ class DecodeDriver:
         self._callers: set[Future[None]] = set()  # everyone who waits in connect
         self._rooms: dict[int, ReceivingRoom] = {}
         self._room_links: dict[int, Link] = {}
+        self._arriving: ScatterTask | None = None  # while its room is told of it
         self._hot_until = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
         self._is_stopping = threading.Event()
-        rank = identity.coordinates.engine_rank
-        self._thread = threading.Thread(target=self._run, name=f"kvferry-decode-{rank}", daemon=True)
+        name = f"kvferry-decode-{identity.coordinates.engine_rank}"
+        self._scatterers: Scatterers | None = None
+        if staging.kernels is not None:
+            self._scatterers = Scatterers(
+                settings.scatter_workers, staging.kernels, identity.layout, self._on_scattered, name=name
+            )
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # ---- from any thread ----------------------------------------------------------------------------------------
 
@@ -109,8 +122,8 @@ class DecodeDriver:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+        """Whether all threads run."""
+        return self._thread.is_alive() and (self._scatterers is None or self._scatterers.are_alive)
 
     def open_room(self, room: ReceivingRoom, key: LinkKey) -> None:
         """Takes a new room in."""
@@ -150,6 +163,8 @@ class DecodeDriver:
         self._is_stopping.set()
         self._wakeup.wake()
         self._thread.join()
+        if self._scatterers is not None:
+            self._scatterers.close()
         self._resolvers.shutdown(wait=True, cancel_futures=True)
         for channel in list(self._channels.values()):
             self._close_channel(channel)
@@ -258,6 +273,9 @@ class DecodeDriver:
                 )
             case SendAbort(rank, reason):
                 message = messages.AbortRoom(room=room.room, generation=room.generation, reason=reason)
+            case Scatter():
+                self._scatter()
+                return
         try:
             link.send(rank, message)
         except KVFerryError as error:
@@ -285,6 +303,9 @@ class DecodeDriver:
         except PeerError as error:
             log.warning("dropped a notification from %s: %s", peer, error)
             return
+        if isinstance(message, messages.StagedArrived):
+            self._part_arrived(peer, message, now)
+            return
         room = self._rooms.get(message.room)
         link = self._room_links.get(message.room)
         if room is None or link is None or room.generation != message.generation:
@@ -298,12 +319,63 @@ class DecodeDriver:
             case messages.WriterFinished(writer=writer, chunks=chunks, aux=aux):
                 self._handle(room, Finished(writer, chunks, aux), now)
 
+    # ---- staging memory -----------------------------------------------------------------------------------------
+
+    def _part_arrived(self, peer: str, message: messages.StagedArrived, now: float) -> None:
+        """Takes a part of a chunk that is in staging memory, which is given back whether anybody wants it or not."""
+        span = Span(message.start, message.begin, message.stop)
+        ring = self._staging.ring(peer, message.epoch)
+        if ring is None or not ring.take(span):
+            log.warning("dropped a notification from %s: it has no such part of a ring: %s", peer, span)
+            return
+        room, link = self._rooms.get(message.room), self._room_links.get(message.room)
+        task = None
+        if room is not None and link is not None and room.generation == message.generation:
+            if link.is_rank(message.writer, peer):
+                task = ScatterTask(room, ring, span, message)
+            else:
+                log.warning("dropped a notification for room %d: %s is not rank %d", message.room, peer, message.writer)
+        if task is None:
+            ring.give_back(span)
+            return
+        self._arriving = task
+        self._handle(task.room, PartArrived(message.writer, message.sequence, message.part, message.is_last), now)
+        if self._arriving is not None:  # it was not wanted
+            self._arriving = None
+            ring.give_back(span)
+
+    def _scatter(self) -> None:
+        """Hands the part that is arriving to a thread that puts it into its pages."""
+        task, self._arriving = self._arriving, None
+        assert task is not None
+        assert self._scatterers is not None
+        self._scatterers.submit(task)
+
+    def _on_scattered(self, task: ScatterTask, error: Exception | None) -> None:
+        """From the threads that scatter, or from ours."""
+        if threading.current_thread() is self._thread:
+            self._scattered(task, error, time.monotonic())
+        else:
+            self._submit(lambda now: self._scattered(task, error, now))
+
+    def _scattered(self, task: ScatterTask, error: Exception | None, now: float) -> None:
+        message = task.message
+        task.ring.give_back(task.span)
+        self._handle(task.room, PartScattered(message.writer, message.sequence, message.part, error), now)
+
+    def _span_void(self, message: messages.SpanVoid) -> None:
+        """Nothing came, or will come, of a span."""
+        ring = self._staging.ring(message.endpoint, message.epoch)
+        span = Span(message.start, message.begin, message.stop)
+        if ring is not None and ring.take(span):
+            ring.give_back(span)
+
     # ---- links --------------------------------------------------------------------------------------------------
 
     def _link(self, key: LinkKey, deadline: float) -> Link:
         """The link of that key, begun if there is none. Whoever waits for it has no earlier deadline."""
         if key not in self._links:
-            self._links[key] = Link(key, self._identity, deadline=deadline)
+            self._links[key] = Link(key, self._identity, self._staging, deadline=deadline)
             self._resolvers.submit(self._look_up, self._links[key])
         return self._links[key]
 
@@ -372,7 +444,10 @@ class DecodeDriver:
                 match message:
                     case messages.RoomFailed() | messages.Drained():
                         self._room_message(channel, message, now)
+                    case messages.SpanVoid():
+                        self._span_void(message)
                     case messages.Closed():
+                        self._staging.closed(message.endpoint)
                         self._rank_closed(channel, now)
                     case _ if link is not None:
                         if link.received(channel, message, now):

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from kvferry.endpoint.actors import Actor, RunQueue
 from kvferry.endpoint.attachment import Attachment, attach
+from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.workers import Worker
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.protocol.messages import Attach, Attached, Message, Refused
@@ -52,6 +53,7 @@ class DecodePeer(Actor):
         transport: Transport,
         layout: RankLayout,
         coordinates: RankCoordinates,
+        staging: SendingStaging,
         send: Callable[[str, Message], None],
         now: float,
     ) -> None:
@@ -64,6 +66,7 @@ class DecodePeer(Actor):
         self._transport = transport
         self._layout = layout
         self._coordinates = coordinates
+        self._staging = staging
         self._send = send
         # Guards the two below: whoever waits for the end must not miss it.
         self._end_lock = threading.Lock()
@@ -91,7 +94,7 @@ class DecodePeer(Actor):
         for each in events:
             match each:
                 case Attach():
-                    self._attach(each)
+                    self._attach(each, worker)
                 case DetachRequested():
                     dropped, self.attachment = self.attachment, None
                     if dropped is None:
@@ -103,10 +106,15 @@ class DecodePeer(Actor):
         """Says so; an error in connecting or disconnecting does not get here."""
         log.error("the connection to decode rank %s met an unexpected error", self.name, exc_info=error)
 
-    def _attach(self, message: Attach) -> None:
+    def _attach(self, message: Attach, worker: Worker) -> None:
         try:
             self.attachment = attach(
-                message, layout=self._layout, coordinates=self._coordinates, transport=self._transport
+                message,
+                layout=self._layout,
+                coordinates=self._coordinates,
+                transport=self._transport,
+                staging=self._staging,
+                memory=worker.memory,
             )
         except Exception as error:
             self._refuse(error)

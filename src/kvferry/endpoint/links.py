@@ -15,6 +15,7 @@ from kvferry import errors
 from kvferry.control.channel import ConnectedChannel
 from kvferry.control.registrations import RankRegistration
 from kvferry.endpoint.construction import check_token_share
+from kvferry.endpoint.scattering import ReceivingStaging
 from kvferry.errors import IncompatiblePeerError, KVFerryError, PeerDisconnectedError, PeerError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Piece, check_exchangeable, elect_writer, pieces_for_receiver
@@ -59,7 +60,7 @@ class Identity:
     coordinates: RankCoordinates
     layout: RankLayout
     transport: str
-    transport_metadata: bytes
+    host: str
 
 
 class Link:
@@ -73,13 +74,14 @@ class Link:
         look_up_at: when to ask the registry again; None while it is being asked.
     """
 
-    def __init__(self, key: LinkKey, identity: Identity, *, deadline: float) -> None:
+    def __init__(self, key: LinkKey, identity: Identity, staging: ReceivingStaging, *, deadline: float) -> None:
         self.key = key
         self.state = LinkState.RESOLVING
         self.deadline = deadline
         self.problem: KVFerryError | None = None
         self.look_up_at: float | None = None
         self._identity = identity
+        self._staging = staging
         self._ranks: dict[int, _RankLink] = {}  # by engine rank
         self._pieces: tuple[Piece, ...] = ()
 
@@ -135,8 +137,11 @@ class Link:
                 rank.welcome = message
                 if all(each.welcome is not None for each in self._ranks.values()):
                     self._attach()
+            case messages.Attached() if rank.welcome is None or rank.welcome.endpoint != message.endpoint:
+                pass  # of an earlier start
             case messages.Attached() if self.state is LinkState.ATTACHING:
                 rank.is_attached = True
+                self._staging.attached(message.endpoint)
                 if all(each.is_attached for each in self._ranks.values()):
                     self.state = LinkState.READY
                     return True
@@ -176,19 +181,28 @@ class Link:
         }
         self._pieces = pieces_for_receiver(layouts, self._identity.layout)
         self.state = LinkState.ATTACHING
-        attach = messages.encode(
-            messages.Attach(
+        offers = {number: self._offer(rank) for number, rank in self._ranks.items()}
+        metadata = self._staging.metadata()  # with the memory of all offers
+        for number, rank in self._ranks.items():
+            attach = messages.Attach(
                 endpoint=self._identity.endpoint,
                 engine=self._identity.engine,
                 coordinates=self._identity.coordinates,
                 layout=self._identity.layout,
                 pieces=self._pieces,
                 transport=self._identity.transport,
-                transport_metadata=self._identity.transport_metadata,
+                transport_metadata=metadata,
+                host=self._identity.host,
+                staging=offers[number],
             )
-        )
-        for rank in self._ranks.values():
-            rank.channel.send(attach)
+            rank.channel.send(messages.encode(attach))
+
+    def _offer(self, rank: _RankLink) -> messages.Staging:
+        welcome = rank.welcome
+        assert welcome is not None
+        group_rank = rank.registration.coordinates.group_rank
+        mine = tuple(piece for piece in self._pieces if group_rank in piece.holders)
+        return self._staging.offer(welcome.endpoint, welcome.layout, mine, rank.channel.send)
 
     def connected(self, room: int) -> Connected:
         """Who sends what in a room, once the link is ready."""

@@ -20,6 +20,7 @@ from kvferry.endpoint.actors import RunQueue
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.construction import check_token_share, checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
+from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.sending import OpenReceived, Sender, SendingRoom
 from kvferry.endpoint.workers import start_workers
 from kvferry.errors import (
@@ -129,12 +130,15 @@ class PrefillEndpoint:
             self._release_resources()
             raise
         name = f"kvferry-prefill-{self.engine_rank}"
-        self._workers = start_workers(self.settings.workers, self._queues, self.transport, name=name)
+        self._workers = start_workers(
+            self.settings.workers, self._queues, self.transport, self._staging.source_memory, name=name
+        )
         self._thread = threading.Thread(target=self._run, name=f"{name}-control", daemon=True)
         self._thread.start()
 
     def _start(self, host_registry: bool | None) -> None:
         settings = self.settings
+        self._staging = SendingStaging(settings, self.layout, self.transport)
         self.transport.register(self.layout.regions(), self.layout.device)
         self._channel = ListeningChannel(self._context, host=bracketed(settings.host), port=settings.control_port)
         self.control_address = f"tcp://{bracketed(settings.advertise_host or settings.host)}:{self._channel.port}"
@@ -404,6 +408,10 @@ class PrefillEndpoint:
                 self.open_room(identity, message)
             case messages.AbortRoom():
                 self.abort_room(identity, message)
+            case messages.Credit():
+                attachment = self._attachment(identity)
+                if attachment is not None:
+                    attachment.paths.credited(message.epoch, message.position)
 
     def _welcome(self) -> messages.Welcome:
         return messages.Welcome(
@@ -430,6 +438,7 @@ class PrefillEndpoint:
             transport=self.transport,
             layout=self.layout,
             coordinates=self.coordinates,
+            staging=self._staging,
             send=self.send,
             now=time.monotonic(),
         )

@@ -10,14 +10,16 @@ from typing import Protocol, TypeAlias
 
 from kvferry.endpoint.actors import Actor, RunQueue
 from kvferry.endpoint.attachment import Attachment
+from kvferry.endpoint.gathering import Packing, Posted, StagedQueue, StagedWrite
 from kvferry.endpoint.stats import SenderStats, WriteRecord
 from kvferry.endpoint.transfer import Transfer
 from kvferry.endpoint.workers import Worker
-from kvferry.errors import KVFerryError, PeerDisconnectedError, UsageError
+from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferFailedError, UsageError
 from kvferry.layout import PageGroup
-from kvferry.plan import ElectedRoute, Path
+from kvferry.plan import Choice, ElectedRoute, Path
 from kvferry.protocol import messages
 from kvferry.protocol.chunks import AnyPages, ChunkSequence
+from kvferry.protocol.credits import Span
 from kvferry.protocol.demands import wanted_groups
 from kvferry.protocol.moves import ReceiverRequest
 from kvferry.protocol.sender import (
@@ -37,6 +39,7 @@ from kvferry.protocol.sender import (
     Write,
     WriteDone,
     WriteFailed,
+    WriteProgressed,
 )
 from kvferry.protocol.states import TransferState
 from kvferry.transport import FlightReport, Transport
@@ -55,7 +58,70 @@ class OpenReceived:
     message: messages.OpenRoom
 
 
-RoomEvent: TypeAlias = SenderEvent | OpenReceived
+@dataclass(frozen=True, slots=True)
+class PostNextPart:
+    """It is the room's turn to post the next sub-chunk to a receiver."""
+
+    receiver: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartLanded:
+    """A sub-chunk is in the receiver's staging memory, or its write failed.
+
+    Attributes:
+        num_bytes: bytes of the cache that it carried.
+        result: the transport's report, or why the write failed.
+    """
+
+    receiver: str
+    sequence: int
+    num_bytes: int
+    result: FlightReport | Exception
+
+
+RoomEvent: TypeAlias = SenderEvent | OpenReceived | PostNextPart | PartLanded
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """What is recorded of a write on its way.
+
+    Attributes:
+        choice: its path, and why.
+        submitted_at, begun_at: when its chunk was handed in and when this was begun.
+        total_bytes, post_s, transfer_s: of the parts that are through.
+    """
+
+    choice: Choice
+    submitted_at: float
+    begun_at: float
+    total_bytes: int = 0
+    descriptors: int = 0
+    post_s: float = 0.0
+    transfer_s: float = 0.0
+
+    def add(self, report: FlightReport, *, num_bytes: int, descriptors: int) -> None:
+        """Counts a part that is through."""
+        self.total_bytes += num_bytes
+        self.descriptors += descriptors
+        self.post_s += report.post_s
+        self.transfer_s += report.transfer_s
+
+    def record(self, receiver: str) -> WriteRecord:
+        """The whole write, which is through now."""
+        return WriteRecord(
+            receiver=receiver,
+            path=self.choice.path,
+            why=self.choice.reason,
+            total_bytes=self.total_bytes,
+            descriptors=self.descriptors,
+            submitted_at=self.submitted_at,
+            posted_at=self.begun_at,
+            done_at=time.monotonic(),
+            transport_post_s=self.post_s,
+            transport_transfer_s=self.transfer_s,
+        )
 
 
 class Surroundings(Protocol):
@@ -166,6 +232,8 @@ class SendingRoom(Actor):
         self._submitted_at: dict[int, float] = {}
         self._all_open_at: float | None = None
         self._writes: list[WriteRecord] = []
+        self._staged: dict[str, StagedQueue] = {}  # by receiver
+        self._accounts: dict[tuple[str, int], _Account] = {}  # of staged writes, by receiver and sequence
         self._last_submitted_at: float | None = None
         self._handled_chunks = self._settled_chunks = 0
         # In synchronous mode, guards the number of settled chunks and wakes the caller who waits for it.
@@ -247,8 +315,14 @@ class SendingRoom(Actor):
             case ChunkSubmitted():
                 self._tell(event, worker)
                 self._handled_chunks += 1
+            case PostNextPart(receiver):
+                self._post_next_part(receiver, worker)
+            case PartLanded():
+                self._part_landed(event, worker)
             case _:
                 self._tell(event, worker)
+        if self._machine.state is TransferState.FAILED and self._staged:
+            self._cancel_staged(worker)
         self._show()
 
     def _aborted(self, event: ReceiverAborted, worker: Worker) -> None:
@@ -322,13 +396,27 @@ class SendingRoom(Actor):
                 )
 
     def _write(self, command: Write, worker: Worker) -> None:
-        surroundings = self._surroundings
         attachment = self._attachments[command.receiver]
         if not attachment.begin_write():
             gone = PeerDisconnectedError(f"{command.receiver} is not connected any more")
             self.post(WriteFailed(command.receiver, command.sequence, gone))
             return
-        posted_at = time.monotonic()
+        begun_at = time.monotonic()
+        try:
+            choice = attachment.paths.choose(command.unit, self._elected[command.receiver], command.moves)
+        except Exception as error:
+            attachment.end_write()
+            self.post(WriteFailed(command.receiver, command.sequence, error))
+            return
+        submitted_at = max(self._submitted_at.get(command.chunk, begun_at), self._all_open_at or 0.0)
+        account = _Account(choice, submitted_at, begun_at)
+        if choice.path is Path.STAGED:
+            self._write_staged(command, attachment, account)
+        else:
+            self._write_directly(command, attachment, account, worker)
+
+    def _write_directly(self, command: Write, attachment: Attachment, account: _Account, worker: Worker) -> None:
+        surroundings = self._surroundings
         try:
             selected = attachment.select(command.unit, self._elected[command.receiver], command.moves)
             flight = surroundings.transport.post(
@@ -350,23 +438,9 @@ class SendingRoom(Actor):
             self.post(WriteFailed(command.receiver, command.sequence, error))
             return
 
-        submitted_at = max(self._submitted_at.get(command.chunk, posted_at), self._all_open_at or 0.0)
-
         def done(report: FlightReport) -> None:
-            self._writes.append(
-                WriteRecord(
-                    receiver=command.receiver,
-                    path=Path.DIRECT,
-                    why="the only path",
-                    total_bytes=report.total_bytes,
-                    descriptors=report.descriptors,
-                    submitted_at=submitted_at,
-                    posted_at=posted_at,
-                    done_at=time.monotonic(),
-                    transport_post_s=report.post_s,
-                    transport_transfer_s=report.transfer_s,
-                )
-            )
+            account.add(report, num_bytes=report.total_bytes, descriptors=report.descriptors)
+            self._writes.append(account.record(command.receiver))
             attachment.end_write()
             self.post(WriteDone(command.receiver, command.sequence))
 
@@ -378,6 +452,113 @@ class SendingRoom(Actor):
             self.post(SenderBroke(error))
 
         worker.watch(flight, done, failed, broke)
+
+    def _write_staged(self, command: Write, attachment: Attachment, account: _Account) -> None:
+        receiver = command.receiver
+        if receiver not in self._staged:
+            self._staged[receiver] = self._staged_queue(attachment)
+        queue = self._staged[receiver]
+        queue.add(StagedWrite(self.room, command, queue.packing))
+        self._accounts[receiver, command.sequence] = account
+        self.post(PostNextPart(receiver))
+
+    def _staged_queue(self, attachment: Attachment) -> StagedQueue:
+        surroundings, receiver, staged = self._surroundings, attachment.receiver, attachment.paths.staged
+        assert staged is not None
+
+        def give_up(span: Span) -> None:
+            surroundings.send(
+                receiver,
+                messages.SpanVoid(
+                    endpoint=surroundings.transport.endpoint_name,
+                    epoch=staged.peer.epoch,
+                    start=span.start,
+                    begin=span.begin,
+                    stop=span.stop,
+                ),
+            )
+
+        packing = Packing(
+            receiver=receiver,
+            elected=self._elected[receiver],
+            packed=attachment.paths.packed,
+            kernels=staged.kernels,
+            transport=surroundings.transport,
+            peer=staged.peer,
+            chunk_bytes=staged.chunk_bytes,
+            writer=surroundings.engine_rank,
+            give_up=give_up,
+        )
+        return StagedQueue(packing, wake=lambda: self.post(PostNextPart(receiver)))
+
+    def _post_next_part(self, receiver: str, worker: Worker) -> None:
+        queue = self._staged[receiver]
+        found = queue.post_next(worker.memory()) if not self._machine.state.is_final else None
+        if found is None:
+            return
+        write, posted = found
+        if posted is None:
+            self._maybe_end(write, worker)
+        else:
+            self._watch_part(queue, write, posted, worker)
+        if queue.has_more:
+            self.post(PostNextPart(receiver))  # behind whoever else waits for a turn
+
+    def _watch_part(self, queue: StagedQueue, write: StagedWrite, posted: Posted, worker: Worker) -> None:
+        receiver, sequence = write.command.receiver, write.command.sequence
+        is_posting = True
+        landed: list[PartLanded] = []
+
+        def done(report: FlightReport) -> None:
+            posted.memory.give_back(posted.slot)
+            ended(PartLanded(receiver, sequence, posted.num_bytes, report))
+
+        def failed(error: Exception) -> None:
+            posted.memory.give_back(posted.slot)
+            queue.packing.give_up(posted.span)
+            ended(PartLanded(receiver, sequence, posted.num_bytes, error))
+
+        def ended(event: PartLanded) -> None:
+            if is_posting:
+                landed.append(event)
+            else:
+                self.post(event)
+
+        def broke(error: Exception) -> None:
+            self.post(SenderBroke(error))
+
+        worker.watch(posted.flight, done, failed, broke)
+        is_posting = False
+        for event in landed:  # at once, as on shared memory: no need for a turn of its own
+            self._part_landed(event, worker)
+
+    def _part_landed(self, event: PartLanded, worker: Worker) -> None:
+        receiver, sequence, result = event.receiver, event.sequence, event.result
+        write = self._staged[receiver].landed(sequence, result if isinstance(result, Exception) else None)
+        if isinstance(result, FlightReport):
+            self._accounts[receiver, sequence].add(result, num_bytes=event.num_bytes, descriptors=1)
+            self._tell(WriteProgressed(receiver, sequence), worker)
+        self._maybe_end(write, worker)
+
+    def _maybe_end(self, write: StagedWrite, worker: Worker) -> None:
+        """Tells the machine of a staged write that is through, or of which nothing more will come."""
+        if not write.has_ended:
+            return
+        receiver, sequence = write.command.receiver, write.command.sequence
+        account = self._accounts.pop((receiver, sequence))
+        self._staged[receiver].ended(write)
+        self._attachments[receiver].end_write()
+        if write.error is None:
+            self._writes.append(account.record(receiver))
+            self._tell(WriteDone(receiver, sequence), worker)
+        else:
+            self._tell(WriteFailed(receiver, sequence, write.error), worker)
+
+    def _cancel_staged(self, worker: Worker) -> None:
+        """Posts no more of a room that has failed."""
+        for queue in self._staged.values():
+            for write in queue.cancel(self._machine.error or TransferFailedError("the room has failed")):
+                self._maybe_end(write, worker)
 
     def _finish(self, command: SendFinish) -> None:
         message = messages.WriterFinished(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.endpoint.actors import RunQueue
+from kvferry.endpoint.slots import SourceMemory
 from kvferry.errors import TransportError
 from kvferry.transport import Flight, FlightReport, Transport
 
@@ -34,9 +35,18 @@ class _Watched:
 class Worker:
     """One thread, which runs the actors of one queue and polls the writes that they started."""
 
-    def __init__(self, name: str, run_queue: RunQueue, transport: Transport) -> None:
+    def __init__(
+        self, name: str, run_queue: RunQueue, transport: Transport, make_memory: Callable[[], SourceMemory]
+    ) -> None:
+        """Args:
+        run_queue: whose actors it runs.
+        transport: polls the writes.
+        make_memory: takes staging memory for this worker.
+        """
         self._run_queue = run_queue
         self._transport = transport
+        self._make_memory = make_memory
+        self._memory: SourceMemory | None = None
         self._watched: list[_Watched] = []
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -54,6 +64,16 @@ class Worker:
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    def memory(self) -> SourceMemory:
+        """Staging memory of this worker, taken when first asked for. For actors that run on it.
+
+        Raises:
+            TransportError: if there is no such memory.
+        """
+        if self._memory is None:
+            self._memory = self._make_memory()
+        return self._memory
 
     def watch(
         self,
@@ -129,9 +149,18 @@ class Worker:
             log.warning("a finished write could not be released: %s", error)
 
 
-def start_workers(count: int, queues: Sequence[RunQueue], transport: Transport, *, name: str) -> list[Worker]:
-    """Starts workers, spread over the queues in turn."""
-    workers = [Worker(f"{name}-worker-{index}", queues[index % len(queues)], transport) for index in range(count)]
+def start_workers(
+    count: int,
+    queues: Sequence[RunQueue],
+    transport: Transport,
+    make_memory: Callable[[], SourceMemory],
+    *,
+    name: str,
+) -> list[Worker]:
+    """Starts workers, spread over the queues in turn; arguments as for `Worker`."""
+    workers = [
+        Worker(f"{name}-worker-{index}", queues[index % len(queues)], transport, make_memory) for index in range(count)
+    ]
     for worker in workers:
         worker.start()
     return workers

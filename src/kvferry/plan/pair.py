@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -11,7 +11,8 @@ import numpy as np
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import Entry, RankLayout, Shard
 from kvferry.plan.descriptors import DescriptorIndices, DescriptorRows, SideRows, descriptor_rows
-from kvferry.plan.lowering import lower
+from kvferry.plan.lowering import Runs, lower
+from kvferry.plan.packing import PackedPiece, packed_piece
 from kvferry.plan.pieces import Piece, elect_writer
 from kvferry.plan.routes import Positions, Route, route_between
 
@@ -90,17 +91,29 @@ class PairPlan:
             )
         return self._elected[mine]
 
+    def route(self, piece: int) -> Route:
+        """Along which route a piece travels."""
+        return self._routes[piece]
+
     def descriptor_rows(self, unit: Unit) -> DescriptorRows:
         """The rows of all pieces. Those that cannot be cut between tokens have none for single tokens.
 
         Raises:
             LayoutError: if there are more descriptors than can be numbered.
         """
-        prepared = []
+        return descriptor_rows([(runs, *shards) for runs, shards in zip(self._runs(unit), self._shards, strict=True)])
+
+    def packed_pieces(self, unit: Unit) -> tuple[PackedPiece, ...]:
+        """How every piece is packed into staging memory, unit by unit."""
+        return tuple(
+            packed_piece(runs, source_pages=here.paging.num_pages, destination_pages=there.paging.num_pages)
+            for runs, (here, there) in zip(self._runs(unit), self._shards, strict=True)
+        )
+
+    def _runs(self, unit: Unit) -> Iterator[Runs]:
         for piece, (here, there), route in zip(self.pieces, self._shards, self._routes, strict=True):
             tokens = route.granule_tokens if unit is Unit.GRANULE or here.component.entry is not Entry.TOKEN else 1
-            prepared.append((lower(piece.box, here, there, granule_tokens=tokens), here, there))
-        return descriptor_rows(prepared)
+            yield lower(piece.box, here, there, granule_tokens=tokens)
 
 
 def _shard(layout: RankLayout, piece: Piece, side: str) -> Shard:

@@ -139,7 +139,7 @@ def _shared(one: Ranges, other: Ranges) -> Ranges:
     (starts, stops), (other_starts, other_stops) = one, other
     first = np.searchsorted(other_stops, starts, side="right")
     counts = np.maximum(np.searchsorted(other_starts, stops, side="left") - first, 0)
-    mine, theirs = np.repeat(np.arange(len(starts)), counts), _ranges(first, counts)
+    mine, theirs = np.repeat(np.arange(len(starts)), counts), ascending_ranges(first, counts)
     return np.maximum(starts[mine], other_starts[theirs]), np.minimum(stops[mine], other_stops[theirs])
 
 
@@ -186,7 +186,9 @@ def units_of(segments: Segments, granule_tokens: int) -> tuple[Units, Units]:
     """Divides segments into whole granules, and into single tokens what does not fill one."""
     source, destination, lengths = segments.source, segments.destination, segments.lengths
     if granule_tokens == 1:
-        return Units(1, _ranges(source, lengths), _ranges(destination, lengths)), Units(1, source[:0], source[:0])
+        return Units(1, ascending_ranges(source, lengths), ascending_ranges(destination, lengths)), Units(
+            1, source[:0], source[:0]
+        )
     head = np.minimum(-source % granule_tokens, lengths)
     is_aligned = (source - destination) % granule_tokens == 0
     head = np.where(is_aligned, head, lengths)
@@ -194,19 +196,19 @@ def units_of(segments: Segments, granule_tokens: int) -> tuple[Units, Units]:
     body = head + whole * granule_tokens
     granules = Units(
         granule_tokens,
-        _ranges((source + head) // granule_tokens, whole),
-        _ranges((destination + head) // granule_tokens, whole),
+        ascending_ranges((source + head) // granule_tokens, whole),
+        ascending_ranges((destination + head) // granule_tokens, whole),
     )
     tail = lengths - body
     tokens = Units(
         1,
-        np.concatenate([_ranges(source, head), _ranges(source + body, tail)]),
-        np.concatenate([_ranges(destination, head), _ranges(destination + body, tail)]),
+        np.concatenate([ascending_ranges(source, head), ascending_ranges(source + body, tail)]),
+        np.concatenate([ascending_ranges(destination, head), ascending_ranges(destination + body, tail)]),
     )
     return granules, tokens
 
 
-def _ranges(starts: Positions, counts: Positions) -> Positions:
+def ascending_ranges(starts: Positions, counts: Positions) -> Positions:
     """start, start + 1, ... as often as counted, for every start, one after the other."""
     if len(starts) == 1:
         return np.arange(starts[0], starts[0] + counts[0], dtype=np.int64)

@@ -147,6 +147,11 @@ def _check_cut(layout: RankLayout, group: PageGroup, held: int, low: int, *, whe
         )
 
 
+def wanted_of(group: OpenGroup) -> WantedGroup:
+    """What is wanted of a group, for the decode side, which asked for it."""
+    return WantedGroup(Demand(group.held, group.start, group.stop), group.first_page, unpack_pages(group.pages))
+
+
 def wanted_groups(message: OpenRoom, layout: RankLayout, *, where: str) -> dict[str, WantedGroup]:
     """What a decode rank asked for, checked.
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from kvferry.errors import ConfigurationError, MessageError, VersionError
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.plan import Piece
+from kvferry.plan import Path, Piece, Unit
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAGIC = b"kvfy"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_AUX_BYTES = 1024 * 1024
@@ -35,6 +35,35 @@ Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)]
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of everything that travels."""
+
+
+class StagingRing(msgspec.Struct, frozen=True):
+    """Staging memory of a decode rank that one prefill rank may write to.
+
+    Attributes:
+        address, num_bytes: where it is.
+        epoch: random, so that credits for an earlier ring are told apart.
+    """
+
+    address: Count
+    num_bytes: Count
+    epoch: int
+
+
+class Staging(msgspec.Struct, frozen=True):
+    """What a decode rank says about staged transfers from one prefill rank.
+
+    Attributes:
+        path: the path that its settings force; None leaves it to the prefill rank.
+        ring: where staged bytes go; None if they cannot.
+        problem: why there is no ring.
+        scatter_bytes_per_s: how fast the largest piece is put into its pages; 0 where it was not measured.
+    """
+
+    path: Path | None = None
+    ring: StagingRing | None = None
+    problem: str = ""
+    scatter_bytes_per_s: float = 0.0
 
 
 class Hello(Message, frozen=True):
@@ -61,6 +90,8 @@ class Attach(Message, frozen=True):
     Attributes:
         pieces: the receiver's whole plan; the prefill rank prepares those that list its group rank as a holder.
         transport: the transport's name, `transport_metadata` what it needs to connect.
+        host: what tells the decode rank's machine from others.
+        staging: what it says about staged transfers.
     """
 
     endpoint: str
@@ -70,6 +101,8 @@ class Attach(Message, frozen=True):
     pieces: tuple[Piece, ...]
     transport: str
     transport_metadata: bytes
+    host: str = ""
+    staging: Staging = Staging()
 
 
 class Attached(Message, frozen=True):
@@ -174,6 +207,24 @@ class Drained(Message, frozen=True):
     writer: Count
 
 
+class Credit(Message, frozen=True):
+    """Decode to prefill: your ring of staging memory was read up to this position."""
+
+    endpoint: str
+    epoch: int
+    position: Count
+
+
+class SpanVoid(Message, frozen=True):
+    """Prefill to decode: nothing came, or will come, of this span of the ring; see `credits.Span`."""
+
+    endpoint: str
+    epoch: int
+    start: Count
+    begin: Count
+    stop: Count
+
+
 class ChunkArrived(Message, frozen=True):
     """Notification: all bytes of one chunk from one writer are in place. `sequence` counts from 0 per receiver."""
 
@@ -181,6 +232,47 @@ class ChunkArrived(Message, frozen=True):
     generation: int
     writer: Count
     sequence: Count
+
+
+class StagedSegment(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one piece, packed one after the other; see `plan.packing`.
+
+    Attributes:
+        piece: the piece's number among those of `Attach` that this writer may send.
+        first_base, stop_base: indices of the piece's first axis.
+        units: which units they are on the decode side, as ranges of numbers (local position divided by the unit's
+            tokens): first and count of each, int64 little-endian.
+    """
+
+    piece: Count
+    first_base: Count
+    stop_base: Count
+    units: bytes
+
+
+class StagedArrived(Message, frozen=True):
+    """Notification: a part of a chunk from one writer is in staging memory.
+
+    Attributes:
+        sequence: the chunk's number, as in `ChunkArrived`.
+        part, is_last: the parts of a chunk count from 0; the last one says so.
+        epoch, start, begin, stop: in which ring, and where; see `credits.Span`.
+        unit: what is packed together.
+        segments: what it is, in the order in which it is packed.
+    """
+
+    room: Count
+    generation: int
+    writer: Count
+    sequence: Count
+    part: Count
+    is_last: bool
+    epoch: int
+    start: Count
+    begin: Count
+    stop: Count
+    unit: Unit
+    segments: tuple[StagedSegment, ...]
 
 
 class WriterFinished(Message, frozen=True):
@@ -198,9 +290,9 @@ class WriterFinished(Message, frozen=True):
     aux: bytes | None = None
 
 
-ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom
-ToDecode: TypeAlias = Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained
-Notification: TypeAlias = ChunkArrived | WriterFinished
+ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | Credit
+ToDecode: TypeAlias = Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained | SpanVoid
+Notification: TypeAlias = ChunkArrived | StagedArrived | WriterFinished
 
 _Body = TypeVar("_Body")
 

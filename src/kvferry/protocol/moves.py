@@ -34,6 +34,7 @@ class Move:
         route: the number of the route among those of the `ReceiverRequest`.
         source_pages, source_units: the page that the unit is in on this rank, and which one of the page it is.
         destination_pages, destination_units: the same on the receiver.
+        destination_numbers: the units' numbers on the receiver: local position divided by the unit's tokens.
     """
 
     route: int
@@ -41,6 +42,7 @@ class Move:
     source_units: Pages
     destination_pages: Pages
     destination_units: Pages
+    destination_numbers: Pages
 
 
 def check_chunk(chunk: Chunk, request: ReceiverRequest, next_pages: Mapping[str, int], *, where: str) -> None:
@@ -135,4 +137,4 @@ def _move(number: int, route: Route, units: Units, part: ChunkPart, wanted: Want
         pages=wanted.pages,
         first_page=wanted.first_page,
     )
-    return Move(number, source_pages, source_units, destination_pages, destination_units)
+    return Move(number, source_pages, source_units, destination_pages, destination_units, units.destination)

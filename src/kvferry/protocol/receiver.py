@@ -54,6 +54,30 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
+class PartArrived:
+    """A notification `StagedArrived`: a part of a chunk is in staging memory."""
+
+    writer: int
+    sequence: int
+    part: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PartScattered:
+    """A part is in its pages, or will not be written there any more.
+
+    Attributes:
+        error: why it could not be, if so.
+    """
+
+    writer: int
+    sequence: int
+    part: int
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """A notification `WriterFinished` from the rank that it names."""
 
@@ -109,6 +133,8 @@ ReceiverEvent: TypeAlias = (
     Connected
     | ConnectFailed
     | Arrived
+    | PartArrived
+    | PartScattered
     | Finished
     | SenderFailed
     | SenderDrained
@@ -136,9 +162,27 @@ class SendAbort:
     reason: str
 
 
-ReceiverCommand: TypeAlias = SendOpen | SendAbort
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Put a part that is in staging memory into its pages; answer with PartScattered."""
+
+    writer: int
+    sequence: int
+    part: int
+
+
+ReceiverCommand: TypeAlias = SendOpen | SendAbort | Scatter
 
 # ---- the machine ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What has come of a chunk that comes in parts."""
+
+    count: int | None = None  # known once the last has come
+    arrived: set[int] = field(default_factory=set)
+    scattered: int = 0
 
 
 @dataclass(slots=True)
@@ -146,6 +190,7 @@ class _Writer:
     """What has come from one rank that owes us something."""
 
     arrived: set[int] = field(default_factory=set)
+    partial: dict[int, _Parts] = field(default_factory=dict)  # by sequence, while not all parts are in their pages
     finished_chunks: int | None = None
     is_drained: bool = False
 
@@ -174,11 +219,12 @@ class ReceiverMachine:
         self._last_progress = now
         self._ranks: frozenset[int] = frozenset()
         self._expected: dict[int, _Writer] = {}
+        self._scattering = 0  # parts that are on their way from staging memory into the pages
 
     @property
     def are_pages_reusable(self) -> bool:
         """Whether no byte of the pages can change any more on behalf of this room."""
-        if not self.state.is_final:
+        if not self.state.is_final or self._scattering:
             return False
         return all(writer.is_drained or writer.finished_chunks is not None for writer in self._expected.values())
 
@@ -212,6 +258,10 @@ class ReceiverMachine:
                 return self._fail(caused(f"room {self.room}: connecting failed", error))
             case Arrived(rank, sequence):
                 return self._arrived(rank, sequence, now)
+            case PartArrived():
+                return self._part_arrived(event, now)
+            case PartScattered():
+                return self._part_scattered(event, now)
             case Finished():
                 return self._finished(event, now)
             case SenderFailed(rank, error_name, reason):
@@ -248,6 +298,35 @@ class ReceiverMachine:
         self._last_progress = now
         self._move(ReceiverTrigger.CHUNK_ARRIVED)
         return self._maybe_succeed(rank, writer)
+
+    def _part_arrived(self, event: PartArrived, now: float) -> list[ReceiverCommand]:
+        writer = self._expected.get(event.writer)
+        if writer is None or self.state.is_final or event.sequence in writer.arrived:
+            return []
+        parts = writer.partial.setdefault(event.sequence, _Parts())
+        if event.part in parts.arrived:
+            return []
+        parts.arrived.add(event.part)
+        if event.is_last:
+            parts.count = event.part + 1
+        self._scattering += 1
+        self._last_progress = now
+        return [Scatter(event.writer, event.sequence, event.part)]
+
+    def _part_scattered(self, event: PartScattered, now: float) -> list[ReceiverCommand]:
+        self._scattering -= 1
+        if self.state.is_final:
+            return []
+        if event.error is not None:
+            what = f"room {self.room}: what prefill rank {event.writer} sent could not be put into its pages"
+            return self._fail(caused(what, event.error))
+        writer = self._expected[event.writer]
+        parts = writer.partial[event.sequence]
+        parts.scattered += 1
+        if parts.scattered != parts.count:
+            return []
+        del writer.partial[event.sequence]
+        return self._arrived(event.writer, event.sequence, now)
 
     def _finished(self, event: Finished, now: float) -> list[ReceiverCommand]:
         writer = self._expected.get(event.writer)

@@ -61,6 +61,14 @@ class WriteDone:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteProgressed:
+    """A part of a staged write is in the receiver's memory."""
+
+    receiver: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
 class WriteFailed:
     """A write ended with an error; the transport is through with its memory."""
 
@@ -124,6 +132,7 @@ SenderEvent: TypeAlias = (
     ReceiverOpened
     | ChunkSubmitted
     | WriteDone
+    | WriteProgressed
     | WriteFailed
     | FinishSent
     | FinishFailed
@@ -194,7 +203,7 @@ class _Receiver:
 
     opened: ReceiverOpened
     chunks_sent: int = 0
-    writes_in_flight: dict[int, float] = field(default_factory=dict)  # sequence -> time it was posted
+    writes_in_flight: dict[int, float] = field(default_factory=dict)  # sequence -> when it was begun or got on
     finish_requested: bool = False
     finish_sent: bool = False
     told_failed: bool = False
@@ -263,6 +272,11 @@ class SenderMachine:
                 self._receivers[name].writes_in_flight.pop(sequence, None)
                 self._last_progress = now
                 commands = self._maybe_finish()
+            case WriteProgressed(name, sequence):
+                in_flight = self._receivers[name].writes_in_flight
+                if sequence in in_flight:
+                    in_flight[sequence] = now
+                commands = []
             case WriteFailed(name, sequence, error):
                 self._receivers[name].writes_in_flight.pop(sequence, None)
                 commands = self._fail(caused(f"writing chunk {sequence} of room {self.room} to {name} failed", error))

@@ -3,6 +3,8 @@
 The contract, which `tests/contract` checks for every transport:
 
 * `register` and `connect` come first; descriptor lists are prepared once per peer and selected by index many times.
+  More memory may be registered later; peers that are to write to it need new metadata.
+* `write` needs no list: one range of memory of any length, in one piece.
 * `post` starts a write. It may complete at once. Whoever posted must `poll` until `poll` says done or raises: a
   notification may leave only when its sender polls.
 * After `poll` said done, all bytes are in the peer's memory and ours is no longer read; then, and not before, the peer
@@ -111,10 +113,10 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, regions: Sequence[Region], device: Device) -> None:
-        """Makes memory known, once, before anything else.
+        """Makes memory known. What is registered later is on the same device.
 
         Raises:
-            RegistrationError: if the memory cannot be registered.
+            RegistrationError: if the memory cannot be registered, or is on another device than what was before.
         """
 
     @abstractmethod
@@ -161,8 +163,24 @@ class Transport(ABC):
     ) -> Flight:
         """Starts writing the selected local descriptors to the selected remote ones, index by index.
 
+        Args:
+            notification: what the peer gets once all bytes are there; b"" sends none.
+
         Raises:
             PeerDisconnectedError: if the connection is gone.
+            TransportError: for anything else; nothing is in flight then.
+        """
+
+    @abstractmethod
+    def write(self, source: Region, peer: str, address: int, notification: bytes) -> Flight:
+        """Starts writing a range of our memory to an address of a peer's, all in one piece.
+
+        Args:
+            notification: b"" sends none, as in `post`.
+
+        Raises:
+            RegistrationError: if either range lies outside registered memory.
+            PeerDisconnectedError: if there is no connection.
             TransportError: for anything else; nothing is in flight then.
         """
 
@@ -231,6 +249,31 @@ def check_rows(rows: NDArray[np.uint64], regions: Sequence[Region], device: Devi
         raise RegistrationError(
             f"descriptor row {bad} of {owner} has {int(count[bad])} elements of {int(length[bad])} bytes every "
             f"{int(stride[bad])} bytes: it needs at least one, and they must not overlap"
+        )
+
+
+def check_same_device(known: Sequence[Region], device: Device, more: Device) -> None:
+    """Refuses memory on another device than what is registered already.
+
+    Raises:
+        RegistrationError: naming both.
+    """
+    if known and more != device:
+        raise RegistrationError(f"memory on {more} cannot join memory on {device}: an endpoint's is all on one device")
+
+
+def check_range(region: Region, regions: Sequence[Region], *, owner: str) -> None:
+    """Refuses a range that leaves registered memory.
+
+    Raises:
+        RegistrationError: naming it.
+    """
+    if region.length < 1 or not any(
+        known.address <= region.address and region.stop <= known.stop for known in reversed(regions)
+    ):
+        raise RegistrationError(
+            f"[{region.address:#x}, {region.stop:#x}) lies outside the memory that {owner} registered: "
+            f"{len(regions)} regions"
         )
 
 

@@ -19,7 +19,17 @@ from numpy.typing import NDArray
 from kvferry.errors import PeerDisconnectedError, RegistrationError, TransportError
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
-from kvferry.transport.base import Flight, FlightReport, PeerMetadata, PreparedList, Transport, check_lists, check_rows
+from kvferry.transport.base import (
+    Flight,
+    FlightReport,
+    PeerMetadata,
+    PreparedList,
+    Transport,
+    check_lists,
+    check_range,
+    check_rows,
+    check_same_device,
+)
 
 
 class InProcessNetwork:
@@ -95,7 +105,9 @@ class InProcessTransport(Transport):
     def register(self, regions: Sequence[Region], device: Device) -> None:
         if device.kind is not MemoryKind.DRAM:
             raise RegistrationError(f"the in-process transport copies host memory only, not {device}")
-        self._regions, self._device = tuple(regions), device
+        check_same_device(self._regions, self._device, device)
+        with self._lock:
+            self._regions, self._device = (*self._regions, *regions), device
 
     def metadata(self) -> bytes:
         return PeerMetadata(name=self.endpoint_name, device=self._device, regions=self._regions, private=b"").encode()
@@ -165,6 +177,14 @@ class InProcessTransport(Transport):
         self._alive(connection)
         return _InProcessFlight(connection, (sources, destinations, lengths), notification)
 
+    def write(self, source: Region, peer: str, address: int, notification: bytes) -> Flight:
+        connection = self._connection(peer)
+        check_range(source, self._regions, owner="this endpoint")
+        check_range(Region(address, source.length), connection.peer.regions, owner=peer)
+        self._alive(connection)
+        copies = tuple(np.array([number], np.uint64) for number in (source.address, address, source.length))
+        return _InProcessFlight(connection, copies, notification)
+
     def poll(self, flight: Flight) -> FlightReport | None:
         assert isinstance(flight, _InProcessFlight)
         if flight.report is None:
@@ -173,7 +193,8 @@ class InProcessTransport(Transport):
                 flight.sources.tolist(), flight.destinations.tolist(), flight.lengths.tolist(), strict=True
             ):
                 ctypes.memmove(destination, source, length)
-            target.deliver(self.endpoint_name, flight.notification)
+            if flight.notification:
+                target.deliver(self.endpoint_name, flight.notification)
             elapsed = time.perf_counter() - flight.posted_at
             flight.report = FlightReport(int(flight.lengths.sum()), len(flight.lengths), 0.0, elapsed)
         return flight.report

@@ -25,7 +25,17 @@ from kvferry.errors import (
 )
 from kvferry.layout import Device, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
-from kvferry.transport.base import Flight, FlightReport, PeerMetadata, PreparedList, Transport, check_lists, check_rows
+from kvferry.transport.base import (
+    Flight,
+    FlightReport,
+    PeerMetadata,
+    PreparedList,
+    Transport,
+    check_lists,
+    check_range,
+    check_rows,
+    check_same_device,
+)
 
 BINDINGS = ("nixl_cu13._bindings", "nixl_cu12._bindings", "nixl._bindings")
 """Where NIXL's bindings are looked for, in this order. Each of the wheels carries its own."""
@@ -99,8 +109,8 @@ class NixlTransport(Transport):
             self._backend: int = self._agent.createBackend(backend, dict(backend_parameters or {}))
         self._regions: tuple[Region, ...] = ()
         self._device = Device()
-        self._registered: Any = None
-        # Guards the tables of peers and lists: endpoints connect peers from several worker threads.
+        self._registered: list[Any] = []
+        # Guards the tables of regions, peers and lists: endpoints register and connect from several worker threads.
         self._lock = threading.Lock()
         self._peers: dict[str, PeerMetadata] = {}
         self._lists: dict[str | None, set[PreparedList]] = {}
@@ -134,6 +144,7 @@ class NixlTransport(Transport):
     def register(self, regions: Sequence[Region], device: Device) -> None:
         if any(region.length < 1 or region.address < 1 for region in regions):
             raise RegistrationError(f"cannot register regions without address or length: {regions}")
+        check_same_device(self._regions, self._device, device)
         descriptors = [(region.address, region.length, device.index, "") for region in regions]
         if descriptors:
             registered = self._nixl.nixlRegDList(self._memory_type(device), descriptors)
@@ -142,8 +153,9 @@ class NixlTransport(Transport):
                     self._agent.registerMem(registered, [self._backend])
             except TransportError as error:
                 raise RegistrationError(str(error)) from error.__cause__
-            self._registered = registered
-        self._regions, self._device = tuple(regions), device
+            self._registered.append(registered)
+        with self._lock:
+            self._regions, self._device = (*self._regions, *regions), device
 
     def metadata(self) -> bytes:
         private = self._agent.getLocalMD()
@@ -239,12 +251,36 @@ class NixlTransport(Transport):
                 [self._backend],
                 False,
             )
-            try:
-                self._is_done(self._agent.postXferReq(handle, notification), peer)
-            except BaseException:
-                self._agent.releaseXferReq(handle)
-                raise
+            self._start(handle, peer, notification)
         return _NixlFlight(handle, peer)
+
+    def write(self, source: Region, peer: str, address: int, notification: bytes) -> Flight:
+        with self._lock:
+            metadata = self._peers.get(peer)
+        if metadata is None:
+            raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
+        # NIXL finds the memory itself, but says no more than "not found".
+        check_range(source, self._regions, owner="this endpoint")
+        check_range(Region(address, source.length), metadata.regions, owner=peer)
+        descriptors = self._nixl.nixlXferDList
+        with self._translated(f"writing {source.length} bytes to {peer}", peer):
+            handle = self._agent.createXferReq(
+                self._nixl.NIXL_WRITE,
+                descriptors(self._memory_type(self._device), [(source.address, source.length, self._device.index)]),
+                descriptors(self._memory_type(metadata.device), [(address, source.length, metadata.device.index)]),
+                peer,
+                "",
+                [self._backend],
+            )
+            self._start(handle, peer, notification)
+        return _NixlFlight(handle, peer)
+
+    def _start(self, handle: int, peer: str, notification: bytes) -> None:
+        try:
+            self._is_done(self._agent.postXferReq(handle, notification), peer)
+        except BaseException:
+            self._agent.releaseXferReq(handle)
+            raise
 
     def poll(self, flight: Flight) -> FlightReport | None:
         assert isinstance(flight, _NixlFlight)
@@ -290,9 +326,9 @@ class NixlTransport(Transport):
             self.disconnect(peer)
         for prepared in self._lists.pop(None, set()):
             self._agent.releasedDlistH(prepared.handle)
-        if self._registered is not None:
+        for registered in self._registered:
             with contextlib.suppress(TransportError), self._translated("deregistering memory"):
-                self._agent.deregisterMem(self._registered, [self._backend])
+                self._agent.deregisterMem(registered, [self._backend])
         self._agent = None  # ends NIXL's progress thread
 
 

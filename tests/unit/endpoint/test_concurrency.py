@@ -224,6 +224,67 @@ def test_waiting_in_the_run_queue_has_an_end_whoever_else_waits():
         thread.join(WAIT_S)
 
 
+def test_waiting_for_a_few_microseconds_has_an_end():
+    """The time may run out between any two steps; `queue.SimpleQueue` waits for ever then, in one of 30,000 times."""
+    run_queue, rounds = RunQueue(), 0
+
+    def work() -> None:
+        nonlocal rounds
+        while rounds < 50_000:
+            with pytest.raises(queue.Empty):
+                run_queue.take(20e-6)
+            run_queue.put(None)
+            assert run_queue.take(20e-6) is None
+            rounds += 1
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        before = rounds
+        thread.join(WAIT_S)
+        assert not thread.is_alive() or rounds > before
+
+
+@pytest.mark.parametrize("timeout_s", [None, 1e-5])
+def test_everything_that_is_put_is_taken_once_and_wakes_somebody(timeout_s: float | None):
+    """Several put while several take; at the end of every round nobody sleeps beside something to do."""
+    run_queue, rounds, puts = RunQueue(), 300, 20
+    taken: list[Any] = []
+
+    def take() -> None:
+        while True:
+            try:
+                actor = run_queue.take(timeout_s)
+            except queue.Empty:
+                continue
+            if actor is None:
+                return
+            taken.append(actor)
+
+    takers = [threading.Thread(target=take) for _ in range(3)]
+    for thread in takers:
+        thread.start()
+    for number in range(rounds):
+        actors = [Hops(run_queue) for _ in range(puts)]
+
+        def put(start: int, actors: list[Hops] = actors) -> None:
+            for actor in actors[start::2]:
+                run_queue.put(actor)
+
+        putters = [threading.Thread(target=put, args=(start,)) for start in range(2)]
+        for thread in putters:
+            thread.start()
+        for thread in putters:
+            thread.join(WAIT_S)
+        eventually("all are taken", lambda number: len(taken) == (number + 1) * puts, number)
+        assert set(taken[-puts:]) == set(actors)
+    for _ in takers:
+        run_queue.put(None)
+    for thread in takers:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
 # ---- synchronous mode -------------------------------------------------------------------------------------------
 
 

@@ -373,7 +373,7 @@ def test_a_stranger_cannot_end_the_connection_of_another(pair: Callable[..., Req
         layout=identity.layout,
         pieces=(),
         transport=identity.transport,
-        transport_metadata=identity.transport_metadata,
+        transport_metadata=requests.decode.transports[0].metadata(),
     )
     context: zmq.Context[Any] = zmq.Context()
     try:

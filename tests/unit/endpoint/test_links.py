@@ -229,8 +229,6 @@ def test_a_peer_whose_layout_holds_other_tokens_than_its_place_is_refused(pair: 
 def test_memory_that_was_never_registered_is_refused(pair: Callable[..., Requests]):
     requests = pair()
     requests.decode.transports[0]._regions = ()
-    driver = requests.decode.endpoints[0]._driver
-    object.__setattr__(driver._identity, "transport_metadata", requests.decode.transports[0].metadata())
     with pytest.raises(Exception, match="outside the memory") as caught:
         requests.connect()
     assert type(caught.value).__name__ == "RegistrationError"

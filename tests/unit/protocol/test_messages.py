@@ -23,7 +23,7 @@ from kvferry.layout import (
     attention_components,
     latent_component,
 )
-from kvferry.plan import Piece
+from kvferry.plan import Path, Piece, Unit
 from kvferry.protocol import messages
 from kvferry.protocol.messages import (
     AbortRoom,
@@ -31,6 +31,7 @@ from kvferry.protocol.messages import (
     Attached,
     ChunkArrived,
     Closed,
+    Credit,
     Detach,
     Drained,
     Hello,
@@ -42,6 +43,11 @@ from kvferry.protocol.messages import (
     Pong,
     Refused,
     RoomFailed,
+    SpanVoid,
+    StagedArrived,
+    StagedSegment,
+    Staging,
+    StagingRing,
     ToDecode,
     ToPrefill,
     Welcome,
@@ -91,6 +97,8 @@ EXAMPLES: list[Message] = [
         pieces=PIECES,
         transport="nixl",
         transport_metadata=b"\x00\xff",
+        host="somewhere",
+        staging=Staging(path=Path.STAGED, ring=StagingRing(address=4096, num_bytes=8192, epoch=7), problem="none"),
     ),
     Detach(endpoint="d0"),
     Ping(endpoint="d0"),
@@ -103,6 +111,22 @@ EXAMPLES: list[Message] = [
     Pong(endpoint="p0", attached=False),
     RoomFailed(room=1, generation=2, writer=3, error="PageError", reason="page 7 is out of range"),
     Drained(room=1, generation=2, writer=3),
+    Credit(endpoint="d0", epoch=2**63, position=2**40),
+    SpanVoid(endpoint="p0", epoch=5, start=1, begin=64, stop=128),
+    StagedArrived(
+        room=1,
+        generation=2,
+        writer=3,
+        sequence=4,
+        part=0,
+        is_last=True,
+        epoch=5,
+        start=0,
+        begin=64,
+        stop=192,
+        unit=Unit.TOKEN,
+        segments=(StagedSegment(piece=1, first_base=0, stop_base=2, units=pack_pages(np.array([3, 4]))),),
+    ),
     ChunkArrived(room=1, generation=2, writer=3, sequence=0),
     WriterFinished(room=1, generation=2, writer=3, chunks=4),
     WriterFinished(room=1, generation=2, writer=3, chunks=0, aux=b"\x00"),
@@ -190,7 +214,7 @@ def test_another_version_is_refused_with_both_versions_named(decoder: Any, monke
 
 def test_another_version_is_told_before_its_body_is_read():
     with pytest.raises(VersionError):
-        decode_to_prefill(messages.MAGIC + b"\x03\x00" + b"whatever the future holds")
+        decode_to_prefill(messages.MAGIC + b"\xff\x00" + b"whatever the future holds")
 
 
 def test_the_largest_message_passes_and_a_byte_more_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch):

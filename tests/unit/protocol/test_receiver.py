@@ -251,7 +251,7 @@ def test_the_failure_of_one_rank_stops_all_others():
     commands = run(receiver, connected(0, ranks=2), SenderFailed(1, "PageError", "page 9 is out of range"))
     assert isinstance(receiver.error, TransferFailedError)
     assert "prefill rank 1 failed with PageError: page 9 is out of range" in str(receiver.error)
-    assert [command.rank for command in commands] == [0, 1]
+    assert [command.rank for command in commands if isinstance(command, SendAbort)] == [0, 1]
 
 
 def test_a_lost_rank_keeps_the_pages_until_it_is_known_to_be_quiet():
@@ -260,7 +260,7 @@ def test_a_lost_rank_keeps_the_pages_until_it_is_known_to_be_quiet():
     commands = run(receiver, connected(0, 1, ranks=2), SenderLost(1, cause))
     assert receiver.error is not None
     assert receiver.error.__cause__ is cause
-    assert [command.rank for command in commands] == [0, 1]
+    assert [command.rank for command in commands if isinstance(command, SendAbort)] == [0, 1]
     run(receiver, SenderDrained(0))
     assert receiver.undrained == [1]
     run(receiver, SenderDrained(1))
@@ -271,7 +271,7 @@ def test_an_unexpected_error_of_ours_fails_the_room_like_any_other():
     receiver = machine()
     commands = run(receiver, connected(0, ranks=2), ReceiverBroke(ZeroDivisionError("division by zero")))
     assert "ZeroDivisionError: division by zero" in str(receiver.error)
-    assert [command.rank for command in commands] == [0, 1]
+    assert [command.rank for command in commands if isinstance(command, SendAbort)] == [0, 1]
     assert receiver.undrained == [0]
 
 

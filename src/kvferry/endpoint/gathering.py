@@ -1,0 +1,284 @@
+"""The staged path on the prefill side: gather a sub-chunk into staging memory, write it in bulk, and go on.
+
+A room does one sub-chunk in a turn and then queues behind the others, so that a huge request delays a small one by a
+sub-chunk at most. Where memory is short, on this side or the receiver's, the room waits for its turn at that ring and
+holds up nobody who needs another one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.endpoint.rings import SharedRing
+from kvferry.endpoint.slots import Slot, SourceMemory
+from kvferry.layout import Region
+from kvferry.plan import ElectedRoute, Unit
+from kvferry.plan.packing import PackedPiece, Segment, SubChunk, aligned, sub_chunks
+from kvferry.protocol import messages
+from kvferry.protocol.credits import Span
+from kvferry.protocol.loads import block_loads, pack_units
+from kvferry.protocol.sender import Write
+from kvferry.staging import Kernels
+from kvferry.transport import Flight, Transport
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerMemory:
+    """Staging memory of a receiver that this rank writes to.
+
+    Attributes:
+        address: where it is.
+        epoch: tells credits for it apart from those for an earlier one.
+        ring: what of it is free.
+    """
+
+    address: int
+    epoch: int
+    ring: SharedRing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """What a room's staged writes to one receiver have in common.
+
+    Attributes:
+        receiver: its endpoint.
+        elected: what this rank sends in the room.
+        packed: every piece of the pair's plan, by unit.
+        kernels: copy.
+        transport: writes.
+        peer: the receiver's staging memory.
+        chunk_bytes: the size of a sub-chunk.
+        writer: this rank's engine rank.
+        give_up: says that nothing will come of a span of the receiver's ring.
+    """
+
+    receiver: str
+    elected: Sequence[ElectedRoute]
+    packed: Callable[[Unit], tuple[PackedPiece, ...]]
+    kernels: Kernels
+    transport: Transport
+    peer: PeerMemory
+    chunk_bytes: int
+    writer: int
+    give_up: Callable[[Span], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Posted:
+    """One sub-chunk on its way.
+
+    Attributes:
+        flight: of the bulk write.
+        slot, span: what it keeps of this side's staging memory, and of the receiver's ring.
+        memory: whose slot it is.
+        num_bytes: bytes of the cache that it carries.
+    """
+
+    flight: Flight
+    slot: Slot
+    span: Span
+    memory: SourceMemory
+    num_bytes: int
+
+
+class StagedWrite:
+    """One write of a room, sub-chunk by sub-chunk.
+
+    Attributes:
+        command: what is to be written.
+        in_flight: sub-chunks on their way.
+        parts: sub-chunks that were posted.
+        error: why it cannot be completed, if so.
+    """
+
+    def __init__(self, room: int, command: Write, packing: Packing) -> None:
+        self.command = command
+        self.in_flight = 0
+        self.parts = 0
+        self.error: Exception | None = None
+        self._room = room
+        self._packing = packing
+        self._packed = packing.packed(command.unit)
+        loads = block_loads(packing.elected, command.moves, self._packed)
+        self._rest = sub_chunks(loads, packing.chunk_bytes)
+        self._next = next(self._rest, None)
+        self._units: dict[tuple[int, int, int], bytes] = {}  # as they travel: those of layer after layer are the same
+
+    @property
+    def next_bytes(self) -> int | None:
+        """Bytes of the next sub-chunk; None if all were posted, or no more are to be."""
+        return None if self._next is None or self.error is not None else self._next.num_bytes
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of it is through, or what there was of it."""
+        return self.next_bytes is None and self.in_flight == 0
+
+    def post(self, slot: Slot, memory: SourceMemory, span: Span) -> Posted:
+        """Gathers the next sub-chunk and posts it.
+
+        Args:
+            slot: where to gather it, one of memory's.
+            span: as many bytes as it has of the receiver's ring.
+
+        Raises:
+            TransportError: if it cannot be posted; nothing is on its way then.
+        """
+        chunk = self._next
+        assert chunk is not None
+        self._next = next(self._rest, None)
+        self._gather(chunk, slot.address)
+        packing = self._packing
+        flight = packing.transport.write(
+            Region(slot.address, chunk.num_bytes),
+            self.command.receiver,
+            packing.peer.address + packing.peer.ring.place(span),
+            messages.encode(self._arrived(chunk, span)),
+        )
+        self.parts += 1
+        self.in_flight += 1
+        return Posted(flight, slot, span, memory, sum(segment.num_bytes for segment in chunk.segments))
+
+    def _gather(self, chunk: SubChunk, address: int) -> None:
+        offset = 0
+        for segment in chunk.segments:
+            move, side = self.command.moves[segment.move], self._packed[segment.piece].source
+            which = slice(segment.first_unit, segment.stop_unit)
+            starts = side.starts(
+                segment.first_base, segment.stop_base, move.source_units[which], move.source_pages[which]
+            )
+            offset = aligned(offset)
+            self._packing.kernels.gather(starts, side.shape, address + offset)
+            offset += segment.num_bytes
+
+    def _arrived(self, chunk: SubChunk, span: Span) -> messages.StagedArrived:
+        return messages.StagedArrived(
+            room=self._room,
+            generation=self.command.generation,
+            writer=self._packing.writer,
+            sequence=self.command.sequence,
+            part=self.parts,
+            is_last=self._next is None,
+            epoch=self._packing.peer.epoch,
+            start=span.start,
+            begin=span.begin,
+            stop=span.stop,
+            unit=self.command.unit,
+            segments=tuple(
+                messages.StagedSegment(segment.piece, segment.first_base, segment.stop_base, self._units_of(segment))
+                for segment in chunk.segments
+            ),
+        )
+
+    def _units_of(self, segment: Segment) -> bytes:
+        """The segment's units as they travel."""
+        key = segment.move, segment.first_unit, segment.stop_unit
+        if key not in self._units:
+            move = self.command.moves[segment.move]
+            self._units[key] = pack_units(move.destination_numbers[segment.first_unit : segment.stop_unit])
+        return self._units[key]
+
+
+class StagedQueue:
+    """A room's staged writes to one receiver, in order. Only the room's own turns touch it."""
+
+    def __init__(self, packing: Packing, wake: Callable[[], None]) -> None:
+        """Args:
+        wake: lets the room have a turn, soon.
+        """
+        self.packing = packing
+        self._wake = wake
+        self._writes: deque[StagedWrite] = deque()  # the first is being posted
+        self._posted: dict[int, StagedWrite] = {}  # those with parts on their way, by sequence
+        self._span: Span | None = None  # of the receiver's ring, while a slot is waited for
+        self._waits_at: SharedRing | SourceMemory | None = None
+
+    def wake(self) -> None:
+        """It is this room's turn at a ring."""
+        self._wake()
+
+    def add(self, write: StagedWrite) -> None:
+        """Puts a write behind the others."""
+        self._writes.append(write)
+        self._posted[write.command.sequence] = write
+
+    def post_next(self, memory: SourceMemory) -> tuple[StagedWrite, Posted | None] | None:
+        """Posts the next sub-chunk; None if there is none, or if it has to wait for memory.
+
+        Args:
+            memory: of the worker that runs the room now.
+
+        Returns:
+            The write, and its sub-chunk on its way, or None if it could not be posted: the write's error says why.
+        """
+        while self._writes and self._writes[0].next_bytes is None:
+            self._writes.popleft()
+        if not self._writes:
+            self._stop_waiting()  # whoever is behind must not wait for us
+            return None
+        write = self._writes[0]
+        num_bytes = write.next_bytes
+        assert num_bytes is not None
+        # The receiver's memory first: what it holds up is this receiver's alone.
+        if self._span is None:
+            self._span = self._reserve(num_bytes)
+        slot = self._take_slot(memory) if self._span is not None else None
+        if self._span is None or slot is None:
+            return None
+        span, self._span = self._span, None
+        try:
+            return write, write.post(slot, memory, span)
+        except Exception as error:
+            memory.give_back(slot)
+            self.packing.give_up(span)
+            write.error = error
+            return write, None
+
+    def _reserve(self, num_bytes: int) -> Span | None:
+        ring = self.packing.peer.ring
+        span = ring.reserve(num_bytes, self)
+        self._waits_at = ring if span is None else None
+        return span
+
+    def _take_slot(self, memory: SourceMemory) -> Slot | None:
+        if self._waits_at is not memory:
+            self._stop_waiting()  # woken on another worker, which has memory of its own
+        slot = memory.take(self.packing.receiver, self)
+        self._waits_at = memory if slot is None else None
+        return slot
+
+    def _stop_waiting(self) -> None:
+        if self._waits_at is not None:
+            where, self._waits_at = self._waits_at, None
+            where.withdraw(self)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is anything left to post."""
+        return any(write.next_bytes is not None for write in self._writes)
+
+    def landed(self, sequence: int, error: Exception | None) -> StagedWrite:
+        """Counts a part that is no longer on its way, well or not; returns its write."""
+        write = self._posted[sequence]
+        write.in_flight -= 1
+        if error is not None and write.error is None:
+            write.error = error
+        return write
+
+    def ended(self, write: StagedWrite) -> None:
+        """Forgets a write that is through."""
+        self._posted.pop(write.command.sequence, None)
+
+    def cancel(self, error: Exception) -> list[StagedWrite]:
+        """Posts no more; returns the writes of which nothing is on its way. The others end when their parts have."""
+        self._stop_waiting()
+        if self._span is not None:
+            span, self._span = self._span, None
+            self.packing.give_up(span)
+        self._writes.clear()
+        for write in self._posted.values():
+            write.error = write.error or error
+        return [write for write in self._posted.values() if write.has_ended]

@@ -1,0 +1,209 @@
+"""Which way the bytes of a write go to a receiver, and what the staged way takes on the prefill side."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.endpoint.calibration import Calibration, WireKey
+from kvferry.endpoint.gathering import PeerMemory
+from kvferry.endpoint.rings import SharedRing
+from kvferry.endpoint.slots import SourceMemory
+from kvferry.errors import IncompatiblePeerError, RegistrationError, SettingsError, TransportUnavailableError
+from kvferry.layout import RankLayout
+from kvferry.plan import Choice, ElectedRoute, PairPlan, Path, PathCosts, Unit, choose
+from kvferry.plan.packing import SEGMENT_ALIGNMENT, PackedPiece, aligned
+from kvferry.protocol.loads import block_loads, load_of
+from kvferry.protocol.messages import Attach
+from kvferry.protocol.moves import Move
+from kvferry.settings import Settings
+from kvferry.staging import Kernels, StagingMemory, allocate, kernels_for
+from kvferry.transport import PeerMetadata, Transport
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedPath:
+    """What staged writes to one receiver need.
+
+    Attributes:
+        peer: its staging memory.
+        kernels: copy.
+        costs: as they were measured.
+        chunk_bytes: the size of a sub-chunk.
+    """
+
+    peer: PeerMemory
+    kernels: Kernels
+    costs: PathCosts
+    chunk_bytes: int
+
+
+class PathChooser:
+    """The ways to one receiver.
+
+    Attributes:
+        forced: the only one that may be taken, if a setting of either side says so.
+        staged: what staged writes need; None where there are none.
+    """
+
+    def __init__(self, plan: PairPlan, *, forced: Path | None, staged: StagedPath | None, problem: str) -> None:
+        """Args:
+        plan: what is sent.
+        problem: why there are no staged writes, if so.
+        """
+        self.forced = forced
+        self.staged = staged
+        self._plan = plan
+        self._problem = problem
+        self._packed: dict[Unit, tuple[PackedPiece, ...]] = {}
+
+    def packed(self, unit: Unit) -> tuple[PackedPiece, ...]:
+        """How every piece is packed, worked out when first asked for."""
+        if unit not in self._packed:  # two workers at a time work out the same
+            self._packed[unit] = self._plan.packed_pieces(unit)
+        return self._packed[unit]
+
+    def credited(self, epoch: int, position: int) -> None:
+        """Takes in up to where the receiver has read its ring. Returns at once."""
+        if self.staged is not None and self.staged.peer.epoch == epoch:
+            self.staged.peer.ring.read_until(position)
+
+    def choose(self, unit: Unit, elected: Sequence[ElectedRoute], moves: Sequence[Move]) -> Choice:
+        """The way that a write should take, and why.
+
+        Args:
+            elected: what this rank sends in the room; moves refer to it.
+        """
+        if self.forced is not None:
+            return Choice(self.forced, 0.0, 0.0, f"KVFERRY_PATH is {self.forced.value}")
+        if self.staged is None:
+            return Choice(Path.DIRECT, 0.0, 0.0, f"there is no staged path: {self._problem}")
+        packed = self.packed(unit)
+        loads = block_loads(elected, moves, packed)
+        return choose(load_of(loads, moves, packed, chunk_bytes=self.staged.chunk_bytes), self.staged.costs)
+
+
+class SendingStaging:
+    """What a prefill endpoint has for staged writes."""
+
+    def __init__(self, settings: Settings, layout: RankLayout, transport: Transport) -> None:
+        """Raises:
+        TransportUnavailableError: if staged writes are forced, and what copies is not installed.
+        SettingsError: if they are forced, and their memory is more than may be taken.
+        """
+        self._settings = settings
+        self._layout = layout
+        self._transport = transport
+        self._ring_bytes = int(settings.staging_ring_mib * 2**20)
+        # A multiple of what segments are aligned to, since slots follow each other.
+        self._chunk_bytes = aligned(int(settings.staging_chunk_mib * 2**20) - SEGMENT_ALIGNMENT + 1)
+        # Guards the count below: workers take memory when they need it.
+        self._lock = threading.Lock()
+        self._taken_bytes = 0
+        self._kernels: Kernels | None = None
+        self._problem = ""
+        forced = settings.forced_path
+        if forced is Path.DIRECT:
+            self._problem = "the prefill side forces the direct path (KVFERRY_PATH)"
+        elif settings.workers * settings.staging_ring_mib > settings.staging_memory_mib:
+            self._problem = (
+                f"{settings.workers} workers (KVFERRY_WORKERS) with {settings.staging_ring_mib:g} MiB of staging "
+                f"memory (KVFERRY_STAGING_RING_MIB) need more than {settings.staging_memory_mib:g} MiB "
+                "(KVFERRY_STAGING_MEMORY_MIB)"
+            )
+            if forced is Path.STAGED:
+                raise SettingsError(self._problem)
+        else:
+            try:
+                self._kernels = kernels_for(layout.regions(), layout.device)
+            except TransportUnavailableError as error:
+                if forced is Path.STAGED:
+                    raise
+                self._problem = str(error)
+        self._calibration = Calibration(transport, self._kernels) if self._kernels is not None else None
+
+    def source_memory(self) -> SourceMemory:
+        """Staging memory for one worker.
+
+        Raises:
+            TransportError: if there is not so much memory, or it cannot be registered.
+        """
+        memory = self._more_memory()
+        if memory is None:
+            raise RegistrationError("all staging memory (KVFERRY_STAGING_MEMORY_MIB) is in use")
+        return SourceMemory(self._chunk_bytes, memory, self._more_memory)
+
+    def _more_memory(self) -> StagingMemory | None:
+        with self._lock:
+            if self._taken_bytes + self._ring_bytes > self._settings.staging_memory_mib * 2**20:
+                return None
+            self._taken_bytes += self._ring_bytes
+        memory = allocate(self._ring_bytes, self._layout.device)
+        self._transport.register([memory.region], self._layout.device)
+        return memory
+
+    def paths_to(self, message: Attach, plan: PairPlan, memory: Callable[[], SourceMemory]) -> PathChooser:
+        """The ways to a decode rank; measures how fast they are. The transport is connected already.
+
+        Args:
+            memory: staging memory of the worker that asks.
+
+        Raises:
+            IncompatiblePeerError: if the settings of both sides force different paths, or one that there is not.
+            TransportError: if measuring fails.
+        """
+        mine, theirs = self._settings.forced_path, message.staging.path
+        if mine is not None and theirs is not None and mine is not theirs:
+            raise IncompatiblePeerError(
+                f"path: the prefill side forces {mine.value} (KVFERRY_PATH), the decode side {theirs.value}"
+            )
+        forced = mine or theirs
+        if not plan.pieces:
+            return PathChooser(plan, forced=None, staged=None, problem="nothing is sent there")
+        problem = self._why_not_staged(message, plan) if forced is not Path.DIRECT else "the direct path is forced"
+        if problem and forced is Path.STAGED:
+            raise IncompatiblePeerError(f"path: staged is forced (KVFERRY_PATH), but cannot be taken: {problem}")
+        staged = None if problem else self._staged(message, plan, memory, is_forced=forced is Path.STAGED)
+        return PathChooser(plan, forced=forced, staged=staged, problem=problem)
+
+    def _why_not_staged(self, message: Attach, plan: PairPlan) -> str:
+        ring = message.staging.ring
+        if self._kernels is None:
+            return self._problem
+        if ring is None:
+            return message.staging.problem or "the decode side offers no staging memory"
+        largest = max(piece.block_bytes for piece in plan.packed_pieces(Unit.GRANULE))
+        if largest > self._chunk_bytes:
+            return (
+                f"one page of one layer takes {largest} bytes, more than the {self._chunk_bytes} bytes of a sub-chunk: "
+                "raise KVFERRY_STAGING_CHUNK_MIB on the prefill side, and KVFERRY_STAGING_RING_MIB on both if need be"
+            )
+        return ""
+
+    def _staged(
+        self, message: Attach, plan: PairPlan, memory: Callable[[], SourceMemory], *, is_forced: bool
+    ) -> StagedPath:
+        ring = message.staging.ring
+        assert ring is not None
+        assert self._kernels is not None
+        assert self._calibration is not None
+        peer = PeerMemory(ring.address, ring.epoch, SharedRing(ring.num_bytes))
+        costs = PathCosts()
+        if not is_forced:
+            wire = WireKey(
+                message.host,
+                self._transport.name,
+                self._layout.device,
+                PeerMetadata.decode(message.transport_metadata).device,
+            )
+            costs = self._calibration.costs(
+                wire,
+                message.endpoint,
+                memory(),
+                peer,
+                plan.packed_pieces(Unit.GRANULE),
+                scatter_bytes_per_s=message.staging.scatter_bytes_per_s,
+            )
+        chunk_bytes = min(self._chunk_bytes, ring.num_bytes)
+        return StagedPath(peer, self._kernels, costs, chunk_bytes)

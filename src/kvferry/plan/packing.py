@@ -1,0 +1,221 @@
+"""What goes through staging memory together, and in which order it is packed there.
+
+A piece is packed index by index of its first axis, unit by unit, each unit's runs one after the other in the order in
+which the source has them. Both sides work this out from the same layouts, so that the bytes need no description but
+which units they are. A chunk's bytes are cut into sub-chunks, small enough to stay in the processor's cache between
+gathering, writing and scattering; a small one has all layers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.plan.blocks import BlockShape, block_shape
+from kvferry.plan.lowering import Addresses, PageSteps, Runs
+
+Starts = NDArray[np.int64]
+
+SEGMENT_ALIGNMENT = 64
+"""Every segment begins at a multiple of so many bytes, that it can be copied in large words."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedSide:
+    """Where one side has the blocks of a piece. A block is one unit of one index of the first axis.
+
+    Attributes:
+        bases: for every index of the first axis, where unit 0 of page 0 begins, in bytes; int64, shape [bases].
+        shape: how a block lies there.
+        steps: to the other units and pages.
+        num_pages: of its pool.
+    """
+
+    bases: Starts
+    shape: BlockShape
+    steps: PageSteps
+    num_pages: int
+
+    def starts(self, first_base: int, stop_base: int, units: Starts, pages: Starts) -> Starts:
+        """Where blocks begin, index by index of the first axis.
+
+        Args:
+            first_base, stop_base: indices of the first axis.
+            units, pages: which unit of its page each is, and the page's number.
+
+        Returns:
+            Addresses, shape [bases * units].
+        """
+        offsets = pages * self.steps.page_stride
+        if self.steps.granules > 1:
+            offsets = offsets + units * self.steps.granule_stride
+        starts: Starts = np.add.outer(self.bases[first_base:stop_base], offsets).ravel()
+        return starts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedPiece:
+    """One piece, as it is packed.
+
+    Attributes:
+        source, destination: where either side has its blocks. Packed, both look the same.
+        num_bases: indices of the first axis.
+        block_bytes: bytes of a block.
+        block_runs: runs of a block as they are on the wire of a direct write.
+    """
+
+    source: PackedSide
+    destination: PackedSide
+    num_bases: int
+    block_bytes: int
+    block_runs: int
+
+
+def packed_piece(runs: Runs, *, source_pages: int, destination_pages: int) -> PackedPiece:
+    """How a piece with these runs is packed.
+
+    Args:
+        source_pages, destination_pages: pages of the two pools.
+    """
+    source = [(loop.count, loop.source_stride) for loop in runs.loops]
+    destination = [(loop.count, loop.destination_stride) for loop in runs.loops]
+    return PackedPiece(
+        source=PackedSide(
+            _signed(runs.source_bases), block_shape(source, runs.length), runs.source_steps, source_pages
+        ),
+        destination=PackedSide(
+            _signed(runs.destination_bases),
+            block_shape(destination, runs.length),
+            runs.destination_steps,
+            destination_pages,
+        ),
+        num_bases=len(runs.source_bases),
+        block_bytes=runs.bytes_per_granule // len(runs.source_bases),
+        block_runs=runs.count // len(runs.source_bases),
+    )
+
+
+def _signed(bases: Addresses) -> Starts:
+    return bases.astype(np.int64)  # no address has the highest bit set
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """All blocks of one piece that one write moves.
+
+    Attributes:
+        move: the number of the move in the write.
+        piece: the number of the piece in the pair's plan.
+        num_bases: indices of the first axis.
+        num_units: units of every index.
+        block_bytes: bytes of a block.
+    """
+
+    move: int
+    piece: int
+    num_bases: int
+    num_units: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Blocks of one piece that are packed together: these units of these indices of the first axis.
+
+    Attributes:
+        move, piece: as in `BlockLoad`.
+        first_base, stop_base: indices of the first axis.
+        first_unit, stop_unit: units, by their order in the move.
+        num_bytes: bytes of all blocks.
+    """
+
+    move: int
+    piece: int
+    first_base: int
+    stop_base: int
+    first_unit: int
+    stop_unit: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SubChunk:
+    """What is gathered, written in bulk and scattered at a time.
+
+    Attributes:
+        segments: what it is made of.
+        num_bytes: bytes in staging memory, with the gaps between segments.
+    """
+
+    segments: tuple[Segment, ...]
+    num_bytes: int
+
+
+def aligned(num_bytes: int) -> int:
+    """Where the next segment begins after so many bytes."""
+    return -(-num_bytes // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+
+
+def sub_chunks(loads: Iterable[BlockLoad], chunk_bytes: int) -> Iterator[SubChunk]:
+    """Cuts what a write moves into sub-chunks.
+
+    Whole indices of the first axis as long as they fit, several pieces together where they are small; what is larger is
+    cut between units, evenly. A block that is larger by itself goes alone.
+
+    Args:
+        chunk_bytes: the most that a sub-chunk should have.
+    """
+    segments: list[Segment] = []
+    filled = 0
+    for load in loads:
+        base_bytes = load.num_units * load.block_bytes
+        if base_bytes > chunk_bytes:
+            if segments:
+                yield SubChunk(tuple(segments), filled)
+                segments, filled = [], 0
+            yield from _cut_between_units(load, chunk_bytes)
+            continue
+        base = 0
+        while base < load.num_bases:
+            fitting = max(0, chunk_bytes - aligned(filled)) // base_bytes if base_bytes else load.num_bases
+            if fitting == 0:
+                yield SubChunk(tuple(segments), filled)
+                segments, filled = [], 0
+                continue
+            stop = min(load.num_bases, base + fitting)
+            segment = Segment(load.move, load.piece, base, stop, 0, load.num_units, (stop - base) * base_bytes)
+            segments.append(segment)
+            filled = aligned(filled) + segment.num_bytes
+            base = stop
+    if segments:
+        yield SubChunk(tuple(segments), filled)
+
+
+def _cut_between_units(load: BlockLoad, chunk_bytes: int) -> Iterator[SubChunk]:
+    parts = _parts(load, chunk_bytes)
+    cuts = [part * load.num_units // parts for part in range(parts + 1)]
+    for base in range(load.num_bases):
+        for first, stop in pairwise(cuts):
+            num_bytes = (stop - first) * load.block_bytes
+            yield SubChunk((Segment(load.move, load.piece, base, base + 1, first, stop, num_bytes),), num_bytes)
+
+
+def _parts(load: BlockLoad, chunk_bytes: int) -> int:
+    """In how many parts the units of an index are cut, so that each fits, or is a single unit."""
+    return -(-load.num_units // max(1, chunk_bytes // load.block_bytes))
+
+
+def count_sub_chunks(loads: Iterable[BlockLoad], chunk_bytes: int) -> int:
+    """About how many sub-chunks `sub_chunks` makes, without making them."""
+    count, small = 0, 0
+    for load in loads:
+        base_bytes = load.num_units * load.block_bytes
+        if base_bytes > chunk_bytes:
+            count += load.num_bases * _parts(load, chunk_bytes)
+        else:
+            small += load.num_bases * base_bytes
+    return max(1, count + -(-small // chunk_bytes))

@@ -1,0 +1,141 @@
+"""Rings of staging memory, and the credits that say how much of one is free.
+
+Positions count the bytes of a ring for ever: divided by its size they give a round and a place in it. The writing side
+hands spans out in order, and the reading side says up to which position everything was read: the watermark. What is
+between the two is in use, and must never be more than the ring. Neither side asks the other before it writes, and a
+watermark that is late or comes twice does no harm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.plan.packing import aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a ring.
+
+    Attributes:
+        start: where it begins, what is left out before it included.
+        begin: the position of its first byte.
+        stop: the position after its last.
+    """
+
+    start: int
+    begin: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds."""
+        return self.stop - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Watermark:
+    """Up to where a ring was read.
+
+    Attributes:
+        round: how often the ring was read as a whole.
+        tail: the place in the present round, in bytes.
+    """
+
+    round: int
+    tail: int
+
+
+class WritingRing:
+    """The side that hands spans out.
+
+    Attributes:
+        num_bytes: the ring's size.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._head = 0
+        self._read = 0
+
+    @property
+    def in_use(self) -> int:
+        """Bytes between the watermark and what was handed out last."""
+        return self._head - self._read
+
+    def reserve(self, num_bytes: int) -> Span | None:
+        """The next span of so many bytes, which lie together; None while they are not free.
+
+        Raises:
+            ValueError: if there is no such span in any ring of this size; whoever knows the setting says so earlier.
+        """
+        if not 0 < num_bytes <= self.num_bytes:
+            raise ValueError(f"a span of {num_bytes} bytes in a ring of {self.num_bytes}")
+        span = self._next(num_bytes)
+        if not self._is_free(span):
+            return None
+        if not self.in_use:
+            self._read = span.begin  # what is left out is in nobody's way
+        self._head = span.stop
+        return span
+
+    def can_reserve(self, num_bytes: int) -> bool:
+        """Whether `reserve` would give so many bytes now."""
+        return 0 < num_bytes <= self.num_bytes and self._is_free(self._next(num_bytes))
+
+    def _next(self, num_bytes: int) -> Span:
+        place = self._head % self.num_bytes
+        skipped = aligned(place) - place  # so that what begins in large words within a span does so in memory
+        # A span does not wrap around; and an empty ring begins in front, where memory is in the cache still.
+        if place + skipped + num_bytes > self.num_bytes or (place and not self.in_use):
+            skipped = self.num_bytes - place
+        begin = self._head + skipped
+        return Span(self._head, begin, begin + num_bytes)
+
+    def _is_free(self, span: Span) -> bool:
+        oldest = self._read if self.in_use else span.begin
+        return span.stop - oldest <= self.num_bytes
+
+    def place(self, span: Span) -> int:
+        """Where a span begins in the ring's memory, in bytes."""
+        return span.begin % self.num_bytes
+
+    def read_until(self, position: int) -> bool:
+        """Takes a watermark in; returns whether it is news. One that nobody can have sent is ignored."""
+        if not self._read < position <= self._head:
+            return False
+        self._read = position
+        return True
+
+
+@dataclass(slots=True)
+class ReadingRing:
+    """The side that reads spans, in any order.
+
+    Attributes:
+        num_bytes: the ring's size.
+        position: up to here everything was read.
+    """
+
+    num_bytes: int
+    position: int = 0
+    _ahead: dict[int, int] = field(default_factory=dict)  # start -> stop of spans that were read before their turn
+
+    @property
+    def watermark(self) -> Watermark:
+        """The position by round and place."""
+        return Watermark(*divmod(self.position, self.num_bytes))
+
+    def can_hold(self, span: Span) -> bool:
+        """Whether a span that a peer names is one that it may have handed out: it lies together, and is not read."""
+        return (
+            self.position <= span.start <= span.begin < span.stop <= self.position + 2 * self.num_bytes
+            and span.begin // self.num_bytes == (span.stop - 1) // self.num_bytes
+            and span.start not in self._ahead
+        )
+
+    def release(self, span: Span) -> None:
+        """Says that a span was read, or is void."""
+        self._ahead[span.start] = span.stop
+        while (stop := self._ahead.pop(self.position, None)) is not None:
+            self.position = stop

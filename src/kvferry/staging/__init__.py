@@ -1,0 +1,10 @@
+"""Staging memory, and the kernels that gather blocks of a pool into it and scatter them out of it."""
+
+from __future__ import annotations
+
+from kvferry.staging.calibration import gather_speed
+from kvferry.staging.choice import kernels_for
+from kvferry.staging.kernels import Kernels
+from kvferry.staging.memory import StagingMemory, allocate
+
+__all__ = ["Kernels", "StagingMemory", "allocate", "gather_speed", "kernels_for"]

@@ -1,0 +1,64 @@
+"""Arithmetic on the addresses of blocks, and arrays over raw memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.plan.blocks import BlockShape
+from kvferry.staging.kernels import StartArray
+
+
+def common_alignment(starts: StartArray, shape: BlockShape, address: int, most: int) -> int:
+    """The largest power of two, up to `most`, that divides every address at which a run starts or ends.
+
+    Args:
+        starts: byte address of every block's first run.
+        shape: of every block.
+        address: staging memory, where the first block is packed.
+        most: a power of two.
+    """
+    bits = int(np.bitwise_or.reduce(starts)) | address | shape.length | most
+    for _, stride in shape.loops:
+        bits |= stride
+    return bits & -bits
+
+
+def spread(starts: StartArray, loops: Sequence[tuple[int, int]]) -> StartArray:
+    """Where every part of a block starts if its outermost loops are taken apart.
+
+    Args:
+        starts: byte addresses, shape [blocks].
+        loops: (count, stride in bytes), the slowest first.
+
+    Returns:
+        Shape [blocks * product of the counts], block by block.
+    """
+    for count, stride in loops:
+        starts = np.add.outer(starts, np.arange(count, dtype=np.int64) * stride).ravel()
+    return starts
+
+
+class _Memory:
+    """Raw memory, in the words of NumPy's array interface (version 3)."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        self.__array_interface__ = description
+
+
+def array_at(address: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None) -> NDArray[Any]:
+    """An array over memory that someone else owns and keeps.
+
+    Args:
+        address: of its first element, aligned for the type.
+        shape: elements per dimension.
+        dtype: NumPy's string for it, such as '<i8', or '|V96' for 96 bytes of anything.
+        strides: bytes per step; without gaps if None.
+    """
+    description = {"data": (address, False), "shape": shape, "typestr": dtype, "strides": strides, "version": 3}
+    return np.asarray(_Memory(description))

@@ -1,0 +1,35 @@
+"""The kernels that suit a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.layout import Device, MemoryKind, Region
+from kvferry.staging.kernels import Kernels
+from kvferry.staging.requirements import require_cuda, require_torch, require_triton
+
+
+def kernels_for(regions: Sequence[Region], device: Device) -> Kernels:
+    """The kernels for a pool. On a GPU, the most usual ones are compiled here and not when the first chunk waits.
+
+    Args:
+        regions: the pool's memory, as `RankLayout.regions` gives it. It must outlive the kernels.
+        device: where it is.
+
+    Raises:
+        TransportUnavailableError: if torch, Triton or the GPU is missing, saying what to do.
+    """
+    if device.kind is MemoryKind.DRAM:
+        require_torch()
+        from kvferry.staging.host import HostKernels
+
+        return HostKernels(regions)
+    require_cuda(device)
+    require_triton()
+    import torch
+
+    from kvferry.staging.gpu import GpuKernels
+
+    kernels = GpuKernels(regions, torch.device("cuda", device.index))
+    kernels.compile()
+    return kernels

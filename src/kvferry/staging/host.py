@@ -1,0 +1,139 @@
+"""The kernels for CPU memory: torch gathers, NumPy scatters.
+
+Both see the pool as overlapping windows, one for every place where a block could start, each of them as nested as a
+block, and select windows by number. One set of windows reaches from the lowest to the highest address of all tensors,
+so that one call serves all layers.
+
+Measured on one core of a two-core EPYC (Zen 4), 1 MiB at a time, 16 runs of 1 KiB from every scattered page of 32 KiB:
+torch's `index_select` into staging memory gathers 6.0 GB/s; NumPy's indexing 5.9, but it allocates as much as it
+copies; both wait for memory. NumPy's assignment through windows of opaque elements as long as a run scatters 7.8 GB/s;
+torch's `index_copy_` 4.4 with 8-byte words, its `index_put_` 3.2. Reading ahead (one word of every cache line or of
+every run) made gathering slower, as did handling every run as a block of its own once runs have 1 KiB.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.layout import Region
+from kvferry.plan.blocks import BlockShape
+from kvferry.staging.addressing import array_at, common_alignment, spread
+from kvferry.staging.kernels import AddressRange, Kernels, StartArray, block_extent
+
+_WORDS_PER_CALL = 32768
+"""torch's grain size (ATen/Parallel.h): a call that copies more words shares them among the threads of torch's pool.
+
+That pool belongs to the engine, and our caller's threads are parallel already.
+"""
+
+_WORDS = {8: "<i8", 4: "<i4", 2: "<i2", 1: "|u1"}
+_LARGEST_WORD = 8
+
+_LONG_RUN_BYTES = 1 << 20
+"""Scattered one by one: nothing is gained by selecting them, and NumPy's elements end at 2 GiB."""
+
+_MOST_SHAPES = 64
+"""Windows kept, of either kind. An endpoint meets a few shapes per peer, peers of one layout the same."""
+
+
+class HostKernels(Kernels):
+    """Copies between a pool in CPU memory and staging memory. Releases the interpreter lock while it copies."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        """Args:
+        regions: the pool's memory.
+        """
+        self._range = AddressRange.over(regions)
+        self._regions = sorted(region for region in regions if region.length)
+        # torch wants windows to start at multiples of the word: an aligned address before the first serves every word.
+        self._base = self._range.start & -_LARGEST_WORD
+        self._word_windows = lru_cache(_MOST_SHAPES)(self._make_word_windows)
+        self._run_windows = lru_cache(_MOST_SHAPES)(self._make_run_windows)
+
+    def gather(self, starts: StartArray, shape: BlockShape, address: int) -> None:
+        self._range.check(starts, shape)
+        if not len(starts):
+            return
+        word = common_alignment(starts, shape, address, _LARGEST_WORD)
+        if shape.length // word >= _WORDS_PER_CALL:
+            for there, run in self._runs(starts, shape, address):
+                there[...] = run
+            return
+        outer, inner = _split_loops(shape, word)
+        starts = spread(starts, outer)
+        windows = self._word_windows(inner, word)
+        indices = torch.from_numpy((starts - self._base) >> (word.bit_length() - 1))
+        packed = torch.from_numpy(array_at(address, (len(starts), *windows.shape[1:]), _WORDS[word]))
+        at_once = _WORDS_PER_CALL // (inner.num_bytes // word)
+        # "Unsafe" is what autograd makes of it; the other split is written in Python and takes twice as long.
+        for some, place in zip(indices.unsafe_split(at_once), packed.unsafe_split(at_once), strict=True):
+            torch.index_select(windows, 0, some, out=place)
+
+    def scatter(self, address: int, starts: StartArray, shape: BlockShape) -> None:
+        self._range.check(starts, shape)
+        if not len(starts):
+            return
+        if shape.length >= _LONG_RUN_BYTES:
+            for there, run in self._runs(starts, shape, address):
+                run[...] = there
+            return
+        packed = array_at(address, (len(starts), *(count for count, _ in shape.loops)), f"|V{shape.length}")
+        for first, last, part in self._stretches(starts, address):
+            self._run_windows(shape, part)[starts[first:last] - part.start] = packed[first:last]
+
+    def _stretches(self, starts: StartArray, address: int) -> Iterator[tuple[int, int, AddressRange]]:
+        """Which blocks to scatter together, and the part of the pool that they are in: first, last + 1, part.
+
+        All together, unless staging memory lies between tensors of the pool: NumPy would take windows that reach over
+        it for memory that it overlaps, and copy all of it first. A part of the pool lies on one side of it.
+        """
+        number = bisect_right(self._regions, address, key=lambda region: region.address)
+        if number in (0, len(self._regions)):
+            yield 0, len(starts), self._range
+            return
+        below = AddressRange(self._range.start, self._regions[number - 1].stop)
+        above = AddressRange(self._regions[number].address, self._range.stop)
+        is_above = starts > address
+        cuts = (np.flatnonzero(np.diff(is_above)) + 1).tolist()
+        for first, last in pairwise([0, *cuts, len(starts)]):
+            yield first, last, above if is_above[first] else below
+
+    def _runs(self, starts: StartArray, shape: BlockShape, address: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """Staging memory and pool of every run: for runs so long that a memory copy each is best."""
+        run_starts = spread(starts, shape.loops).tolist()
+        return [
+            (array_at(address + number * shape.length, (shape.length,), "|u1"), array_at(start, (shape.length,), "|u1"))
+            for number, start in enumerate(run_starts)
+        ]
+
+    def _make_word_windows(self, shape: BlockShape, word: int) -> torch.Tensor:
+        """The pool as words of that many bytes, shape [places where a block could start, *counts, words of a run]."""
+        places = (self._range.stop - block_extent(shape) - self._base) // word + 1
+        counts, strides = zip(*shape.loops, strict=True) if shape.loops else ((), ())
+        return torch.from_numpy(
+            array_at(self._base, (places, *counts, shape.length // word), _WORDS[word], (word, *strides, word))
+        )
+
+    def _make_run_windows(self, shape: BlockShape, part: AddressRange) -> NDArray[Any]:
+        """Part of the pool as opaque elements as long as a run, shape [places where a block could start, *counts]."""
+        places = part.stop - block_extent(shape) - part.start + 1
+        counts, strides = zip(*shape.loops, strict=True) if shape.loops else ((), ())
+        return array_at(part.start, (places, *counts), f"|V{shape.length}", (1, *strides))
+
+
+def _split_loops(shape: BlockShape, word: int) -> tuple[tuple[tuple[int, int], ...], BlockShape]:
+    """The outer loops to take apart so that what is left of a block has fewer words than torch shares among threads."""
+    outer = 0
+    inner = shape
+    while inner.num_bytes // word >= _WORDS_PER_CALL:
+        outer += 1
+        inner = BlockShape(shape.loops[outer:], shape.length)
+    return shape.loops[:outer], inner

@@ -1,0 +1,109 @@
+"""What gathers and scatters: the contract, and the addresses that it may touch.
+
+A block is what one granule occupies on one side: nested strided runs (`BlockShape`). A call names the first byte of
+every block, of all layers together, so that it is one copy on a CPU and one launch on a GPU however many layers there
+are. Bytes are copied as integers: no element type is ever interpreted.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import LayoutError, RegistrationError
+from kvferry.layout import Region
+from kvferry.plan.blocks import BlockShape
+
+StartArray = NDArray[np.int64]
+"""The address of the first byte of every block, shape [blocks]."""
+
+
+class Kernels(ABC):
+    """Copies blocks of a pool to staging memory and back, on one device.
+
+    May be called from several threads at once, each with staging memory of its own. Nothing of the size of the data is
+    allocated.
+    """
+
+    @abstractmethod
+    def gather(self, starts: StartArray, shape: BlockShape, address: int) -> None:
+        """Packs blocks one after the other. Returns when the bytes are there.
+
+        Args:
+            starts: byte address of every block's first run, shape [blocks].
+            shape: of every block.
+            address: staging memory, where the first block goes.
+
+        Raises:
+            RegistrationError: if a block lies outside the pool. Nothing was copied.
+            LayoutError: if the shape is none.
+        """
+
+    @abstractmethod
+    def scatter(self, address: int, starts: StartArray, shape: BlockShape) -> None:
+        """Unpacks blocks, the inverse of `gather`. Returns when the bytes are there.
+
+        Args:
+            address: staging memory, where the first block lies.
+            starts: byte address of every block's first run, shape [blocks]. Blocks must not overlap.
+            shape: of every block.
+
+        Raises:
+            RegistrationError: if a block lies outside the pool. Nothing was copied.
+            LayoutError: if the shape is none.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class AddressRange:
+    """From the lowest to the highest address of a pool. There may be holes, which no block touches.
+
+    Attributes:
+        start: the first byte.
+        stop: the address after the last byte.
+    """
+
+    start: int
+    stop: int
+
+    @classmethod
+    def over(cls, regions: Sequence[Region]) -> AddressRange:
+        """The range that covers all regions."""
+        used = [region for region in regions if region.length]
+        return cls(
+            min((region.address for region in used), default=0), max((region.stop for region in used), default=0)
+        )
+
+    def check(self, starts: StartArray, shape: BlockShape) -> None:
+        """Refuses blocks that reach out of the range: copying them could end the process.
+
+        Raises:
+            RegistrationError: naming the block furthest out.
+            LayoutError: if the shape has counts, strides or a length that no block has.
+        """
+        extent = block_extent(shape)
+        if not len(starts):
+            return
+        lowest, highest = int(starts.min()), int(starts.max())
+        if lowest >= self.start and highest + extent <= self.stop:
+            return
+        outside = lowest if lowest < self.start else highest
+        raise RegistrationError(
+            f"a block of {extent} bytes at {outside:#x} lies outside the pool, which goes from {self.start:#x} to "
+            f"{self.stop:#x}: page numbers or addresses of the plan are wrong, please report this"
+        )
+
+
+def block_extent(shape: BlockShape) -> int:
+    """Bytes from the first to the last byte of a block in its pool.
+
+    Raises:
+        LayoutError: if a count or the length is not positive, or a stride negative.
+    """
+    if shape.length < 1 or any(count < 1 or stride < 0 for count, stride in shape.loops):
+        raise LayoutError(f"{shape} is no block: counts and the length are at least 1, strides at least 0")
+    return shape.length + sum((count - 1) * stride for count, stride in shape.loops)

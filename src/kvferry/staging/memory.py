@@ -1,0 +1,105 @@
+"""Staging memory: where blocks lie packed between a pool and the wire. Others register it with a transport."""
+
+from __future__ import annotations
+
+import mmap
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import SettingsError
+from kvferry.layout import Device, MemoryKind, Region
+from kvferry.staging.requirements import require_cuda
+
+
+class StagingMemory:
+    """A piece of memory on one device, until it is closed. Its contents are undefined at first.
+
+    Attributes:
+        region: where it is.
+        device: what it is on.
+    """
+
+    __slots__ = ("_owner", "device", "region")
+
+    def __init__(self, region: Region, device: Device, owner: object) -> None:
+        """Args:
+        region: where it is.
+        device: what it is on.
+        owner: keeps the memory for as long as it lives.
+        """
+        self.region = region
+        self.device = device
+        self._owner: object | None = owner
+
+    @property
+    def address(self) -> int:
+        """Of the first byte."""
+        return self.region.address
+
+    @property
+    def num_bytes(self) -> int:
+        """How large it is."""
+        return self.region.length
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was given back."""
+        return self._owner is None
+
+    def close(self) -> None:
+        """Gives the memory back. Nobody may use its address any more, no transport either. Again does nothing."""
+        self._owner = None
+
+    def __enter__(self) -> StagingMemory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"StagingMemory({self.num_bytes} bytes at {self.address:#x} on {self.device}{state})"
+
+
+def allocate(num_bytes: int, device: Device) -> StagingMemory:
+    """Takes staging memory. On a CPU it starts at a page of 4 KiB and takes no room until it is written to.
+
+    Raises:
+        SettingsError: if there is not that much, naming how much was asked for.
+        TransportUnavailableError: if the device's library or the device itself is missing.
+    """
+    if num_bytes < 1:
+        raise SettingsError(f"{num_bytes} bytes of staging memory: at least 1 is needed")
+    return _on_cpu(num_bytes, device) if device.kind is MemoryKind.DRAM else _on_gpu(num_bytes, device)
+
+
+def _on_cpu(num_bytes: int, device: Device) -> StagingMemory:
+    try:
+        # Private, so that a forked child shares no staging memory with its parent.
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise _too_much(num_bytes, device, error) from error
+    memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)  # keeps the mapping, which goes when the array does
+    return StagingMemory(Region(memory.ctypes.data, num_bytes), device, memory)
+
+
+def _on_gpu(num_bytes: int, device: Device) -> StagingMemory:
+    require_cuda(device)
+    import torch
+
+    try:
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", device.index))
+    except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one
+        raise _too_much(num_bytes, device, error) from error
+    return StagingMemory(Region(memory.data_ptr(), num_bytes), device, memory)
+
+
+def _too_much(num_bytes: int, device: Device, error: Exception) -> SettingsError:
+    return SettingsError(
+        f"{num_bytes} bytes ({num_bytes / 2**30:.2f} GiB) of staging memory could not be had on {device} ({error}): "
+        "lower staging_ring_mib (KVFERRY_STAGING_RING_MIB), or take KVFERRY_PATH=direct, which needs none"
+    )

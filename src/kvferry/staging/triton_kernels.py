@@ -1,0 +1,93 @@
+"""The kernel that copies on a GPU, in Triton's language.
+
+One launch copies every run of every block. A program copies a tile: some runs by some words of each. Triton cannot
+follow postponed annotations of types here in every version, so this file does without.
+"""
+
+import triton
+import triton.language as tl
+
+ROWS = 32
+"""Runs of a tile."""
+
+COLUMN_BYTES = 256
+"""Of every run in a tile. Two runs a warp and instruction, in 16-byte words."""
+
+MOST_LOOPS = 4
+"""Nesting that the kernel follows by itself."""
+
+_NOT_SPECIALIZED = ["packed", "num_runs", "run_bytes", "run_vectors", "tiles_per_run"] + [
+    f"{what}_{number}" for what in ("count", "stride") for number in range(MOST_LOOPS)
+]
+
+
+# Specialized numbers would compile another kernel for every one that is 1 or a multiple of 16, while chunks wait.
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def copy_runs(
+    starts,
+    packed: tl.int64,
+    num_runs: tl.int32,
+    run_bytes: tl.int64,
+    run_vectors: tl.int64,
+    tiles_per_run: tl.int32,
+    count_0: tl.int32,
+    count_1: tl.int32,
+    count_2: tl.int32,
+    count_3: tl.int32,
+    stride_0: tl.int64,
+    stride_1: tl.int64,
+    stride_2: tl.int64,
+    stride_3: tl.int64,
+    LOOPS: tl.constexpr,  # noqa: N803 (as Triton's constants are written)
+    WORD: tl.constexpr,  # noqa: N803
+    WORDS_PER_VECTOR: tl.constexpr,  # noqa: N803
+    ALIGNMENT: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+    GATHER: tl.constexpr,  # noqa: N803
+):
+    """Copies runs between a pool and staging memory.
+
+    Args:
+        starts: byte address of every block's first run: int64 array of shape [blocks].
+        packed: byte address of staging memory.
+        num_runs: of all blocks together.
+        run_bytes: bytes of a run.
+        run_vectors: the same in vectors.
+        tiles_per_run: programs that share a run.
+        count_0, stride_0, ...: times and bytes of the loops of a block, the fastest first.
+        LOOPS: how many of them there are.
+        WORD: the integer type to copy as.
+        WORDS_PER_VECTOR: words that lie together in every run, so that one instruction may copy them.
+        ALIGNMENT: bytes that divide all addresses and the length.
+        ROWS, COLUMNS: runs and words of a tile.
+        GATHER: from the pool to staging memory; otherwise back.
+    """
+    tile = tl.program_id(0)
+    runs = tile // tiles_per_run * ROWS + tl.arange(0, ROWS)
+    words = (tile % tiles_per_run).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = runs < num_runs
+    staged = packed.to(tl.int64) + runs * run_bytes.to(tl.int64)
+    blocks = runs
+    offsets = runs.to(tl.int64) * 0
+    if LOOPS > 0:
+        offsets += (blocks % count_0) * stride_0.to(tl.int64)
+        blocks = blocks // count_0
+    if LOOPS > 1:
+        offsets += (blocks % count_1) * stride_1.to(tl.int64)
+        blocks = blocks // count_1
+    if LOOPS > 2:
+        offsets += (blocks % count_2) * stride_2.to(tl.int64)
+        blocks = blocks // count_2
+    if LOOPS > 3:
+        offsets += (blocks % count_3) * stride_3.to(tl.int64)
+        blocks = blocks // count_3
+    pooled = tl.load(starts + blocks, mask=exists, other=0) + offsets
+    # The hints let the compiler copy whole vectors; it cannot know what addresses from memory are multiples of.
+    pooled_at = tl.multiple_of(pooled.to(tl.pointer_type(WORD)), ALIGNMENT)[:, None] + words[None, :]
+    staged_at = tl.multiple_of(staged.to(tl.pointer_type(WORD)), ALIGNMENT)[:, None] + words[None, :]
+    mask = exists[:, None] & (words < run_vectors * WORDS_PER_VECTOR)[None, :]
+    if GATHER:
+        tl.store(staged_at, tl.load(pooled_at, mask=mask), mask=mask)
+    else:
+        tl.store(pooled_at, tl.load(staged_at, mask=mask), mask=mask)

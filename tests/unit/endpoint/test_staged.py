@@ -1,0 +1,385 @@
+"""The staged path between whole endpoints: exact, shared fairly, and as safe as the direct one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.caches import Model, Shape
+from tests.support.engines import Engines, Requests
+from tests.support.waiting import eventually
+
+import kvferry.endpoint.paths
+import kvferry.endpoint.scattering
+from kvferry import TransferState, interleaved
+from kvferry.errors import (
+    IncompatiblePeerError,
+    SettingsError,
+    TransferAbortedError,
+    TransferFailedError,
+    TransportError,
+    TransportUnavailableError,
+)
+from kvferry.plan import Path
+from kvferry.staging import Kernels
+
+pytest.importorskip("torch")
+
+S = TransferState
+KIB = 1 / 1024  # of a MiB
+
+ATTENTION = Model(layers=4, heads=4)
+GROUPED = Model(layers=3, heads=2)
+LATENT = Model(layers=4, latent_dim=24)
+ODD = Model(layers=5, heads=6, head_dim=5, page_tokens=3, dtype="uint8")
+
+TIGHT: dict[str, Any] = {"path": "staged", "staging_chunk_mib": 0.5 * KIB, "staging_ring_mib": 1 * KIB}
+"""Room for a few pages of a layer: every request goes many times round the rings."""
+
+
+def rings_of(requests: Requests) -> list[Any]:
+    """What prefill ranks know of the decode ranks' rings."""
+    return [
+        peer.attachment.paths.staged.peer.ring
+        for endpoint in requests.prefill.endpoints
+        for peer in endpoint._peers.all()
+        if peer.attachment is not None and peer.attachment.paths.staged is not None
+    ]
+
+
+def all_rings_are_free(requests: Requests) -> bool:
+    return all(ring.in_use == 0 and not ring._waiting for ring in rings_of(requests))
+
+
+def decode_kernels(requests: Requests) -> Kernels:
+    kernels = requests.decode.endpoints[0]._driver._staging.kernels
+    assert kernels is not None
+    return kernels
+
+
+def paths_of(request: Any) -> set[Path]:
+    return {write.path for sender in request.senders for write in sender.stats.writes}
+
+
+@pytest.mark.parametrize("settings", [TIGHT, {"path": "staged"}], ids=["tight", "ample"])
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode"),
+    [
+        pytest.param(ATTENTION, Shape(), Shape(), id="1-to-1"),
+        pytest.param(ATTENTION, Shape(tp=2), Shape(), id="tp2-to-1"),
+        pytest.param(ATTENTION, Shape(), Shape(tp=4), id="1-to-tp4"),
+        pytest.param(ATTENTION, Shape(tp=4), Shape(tp=2), id="tp4-to-tp2"),
+        pytest.param(ODD, Shape(tp=2), Shape(tp=3), id="tp2-to-tp3-odd-sizes"),
+        pytest.param(GROUPED, Shape(tp=4), Shape(), id="replicated-heads-to-1"),
+        pytest.param(LATENT, Shape(tp=3), Shape(), id="latent-tp3-to-1"),
+        pytest.param(ODD, Shape(pp=2, stages=(2, 3)), Shape(pp=3, stages=(1, 3, 1)), id="uneven-pp2-to-pp3"),
+        pytest.param(ATTENTION, Shape(tp=2, heads_first=True), Shape(pages=9), id="hnd-to-nhd"),
+        pytest.param(ATTENTION, Shape(dealing=interleaved(2)), Shape(tp=2), id="cp2-to-tp2"),
+    ],
+)
+def test_every_byte_arrives_and_no_other_is_touched(
+    pair: Callable[..., Requests], model: Model, prefill: Shape, decode: Shape, settings: dict[str, Any]
+):
+    requests = pair(model, prefill, decode, **settings)
+    for room in range(3):
+        requests.wipe()
+        request = requests.run_tokens(room, 6 * model.page_tokens - 1, cuts=(model.page_tokens, 4 * model.page_tokens))
+        assert paths_of(request) == {Path.STAGED}
+    sent = sum(sender.stats.total_bytes for sender in request.senders)
+    expected = 6 * sum(pool.bytes_per_page for pool in requests.decode.pools)
+    if prefill.dealing.is_whole:  # else the last page's end does not travel
+        assert sent == expected, "gaps between segments do not count"
+    eventually("all staging memory is free again", all_rings_are_free, requests)
+
+
+def test_a_prefix_inside_a_page_stays_as_it_is(pair: Callable[..., Requests]):
+    requests = pair(ATTENTION, Shape(tp=2), Shape(), **TIGHT)
+    for room, prefix in enumerate(range(2 * ATTENTION.page_tokens + 1)):
+        requests.wipe()
+        requests.run_tokens(room, 5 * ATTENTION.page_tokens - 2, prefix_tokens=prefix)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("scatter_workers", [0, 2])
+def test_many_rooms_share_a_ring_of_one_sub_chunk(pair: Callable[..., Requests], workers: int, scatter_workers: int):
+    requests = pair(
+        ATTENTION,
+        Shape(tp=2, pages=256),
+        Shape(pages=256),
+        workers=workers,
+        queues=2,
+        scatter_workers=scatter_workers,
+        path="staged",
+        staging_chunk_mib=0.5 * KIB,
+        staging_ring_mib=0.5 * KIB,
+    )
+    rooms = [requests.new(room, 6) for room in range(30)]
+    for request in rooms:
+        requests.open_decode(request)
+        requests.open_prefill(request)
+        requests.submit(request)
+    for request in rooms:
+        request.wait()
+        requests.check(request)
+    eventually("all staging memory is free again", all_rings_are_free, requests)
+
+
+def test_a_receiver_that_does_not_read_holds_up_no_other(
+    engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch
+):
+    both = engines(workers=1, queues=1, **TIGHT)
+    prefill = both.prefill(ATTENTION)
+    slow, fast = (Requests(prefill, both.decode(ATTENTION)) for _ in range(2))
+    for each in (slow, fast):
+        each.connect()
+    thaw = threading.Event()
+    real = slow.decode.transports[0].take_notifications
+    monkeypatch.setattr(slow.decode.transports[0], "take_notifications", lambda: real() if thaw.is_set() else [])
+    stuck = [slow.new(room) for room in range(3)]
+    for request in stuck:
+        slow.open_decode(request)
+        slow.open_prefill(request)
+        slow.submit(request)
+    for room in range(10, 16):
+        fast.run(room)
+    assert {request.senders[0].state for request in stuck} == {S.TRANSFERRING}
+    thaw.set()
+    for request in stuck:
+        request.wait()
+
+
+def test_writes_that_hang_take_few_slots_and_leave_the_rest_to_others(engines: Callable[..., Engines]):
+    both = engines(workers=1, queues=1, path="staged", staging_chunk_mib=0.5 * KIB, staging_ring_mib=4 * KIB)
+    prefill = both.prefill(ATTENTION)
+    slow, fast = (Requests(prefill, both.decode(ATTENTION)) for _ in range(2))
+    for each in (slow, fast):
+        each.connect()
+    prefill.transports[0].held = {slow.decode.transports[0].endpoint_name}
+    stuck = [slow.new(room) for room in range(4)]
+    for request in stuck:
+        slow.open_decode(request)
+        slow.open_prefill(request)
+        slow.submit(request)
+    eventually("some parts are on their way", lambda: prefill.transports[0].in_flight == 2)
+    for room in range(10, 16):
+        fast.run(room)
+    assert prefill.transports[0].in_flight == 2
+    prefill.transports[0].held = False
+    for request in stuck:
+        request.wait()
+
+
+def test_a_part_that_fails_fails_its_room_and_gives_its_memory_back(pair: Callable[..., Requests]):
+    requests = pair(ATTENTION, Shape(), Shape(), **TIGHT)
+    requests.run(0)
+    transport = requests.prefill.transports[0]
+    posts = iter(range(100))
+
+    def fail_third(peer: str) -> None:
+        if next(posts) == 2:
+            raise TransportError("the cable was pulled")
+
+    transport.on_post = fail_third
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request)
+    request.wait_ended()
+    assert [each.state for each in (*request.senders, *request.receivers)] == [S.FAILED, S.FAILED]
+    assert "the cable was pulled" in str(request.receivers[0].error)
+    assert request.receivers[0].wait_pages_reusable(5)
+    transport.on_post = None
+    eventually("all staging memory is free again", all_rings_are_free, requests)
+    for room in range(2, 6):
+        requests.run(room)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_abort_leaves_the_rings_free_and_pages_alone(pair: Callable[..., Requests], side: str):
+    requests = pair(ATTENTION, Shape(tp=2), Shape(), **TIGHT)
+    requests.connect()
+    for transport in requests.prefill.transports:
+        transport.held = True
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request)
+    eventually("parts are on their way", lambda: all(each.in_flight for each in requests.prefill.transports))
+    (request.senders if side == "prefill" else request.receivers)[0].abort("the client went away")
+    with pytest.raises((TransferAbortedError, TransferFailedError), match="the client went away"):
+        request.receivers[0].wait(5)
+    for transport in requests.prefill.transports:
+        transport.held = False
+    assert request.receivers[0].wait_pages_reusable(5)
+    touched = requests.decode.pools[0].touched(np.arange(32))
+    after = requests.new(2)
+    requests.open_decode(after)  # until then nobody looks at what arrives
+    eventually("all staging memory is free again", all_rings_are_free, requests)
+    assert requests.decode.pools[0].touched(np.arange(32)) == touched
+    requests.open_prefill(after)
+    requests.submit(after)
+    after.wait()
+    requests.check(after)
+
+
+def test_pages_are_not_reusable_while_a_part_is_scattered(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    requests = pair(ATTENTION, Shape(), Shape(), scatter_workers=1, path="staged")
+    requests.connect()
+    kernels = decode_kernels(requests)
+    begun, go_on = threading.Event(), threading.Event()
+    real = kernels.scatter
+
+    def slowly(*arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(10)
+        real(*arguments)
+
+    monkeypatch.setattr(kernels, "scatter", slowly)
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request)
+    assert begun.wait(5)
+    request.receivers[0].abort("enough")
+    eventually("the prefill side has drained", lambda: request.senders[0].pages_reusable)
+    eventually("the room has failed", lambda: request.receivers[0].state is S.FAILED)
+    assert not request.receivers[0].wait_pages_reusable(0.3)
+    go_on.set()
+    assert request.receivers[0].wait_pages_reusable(5)
+
+
+def test_what_cannot_be_scattered_fails_the_room_alone(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):
+    requests = pair(ATTENTION, Shape(), Shape(), path="staged")
+    requests.connect()
+    kernels = decode_kernels(requests)
+    real = kernels.scatter
+
+    def fail(*arguments: Any) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(kernels, "scatter", fail)
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request)
+    with pytest.raises(TransferFailedError, match=r"could not be put into its pages.*ZeroDivisionError"):
+        request.receivers[0].wait(5)
+    monkeypatch.setattr(kernels, "scatter", real)
+    eventually("all staging memory is free again", all_rings_are_free, requests)
+    requests.run(2)
+
+
+# ---- which way ------------------------------------------------------------------------------------------------------
+
+
+def test_auto_measures_and_takes_what_is_faster(pair: Callable[..., Requests]):
+    small = Model(layers=8, heads=8, head_dim=8, page_tokens=16)
+    requests = pair(small, Shape(tp=2, pages=256), Shape(pages=256), path="auto")
+    request = requests.run(1, 100)
+    (write,) = request.senders[0].stats.writes
+    costs = requests.prefill.endpoints[0]._peers.all()[0].attachment.paths.staged.costs  # type: ignore[union-attr]
+    assert min(costs.wire_bytes_per_s, costs.gather_bytes_per_s, costs.scatter_bytes_per_s) > 1e6
+    assert write.path is Path.STAGED, "its runs are 64 bytes"
+    assert "is faster than" in write.why
+    assert "descriptors of" in write.why
+
+
+def test_auto_stays_direct_where_staging_cannot_help(pair: Callable[..., Requests]):
+    large = Model(layers=2, heads=8, head_dim=256, page_tokens=64)
+    requests = pair(large, Shape(), Shape(), path="auto")
+    request = requests.run(1, 6)
+    assert paths_of(request) == {Path.DIRECT}
+    assert "are faster than" in request.senders[0].stats.writes[0].why or "no slower" in (
+        request.senders[0].stats.writes[0].why
+    )
+
+
+def test_one_sides_setting_forces_the_path_on_both(engines: Callable[..., Engines]):
+    for prefill_path, decode_path in (("auto", "staged"), ("staged", "auto")):
+        both = engines(path="auto")
+        requests = Requests(both.prefill(ATTENTION, path=prefill_path), both.decode(ATTENTION, path=decode_path))
+        request = requests.run(1)
+        assert paths_of(request) == {Path.STAGED}
+        assert request.senders[0].stats.writes[0].why == "KVFERRY_PATH is staged"
+
+
+def test_sides_that_force_different_paths_refuse_each_other(engines: Callable[..., Engines]):
+    both = engines()
+    requests = Requests(both.prefill(ATTENTION, path="staged"), both.decode(ATTENTION, path="direct"))
+    with pytest.raises(
+        IncompatiblePeerError, match=r"prefill side forces staged \(KVFERRY_PATH\), the decode side dir"
+    ):
+        requests.connect()
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"staging_chunk_mib": 0.1 * KIB}, "KVFERRY_STAGING_CHUNK_MIB"),
+        ({"staging_chunk_mib": 0.1 * KIB, "staging_ring_mib": 0.1 * KIB}, "KVFERRY_STAGING_RING_MIB"),
+    ],
+)
+def test_staging_memory_that_is_too_small_for_a_page_is_named(
+    pair: Callable[..., Requests], settings: dict[str, float], name: str
+):
+    forced = pair(ATTENTION, Shape(), Shape(), path="staged", **settings)
+    with pytest.raises(IncompatiblePeerError, match=rf"one page of one layer takes \d+ bytes, more than.*{name}"):
+        forced.connect()
+    free = pair(ATTENTION, Shape(), Shape(), path="auto", **settings)
+    request = free.run(1)
+    assert paths_of(request) == {Path.DIRECT}
+    assert name in request.senders[0].stats.writes[0].why
+
+
+def test_a_decode_ring_that_is_too_small_for_a_page_is_named(engines: Callable[..., Engines]):
+    both = engines(path="staged")
+    tiny: dict[str, Any] = {"staging_chunk_mib": 0.1 * KIB, "staging_ring_mib": 0.1 * KIB}
+    requests = Requests(both.prefill(ATTENTION), both.decode(ATTENTION, **tiny))
+    with pytest.raises(IncompatiblePeerError, match="bytes of the decode side's ring: raise KVFERRY_STAGING_RING_MIB"):
+        requests.connect()
+
+
+def test_prefill_ranks_beyond_the_decode_sides_staging_memory_write_directly(engines: Callable[..., Engines]):
+    both = engines(path="auto")
+    few: dict[str, Any] = {"staging_ring_mib": 1.0, "staging_memory_mib": 2.0}
+    requests = Requests(both.prefill(ATTENTION, Shape(tp=4)), both.decode(ATTENTION, **few))
+    request = requests.run(1)
+    reasons = [sender.stats.writes[0].why for sender in request.senders]
+    assert sum("KVFERRY_STAGING_MEMORY_MIB" in why for why in reasons) == 2
+
+
+def test_memory_of_a_prefill_rank_that_was_closed_serves_the_next(engines: Callable[..., Engines]):
+    both = engines(path="staged")
+    decode = both.decode(ATTENTION, staging_ring_mib=1.0, staging_memory_mib=1.0)
+    for room in range(3):
+        prefill = both.prefill(ATTENTION)
+        Requests(prefill, decode).run(room)
+        prefill.endpoints[0].close()
+
+
+def test_too_little_memory_for_the_workers_is_said_at_the_start(engines: Callable[..., Engines]):
+    both = engines(workers=4)
+    with pytest.raises(SettingsError, match=r"4 workers \(KVFERRY_WORKERS\) with 8 MiB.*KVFERRY_STAGING_MEMORY_MIB"):
+        both.prefill(ATTENTION, path="staged", staging_memory_mib=16)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_without_what_copies_the_direct_path_is_left(
+    engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch, side: str
+):
+    def missing(*arguments: Any) -> Any:
+        raise TransportUnavailableError("torch is not installed: pip install torch")
+
+    module = kvferry.endpoint.paths if side == "prefill" else kvferry.endpoint.scattering
+    monkeypatch.setattr(module, "kernels_for", missing)
+    both = engines(path="auto")
+    request = Requests(both.prefill(ATTENTION), both.decode(ATTENTION)).run(1)
+    assert paths_of(request) == {Path.DIRECT}
+    assert "torch is not installed" in request.senders[0].stats.writes[0].why
+    with pytest.raises(TransportUnavailableError, match="torch is not installed"):
+        both.prefill(ATTENTION, path="staged") if side == "prefill" else both.decode(ATTENTION, path="staged")

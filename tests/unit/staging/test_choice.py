@@ -1,0 +1,50 @@
+"""Which kernels a pool gets, and what is said if something they need is missing."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from kvferry.errors import TransportUnavailableError
+from kvferry.layout import Device, MemoryKind, Region
+from kvferry.staging import kernels_for
+from kvferry.staging.host import HostKernels
+
+GPU = Device(MemoryKind.VRAM, 1)
+REGIONS = [Region(4096, 4096)]
+
+
+def test_a_pool_in_cpu_memory_gets_kernels_that_need_no_gpu():
+    assert isinstance(kernels_for(REGIONS, Device()), HostKernels)
+
+
+@pytest.mark.parametrize("device", [Device(), GPU])
+def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, device: Device):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(
+        TransportUnavailableError, match=r"needs torch.*pip install 'torch.*KVFERRY_PATH=direct"
+    ) as caught:
+        kernels_for(REGIONS, device)
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+def test_without_a_gpu_the_error_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(TransportUnavailableError, match="VRAM:1: a GPU asked for where there is none"):
+        kernels_for(REGIONS, GPU)
+
+
+def test_a_gpu_that_is_not_there_is_named_with_how_many_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(TransportUnavailableError, match=r"VRAM:1: torch sees 1 GPUs here.*CUDA_VISIBLE_DEVICES"):
+        kernels_for(REGIONS, GPU)
+
+
+def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(TransportUnavailableError, match=r"needs triton.*pip install 'triton.*KVFERRY_PATH=direct"):
+        kernels_for(REGIONS, GPU)
