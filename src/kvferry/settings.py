@@ -29,6 +29,11 @@ def default_scatter_workers(cpus: int) -> int:
     return min(cpus // 8, 4)
 
 
+def default_nixl_threads(cpus: int) -> int:
+    """How many threads of NIXL's suit a machine: a few copy as fast as its memory is."""
+    return min(cpus, 4)
+
+
 class Settings(BaseSettings):
     """Settings of one endpoint. Each is also an environment variable: `workers` is KVFERRY_WORKERS.
 
@@ -54,7 +59,11 @@ class Settings(BaseSettings):
     transport: Literal["nixl"] = Field("nixl", description="What moves the bytes.")
     nixl_backend: str = Field("UCX", description="NIXL's backend.")
     nixl_threads: int = Field(
-        0, ge=0, le=256, description="NIXL's own worker threads, which help writes of 1024 descriptors and more."
+        default_factory=lambda: default_nixl_threads(os.cpu_count() or 1),
+        ge=0,
+        le=256,
+        description="NIXL's own threads, which share the descriptors of every write of a prefill rank; without any, "
+        "the workers write, and get in each other's way. They spin while a write is on its way, and sleep otherwise.",
     )
     nixl_progress_delay_us: int = Field(
         20_000, ge=1000, le=1_000_000, description="Longest sleep of NIXL's progress thread, in microseconds."

@@ -26,7 +26,10 @@ from kvferry.errors import (
     TransportError,
     TransportUnavailableError,
 )
-from kvferry.layout import Device, MemoryKind, Region
+from kvferry.layout import Device, MemoryKind, Region, attention_components, empty_shard
+from kvferry.plan import Runs, Selector, descriptor_rows, selectors
+from kvferry.plan.descriptors import Numbers
+from kvferry.plan.lowering import PageSteps
 from kvferry.transport import (
     Flight,
     FlightReport,
@@ -39,11 +42,13 @@ from kvferry.transport import (
 )
 from kvferry.transport.nixl import load_bindings
 
-KINDS = ["inprocess", "nixl"]
+THREADS = {"num_threads": "2", "split_batch_size": "1"}  # as prefill endpoints have them
+KINDS = ["inprocess", "nixl", "nixl with threads"]
 DEADLINE_S = 20.0
 MEMORY = 1 << 20
 POISON = 0xEE
 HOST = Device()
+ANY, _ = attention_components(num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8")
 
 
 class Kit:
@@ -53,14 +58,18 @@ class Kit:
         self.kind = kind
         self.made: list[Transport] = []
         self._network = InProcessNetwork()
-        if kind == "nixl":
+        if kind != "inprocess":
             try:
                 load_bindings()
             except TransportUnavailableError as error:
                 pytest.skip(str(error))
 
     def make(self, name: str) -> Transport:
-        made: Transport = InProcessTransport(self._network, name) if self.kind == "inprocess" else NixlTransport(name)
+        made: Transport
+        if self.kind == "inprocess":
+            made = InProcessTransport(self._network, name)
+        else:
+            made = NixlTransport(name, backend_parameters=THREADS if self.kind == "nixl with threads" else {})
         self.made.append(made)
         return made
 
@@ -271,6 +280,67 @@ def test_the_report_counts_bytes_and_at_most_the_posted_descriptors(pair: Pair):
     assert transport.poll(flight) == report
     transport.release(flight)
     arrivals(pair.there.transport, 1)
+
+
+@settings(max_examples=40)
+@given(
+    here=st.permutations(range(24)), there=st.permutations(range(24)), count=st.integers(1, 24), most=st.integers(1, 9)
+)
+def test_selected_neighbours_arrive_whether_they_are_merged_or_not(
+    shared_pair: Pair, here: list[int], there: list[int], count: int, most: int
+):
+    """Two regions with pages of three units on our side and of two on the peer's; NumPy says what must arrive."""
+    pair, unit = shared_pair, 32
+    pair.clean()
+    runs = Runs(
+        source_bases=np.array([64, 4096], np.uint64),
+        destination_bases=np.array([32, 8192], np.uint64),
+        loops=(),
+        length=unit,
+        source_steps=PageSteps(3, unit, 3 * unit),
+        destination_steps=PageSteps(2, unit, 2 * unit),
+    )
+    pools = empty_shard(ANY, page_tokens=3, num_pages=8), empty_shard(ANY, page_tokens=2, num_pages=12)
+    made = descriptor_rows([(runs, *pools)])
+    for rows, end in ((made.source, pair.here), (made.destination, pair.there)):
+        rows[:, 0] += np.uint64(end.region.address)
+    lists = pair.here.transport.prepare(made.source, None), pair.here.transport.prepare(made.destination, pair.peer)
+    (selector,) = selectors(made.pieces, [0], merged_bytes=most * unit)
+    pages, units = np.divmod(np.array(here[:count]), 3)
+    to_pages, to_units = np.divmod(np.array(there[:count]), 2)
+    report = write(pair, lists, *selector.select(units, pages, to_units, to_pages))
+    expected = np.full(MEMORY, POISON, np.uint8)
+    for source, destination in zip(here[:count], there[:count], strict=True):
+        for from_, to in ((64, 32), (4096, 8192)):
+            expected[to + unit * destination :][:unit] = pair.here.memory[from_ + unit * source :][:unit]
+    np.testing.assert_array_equal(pair.there.memory, expected)
+    assert report.total_bytes == 2 * count * unit
+    if pair.kit.kind != "inprocess":  # which moves one by one
+        goes_on = set(zip(here[:count], there[:count], strict=True))
+        fewest = count - sum((source + 1, to + 1) in goes_on for source, to in goes_on)
+        assert 2 * max(fewest, -(-count // most)) <= report.descriptors <= 2 * (fewest + -(-count // most) - 1)
+    arrivals(pair.there.transport, 1)
+    for prepared in lists:
+        pair.here.transport.release_list(prepared)
+
+
+def test_a_long_run_is_cut_so_that_there_is_something_for_every_thread(pair: Pair):
+    """Selected as a whole, 1 MiB of neighbours would be one descriptor; cut, it is as many as there are blocks."""
+    lists = pair.lists([(0, 4096, 4096, 256)], [(0, 4096, 4096, 256)])
+    none, pages = np.zeros(256, np.int64), np.arange(256)
+    numbering = Numbers(np.zeros(1, np.int32), 256, 1)
+    for most, blocks in ((256, 1), (64, 4), (50, 6)):
+        report = write(pair, lists, *Selector(numbering, numbering, most).select(none, pages, none, pages))
+        assert report.descriptors == (blocks if pair.kit.kind != "inprocess" else 256)
+        np.testing.assert_array_equal(pair.there.memory, pair.here.memory)
+        pair.there.memory[:] = POISON
+        arrivals(pair.there.transport, 1)
+
+
+def test_prepared_lists_say_how_large_they_are(pair: Pair):
+    for prepared in pair.lists([(0, 64, 64, 16), (4096, 64, 64, 3)], [(0, 64, 64, 16), (4096, 64, 64, 3)]):
+        assert (prepared.rows, prepared.count) == (2, 19)
+        pair.here.transport.release_list(prepared)
 
 
 def test_several_flights_at_once_arrive_whatever_order_they_are_polled_in(pair: Pair):
@@ -575,7 +645,7 @@ def test_a_peer_under_a_false_name_is_refused_and_connects_under_its_own(kit: Ki
 def test_metadata_says_who_and_where(pair: Pair):
     metadata = PeerMetadata.decode(pair.there.transport.metadata())
     assert (metadata.name, metadata.device, metadata.regions) == (pair.peer, Device(), (pair.there.region,))
-    assert pair.here.transport.name == pair.kit.kind
+    assert pair.here.transport.name == pair.kit.kind.split()[0]
 
 
 def test_connecting_again_forgets_the_lists_of_before(kit: Kit):

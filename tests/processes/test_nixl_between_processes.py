@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -164,8 +164,10 @@ def unique(name: str) -> str:
 class Here:
     """Our own transport and memory."""
 
+    backend_parameters: ClassVar[dict[str, str]] = {}
+
     def __init__(self, size: int) -> None:
-        self.transport = NixlTransport(unique("first"))
+        self.transport = NixlTransport(unique("first"), backend_parameters=self.backend_parameters)
         self.memory = np.random.default_rng(7).integers(0, 256, size, np.uint8)
         self.transport.register([Region(self.address, size)], Device())
 
@@ -182,6 +184,13 @@ class Here:
     def write(self, lists: tuple[PreparedList, PreparedList], here: Any, there: Any, text: bytes) -> FlightReport:
         flight = self.transport.post(lists[0], np.array(here, np.int32), lists[1], np.array(there, np.int32), text)
         return finish(self.transport, flight)
+
+
+@pytest.fixture(autouse=True, params=["0 threads", "2 threads"])
+def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether our process writes through threads of NIXL's, as prefill endpoints do."""
+    if request.param == "2 threads":
+        monkeypatch.setattr(Here, "backend_parameters", {"num_threads": "2", "split_batch_size": "1"})
 
 
 @contextmanager

@@ -239,6 +239,7 @@ def connect(source: Rank, destination: Rank, pieces: tuple[Piece, ...]) -> Attac
         transport=source.transport,
         staging=SendingStaging(DIRECTLY, source.layout, source.transport),
         memory=no_memory,
+        merged_bytes=64,  # so little that blocks of neighbours are cut in most cases
     )
 
 

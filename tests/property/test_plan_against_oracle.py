@@ -20,7 +20,6 @@ from tests.property.oracle_cases import Case, Context, Room, Side, Sizes, cases,
 from tests.property.oracle_ferry import WrongBytesError, check
 from tests.property.oracle_memory import Elements, hashed, held_positions, holds
 
-from kvferry.endpoint import attachment
 from kvferry.layout import Interval, PageGroup, RankLayout, TokenShare, parallel, sharding
 from kvferry.plan import Demand, Piece, Runs, SourceGroup, Units, descriptors, lowering, pair, pieces, routes
 from kvferry.plan.lowering import Loop
@@ -507,23 +506,55 @@ def _granule_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def _descriptor_of_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = descriptors.descriptor_indices
-    monkeypatch.setattr(
-        attachment,
-        "descriptor_indices",
-        lambda firsts, granules, pages: right(firsts, granules, np.where(pages > 0, pages - 1, pages)),
-    )
+def _numbers_by(change: Callable[[Any, Any], tuple[Any, Any]]) -> Plant:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        right = descriptors.Numbers.indices
+        monkeypatch.setattr(
+            descriptors.Numbers, "indices", lambda numbers, units, pages: right(numbers, *change(units, pages))
+        )
+
+    return plant
 
 
 def _rows_of_other_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = pair.firsts_of
-    monkeypatch.setattr(attachment, "firsts_of", _alternating(right))
+    right, calls = descriptors._joined, count()
+    monkeypatch.setattr(
+        descriptors, "_joined", lambda pieces: right(pieces if next(calls) % 2 else list(reversed(pieces)))
+    )
 
 
-def _alternating(right: Any) -> Any:
-    calls = count()
-    return lambda rows, numbers: right(rows, numbers if next(calls) % 2 else numbers[::-1])
+def _order_by(change: Callable[[Any, int], Any]) -> Plant:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        right = descriptors.merging_order
+        monkeypatch.setattr(
+            descriptors, "merging_order", lambda units, pages, most: change(right(units, pages, most), most)
+        )
+
+    return plant
+
+
+def _last_of_a_block_lost(order: Any, most: int) -> Any:
+    return np.delete(order, slice(most - 1, None, most)) if len(order) > most > 1 else order
+
+
+def _first_of_a_block_twice(order: Any, most: int) -> Any:
+    return np.concatenate([order, order[:1]]) if len(order) > most else order
+
+
+def _blocks_shifted(order: Any, most: int) -> Any:
+    return np.minimum(order + 1, len(order) - 1) if len(order) > most else order
+
+
+def _order_of_one_side_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def select(selector: Any, units: Any, pages: Any, to_units: Any, to_pages: Any) -> Any:
+        order = descriptors.merging_order(units, pages, selector.merged_units)
+        return selector.source.indices(units[order], pages[order]), selector.destination.indices(to_units, to_pages)
+
+    monkeypatch.setattr(descriptors.Selector, "select", select)
+
+
+def _rows_that_go_on_where_pages_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "_rows_of_run", lambda steps: 1)
 
 
 right_election = pieces.elect_writer
@@ -568,8 +599,14 @@ FAULTS: dict[str, Plant] = {
     "a prefix rounded down": _wanted_by(_prefix_rounded_down),
     "the last token forgotten": _wanted_by(_end_too_early),
     "pages of another group": _groups_slots_for_all,
-    "the page before": _descriptor_of_the_next_page,
+    "the page before": _numbers_by(lambda units, pages: (units, np.where(pages > 0, pages - 1, pages))),
+    "the first unit of its page": _numbers_by(lambda units, pages: (np.zeros_like(units), pages)),
     "rows of other pieces": _rows_of_other_pieces,
+    "the last unit of a block of neighbours lost": _order_by(_last_of_a_block_lost),
+    "the first unit of a block twice": _order_by(_first_of_a_block_twice),
+    "blocks of neighbours off by one": _order_by(_blocks_shifted),
+    "the order of one side alone": _order_of_one_side_alone,
+    "rows that go on where pages do not": _rows_that_go_on_where_pages_do_not,
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry import Settings
 from kvferry.errors import SettingsError
-from kvferry.settings import bracketed, default_workers, is_wildcard
+from kvferry.settings import bracketed, default_nixl_threads, default_workers, is_wildcard
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +114,12 @@ def test_the_registry_is_where_it_is_said_to_be():
 @pytest.mark.parametrize(("cpus", "workers"), [(1, 4), (2, 4), (64, 4), (96, 6), (192, 12), (1024, 12)])
 def test_workers_suit_the_machine(cpus: int, workers: int):
     assert default_workers(cpus) == workers
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 2), (4, 4), (192, 4)])
+def test_nixl_threads_suit_the_machine(cpus: int, threads: int):
+    assert default_nixl_threads(cpus) == threads
+    assert Settings(nixl_threads=0).nixl_threads == 0
 
 
 def test_there_are_no_more_queues_than_workers():

@@ -13,17 +13,8 @@ from kvferry.endpoint.paths import PathChooser, SendingStaging
 from kvferry.endpoint.slots import SourceMemory
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.plan import (
-    DescriptorRows,
-    ElectedRoute,
-    PairPlan,
-    Path,
-    Unit,
-    check_exchangeable,
-    descriptor_indices,
-    firsts_of,
-)
-from kvferry.plan.descriptors import DescriptorIndices
+from kvferry.plan import ElectedRoute, PairPlan, Path, Selector, Unit, check_exchangeable, selectors
+from kvferry.plan.descriptors import MERGED_BYTES, DescriptorIndices, PieceNumbers
 from kvferry.protocol.messages import Attach
 from kvferry.protocol.moves import Move
 from kvferry.transport import PeerMetadata, PreparedList, Transport
@@ -31,9 +22,9 @@ from kvferry.transport import PeerMetadata, PreparedList, Transport
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRows:
-    """Descriptor rows, and the lists that a transport made of them."""
+    """The lists that a transport made of descriptor rows, and how their descriptors are numbered."""
 
-    rows: DescriptorRows
+    pieces: tuple[PieceNumbers, ...]
     local: PreparedList
     remote: PreparedList
 
@@ -67,6 +58,8 @@ class Attachment:
         plan: PairPlan,
         transport: Transport,
         paths: PathChooser,
+        *,
+        merged_bytes: int = MERGED_BYTES,
     ) -> None:
         self.receiver = receiver
         self.coordinates = coordinates
@@ -74,9 +67,11 @@ class Attachment:
         self.plan = plan
         self.paths = paths
         self._transport = transport
+        self._merged_bytes = merged_bytes
         # Guards the prepared lists: those of single tokens are made by whichever worker first needs them.
         self._prepare_lock = threading.Lock()
         self._prepared: dict[Unit, PreparedRows] = {}
+        self._selectors: dict[tuple[Unit, tuple[int, ...]], tuple[Selector, ...]] = {}
         # Guards the two below, which several workers use: no list is given back while a write uses it.
         self._lock = threading.Lock()
         self._writes = 0
@@ -124,14 +119,24 @@ class Attachment:
         with self._prepare_lock:
             if unit not in self._prepared:
                 rows = self.plan.descriptor_rows(unit)
-                local = self._transport.prepare(rows.source.rows, None)
+                local = self._transport.prepare(rows.source, None)
                 try:
-                    remote = self._transport.prepare(rows.destination.rows, self.receiver)
+                    remote = self._transport.prepare(rows.destination, self.receiver)
                 except BaseException:
                     self._transport.release_list(local)
                     raise
-                self._prepared[unit] = PreparedRows(rows, local, remote)
+                self._prepared[unit] = PreparedRows(rows.pieces, local, remote)
             return self._prepared[unit]
+
+    @property
+    def prepared_rows(self) -> int:
+        """Rows of both sides that the transport keeps for this peer: its memory grows with them."""
+        return sum(each.local.rows + each.remote.rows for each in list(self._prepared.values()))
+
+    @property
+    def prepared_descriptors(self) -> int:
+        """How many descriptors those rows stand for."""
+        return sum(each.local.count + each.remote.count for each in list(self._prepared.values()))
 
     def select(self, unit: Unit, elected: Sequence[ElectedRoute], moves: Sequence[Move]) -> Selected:
         """The descriptors of a write; between `begin_write` and `end_write`. Errors as in `prepare`.
@@ -142,13 +147,20 @@ class Attachment:
         prepared = self.prepare(unit)
         local, remote = [], []
         for move in moves:
-            pieces = elected[move.route].pieces
-            rows = prepared.rows
-            local.append(descriptor_indices(firsts_of(rows.source, pieces), move.source_units, move.source_pages))
-            remote.append(
-                descriptor_indices(firsts_of(rows.destination, pieces), move.destination_units, move.destination_pages)
-            )
+            for selector in self._selectors_of(unit, prepared, elected[move.route].pieces):
+                here, there = selector.select(
+                    move.source_units, move.source_pages, move.destination_units, move.destination_pages
+                )
+                local.append(here)
+                remote.append(there)
         return Selected(prepared.local, _joined(local), prepared.remote, _joined(remote))
+
+    def _selectors_of(self, unit: Unit, prepared: PreparedRows, pieces: tuple[int, ...]) -> tuple[Selector, ...]:
+        known = self._selectors.get((unit, pieces))
+        if known is None:  # two workers may make the same; either will do
+            known = selectors(prepared.pieces, pieces, merged_bytes=self._merged_bytes)
+            self._selectors[unit, pieces] = known
+        return known
 
     def release(self) -> None:
         """Gives all lists back and disconnects. No write may be on its way."""
@@ -156,6 +168,7 @@ class Attachment:
             for prepared in self._prepared.values():
                 self._transport.release_list(prepared.local)
             self._prepared.clear()
+            self._selectors.clear()
         self._transport.disconnect(self.receiver)
 
 
@@ -171,6 +184,7 @@ def attach(
     transport: Transport,
     staging: SendingStaging,
     memory: Callable[[], SourceMemory],
+    merged_bytes: int = MERGED_BYTES,
 ) -> Attachment:
     """Checks that a decode rank's wishes can be met, connects the transport to it and prepares what it takes.
 
@@ -178,6 +192,7 @@ def attach(
         layout, coordinates: our own.
         staging: what this endpoint has for staged writes.
         memory: staging memory to measure with.
+        merged_bytes: most bytes that neighbours become one descriptor of.
 
     Raises:
         IncompatiblePeerError: if they cannot, naming both values.
@@ -198,7 +213,9 @@ def attach(
         transport.connect(message.transport_metadata)
     try:
         paths = staging.paths_to(message, plan, memory)
-        attachment = Attachment(message.endpoint, message.coordinates, message.layout, plan, transport, paths)
+        attachment = Attachment(
+            message.endpoint, message.coordinates, message.layout, plan, transport, paths, merged_bytes=merged_bytes
+        )
         if mine and paths.forced is not Path.STAGED:
             attachment.prepare(Unit.GRANULE)
     except BaseException:

@@ -27,13 +27,20 @@ def machine_name() -> str:
     return f"{platform.node()}-{uuid.getnode():x}"
 
 
-def create_transport(settings: Settings, name: str) -> Transport:
+def create_transport(settings: Settings, name: str, *, writes: bool = True) -> Transport:
     """The transport that the settings ask for.
+
+    Args:
+        writes: whether its endpoint writes into peers' memory; one that only receives needs no threads for it.
 
     Raises:
         TransportUnavailableError: if it is not installed.
     """
-    parameters = {"num_threads": str(settings.nixl_threads)} if settings.nixl_threads else {}
+    parameters = {}
+    if writes and settings.nixl_threads:
+        # Every write goes to the threads, however few its descriptors: those that post would contend for the one UCX
+        # worker that they share, and spin. Handing a small write over costs no more than that.
+        parameters = {"num_threads": str(settings.nixl_threads), "split_batch_size": "1"}
     return NixlTransport(
         name,
         backend=settings.nixl_backend,

@@ -68,7 +68,9 @@ class DecodeEndpoint:
         self.settings = settings or Settings()
         self.engine_rank = self.coordinates.engine_rank
         self._registry_client = RegistryClient(self.settings.registry_address)
-        self.transport = transport or create_transport(self.settings, endpoint_name(engine, self.engine_rank))
+        self.transport = transport or create_transport(
+            self.settings, endpoint_name(engine, self.engine_rank), writes=False
+        )
         self._deadlines = deadlines(self.settings)
         # Guards the table of rooms, which callers add to and the driver takes from.
         self._lock = threading.Lock()

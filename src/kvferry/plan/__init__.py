@@ -8,9 +8,9 @@ estimates which path is faster, `compatibility` says why two sides cannot exchan
 
 from kvferry.plan.compatibility import check_exchangeable
 from kvferry.plan.cost import Choice, Load, Path, PathCosts, choose
-from kvferry.plan.descriptors import DescriptorRows, descriptor_indices, descriptor_rows
+from kvferry.plan.descriptors import DescriptorRows, Selector, descriptor_rows, selectors
 from kvferry.plan.lowering import Runs, lower
-from kvferry.plan.pair import ElectedRoute, PairPlan, Unit, firsts_of, places
+from kvferry.plan.pair import ElectedRoute, PairPlan, Unit, places
 from kvferry.plan.pieces import Piece, SourceGroup, elect_writer, pieces_for_receiver
 from kvferry.plan.proof import Proof, prove, prove_receiver
 from kvferry.plan.routes import (
@@ -38,15 +38,14 @@ __all__ = [
     "Route",
     "Runs",
     "Segments",
+    "Selector",
     "SourceGroup",
     "Unit",
     "Units",
     "check_exchangeable",
     "choose",
-    "descriptor_indices",
     "descriptor_rows",
     "elect_writer",
-    "firsts_of",
     "lower",
     "needed_locally",
     "pieces_for_receiver",
@@ -55,5 +54,6 @@ __all__ = [
     "prove_receiver",
     "route_between",
     "segments_between",
+    "selectors",
     "units_of",
 ]

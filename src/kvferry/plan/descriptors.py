@@ -1,8 +1,12 @@
 """Descriptor lists that a transport prepares once per peer, and the indices that select from them.
 
-One row describes the same run in every page of a pool: an address, a length, and a page stride repeated as often as
-there are pages. A list of rows therefore stands for many descriptors, numbered row by row, and a chunk is selected by
-plain arithmetic on page numbers.
+One row describes the same run in every page of a pool: an address, a length, and a stride repeated as often as there
+are pages, or units of pages where those lie one behind the other. A list of rows therefore stands for many descriptors,
+numbered row by row, and a chunk is selected by plain arithmetic on page numbers.
+
+Transports merge selected descriptors that follow each other in the list and in the memory of both sides. `Selector`
+therefore orders them by source address, and keeps what is merged below a limit: a few giant descriptors would leave
+most of a transport's threads without work.
 """
 
 from __future__ import annotations
@@ -21,30 +25,68 @@ DescriptorIndices = NDArray[np.int32]
 RowArray = NDArray[np.uint64]
 PageArray = NDArray[np.int64]
 
+MERGED_BYTES = 1 << 20
+"""Most bytes that neighbours are merged into: large enough that a descriptor costs nothing beside its bytes, small
+enough that all threads of a transport get some of any large write."""
+
 _MOST_DESCRIPTORS = int(np.iinfo(np.int32).max)
 _MOST_ROWS = 1 << 22  # 160 MiB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SideRows:
-    """One side's descriptors for the pieces that one source rank may send to one receiver.
+class Numbers:
+    """How one side's descriptors of a piece are numbered.
+
+    The descriptor of a run in a unit of a page is `firsts[run] + unit * unit_step + page * page_step`.
 
     Attributes:
-        rows: uint64 array of shape [rows, 5]: address, length in bytes, device index, page stride in bytes, pages.
-        firsts: for every piece, the number of the descriptor that stands for page 0, by run and granule: int32 array of
-            shape [runs, granules].
+        firsts: those of unit 0 of page 0, shape [runs].
     """
 
-    rows: RowArray
-    firsts: tuple[DescriptorIndices, ...]
+    firsts: DescriptorIndices
+    unit_step: int
+    page_step: int
+
+    def indices(self, units: PageArray, pages: PageArray) -> DescriptorIndices:
+        """Run by run, with the units innermost.
+
+        Args:
+            units: which unit of its page, shape [units].
+            pages: the page of each, shape [units].
+
+        Returns:
+            shape [runs * units].
+        """
+        offsets = (units * self.unit_step + pages * self.page_step).astype(np.int32)
+        return np.add.outer(self.firsts, offsets).ravel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceNumbers:
+    """How the descriptors of a piece are numbered; those of both sides pair up, run by run.
+
+    Attributes:
+        length: bytes of each.
+    """
+
+    source: Numbers
+    destination: Numbers
+    length: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescriptorRows:
-    """Both sides' descriptors; those of a piece pair up, run by run."""
+    """The descriptors of the pieces that one source rank may send to one receiver.
 
-    source: SideRows
-    destination: SideRows
+    Attributes:
+        source, destination: uint64 arrays of shape [rows, 5]: address, length in bytes, device index, stride in bytes,
+            count.
+        pieces: how those of every piece are numbered.
+    """
+
+    source: RowArray
+    destination: RowArray
+    pieces: tuple[PieceNumbers, ...]
 
 
 def descriptor_rows(pieces: Sequence[tuple[Runs, Shard, Shard]]) -> DescriptorRows:
@@ -57,18 +99,25 @@ def descriptor_rows(pieces: Sequence[tuple[Runs, Shard, Shard]]) -> DescriptorRo
         LayoutError: if a side has more descriptors than a 32-bit index can number, or too many rows to prepare.
     """
     # Counted before anything is made: a peer decides how many there are.
-    _check_counts("source", [(runs.count * runs.source_steps.granules, shard) for runs, shard, _ in pieces])
-    _check_counts("receiver", [(runs.count * runs.destination_steps.granules, shard) for runs, _, shard in pieces])
-    return DescriptorRows(
-        _side_rows([(runs.source, runs.length, runs.source_steps, shard) for runs, shard, _ in pieces]),
-        _side_rows([(runs.destination, runs.length, runs.destination_steps, shard) for runs, _, shard in pieces]),
+    _check_counts("source", [(runs.count, runs.source_steps, shard) for runs, shard, _ in pieces])
+    _check_counts("receiver", [(runs.count, runs.destination_steps, shard) for runs, _, shard in pieces])
+    source, here = _side_rows([(runs.source, runs.length, runs.source_steps, shard) for runs, shard, _ in pieces])
+    destination, there = _side_rows(
+        [(runs.destination, runs.length, runs.destination_steps, shard) for runs, _, shard in pieces]
     )
+    lengths = [runs.length for runs, _, _ in pieces]
+    return DescriptorRows(source, destination, tuple(map(PieceNumbers, here, there, lengths)))
 
 
-def _check_counts(side: str, pieces: Sequence[tuple[int, Shard]]) -> None:
-    """Refuses too many rows, given how many each piece has for one page."""
-    rows = sum(count for count, _ in pieces)
-    descriptors = sum(count * shard.paging.num_pages for count, shard in pieces)
+def _rows_of_run(steps: PageSteps) -> int:
+    """One where units go on from page to page as they do in a page, else one for every unit of a page."""
+    return 1 if steps.page_stride == steps.granules * steps.granule_stride else steps.granules
+
+
+def _check_counts(side: str, pieces: Sequence[tuple[int, PageSteps, Shard]]) -> None:
+    """Refuses too many rows, given how many runs each piece has in a granule."""
+    rows = sum(count * _rows_of_run(steps) for count, steps, _ in pieces)
+    descriptors = sum(count * steps.granules * shard.paging.num_pages for count, steps, shard in pieces)
     if rows > _MOST_ROWS or descriptors > _MOST_DESCRIPTORS:
         raise LayoutError(
             f"{rows} runs a page of the {side}, {descriptors} in all pages, are more than can be prepared ("
@@ -77,35 +126,101 @@ def _check_counts(side: str, pieces: Sequence[tuple[int, Shard]]) -> None:
         )
 
 
-def _side_rows(pieces: Sequence[tuple[Addresses, int, PageSteps, Shard]]) -> SideRows:
-    rows, firsts, count = [np.empty((0, 5), np.uint64)], [], 0
+def _side_rows(pieces: Sequence[tuple[Addresses, int, PageSteps, Shard]]) -> tuple[RowArray, list[Numbers]]:
+    rows: list[RowArray] = [np.empty((0, 5), np.uint64)]
+    numbers: list[Numbers] = []
+    count = 0
     for starts, length, steps, shard in pieces:
-        pages = shard.paging.num_pages
-        granules = np.arange(steps.granules, dtype=np.uint64) * np.uint64(steps.granule_stride)
-        of_piece = np.empty((len(starts) * steps.granules, 5), np.uint64)
-        of_piece[:, 0] = np.add.outer(starts, granules).ravel()
-        of_piece[:, 1:] = length, shard.device.index, steps.page_stride, pages
+        pages, per_run = shard.paging.num_pages, _rows_of_run(steps)
+        goes_on = per_run < steps.granules
+        stride, repeated = (steps.granule_stride, pages * steps.granules) if goes_on else (steps.page_stride, pages)
+        units = np.arange(per_run, dtype=np.uint64) * np.uint64(steps.granule_stride)
+        of_piece = np.empty((len(starts) * per_run, 5), np.uint64)
+        of_piece[:, 0] = np.add.outer(starts, units).ravel()
+        of_piece[:, 1:] = length, shard.device.index, stride, repeated
         rows.append(of_piece)
-        numbers = count + np.arange(len(of_piece), dtype=np.int64) * pages
-        firsts.append(numbers.astype(np.int32).reshape(len(starts), steps.granules))
-        count += len(of_piece) * pages
-    return SideRows(np.concatenate(rows), tuple(firsts))
+        in_run = pages * steps.granules
+        firsts = (count + np.arange(len(starts), dtype=np.int64) * in_run).astype(np.int32)
+        numbers.append(Numbers(firsts, 1, steps.granules) if goes_on else Numbers(firsts, pages, 1))
+        count += len(starts) * in_run
+    return np.concatenate(rows), numbers
 
 
-def descriptor_indices(firsts: DescriptorIndices, granules: PageArray, pages: PageArray) -> DescriptorIndices:
-    """The indices of every run in every given granule of a page.
+@dataclass(frozen=True, slots=True, eq=False)
+class Selector:
+    """Selects descriptors of pieces whose units are numbered alike, as many on both sides and in the same order.
 
-    Run by run with the granules innermost, so that those that follow each other in memory follow each other in the
-    list, where the transport can merge them.
+    Attributes:
+        source, destination: of the pieces' runs, one piece after the other.
+        merged_units: most neighbours that may become one.
+    """
+
+    source: Numbers
+    destination: Numbers
+    merged_units: int
+
+    def select(
+        self,
+        source_units: PageArray,
+        source_pages: PageArray,
+        destination_units: PageArray,
+        destination_pages: PageArray,
+    ) -> tuple[DescriptorIndices, DescriptorIndices]:
+        """The descriptors of every run in every given unit, on either side.
+
+        Args:
+            source_units, source_pages: which unit of its page, and the page of each; each pair once.
+            destination_units, destination_pages: where the same unit goes.
+        """
+        order = merging_order(source_units, source_pages, self.merged_units)
+        return (
+            self.source.indices(source_units[order], source_pages[order]),
+            self.destination.indices(destination_units[order], destination_pages[order]),
+        )
+
+
+def merging_order(units: PageArray, pages: PageArray, most: int) -> NDArray[np.intp]:
+    """The order in which neighbours are merged into descriptors of at most so many units.
+
+    Units that are neighbours on both sides follow each other when they are sorted by one side's memory, whatever the
+    order of the pages was. They are cut into blocks, and the blocks stand in reverse, so that none goes on where the
+    one before it in the list ends.
 
     Args:
-        firsts: the descriptors of page 0, shape [runs, granules in a page].
-        granules: which granule of its page, shape [granules].
-        pages: the page of each, shape [granules].
-
-    Returns:
-        int32 array of shape [runs * granules].
+        units, pages: where units lie on one side: which of its page each is, and the page.
     """
-    by_run = firsts if firsts.shape[1] == 1 else firsts[:, granules]
-    indices: DescriptorIndices = (by_run + pages.astype(np.int32)).ravel()
-    return indices
+    if not len(units):
+        return np.empty(0, np.intp)
+    places = pages * (int(units.max()) + 1) + units
+    order = np.argsort(places)
+    if len(order) <= most:
+        return order
+    starts = np.arange(0, len(order), most)[::-1]
+    blocks = np.add.outer(starts, np.arange(most)).ravel()
+    return order[blocks[blocks < len(order)]]
+
+
+def selectors(
+    pieces: Sequence[PieceNumbers], chosen: Sequence[int], *, merged_bytes: int = MERGED_BYTES
+) -> tuple[Selector, ...]:
+    """What selects some pieces of one route; made once, for every chunk between the two.
+
+    Args:
+        pieces: all pieces of the pair.
+        chosen: which of them.
+        merged_bytes: most bytes that neighbours become one descriptor of.
+    """
+    alike: dict[tuple[int, ...], list[PieceNumbers]] = {}
+    for piece in (pieces[number] for number in chosen):
+        here, there, most = piece.source, piece.destination, max(1, merged_bytes // piece.length)
+        key = here.unit_step, here.page_step, there.unit_step, there.page_step, most
+        alike.setdefault(key, []).append(piece)
+    return tuple(
+        Selector(_joined([each.source for each in members]), _joined([each.destination for each in members]), most)
+        for (*_, most), members in alike.items()
+    )
+
+
+def _joined(pieces: Sequence[Numbers]) -> Numbers:
+    """The numbers of pieces with equal steps."""
+    return Numbers(np.concatenate([each.firsts for each in pieces]), pieces[0].unit_step, pieces[0].page_step)

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import Entry, RankLayout, Shard
-from kvferry.plan.descriptors import DescriptorIndices, DescriptorRows, SideRows, descriptor_rows
+from kvferry.plan.descriptors import DescriptorRows, descriptor_rows
 from kvferry.plan.lowering import Runs, lower
 from kvferry.plan.packing import PackedPiece, packed_piece
 from kvferry.plan.pieces import Piece, elect_writer
@@ -125,11 +125,6 @@ def _shard(layout: RankLayout, piece: Piece, side: str) -> Shard:
             f"{held or 'nothing of it'}"
         )
     return shard
-
-
-def firsts_of(rows: SideRows, pieces: Sequence[int]) -> DescriptorIndices:
-    """The descriptors of page 0 of several pieces of one route, one below the other; see `SideRows`."""
-    return np.concatenate([rows.firsts[number] for number in pieces])
 
 
 def places(

@@ -41,11 +41,13 @@ class PreparedList:
     Attributes:
         peer: whose memory it describes; None for our own.
         handle: the transport's own.
+        rows: of how many rows it was made.
         count: how many descriptors it has.
     """
 
     peer: str | None
     handle: Any
+    rows: int
     count: int
 
 

@@ -143,7 +143,7 @@ class InProcessTransport(Transport):
         else:
             connection = self._connection(peer)
             check_rows(rows, connection.peer.regions, connection.peer.device, owner=peer)
-        prepared = PreparedList(peer, rows.copy(), int(rows[:, 4].sum()))
+        prepared = PreparedList(peer, rows.copy(), len(rows), int(rows[:, 4].sum()))
         with self._lock:
             self._lists.setdefault(peer, set()).add(prepared)
         return prepared

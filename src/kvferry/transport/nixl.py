@@ -214,7 +214,7 @@ class NixlTransport(Transport):
                 rows,
                 [self._backend],
             )
-        prepared = PreparedList(peer, handle, int(rows[:, 4].sum()))
+        prepared = PreparedList(peer, handle, len(rows), int(rows[:, 4].sum()))
         with self._lock:
             self._lists.setdefault(peer, set()).add(prepared)
         return prepared

@@ -245,7 +245,7 @@ def test_two_sides_that_were_told_the_same_agree():
         ({"tokens": 65}, "--tokens is 64 on the prefill side and 65 on the decode side"),
         ({"variants": "direct"}, "--variants is synchronous,direct,staged,auto on the prefill side"),
         ({"preset": "qwen3-8b"}, "the model (--preset, --config) is small"),
-        ({"nixl_threads": 2}, "--nixl-threads is 0 on the prefill side and 2 on"),
+        ({"nixl_threads": 77}, " on the prefill side and 77 on the decode side"),
     ],
 )
 def test_two_sides_that_were_told_different_things_learn_which(changes: dict[str, Any], said: str):

@@ -16,7 +16,7 @@ from kvferry.cli.plan.report import as_json, numbers_in_words, verdict
 from kvferry.cli.plan.study import Pair, RequestOptions, SideOptions, Study, bulk_writes, study
 from kvferry.errors import IncompatiblePeerError, ModelError, SettingsError
 from kvferry.layout import PageOrder
-from kvferry.plan import PairPlan, SourceGroup, Unit, descriptor_indices, firsts_of, places
+from kvferry.plan import PairPlan, SourceGroup, Unit, places, selectors
 
 ATTENTION = {
     name: {"name": name, "layers": "all", "axes": {"head": 2, "dim": 4}, "dtype": "bfloat16", "tp_axis": "head"}
@@ -194,20 +194,24 @@ def expanded(result: Study, pair: Pair, pages: PageNumbers) -> int:
         window = destination.group(elected.route.destination_group).window_tokens
         granules, single = units_in_request(elected.route, window, result.request.tokens)
         assert not len(single)
-        sides = []
-        for side, numbers, page_tokens in (
-            (rows.source, granules.source, elected.route.source_page_tokens),
-            (rows.destination, granules.destination, elected.route.destination_page_tokens),
-        ):
-            of_pool = np.arange(1000, dtype=np.int64) * pages.step
-            within, page = places(
+        of_pool = np.arange(1000, dtype=np.int64) * pages.step
+        lies = [
+            array
+            for numbers, page_tokens in (
+                (granules.source, elected.route.source_page_tokens),
+                (granules.destination, elected.route.destination_page_tokens),
+            )
+            for array in places(
                 numbers, unit_tokens=granules.tokens, page_tokens=page_tokens, pages=of_pool, first_page=0
             )
-            indices = descriptor_indices(firsts_of(side, elected.pieces), within, page)
-            count = int(side.rows[0, 4])
-            row, repeat = np.divmod(indices, count)
-            address = side.rows[row, 0] + side.rows[row, 3] * repeat.astype(np.uint64)
-            sides.append((address.astype(np.int64), side.rows[row, 1].astype(np.int64)))
+        ]
+        (selector,) = selectors(rows.pieces, elected.pieces, merged_bytes=1 << 40)
+        sides = []
+        for table, indices in zip((rows.source, rows.destination), selector.select(*lies), strict=True):
+            first = np.repeat(np.cumsum(table[:, 4]) - table[:, 4], table[:, 4].astype(np.int64))[indices]
+            row = np.repeat(np.arange(len(table)), table[:, 4].astype(np.int64))[indices]
+            address = table[row, 0] + table[row, 3] * (indices.astype(np.uint64) - first)
+            sides.append((address.astype(np.int64), table[row, 1].astype(np.int64)))
         joins = np.ones(len(sides[0][0]) - 1, np.bool_)
         for address, length in sides:
             joins &= address[:-1] + length[:-1] == address[1:]

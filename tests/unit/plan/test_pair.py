@@ -17,9 +17,7 @@ from kvferry.plan import (
     PairPlan,
     Piece,
     Unit,
-    descriptor_indices,
     elect_writer,
-    firsts_of,
     pieces_for_receiver,
     places,
 )
@@ -127,14 +125,13 @@ def test_state_of_a_whole_request_belongs_to_no_part():
 # ---- rows and indices --------------------------------------------------------------------------------------------
 
 
-def addresses(side: Any, pieces: tuple[int, ...], units: Any, pages: Any) -> list[tuple[int, int]]:
+def addresses(rows: Any, indices: Any) -> list[tuple[int, int]]:
     """Where the selected descriptors start and end."""
-    indices = descriptor_indices(firsts_of(side, pieces), units, pages)
-    starts = np.concatenate([[0], np.cumsum(side.rows[:, 4])]).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(rows[:, 4])]).astype(np.int64)
     found = []
     for index in indices.tolist():
         row = int(np.searchsorted(starts, index, side="right")) - 1
-        address, length, _, stride, count = side.rows[row].tolist()
+        address, length, _, stride, count = rows[row].tolist()
         assert index - starts[row] < count
         begin = int(address + (index - starts[row]) * stride)
         found.append((begin, begin + int(length)))
@@ -147,12 +144,13 @@ def test_the_rows_of_a_unit_name_its_bytes_on_both_sides(unit: Unit, here: int, 
     source, destination = attention(here), attention(there, base=1 << 24)
     plan = PairPlan(source, destination, [whole(K), whole(V)])
     rows, granule = plan.descriptor_rows(unit), int(np.gcd(here, there)) if unit is Unit.GRANULE else 1
-    for side, layout, size in ((rows.source, source, here), (rows.destination, destination, there)):
+    for side, layout, size in (("source", source, here), ("destination", destination, there)):
         numbers = np.arange(24 // granule, dtype=np.int64)
         pool_pages = np.array([7, 0, 11, 3, 5, 6, 8, 9], np.int64)
         units, pages = places(numbers, unit_tokens=granule, page_tokens=size, pages=pool_pages, first_page=0)
         for number, shard in enumerate(layout.shards):
-            found = addresses(side, (number,), units, pages)
+            indices = getattr(rows.pieces[number], side).indices(units, pages)
+            found = addresses(getattr(rows, side), indices)
             covered = sorted(byte for begin, stop in found for byte in range(begin, stop))
             expected = sorted(
                 address + int(pool_pages[token // size]) * shard.paging.page_stride + token % size * 8 + byte
@@ -161,16 +159,15 @@ def test_the_rows_of_a_unit_name_its_bytes_on_both_sides(unit: Unit, here: int, 
                 for byte in range(8)
             )
             assert covered == expected
-        several = addresses(side, (1, 0), units, pages)
-        assert several == addresses(side, (1,), units, pages) + addresses(side, (0,), units, pages)
 
 
 def test_packed_pages_have_no_single_tokens():
     packed, plain = byte_shard("p", entry=Entry.PAGE), byte_shard("t")
     both = RankLayout(shards=(packed, plain))
     plan = PairPlan(both, both, [Piece("p", packed.box, 0, (0,)), Piece("t", plain.box, 0, (0,))])
-    assert [firsts.shape for firsts in plan.descriptor_rows(Unit.TOKEN).source.firsts] == [(1, 1), (1, 16)]
-    assert [firsts.shape for firsts in plan.descriptor_rows(Unit.GRANULE).source.firsts] == [(1, 1), (1, 1)]
+    pages = packed.paging.num_pages
+    for unit, descriptors in ((Unit.TOKEN, [pages, 16 * pages]), (Unit.GRANULE, [pages, pages])):
+        assert plan.descriptor_rows(unit).source[:, 4].tolist() == descriptors
 
 
 def test_a_plan_made_of_real_pieces_has_a_row_for_each():
@@ -179,7 +176,7 @@ def test_a_plan_made_of_real_pieces_has_a_row_for_each():
     for rank, layout in sources.items():
         mine = [piece for piece in pieces if rank in piece.holders]
         plan = PairPlan(layout, attention(8), mine)
-        assert len(plan.descriptor_rows(Unit.GRANULE).source.firsts) == len(mine) == 2
+        assert len(plan.descriptor_rows(Unit.GRANULE).pieces) == len(mine) == 2
 
 
 # ---- places --------------------------------------------------------------------------------------------------------

@@ -35,10 +35,9 @@ from kvferry.plan import (
     Piece,
     Route,
     Unit,
-    descriptor_indices,
-    firsts_of,
     route_between,
 )
+from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.plan.packing import BlockLoad
 from kvferry.protocol.chunks import Chunk, ChunkPart, GroupPages
 from kvferry.protocol.demands import WantedGroup, demands_of, wanted_of
@@ -317,6 +316,12 @@ def attention(order: str, heads: Interval, page_tokens: int, *, base: int, paddi
     return RankLayout(shards=tuple(shards))
 
 
+def starts_in(rows: RowArray, numbers: DescriptorIndices) -> list[int]:
+    """Where descriptors of a list of rows begin."""
+    all_starts = np.concatenate([row[0] + row[3] * np.arange(row[4], dtype=np.uint64) for row in rows])
+    return [int(start) for start in all_starts[numbers]]
+
+
 @dataclass(frozen=True)
 class Written:
     """A write between two such ranks."""
@@ -338,22 +343,12 @@ class Written:
         rows = self.plan.descriptor_rows(self.unit)
         chosen = []
         for move in self.moves:
-            pieces = self.elected[move.route].pieces
-            sides = [
-                (rows.source, move.source_units, move.source_pages),
-                (rows.destination, move.destination_units, move.destination_pages),
-            ]
-            found = []
-            for side, units, pages in sides:
-                numbers = descriptor_indices(firsts_of(side, pieces), units, pages)
-                each = [(int(row[0] + page * row[3]), int(row[1])) for row in side.rows for page in range(int(row[4]))]
-                found.append([each[number] for number in numbers])
-            chosen += [
-                (source, destination, length)
-                for (source, length), (destination, same) in zip(*found, strict=True)
-                if length == same
-            ]
-            assert len(found[0]) == len(chosen[-len(found[0]) :])
+            for piece in self.elected[move.route].pieces:
+                numbers = rows.pieces[piece]
+                source = numbers.source.indices(move.source_units, move.source_pages)
+                destination = numbers.destination.indices(move.destination_units, move.destination_pages)
+                sides = starts_in(rows.source, source), starts_in(rows.destination, destination)
+                chosen += [(here, there, numbers.length) for here, there in zip(*sides, strict=True)]
         return chosen
 
     def merged(self) -> int:

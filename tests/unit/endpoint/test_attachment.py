@@ -1,0 +1,103 @@
+"""What a prefill rank keeps for a decode rank, and what it selects from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.endpoint import attachment
+from kvferry.endpoint.attachment import Attachment, attach
+from kvferry.endpoint.paths import SendingStaging
+from kvferry.endpoint.slots import SourceMemory
+from kvferry.layout import RankCoordinates, RankLayout, attention_components, shard_from_tensors
+from kvferry.plan import Piece, Unit, selectors
+from kvferry.protocol.messages import Attach
+from kvferry.protocol.moves import Move
+from kvferry.settings import Settings
+from kvferry.transport import InProcessNetwork, InProcessTransport
+
+K, _ = attention_components(num_layers=3, num_kv_heads=2, head_dim=4, dtype="uint8")
+TOKEN_BYTES = 8
+
+
+def rank(
+    network: InProcessNetwork, page_tokens: int, pages: int
+) -> tuple[InProcessTransport, RankLayout, list[object]]:
+    tensors = [np.zeros((pages, page_tokens, 2, 4), np.uint8) for _ in range(3)]
+    layout = RankLayout(shards=(shard_from_tensors(K, tensors, dims=("page", "token", "head", "dim")),))
+    transport = InProcessTransport(network)
+    transport.register(layout.regions(), layout.device)
+    return transport, layout, [*tensors]
+
+
+def no_memory() -> SourceMemory:
+    raise AssertionError("nothing is measured where the path is forced")
+
+
+@pytest.fixture
+def attached() -> Iterator[Attachment]:
+    """Pages of 4 tokens to pages of 2, three layers."""
+    network = InProcessNetwork()
+    here, layout, ours = rank(network, 4, 10)
+    there, other, theirs = rank(network, 2, 30)
+    message = Attach(
+        endpoint=there.endpoint_name,
+        engine="decode",
+        coordinates=RankCoordinates(),
+        layout=other,
+        pieces=(Piece(K.name, K.whole, 0, (0,)),),
+        transport=there.name,
+        transport_metadata=there.metadata(),
+    )
+    yield attach(
+        message,
+        layout=layout,
+        coordinates=RankCoordinates(),
+        transport=here,
+        staging=SendingStaging(Settings(path="direct"), layout, here),
+        memory=no_memory,
+    )
+    del ours, theirs
+
+
+def test_what_is_prepared_is_counted(attached: Attachment):
+    """Pages lie one behind the other: a row for each layer stands for all units of all pages."""
+    assert attached.prepared_rows == 3 + 3
+    assert attached.prepared_descriptors == 3 * 20 + 3 * 30
+    attached.prepare(Unit.TOKEN)
+    assert attached.prepared_rows == 2 * (3 + 3)
+    assert attached.prepared_descriptors == 3 * 20 + 3 * 30 + 3 * 40 + 3 * 60
+    attached.prepare(Unit.TOKEN)
+    assert attached.prepared_rows == 2 * (3 + 3)
+    attached.release()
+    assert attached.prepared_rows == attached.prepared_descriptors == 0
+
+
+def test_selectors_are_made_once_for_all_chunks(attached: Attachment, monkeypatch: pytest.MonkeyPatch):
+    made: list[Any] = []
+
+    def counted(*args: Any, **named: Any) -> Any:
+        made.append(args)
+        return selectors(*args, **named)
+
+    monkeypatch.setattr(attachment, "selectors", counted)
+    elected = attached.elected(1, 0)
+    unit = np.zeros(1, np.int64)
+    for page in range(5):
+        pages = np.array([page])
+        selected = attached.select(Unit.GRANULE, elected, [Move(0, pages, unit, pages, unit, pages)])
+        assert selected.local_indices.tolist() == [2 * page, 20 + 2 * page, 40 + 2 * page]
+        assert selected.remote_indices.tolist() == [page, 30 + page, 60 + page]
+    assert len(made) == 1
+
+
+def test_moves_along_several_routes_follow_each_other(attached: Attachment):
+    (route,) = attached.elected(1, 0)
+    first, second, fifth = np.array([0]), np.array([1]), np.array([5])
+    moves = [Move(number, np.array([number]), second, fifth, first, fifth) for number in range(2)]
+    selected = attached.select(Unit.GRANULE, [route, route], moves)
+    assert selected.local_indices.tolist() == [1, 21, 41, 3, 23, 43]
+    assert selected.remote_indices.tolist() == [5, 35, 65] * 2
