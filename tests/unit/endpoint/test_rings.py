@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import strategies as st
@@ -337,6 +338,15 @@ TestRoomsAtARing = RoomsAtARing.TestCase
 PATIENCE_S = 60
 
 
+@pytest.fixture
+def threads_that_interrupt_each_other() -> Iterator[None]:
+    """Wherever they can, so that what two do at a time shows."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
 class Sleeper:
     """A room on a thread of its own, which sleeps until it is woken."""
 
@@ -374,6 +384,7 @@ def run_all(*work: Callable[[], None]) -> None:
         raise errors[0]
 
 
+@pytest.mark.usefixtures("threads_that_interrupt_each_other")
 @pytest.mark.parametrize("seed", range(3))
 def test_rooms_on_several_threads_never_have_the_same_memory(seed: int):
     ring, size = RingThatIsRead(8 * LINE), 8 * LINE
@@ -381,7 +392,7 @@ def test_rooms_on_several_threads_never_have_the_same_memory(seed: int):
 
     def room(number: int) -> None:
         draw, sleeper = random.Random(f"{seed} {number}"), Sleeper(ring)
-        for _ in range(300):
+        for _ in range(2000):
             span = sleeper.reserve(draw.randint(1, size // 2))
             mine = slice(ring.place(span), ring.place(span) + span.num_bytes)
             assert not any(memory[mine]), "somebody else's memory is handed out"
@@ -395,17 +406,18 @@ def test_rooms_on_several_threads_never_have_the_same_memory(seed: int):
     assert not any(memory)
 
 
+@pytest.mark.usefixtures("threads_that_interrupt_each_other")
 def test_rooms_that_come_and_withdraw_on_several_threads_leave_nobody_behind():
     ring = RingThatIsRead(4 * LINE)
 
     def steady(number: int) -> None:
         draw, sleeper = random.Random(number), Sleeper(ring)
-        for _ in range(300):
+        for _ in range(2000):
             ring.release(sleeper.reserve(draw.randint(1, 4 * LINE)))
 
     def fickle(number: int) -> None:
         draw = random.Random(number)
-        for _ in range(600):
+        for _ in range(4000):
             room = Room()
             span = ring.reserve(draw.randint(1, 4 * LINE), room)
             if span is None:
@@ -417,6 +429,7 @@ def test_rooms_that_come_and_withdraw_on_several_threads_leave_nobody_behind():
     assert ring.in_use == 0
 
 
+@pytest.mark.usefixtures("threads_that_interrupt_each_other")
 def test_rooms_on_several_threads_are_served_in_the_order_of_their_coming():
     ring, spans = full_ring()
     served: list[int] = []

@@ -128,13 +128,16 @@ def test_a_watermark_that_is_no_news_or_that_nobody_can_have_sent_is_ignored(pos
     assert ring.in_use == LINE
 
 
-def test_spans_begin_where_words_do():
-    ring = WritingRing(4 * LINE + 5)
-    for num_bytes in (1, LINE + 1, 3, 2 * LINE - 1, LINE, 4 * LINE + 5, 7):
-        span = reserved(ring, num_bytes)
-        assert ring.place(span) % LINE == 0
-        assert span.num_bytes == num_bytes
-        ring.read_until(span.stop)
+def test_spans_begin_where_large_words_do():
+    """Segments begin so within a sub-chunk, which lies in a span."""
+    ring = WritingRing(8 * LINE + 5)
+    spans = [reserved(ring, num_bytes) for num_bytes in (1, LINE + 1, 3, 2 * LINE - 1)]
+    assert [ring.place(span) for span in spans] == [0, LINE, 3 * LINE, 4 * LINE]
+    assert [span.num_bytes for span in spans] == [1, LINE + 1, 3, 2 * LINE - 1]
+    assert [span.start for span in spans] == [0, 1, 2 * LINE + 1, 3 * LINE + 3]
+    ring.read_until(spans[2].stop)
+    assert reserved(ring, LINE).begin == 6 * LINE
+    assert reserved(ring, LINE + 6).begin == 8 * LINE + 5, "in the next round it begins in front again"
 
 
 # ---- the side that reads --------------------------------------------------------------------------------------------
