@@ -183,13 +183,19 @@ class StagedWrite:
 
 
 class StagedQueue:
-    """A room's staged writes to one receiver, in order. Only the room's own turns touch it."""
+    """A room's staged writes to one receiver, in order. Only the room's own turns touch it, but for `wake`.
+
+    Attributes:
+        packing: what they have in common.
+        is_awake: whether the room is to have a turn.
+    """
 
     def __init__(self, packing: Packing, wake: Callable[[], None]) -> None:
         """Args:
         wake: lets the room have a turn, soon.
         """
         self.packing = packing
+        self.is_awake = False
         self._wake = wake
         self._writes: deque[StagedWrite] = deque()  # the first is being posted
         self._posted: dict[int, StagedWrite] = {}  # those with parts on their way, by sequence
@@ -197,8 +203,10 @@ class StagedQueue:
         self._waits_at: SharedRing | SourceMemory | None = None
 
     def wake(self) -> None:
-        """It is this room's turn at a ring."""
-        self._wake()
+        """Lets the room have a turn, unless it is to have one already. From any thread."""
+        if not self.is_awake:  # it turns false before the room looks again, so that nothing is missed
+            self.is_awake = True
+            self._wake()
 
     def add(self, write: StagedWrite) -> None:
         """Puts a write behind the others."""

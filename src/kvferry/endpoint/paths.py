@@ -139,8 +139,13 @@ class SendingStaging:
             if self._taken_bytes + self._ring_bytes > self._settings.staging_memory_mib * 2**20:
                 return None
             self._taken_bytes += self._ring_bytes
-        memory = allocate(self._ring_bytes, self._layout.device)
-        self._transport.register([memory.region], self._layout.device)
+        try:
+            memory = allocate(self._ring_bytes, self._layout.device)
+            self._transport.register([memory.region], self._layout.device)
+        except BaseException:
+            with self._lock:
+                self._taken_bytes -= self._ring_bytes
+            raise
         return memory
 
     def paths_to(self, message: Attach, plan: PairPlan, memory: Callable[[], SourceMemory]) -> PathChooser:

@@ -348,6 +348,7 @@ class SendingRoom(Actor):
     def broke(self, error: Exception, worker: Worker) -> None:
         """Fails the room for an error that should not have been."""
         self._tell(SenderBroke(error), worker)
+        self._cancel_staged(worker)
         self._show()
 
     def _show(self) -> None:
@@ -411,7 +412,11 @@ class SendingRoom(Actor):
         submitted_at = max(self._submitted_at.get(command.chunk, begun_at), self._all_open_at or 0.0)
         account = _Account(choice, submitted_at, begun_at)
         if choice.path is Path.STAGED:
-            self._write_staged(command, attachment, account)
+            try:
+                self._write_staged(command, attachment, account)
+            except Exception as error:
+                attachment.end_write()
+                self.post(WriteFailed(command.receiver, command.sequence, error))
         else:
             self._write_directly(command, attachment, account, worker)
 
@@ -458,9 +463,10 @@ class SendingRoom(Actor):
         if receiver not in self._staged:
             self._staged[receiver] = self._staged_queue(attachment)
         queue = self._staged[receiver]
-        queue.add(StagedWrite(self.room, command, queue.packing))
+        write = StagedWrite(self.room, command, queue.packing)
         self._accounts[receiver, command.sequence] = account
-        self.post(PostNextPart(receiver))
+        queue.add(write)
+        queue.wake()
 
     def _staged_queue(self, attachment: Attachment) -> StagedQueue:
         surroundings, receiver, staged = self._surroundings, attachment.receiver, attachment.paths.staged
@@ -493,6 +499,7 @@ class SendingRoom(Actor):
 
     def _post_next_part(self, receiver: str, worker: Worker) -> None:
         queue = self._staged[receiver]
+        queue.is_awake = False
         found = queue.post_next(worker.memory()) if not self._machine.state.is_final else None
         if found is None:
             return
@@ -502,7 +509,7 @@ class SendingRoom(Actor):
         else:
             self._watch_part(queue, write, posted, worker)
         if queue.has_more:
-            self.post(PostNextPart(receiver))  # behind whoever else waits for a turn
+            queue.wake()  # behind whoever else waits for a turn
 
     def _watch_part(self, queue: StagedQueue, write: StagedWrite, posted: Posted, worker: Worker) -> None:
         receiver, sequence = write.command.receiver, write.command.sequence

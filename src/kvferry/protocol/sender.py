@@ -273,9 +273,9 @@ class SenderMachine:
                 self._last_progress = now
                 commands = self._maybe_finish()
             case WriteProgressed(name, sequence):
+                # Those behind it wait for it, and cannot get on by themselves.
                 in_flight = self._receivers[name].writes_in_flight
-                if sequence in in_flight:
-                    in_flight[sequence] = now
+                in_flight.update({each: now for each in in_flight if each >= sequence})
                 commands = []
             case WriteFailed(name, sequence, error):
                 self._receivers[name].writes_in_flight.pop(sequence, None)
