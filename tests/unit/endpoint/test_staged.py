@@ -289,7 +289,7 @@ def test_auto_measures_the_machine_and_says_why_it_chose(pair: Callable[..., Req
     costs = attachment.paths.staged.costs
     assert costs != PathCosts(), "measured, not assumed"
     assert min(costs.wire_bytes_per_s, costs.gather_bytes_per_s, costs.scatter_bytes_per_s) > 1e6
-    assert "descriptors of 64 bytes" in write.why
+    assert "descriptors of 128 bytes" in write.why
     assert "faster than" in write.why or "no slower than" in write.why
 
 
