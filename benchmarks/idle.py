@@ -5,13 +5,14 @@ Prints the CPU time of each process over ten seconds, as a share of one core.
 
 from __future__ import annotations
 
+import argparse
+import json
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.synchronize
 import time
 
 import numpy as np
-import psutil
 
 import kvferry as kf
 
@@ -31,11 +32,9 @@ def pool() -> tuple[list[np.ndarray], kf.RankLayout]:
 
 def cpu_share() -> float:
     """This process's CPU time over the next seconds, in percent of a core."""
-    process = psutil.Process()
-    before = process.cpu_times()
+    before = time.process_time()
     time.sleep(SECONDS)
-    after = process.cpu_times()
-    return 100 * (after.user + after.system - before.user - before.system) / SECONDS
+    return 100 * (time.process_time() - before) / SECONDS
 
 
 def prefill(connection: multiprocessing.connection.Connection) -> None:
@@ -66,6 +65,9 @@ def decode(connection: multiprocessing.connection.Connection) -> None:
 
 def main() -> None:
     """Prints both shares."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    is_json = parser.parse_args().json
     context = multiprocessing.get_context("spawn")
     (ours_p, theirs_p), (ours_d, theirs_d) = context.Pipe(), context.Pipe()
     processes = [context.Process(target=prefill, args=(theirs_p,)), context.Process(target=decode, args=(theirs_d,))]
@@ -79,8 +81,11 @@ def main() -> None:
     for connection in (ours_p, ours_d):
         connection.send(None)
     shares = ours_p.recv(), ours_d.recv()
-    print(f"idle for {SECONDS:g} s: prefill (with registry) {shares[0]:.2f} %, decode {shares[1]:.2f} % of a core,")
-    print(f"the pair {sum(shares):.2f} %")
+    if is_json:
+        print(json.dumps({"seconds": SECONDS, "prefill_percent": shares[0], "decode_percent": shares[1]}))
+    else:
+        print(f"idle for {SECONDS:g} s: prefill (with registry) {shares[0]:.2f} %, decode {shares[1]:.2f} % of a core,")
+        print(f"the pair {sum(shares):.2f} %")
     for connection in (ours_p, ours_d):
         connection.send(None)
     for process in processes:

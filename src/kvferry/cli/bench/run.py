@@ -29,7 +29,7 @@ from kvferry.settings import Settings
 from kvferry.transport.nixl import load_bindings
 
 _WIDTH = 200
-_COMPARED_OTHERWISE = ("preset", "config", "nixl_threads")
+_COMPARED_OTHERWISE = ("preset", "config")
 _OF_THE_LEADER = ("repetitions", "seconds", "plant_wrong_byte")
 
 
@@ -174,7 +174,11 @@ def measure(
 
 def agreed(typed: Typed, planned: Sequence[BenchOptions]) -> dict[str, str]:
     """What two sides that run on their own must have in common, by option."""
-    said = {f"--{name.replace('_', '-')}": str(value) for name, value in asdict(typed).items()}
+    # As typed: defaults that follow from a machine, such as numbers of threads, may differ.
+    said = {
+        f"--{name.replace('_', '-')}": "not given" if value is None else str(value)
+        for name, value in asdict(typed).items()
+    }
     for name in _COMPARED_OTHERWISE + _OF_THE_LEADER:
         del said[f"--{name.replace('_', '-')}"]
     model = planned[0].model
@@ -182,7 +186,6 @@ def agreed(typed: Typed, planned: Sequence[BenchOptions]) -> dict[str, str]:
     return {
         "kvferry's version": __version__,
         "the model (--preset, --config)": f"{model.name} ({digest})",
-        "--nixl-threads": str(planned[0].nixl_threads),
         **said,
     }
 
