@@ -187,7 +187,6 @@ class StagedQueue:
 
     Attributes:
         packing: what they have in common.
-        is_awake: whether the room is to have a turn.
     """
 
     def __init__(self, packing: Packing, wake: Callable[[], None]) -> None:
@@ -195,7 +194,7 @@ class StagedQueue:
         wake: lets the room have a turn, soon.
         """
         self.packing = packing
-        self.is_awake = False
+        self._is_awake = False  # whether the room is to have a turn
         self._wake = wake
         self._writes: deque[StagedWrite] = deque()  # the first is being posted
         self._posted: dict[int, StagedWrite] = {}  # those with parts on their way, by sequence
@@ -204,8 +203,8 @@ class StagedQueue:
 
     def wake(self) -> None:
         """Lets the room have a turn, unless it is to have one already. From any thread."""
-        if not self.is_awake:  # it turns false before the room looks again, so that nothing is missed
-            self.is_awake = True
+        if not self._is_awake:  # it turns false before the room looks again, so that nothing is missed
+            self._is_awake = True
             self._wake()
 
     def add(self, write: StagedWrite) -> None:
@@ -222,6 +221,7 @@ class StagedQueue:
         Returns:
             The write, and its sub-chunk on its way, or None if it could not be posted: the write's error says why.
         """
+        self._is_awake = False
         while self._writes and self._writes[0].next_bytes is None:
             self._writes.popleft()
         if not self._writes:

@@ -499,7 +499,6 @@ class SendingRoom(Actor):
 
     def _post_next_part(self, receiver: str, worker: Worker) -> None:
         queue = self._staged[receiver]
-        queue.is_awake = False
         found = queue.post_next(worker.memory()) if not self._machine.state.is_final else None
         if found is None:
             return
