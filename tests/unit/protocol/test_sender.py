@@ -581,6 +581,19 @@ def test_a_write_that_gets_on_is_given_its_time_anew():
     assert not sender.is_drained
 
 
+def test_writes_behind_one_that_gets_on_wait_on_with_it():
+    """They are posted one after the other; an earlier one that does not get on still ends the room."""
+    sender = machine()
+    run(sender, opened())
+    run(sender, chunk(1), now=1.0)
+    run(sender, chunk(2, start=1), now=1.0)
+    run(sender, WriteProgressed("d0", 0), now=5.0)
+    assert sender.deadline == 10.0
+    run(sender, WriteProgressed("d0", 1), now=9.0)
+    assert sender.deadline == 10.0, "the first one has stopped"
+    expires(sender, 10.0, "writes to ['d0'] did not end within 5 s")
+
+
 def test_a_write_that_is_through_does_not_get_on_again():
     """Nor one that never was."""
     sender = machine()
