@@ -39,6 +39,7 @@ def test_memory_is_read_on_both_sides_after_the_warm_up_and_at_the_end():
         assert len(samples) == 10
         assert all(20 < sample < 1000 for sample in samples)
         assert found[f"{side}_growth_bytes"] / 2**20 == pytest.approx(samples[-1] - samples[0], abs=0.02)
+        assert found[f"{side}_steady_growth_bytes"] <= found[f"{side}_growth_bytes"] + (1 << 20)
         assert found[f"{side}_open_rooms"] == 0
 
 

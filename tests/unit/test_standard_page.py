@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 from benchmarks import standard
+from benchmarks.memory_growth import steady_growth
 from benchmarks.standard_page import figures_of, is_exact, number, rows, section, with_section
 
 from kvferry.cli.app import app
@@ -49,6 +50,16 @@ def bench(*cases: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def growth(*, prefill: int = 0, decode: int = 0, decode_steady: int = 0) -> dict[str, int]:
+    return {
+        "prefill_growth_bytes": prefill,
+        "prefill_steady_growth_bytes": 0,
+        "decode_growth_bytes": decode,
+        "decode_steady_growth_bytes": decode_steady,
+        "counted": 9000,
+    }
+
+
 def both(page_tokens: int, **changes: Any) -> tuple[dict[str, Any], ...]:
     return tuple(case("auto", page_tokens, pages, **changes) for pages in ("scattered", "contiguous"))
 
@@ -72,7 +83,7 @@ def run_of(**steps: Any) -> dict[str, Any]:
         "first": {"command": "first", "result": {"more_ms": 41.234}},
         "growth": {
             "command": "growth",
-            "result": {"prefill_growth_bytes": 1000, "decode_growth_bytes": -500, "counted": 9000},
+            "result": growth(decode=7 << 20),
         },
     } | steps
     return {
@@ -120,15 +131,11 @@ def test_a_run_that_reached_everything_says_so_in_every_row():
         ({"idle": {"command": "", "result": {"prefill_percent": 0.9, "decode_percent": 0.2}}}, "idle pair", "1.10 %"),
         ({"first": {"command": "", "result": {"more_ms": 50.01}}}, "first transfer", "50.0 ms more"),
         (
-            {
-                "growth": {
-                    "command": "",
-                    "result": {"prefill_growth_bytes": 0, "decode_growth_bytes": 2 << 20, "counted": 90_000},
-                }
-            },
+            {"growth": {"command": "", "result": growth(decode=2 << 20, decode_steady=(1 << 20) + 1)}},
             "growth of memory",
-            "prefill 0.000 MiB, decode 2.00 MiB in 90,000 transfers",
+            "prefill 0.000 MiB (steadily 0.000), decode 2.00 MiB (steadily 1.00) in 9,000 transfers",
         ),
+        ({"growth": {"command": "", "result": growth(prefill=9 << 20)}}, "growth of memory", "prefill 9.00 MiB"),
     ],
 )
 def test_a_target_that_was_missed_says_so(steps: dict[str, Any], name: str, measured: str):
@@ -269,3 +276,10 @@ def test_the_page_names_no_place_on_this_machine():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert not re.search(r"(?<![\w.])/(?:home|root|tmp|work|usr)\b", page)
     assert page.count("<!-- cpu -->") == page.count("<!-- /cpu -->") == 1
+
+
+def test_growth_with_every_transfer_is_told_from_what_is_made_once():
+    assert steady_growth([100, 110, 120, 130, 140]) == 40
+    assert steady_growth([100, 100, 350, 350, 350, 400]) == 0
+    assert steady_growth([100, 101, 351, 352, 353]) == 4
+    assert steady_growth([100, 90, 80]) == -20
