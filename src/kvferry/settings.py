@@ -24,6 +24,14 @@ def default_workers(cpus: int) -> int:
     return min(max(4, int(0.5 * cpus) // 8), 12)
 
 
+def default_gather_workers(cpus: int) -> int:
+    """How many threads gather: one for every eight CPUs, at least 1 and at most 4.
+
+    Each can nearly fill a wire, and takes processors from the engine.
+    """
+    return min(max(1, cpus // 8), 4)
+
+
 def default_scatter_workers(cpus: int) -> int:
     """How many threads of their own scatter: one for every eight CPUs, at most 4; on a small machine none."""
     return min(cpus // 8, 4)
@@ -75,6 +83,12 @@ class Settings(BaseSettings):
         le=256,
         description="Threads that move chunks on the prefill side.",
     )
+    gather_workers: int = Field(
+        default_factory=lambda: default_gather_workers(os.cpu_count() or 1),
+        ge=1,
+        le=64,
+        description="Threads that gather and write on the prefill side, where bytes go through staging memory.",
+    )
     scatter_workers: int = Field(
         default_factory=lambda: default_scatter_workers(os.cpu_count() or 1),
         ge=0,
@@ -89,16 +103,16 @@ class Settings(BaseSettings):
         description="Which way bytes go: straight from pages to pages, through staging memory, or whichever is faster.",
     )
     staging_ring_mib: float = Field(
-        8.0,
+        32.0,
         gt=0,
         le=65536,
-        description="Staging memory of every prefill worker, and of a decode rank for every prefill rank.",
+        description="Staging memory of every thread that gathers, and of a decode rank for every prefill rank.",
     )
     staging_chunk_mib: float = Field(
-        2.0, gt=0, le=65536, description="How much is gathered, written in bulk and scattered at a time."
+        8.0, gt=0, le=65536, description="How much is gathered, written in bulk and scattered at a time."
     )
     staging_memory_mib: float = Field(
-        1024.0, gt=0, le=2**24, description="Most staging memory that an endpoint takes; beyond it, bytes go directly."
+        2048.0, gt=0, le=2**24, description="Most staging memory that an endpoint takes; beyond it, bytes go directly."
     )
     synchronous: bool = Field(
         False, description="Let submit wait until the bytes have moved: the baseline to measure against."

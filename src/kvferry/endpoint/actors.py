@@ -97,7 +97,11 @@ class Actor(ABC):
             if self._is_queued:
                 return
             self._is_queued = True
-        self._run_queue.put(self)
+        self._queue_for(event).put(self)
+
+    def _queue_for(self, event: Any) -> RunQueue:
+        """Where the actor stands in line to handle an event, which comes first of those that it has."""
+        return self._run_queue
 
     def take_turn(self, worker: Worker) -> None:
         """Handles one event; for workers only."""
@@ -111,7 +115,7 @@ class Actor(ABC):
                 self._is_queued = bool(self._events)
                 again = self._is_queued
             if again:
-                self._run_queue.put(self)
+                self._queue_for(self._events[0]).put(self)
 
     @abstractmethod
     def handle(self, event: Any, worker: Worker) -> None:

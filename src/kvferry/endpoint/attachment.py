@@ -10,7 +10,6 @@ import numpy as np
 
 from kvferry.endpoint.construction import check_token_share
 from kvferry.endpoint.paths import PathChooser, SendingStaging
-from kvferry.endpoint.slots import SourceMemory
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import ElectedRoute, PairPlan, Path, Selector, Unit, check_exchangeable, selectors
@@ -183,7 +182,6 @@ def attach(
     coordinates: RankCoordinates,
     transport: Transport,
     staging: SendingStaging,
-    memory: Callable[[], SourceMemory],
     merged_bytes: int = MERGED_BYTES,
 ) -> Attachment:
     """Checks that a decode rank's wishes can be met, connects the transport to it and prepares what it takes.
@@ -191,7 +189,6 @@ def attach(
     Args:
         layout, coordinates: our own.
         staging: what this endpoint has for staged writes.
-        memory: staging memory to measure with.
         merged_bytes: most bytes that neighbours become one descriptor of.
 
     Raises:
@@ -212,7 +209,7 @@ def attach(
     if mine or coordinates.is_aux_writer:
         transport.connect(message.transport_metadata)
     try:
-        paths = staging.paths_to(message, plan, memory)
+        paths = staging.paths_to(message, plan)
         attachment = Attachment(
             message.endpoint, message.coordinates, message.layout, plan, transport, paths, merged_bytes=merged_bytes
         )

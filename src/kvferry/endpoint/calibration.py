@@ -1,8 +1,8 @@
 """How fast this machine and the wire to a peer are: measured when peers connect, in a few milliseconds.
 
-Everything is written between the staging rings of both sides, before anything else uses them. What depends on the
-machines and the transport alone is measured once for each pair of machines; how fast caches are gathered depends on
-their layout as well.
+Everything is written into the peer's staging ring, before anything else uses it: from staging memory kept for this, and
+straight from the pool, whose pages no cache holds. What depends on the machines and the transport alone is measured
+once for each pair of machines; how fast caches are gathered depends on their layout as well.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvferry.endpoint.gathering import PeerMemory
-from kvferry.endpoint.slots import SourceMemory
 from kvferry.errors import TransportError
-from kvferry.layout import Device, Region
+from kvferry.layout import Device, RankLayout, Region
 from kvferry.plan import PathCosts
+from kvferry.plan.descriptors import RowArray
 from kvferry.plan.packing import PackedPiece, PackedSide, Starts
 from kvferry.staging import Kernels, StagingMemory, gather_speed
 from kvferry.transport import Flight, Transport
 
-_BULK_BYTES = 1024 * 1024
-_SMALL_DESCRIPTORS = 1024
-_SMALL_BYTES = 256
+_GATHERED_BYTES = 1 << 20
+_BULK_BYTES = 2 << 20
+_SMALL_BYTES, _SMALL_COUNT = 256, 256
+_LARGE_BYTES, _LARGE_COUNT = 64 << 10, 32
 _REPETITIONS = 3
 _LONGEST_S = 1.0
 _SLEEP_S = 20e-6
@@ -47,32 +47,39 @@ class WireKey:
     destination: Device
 
 
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """How long a write took, and whether it was over as soon as it was posted."""
+
+    seconds: float
+    is_over_at_once: bool
+
+
 class Calibration:
     """Measured costs, kept for as long as the endpoint lives."""
 
-    def __init__(self, transport: Transport, kernels: Kernels) -> None:
+    def __init__(self, transport: Transport, kernels: Kernels, layout: RankLayout, memory: StagingMemory) -> None:
+        """Args:
+        layout: the pool's.
+        memory: registered, for measurements only.
+        """
         self._transport = transport
         self._kernels = kernels
-        # Guards the table, which workers that attach peers at the same time share.
+        self._layout = layout
+        self._memory = memory
+        # Guards the table and the memory: of two that attach at the same time, one measures, and then the other.
         self._lock = threading.Lock()
         self._wires: dict[WireKey, PathCosts] = {}
 
     def costs(
-        self,
-        key: WireKey,
-        peer: str,
-        memory: SourceMemory,
-        peer_memory: PeerMemory,
-        pieces: Sequence[PackedPiece],
-        *,
-        scatter_bytes_per_s: float,
+        self, key: WireKey, peer: str, ring: Region, pieces: Sequence[PackedPiece], *, scatter_bytes_per_s: float
     ) -> PathCosts:
         """The costs for one receiver.
 
         Args:
             key: what the wire's part is kept under.
             peer: the receiver.
-            memory, peer_memory: the staging memory of both sides.
+            ring: its staging memory.
             pieces: what this rank may send.
             scatter_bytes_per_s: as the receiver measured it; 0 if it did not.
 
@@ -80,73 +87,113 @@ class Calibration:
             TransportError: if the wire does not work.
         """
         with self._lock:
-            wire = self._wires.get(key)
-        if wire is None:
-            wire = self._measure_wire(key, peer, memory, peer_memory)
-            with self._lock:
-                self._wires[key] = wire
-        gathered = copy_bytes_per_s(self._kernels, [piece.source for piece in pieces], memory.memory)
-        # Runs are part of what was measured: it was in the shape of this very plan.
+            if key not in self._wires:
+                self._wires[key] = self._measure_wire(key, peer, ring)
+            gathered = copy_bytes_per_s(self._kernels, [piece.source for piece in pieces], self._memory)
+            # Runs are part of what was measured: it was in the shape of this very plan.
+            return replace(
+                self._wires[key],
+                gather_bytes_per_s=gathered,
+                scatter_bytes_per_s=scatter_bytes_per_s or gathered,
+                seconds_per_run=0.0,
+            )
+
+    def _measure_wire(self, key: WireKey, peer: str, ring: Region) -> PathCosts:
+        most = min(self._memory.num_bytes, ring.length)
+        self._bulk(peer, ring, min(64, most))  # once for nothing: the first of all makes the connection
+        few, bulk = self._bulk(peer, ring, min(64, most)), self._bulk(peer, ring, min(_BULK_BYTES, most))
+        costs = PathCosts(
+            seconds_per_write=few.seconds,
+            bulk_bytes_per_s=min(_BULK_BYTES, most) / max(bulk.seconds - few.seconds, bulk.seconds / 10),
+            is_one_memory=bulk.is_over_at_once,
+        )
+        # Small ones are about their number, large ones about bytes that come from main memory.
+        small = self._direct(key, peer, ring, _SMALL_BYTES, _SMALL_COUNT, is_elsewhere_each_time=False)
+        large = self._direct(key, peer, ring, _LARGE_BYTES, _LARGE_COUNT, is_elsewhere_each_time=True)
+        if small is None or large is None:  # a pool or a ring so small that neither way takes any time
+            return replace(costs, wire_bytes_per_s=costs.bulk_bytes_per_s)
+        # Seconds of one descriptor are a part for itself and a part for its bytes: two sizes tell them apart.
+        small_s, large_s = (max(each - few.seconds, each / 10) for each in (small[0], large[0]))
+        small_s, large_s = small_s / small[1], large_s / large[1]
+        per_byte_s = max(large_s - small_s, large_s / 10) / (_LARGE_BYTES - _SMALL_BYTES)
         return replace(
-            wire,
-            gather_bytes_per_s=gathered,
-            scatter_bytes_per_s=scatter_bytes_per_s or gathered,
-            seconds_per_run=1e-15,
+            costs,
+            seconds_per_descriptor=max(small_s - _SMALL_BYTES * per_byte_s, small_s / 10),
+            wire_bytes_per_s=1 / per_byte_s,
         )
 
-    def _measure_wire(self, key: WireKey, peer: str, memory: SourceMemory, peer_memory: PeerMemory) -> PathCosts:
-        most = min(memory.memory.num_bytes, peer_memory.ring.num_bytes)
-        bulk_bytes, few_bytes = min(_BULK_BYTES, most), min(64, most)
-        bulk_s = self._bulk_s(peer, memory, peer_memory, bulk_bytes)
-        few_s = self._bulk_s(peer, memory, peer_memory, few_bytes)
-        wire_bytes_per_s = bulk_bytes / max(bulk_s - few_s, bulk_s / 10)
-        count = min(_SMALL_DESCRIPTORS, most // (2 * _SMALL_BYTES))
-        costs = PathCosts(wire_bytes_per_s=wire_bytes_per_s, seconds_per_write=few_s)
-        if count == 0:
-            return costs
-        small_s = self._small_s(key, peer, memory, peer_memory, count)
-        bytes_s = count * _SMALL_BYTES / wire_bytes_per_s
-        return replace(costs, seconds_per_descriptor=max(small_s - few_s - bytes_s, small_s / 10) / count)
+    def _bulk(self, peer: str, ring: Region, num_bytes: int) -> _Timing:
+        """One write of so many bytes."""
+        source = Region(self._memory.address, num_bytes)
+        timings = [
+            self._timed(lambda: self._transport.write(source, peer, ring.address, b"")) for _ in range(_REPETITIONS)
+        ]
+        return min(timings, key=lambda timing: timing.seconds)
 
-    def _bulk_s(self, peer: str, memory: SourceMemory, peer_memory: PeerMemory, num_bytes: int) -> float:
-        """Seconds of one write of so many bytes."""
-        source = Region(memory.memory.address, num_bytes)
-        return min(
-            self._timed(lambda: self._transport.write(source, peer, peer_memory.address, b""))
-            for _ in range(_REPETITIONS)
-        )
+    def _direct(
+        self, key: WireKey, peer: str, ring: Region, length: int, count: int, *, is_elsewhere_each_time: bool
+    ) -> tuple[float, int] | None:
+        """One write of descriptors of so many bytes from all over the pool: seconds, and how many they were.
 
-    def _small_s(self, key: WireKey, peer: str, memory: SourceMemory, peer_memory: PeerMemory, count: int) -> float:
-        """Seconds of one write of so many small descriptors, of which no two are neighbours."""
+        None if the pool or the ring has no room for any.
 
-        def rows(address: int, device: Device) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
-            return np.array([[address, _SMALL_BYTES, device.index, 2 * _SMALL_BYTES, count]], np.uint64)
-
-        local = self._transport.prepare(rows(memory.memory.address, key.source), None)
+        Args:
+            is_elsewhere_each_time: whether no repetition finds in a cache what the one before it left there.
+        """
+        here = spread_rows(self._layout.regions(), key.source, length, count * _REPETITIONS)
+        there = spread_rows([ring], key.destination, length, count)
+        if here is None or there is None:
+            return None
+        local = self._transport.prepare(here, None)
         try:
-            remote = self._transport.prepare(rows(peer_memory.address, key.destination), peer)
+            remote = self._transport.prepare(there, peer)
             try:
-                indices = np.arange(count, dtype=np.int32)
-                return min(
-                    self._timed(lambda: self._transport.post(local, indices, remote, indices, b""))
-                    for _ in range(_REPETITIONS)
-                )
+                count = min(count, remote.count, -(-local.count // _REPETITIONS))
+                remote_indices = np.arange(count, dtype=np.int32)
+                seconds = []
+                for repetition in range(_REPETITIONS):
+                    first = repetition if is_elsewhere_each_time else 0
+                    indices = (remote_indices * _REPETITIONS + first) % local.count
+                    seconds.append(
+                        self._timed(lambda: self._transport.post(local, indices, remote, remote_indices, b"")).seconds  # noqa: B023
+                    )
+                return min(seconds), count
             finally:
                 self._transport.release_list(remote)
         finally:
             self._transport.release_list(local)
 
-    def _timed(self, post: Callable[[], Flight]) -> float:
+    def _timed(self, post: Callable[[], Flight]) -> _Timing:
         started_at = time.perf_counter()
         flight = post()
+        is_over_at_once = True
         while self._transport.poll(flight) is None:
+            is_over_at_once = False
             if time.perf_counter() - started_at > _LONGEST_S:
                 # What is on its way stays so, in memory that nothing but measurements has used.
                 raise TransportError(f"a write of a few bytes did not end within {_LONGEST_S:g} s")
             time.sleep(_SLEEP_S)
         seconds = time.perf_counter() - started_at
         self._transport.release(flight)
-        return seconds
+        return _Timing(seconds, is_over_at_once)
+
+
+def spread_rows(regions: Sequence[Region], device: Device, length: int, count: int) -> RowArray | None:
+    """Rows of about so many descriptors, spread over all regions; None if there is no room for any.
+
+    Args:
+        length: bytes of a descriptor.
+    """
+    able = [region for region in regions if region.length >= length]
+    if not able:
+        return None
+    each = -(-count // len(able))
+    rows = []
+    for region in able[:: max(1, len(able) // count)]:
+        # Of two neighbours in one page of memory the second would find everything prepared.
+        step = max(length + 64, region.length // each)
+        rows.append((region.address, length, device.index, step, (region.length - length) // step + 1))
+    return np.array(rows, np.uint64)
 
 
 def copy_bytes_per_s(kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
@@ -159,14 +206,14 @@ def copy_bytes_per_s(kernels: Kernels, sides: Sequence[PackedSide], memory: Stag
         sides: where one side has the blocks of every piece.
     """
     side = max(sides, key=lambda each: len(each.bases) * each.shape.num_bytes)
-    blocks = min(_BULK_BYTES, memory.num_bytes) // side.shape.num_bytes
-    starts = sample_starts(side, max(1, blocks))
-    return len(starts) * side.shape.num_bytes / gather_speed(kernels, starts, side.shape, memory)
+    blocks = min(_GATHERED_BYTES, memory.num_bytes) // side.shape.num_bytes
+    samples = [sample_starts(side, max(1, blocks), sample) for sample in range(_REPETITIONS)]
+    return gather_speed(kernels, samples, side.shape, memory)
 
 
-def sample_starts(side: PackedSide, count: int) -> Starts:
-    """Where so many blocks begin, spread over a pool as a request's scattered pages are."""
+def sample_starts(side: PackedSide, count: int, sample: int = 0) -> Starts:
+    """Where so many blocks begin, spread over a pool as a request's scattered pages are; other ones in every sample."""
     step = max(1, side.num_pages // count)
-    pages = np.arange(0, side.num_pages, step, dtype=np.int64)[:count]
+    pages = np.arange(sample % step, side.num_pages, step, dtype=np.int64)[:count]
     bases = max(1, min(len(side.bases), count // len(pages)))
     return side.starts(0, bases, np.zeros_like(pages), pages)

@@ -31,21 +31,21 @@ def create_transport(settings: Settings, name: str, *, writes: bool = True) -> T
     """The transport that the settings ask for.
 
     Args:
-        writes: whether its endpoint writes into peers' memory; one that only receives needs no threads for it.
+        writes: whether its endpoint writes into peers' memory, and is never written to; else it is the other way round.
 
     Raises:
         TransportUnavailableError: if it is not installed.
     """
     parameters = {}
     if writes and settings.nixl_threads:
-        # Every write goes to the threads, however few its descriptors: those that post would contend for the one UCX
-        # worker that they share, and spin. Handing a small write over costs no more than that.
-        parameters = {"num_threads": str(settings.nixl_threads), "split_batch_size": "1"}
+        # Whatever has several descriptors goes to the threads. One is a bulk write from staging memory, or little.
+        parameters = {"num_threads": str(settings.nixl_threads), "split_batch_size": "2"}
     return NixlTransport(
         name,
         backend=settings.nixl_backend,
         backend_parameters=parameters,
         progress_delay_us=settings.nixl_progress_delay_us,
+        only_writes=writes,
     )
 
 

@@ -94,7 +94,7 @@ class DecodePeer(Actor):
         for each in events:
             match each:
                 case Attach():
-                    self._attach(each, worker)
+                    self._attach(each)
                 case DetachRequested():
                     dropped, self.attachment = self.attachment, None
                     if dropped is None:
@@ -106,7 +106,7 @@ class DecodePeer(Actor):
         """Says so; an error in connecting or disconnecting does not get here."""
         log.error("the connection to decode rank %s met an unexpected error", self.name, exc_info=error)
 
-    def _attach(self, message: Attach, worker: Worker) -> None:
+    def _attach(self, message: Attach) -> None:
         try:
             self.attachment = attach(
                 message,
@@ -114,7 +114,6 @@ class DecodePeer(Actor):
                 coordinates=self._coordinates,
                 transport=self._transport,
                 staging=self._staging,
-                memory=worker.memory,
             )
         except Exception as error:
             self._refuse(error)

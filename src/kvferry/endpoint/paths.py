@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.endpoint.calibration import Calibration, WireKey
 from kvferry.endpoint.gathering import PeerMemory
 from kvferry.endpoint.rings import SharedRing
 from kvferry.endpoint.slots import SourceMemory
-from kvferry.errors import IncompatiblePeerError, RegistrationError, SettingsError, TransportUnavailableError
-from kvferry.layout import RankLayout
+from kvferry.errors import IncompatiblePeerError, SettingsError, TransportError, TransportUnavailableError
+from kvferry.layout import RankLayout, Region
 from kvferry.plan import Choice, ElectedRoute, PairPlan, Path, PathCosts, Unit, choose
 from kvferry.plan.packing import SEGMENT_ALIGNMENT, PackedPiece, aligned
 from kvferry.protocol.loads import block_loads, load_of
@@ -20,6 +20,8 @@ from kvferry.protocol.moves import Move
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory, allocate, kernels_for
 from kvferry.transport import PeerMetadata, Transport
+
+_CALIBRATION_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +87,19 @@ class PathChooser:
 
 
 class SendingStaging:
-    """What a prefill endpoint has for staged writes."""
+    """What a prefill endpoint has for staged writes.
+
+    Attributes:
+        source_memories: staging memory of every worker that gathers; none if there are no staged writes.
+    """
 
     def __init__(self, settings: Settings, layout: RankLayout, transport: Transport) -> None:
-        """Raises:
-        TransportUnavailableError: if staged writes are forced, and what copies is not installed.
-        SettingsError: if they are forced, and their memory is more than may be taken.
+        """Takes memory, unless staged writes are impossible.
+
+        Raises:
+            TransportUnavailableError: if staged writes are forced, and what copies is not installed.
+            SettingsError: if they are forced, and their memory is more than may be taken, or than there is.
+            TransportError: if they are forced, and their memory cannot be registered.
         """
         self._settings = settings
         self._layout = layout
@@ -98,61 +107,67 @@ class SendingStaging:
         self._ring_bytes = int(settings.staging_ring_mib * 2**20)
         # A multiple of what segments are aligned to, since slots follow each other.
         self._chunk_bytes = aligned(int(settings.staging_chunk_mib * 2**20) - SEGMENT_ALIGNMENT + 1)
-        # Guards the count below: workers take memory when they need it.
+        # Guards the count below: workers that gather take more memory when they need it.
         self._lock = threading.Lock()
         self._taken_bytes = 0
         self._kernels: Kernels | None = None
+        self._calibration: Calibration | None = None
         self._problem = ""
-        forced = settings.forced_path
-        if forced is Path.DIRECT:
+        self.source_memories: tuple[SourceMemory, ...] = ()
+        if settings.forced_path is Path.DIRECT:
             self._problem = "the prefill side forces the direct path (KVFERRY_PATH)"
-        elif settings.workers * settings.staging_ring_mib > settings.staging_memory_mib:
-            self._problem = (
-                f"{settings.workers} workers (KVFERRY_WORKERS) with {settings.staging_ring_mib:g} MiB of staging "
-                f"memory (KVFERRY_STAGING_RING_MIB) need more than {settings.staging_memory_mib:g} MiB "
-                "(KVFERRY_STAGING_MEMORY_MIB)"
-            )
-            if forced is Path.STAGED:
-                raise SettingsError(self._problem)
-        else:
-            try:
-                self._kernels = kernels_for(layout.regions(), layout.device)
-            except TransportUnavailableError as error:
-                if forced is Path.STAGED:
-                    raise
-                self._problem = str(error)
-        self._calibration = Calibration(transport, self._kernels) if self._kernels is not None else None
+            return
+        try:
+            self._take_memory()
+        except (SettingsError, TransportUnavailableError, TransportError) as error:
+            if settings.forced_path is Path.STAGED:
+                raise
+            self._problem = str(error)
 
-    def source_memory(self) -> SourceMemory:
-        """Staging memory for one worker.
+    def _take_memory(self) -> None:
+        """Takes what every worker that gathers begins with, and what calibrations need.
 
         Raises:
-            TransportError: if there is not so much memory, or it cannot be registered.
+            TransportUnavailableError: if what copies is not installed.
+            SettingsError: if this is more than may be taken, or than there is.
+            TransportError: if it cannot be registered.
         """
-        memory = self._more_memory()
-        if memory is None:
-            raise RegistrationError("all staging memory (KVFERRY_STAGING_MEMORY_MIB) is in use")
-        return SourceMemory(self._chunk_bytes, memory, self._more_memory)
+        settings, layout = self._settings, self._layout
+        calibration_bytes = min(self._ring_bytes, _CALIBRATION_BYTES)
+        if settings.gather_workers * self._ring_bytes + calibration_bytes > settings.staging_memory_mib * 2**20:
+            raise SettingsError(
+                f"{settings.gather_workers} workers that gather (KVFERRY_GATHER_WORKERS) with "
+                f"{settings.staging_ring_mib:g} MiB each (KVFERRY_STAGING_RING_MIB), and calibration, "
+                f"need more than {settings.staging_memory_mib:g} MiB (KVFERRY_STAGING_MEMORY_MIB)"
+            )
+        kernels = kernels_for(layout.regions(), layout.device)
+        memory = self._memory(calibration_bytes)
+        self.source_memories = tuple(
+            SourceMemory(self._chunk_bytes, self._memory(self._ring_bytes), self._more_memory)
+            for _ in range(settings.gather_workers)
+        )
+        self._kernels, self._calibration = kernels, Calibration(self._transport, kernels, layout, memory)
 
     def _more_memory(self) -> StagingMemory | None:
+        """As much again for a worker that gathers; None if there must not be more."""
         with self._lock:
             if self._taken_bytes + self._ring_bytes > self._settings.staging_memory_mib * 2**20:
                 return None
-            self._taken_bytes += self._ring_bytes
-        try:
-            memory = allocate(self._ring_bytes, self._layout.device)
-            self._transport.register([memory.region], self._layout.device)
-        except BaseException:
-            with self._lock:
-                self._taken_bytes -= self._ring_bytes
-            raise
+        return self._memory(self._ring_bytes)
+
+    def _memory(self, num_bytes: int) -> StagingMemory:
+        """Raises:
+        SettingsError: if there is not so much memory.
+        TransportError: if it cannot be registered.
+        """
+        memory = allocate(num_bytes, self._layout.device)
+        self._transport.register([memory.region], self._layout.device)
+        with self._lock:
+            self._taken_bytes += num_bytes
         return memory
 
-    def paths_to(self, message: Attach, plan: PairPlan, memory: Callable[[], SourceMemory]) -> PathChooser:
+    def paths_to(self, message: Attach, plan: PairPlan) -> PathChooser:
         """The ways to a decode rank; measures how fast they are. The transport is connected already.
-
-        Args:
-            memory: staging memory of the worker that asks.
 
         Raises:
             IncompatiblePeerError: if the settings of both sides force different paths, or one that there is not.
@@ -169,7 +184,7 @@ class SendingStaging:
         problem = self._why_not_staged(message, plan) if forced is not Path.DIRECT else "the direct path is forced"
         if problem and forced is Path.STAGED:
             raise IncompatiblePeerError(f"path: staged is forced (KVFERRY_PATH), but cannot be taken: {problem}")
-        staged = None if problem else self._staged(message, plan, memory, is_forced=forced is Path.STAGED)
+        staged = None if problem else self._staged(message, plan, is_forced=forced is Path.STAGED)
         return PathChooser(plan, forced=forced, staged=staged, problem=problem)
 
     def _why_not_staged(self, message: Attach, plan: PairPlan) -> str:
@@ -186,9 +201,7 @@ class SendingStaging:
             )
         return ""
 
-    def _staged(
-        self, message: Attach, plan: PairPlan, memory: Callable[[], SourceMemory], *, is_forced: bool
-    ) -> StagedPath:
+    def _staged(self, message: Attach, plan: PairPlan, *, is_forced: bool) -> StagedPath:
         ring = message.staging.ring
         assert ring is not None
         assert self._kernels is not None
@@ -205,8 +218,7 @@ class SendingStaging:
             costs = self._calibration.costs(
                 wire,
                 message.endpoint,
-                memory(),
-                peer,
+                Region(ring.address, ring.num_bytes),
                 plan.packed_pieces(Unit.GRANULE),
                 scatter_bytes_per_s=message.staging.scatter_bytes_per_s,
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import zlib
 from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,13 +15,12 @@ from kvferry.control.channel import ListeningChannel, Wakeup
 from kvferry.control.registrations import RankRegistration
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
-from kvferry.endpoint.actors import RunQueue
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.construction import check_token_share, checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
 from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.sending import OpenReceived, Sender, SendingRoom
-from kvferry.endpoint.workers import start_workers
+from kvferry.endpoint.workers import WorkerPool
 from kvferry.errors import (
     EndpointClosedError,
     KVFerryError,
@@ -44,7 +42,7 @@ from kvferry.transport import Transport
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-_TICK_MS = 100
+_ROOMS_OPEN_MS = 5
 _IDLE_MS = 1000
 
 
@@ -107,7 +105,6 @@ class PrefillEndpoint:
         self.is_aux_writer = self.coordinates.is_aux_writer
         self.transport = transport or create_transport(self.settings, endpoint_name(engine, self.engine_rank))
         self._deadlines = deadlines(self.settings)
-        self._queues: list[RunQueue] = [RunQueue() for _ in range(self.settings.used_queues)]
         self._peers = DecodePeers(self._make_peer)
         # Guards the rooms, those that failed alone and early messages together: what comes for a room goes to exactly
         # one of them.
@@ -130,8 +127,12 @@ class PrefillEndpoint:
             self._release_resources()
             raise
         name = f"kvferry-prefill-{self.engine_rank}"
-        self._workers = start_workers(
-            self.settings.workers, self._queues, self.transport, self._staging.source_memory, name=name
+        self._workers = WorkerPool(
+            self.settings.workers,
+            self.settings.used_queues,
+            self.transport,
+            self._staging.source_memories,
+            name=name,
         )
         self._thread = threading.Thread(target=self._run, name=f"{name}-control", daemon=True)
         self._thread.start()
@@ -181,7 +182,7 @@ class PrefillEndpoint:
     @property
     def is_healthy(self) -> bool:
         """Whether every thread of the endpoint runs."""
-        return self._thread.is_alive() and all(worker.is_alive for worker in self._workers)
+        return self._thread.is_alive() and self._workers.are_alive
 
     @property
     def open_rooms(self) -> int:
@@ -217,7 +218,7 @@ class PrefillEndpoint:
                 raise EndpointClosedError(f"room {room}: the endpoint is closed")
             if room in self._rooms:
                 raise RoomExistsError(f"room {room} is already open on prefill rank {self.engine_rank}")
-            opened = SendingRoom(machine, self._queue_of(room), self, synchronous=self.settings.synchronous)
+            opened = SendingRoom(machine, self._workers, self, synchronous=self.settings.synchronous)
             self._rooms[room] = opened
             self._failed_alone.pop(room, None)
             for receiver, message in self._early.take(room):
@@ -251,9 +252,7 @@ class PrefillEndpoint:
         deadline = time.monotonic() + self.settings.close_timeout_s
         while self.open_rooms and time.monotonic() < deadline:
             time.sleep(0.001)
-        for index in range(len(self._workers)):
-            self._queues[index % len(self._queues)].put(None)
-        stuck = [worker for worker in self._workers if not worker.join(max(0.0, deadline - time.monotonic()) + 0.1)]
+        stuck = self._workers.stop(max(0.0, deadline - time.monotonic()) + 0.1)
         assert self._lease is not None
         self._lease.close()  # before the farewell, so that nobody finds us again
         if not stuck:
@@ -264,7 +263,7 @@ class PrefillEndpoint:
         self._thread.join()
         if stuck:
             # Taking memory away under a write corrupts whatever lives there next: better to keep all of it.
-            log.error("%d writes are still on their way; the transport stays open until the process ends", len(stuck))
+            log.error("%d workers still have writes on their way; the transport stays open to the end", stuck)
             self._release_control()
         else:
             self._release_resources()
@@ -356,12 +355,13 @@ class PrefillEndpoint:
         next_tick_at = 0.0
         while not self._is_stopping or self._outbox:
             try:
-                poller.poll(_TICK_MS if self._rooms or self._early else _IDLE_MS)
+                poller.poll(_ROOMS_OPEN_MS if self._rooms or self._early else _IDLE_MS)
                 self._wakeup.clear()
                 now = time.monotonic()
                 for identity, data in self._channel.receive():
                     self._receive_one(identity, data, now)
                 self._flush()
+                self.transport.take_notifications()  # nobody sends any, but connections need progress
                 if now >= next_tick_at:
                     next_tick_at = now + _TICK_S
                     self._tick(now)
@@ -433,7 +433,7 @@ class PrefillEndpoint:
     def _make_peer(self, name: str, earlier: DecodePeer | None) -> DecodePeer:
         return DecodePeer(
             name,
-            self._queues[zlib.crc32(name.encode()) % len(self._queues)],
+            self._workers.queue_of(name.encode()),
             earlier=earlier,
             transport=self.transport,
             layout=self.layout,
@@ -506,6 +506,3 @@ class PrefillEndpoint:
                     peer.name,
                     PeerDisconnectedError(f"silent for {silence_s:.1f} s (KVFERRY_PEER_TIMEOUT_S)"),
                 )
-
-    def _queue_of(self, room: int) -> RunQueue:
-        return self._queues[zlib.crc32(room.to_bytes(8, "little")) % len(self._queues)]

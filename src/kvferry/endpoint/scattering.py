@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.endpoint.calibration import copy_bytes_per_s
 from kvferry.endpoint.receiving import ReceivingRoom
-from kvferry.errors import KVFerryError, MessageError, TransportUnavailableError
+from kvferry.errors import KVFerryError, MessageError, SettingsError, TransportError, TransportUnavailableError
 from kvferry.layout import RankLayout
 from kvferry.plan import PairPlan, Path, Piece, Unit
 from kvferry.plan.packing import PackedPiece, Starts, aligned
@@ -97,11 +97,16 @@ class ReceivingStaging:
     """What a decode endpoint has for staged writes. Only the driver's thread uses it after the start."""
 
     def __init__(self, settings: Settings, layout: RankLayout, transport: Transport) -> None:
-        """Raises:
-        TransportUnavailableError: if staged writes are forced, and what copies is not installed.
+        """Takes a first ring's memory, unless staged writes are impossible: whoever connects first shall not wait.
+
+        Raises:
+            TransportUnavailableError: if staged writes are forced, and what copies is not installed.
+            SettingsError: if they are forced, and there is no such memory.
+            TransportError: if they are forced, and the memory cannot be registered.
         """
         self.path = settings.forced_path
         self.kernels: Kernels | None = None
+        self._first: StagingMemory | None = None
         self._settings = settings
         self._layout = layout
         self._transport = transport
@@ -115,8 +120,10 @@ class ReceivingStaging:
             self._problem = "the decode side forces the direct path (KVFERRY_PATH)"
             return
         try:
-            self.kernels = kernels_for(layout.regions(), layout.device)
-        except TransportUnavailableError as error:
+            kernels = kernels_for(layout.regions(), layout.device)
+            self._first = self._more_memory()
+            self.kernels = kernels
+        except (TransportUnavailableError, SettingsError, TransportError) as error:
             if self.path is Path.STAGED:
                 raise
             self._problem = str(error)
@@ -156,10 +163,16 @@ class ReceivingStaging:
         )
 
     def _memory(self) -> StagingMemory | None:
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
         for ring in self._free:
             if ring.is_idle:
                 self._free.remove(ring)
                 return ring.memory
+        return self._more_memory()
+
+    def _more_memory(self) -> StagingMemory | None:
         if self._taken_bytes + self._ring_bytes > self._settings.staging_memory_mib * 2**20:
             return None
         memory = allocate(self._ring_bytes, self._layout.device)

@@ -13,7 +13,7 @@ from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.gathering import Packing, Posted, StagedQueue, StagedWrite
 from kvferry.endpoint.stats import SenderStats, WriteRecord
 from kvferry.endpoint.transfer import Transfer
-from kvferry.endpoint.workers import Worker
+from kvferry.endpoint.workers import Worker, WorkerPool
 from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferFailedError, UsageError
 from kvferry.layout import PageGroup
 from kvferry.plan import Choice, ElectedRoute, Path
@@ -218,9 +218,10 @@ class SendingRoom(Actor):
     """Runs one room's state machine on whichever worker is free, and does what it says."""
 
     def __init__(
-        self, machine: SenderMachine, run_queue: RunQueue, surroundings: Surroundings, *, synchronous: bool
+        self, machine: SenderMachine, workers: WorkerPool, surroundings: Surroundings, *, synchronous: bool
     ) -> None:
-        super().__init__(run_queue)
+        super().__init__(workers.queue_of(machine.room.to_bytes(8, "little")))
+        self._gathering = workers.gathering
         self.room = machine.room
         self.next_deadline = machine.deadline
         self._machine = machine
@@ -252,6 +253,9 @@ class SendingRoom(Actor):
             if event.chunk.is_last:
                 self._last_submitted_at = now
         self.post(event)
+
+    def _queue_for(self, event: RoomEvent) -> RunQueue:
+        return self._gathering if isinstance(event, PostNextPart) else super()._queue_for(event)
 
     @property
     def failed_alone(self) -> bool:
@@ -354,15 +358,15 @@ class SendingRoom(Actor):
     def _show(self) -> None:
         machine = self._machine
         self.next_deadline = machine.deadline
-        ended_at = self.sender.stats.ended_at
-        if machine.state.is_final and ended_at is None:
-            ended_at = time.monotonic()
-        self.sender.stats = SenderStats(
-            opened_at=self.sender.stats.opened_at,
-            last_submitted_at=self._last_submitted_at,
-            ended_at=ended_at,
-            writes=tuple(self._writes) if machine.state.is_final else (),
-        )
+        stats = self.sender.stats
+        if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:
+            ended_at = (stats.ended_at or time.monotonic()) if machine.state.is_final else None
+            self.sender.stats = SenderStats(
+                opened_at=stats.opened_at,
+                last_submitted_at=self._last_submitted_at,
+                ended_at=ended_at,
+                writes=tuple(self._writes) if machine.state.is_final else (),
+            )
         if machine.is_done:
             self._surroundings.forget_room(self)
             while self._next_opens:
@@ -499,7 +503,7 @@ class SendingRoom(Actor):
 
     def _post_next_part(self, receiver: str, worker: Worker) -> None:
         queue = self._staged[receiver]
-        found = queue.post_next(worker.memory()) if not self._machine.state.is_final else None
+        found = queue.post_next(worker.memory) if not self._machine.state.is_final else None
         if found is None:
             return
         write, posted = found

@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,17 +37,16 @@ class Worker:
     """One thread, which runs the actors of one queue and polls the writes that they started."""
 
     def __init__(
-        self, name: str, run_queue: RunQueue, transport: Transport, make_memory: Callable[[], SourceMemory]
+        self, name: str, run_queue: RunQueue, transport: Transport, memory: SourceMemory | None = None
     ) -> None:
         """Args:
         run_queue: whose actors it runs.
         transport: polls the writes.
-        make_memory: takes staging memory for this worker.
+        memory: staging memory of its own, if it gathers.
         """
         self._run_queue = run_queue
         self._transport = transport
-        self._make_memory = make_memory
-        self._memory: SourceMemory | None = None
+        self._memory = memory
         self._watched: list[_Watched] = []
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -65,14 +65,10 @@ class Worker:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    @property
     def memory(self) -> SourceMemory:
-        """Staging memory of this worker, taken when first asked for. For actors that run on it.
-
-        Raises:
-            TransportError: if there is no such memory.
-        """
-        if self._memory is None:
-            self._memory = self._make_memory()
+        """Staging memory of this worker, for actors that run on it. Only workers that gather have any."""
+        assert self._memory is not None
         return self._memory
 
     def watch(
@@ -149,18 +145,49 @@ class Worker:
             log.warning("a finished write could not be released: %s", error)
 
 
-def start_workers(
-    count: int,
-    queues: Sequence[RunQueue],
-    transport: Transport,
-    make_memory: Callable[[], SourceMemory],
-    *,
-    name: str,
-) -> list[Worker]:
-    """Starts workers, spread over the queues in turn; arguments as for `Worker`."""
-    workers = [
-        Worker(f"{name}-worker-{index}", queues[index % len(queues)], transport, make_memory) for index in range(count)
-    ]
-    for worker in workers:
-        worker.start()
-    return workers
+class WorkerPool:
+    """All workers of a prefill endpoint: some for rooms and peers, and some that gather.
+
+    Attributes:
+        queues: of the actors that the first kind runs.
+        gathering: of the actors whose next event is to gather.
+    """
+
+    def __init__(
+        self, count: int, num_queues: int, transport: Transport, memories: Sequence[SourceMemory], *, name: str
+    ) -> None:
+        """Starts them.
+
+        Args:
+            count: workers for rooms and peers, spread over num_queues queues in turn.
+            memories: staging memory of every worker that gathers.
+        """
+        self.queues = tuple(RunQueue() for _ in range(num_queues))
+        self.gathering = RunQueue()
+        queues = [self.queues[index % num_queues] for index in range(count)]
+        self._workers = [
+            *(Worker(f"{name}-worker-{index}", each, transport) for index, each in enumerate(queues)),
+            *(
+                Worker(f"{name}-gather-{index}", self.gathering, transport, memory)
+                for index, memory in enumerate(memories)
+            ),
+        ]
+        self._stops = [*queues, *(self.gathering for _ in memories)]
+        for worker in self._workers:
+            worker.start()
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether all of them run."""
+        return all(worker.is_alive for worker in self._workers)
+
+    def queue_of(self, key: bytes) -> RunQueue:
+        """The queue of whatever has that key; the same one every time."""
+        return self.queues[zlib.crc32(key) % len(self.queues)]
+
+    def stop(self, timeout_s: float) -> int:
+        """Tells all to end once their writes have, and waits so long; returns how many still run."""
+        deadline = time.monotonic() + timeout_s
+        for run_queue in self._stops:
+            run_queue.put(None)
+        return sum(not worker.join(max(0.0, deadline - time.monotonic())) for worker in self._workers)

@@ -31,26 +31,32 @@ class PathCosts:
 
     Attributes:
         seconds_per_descriptor: of a direct write, after merging.
-        wire_bytes_per_s: of large writes.
+        wire_bytes_per_s: of direct writes with large descriptors.
+        bulk_bytes_per_s: of one write from staging memory to staging memory.
         gather_bytes_per_s, scatter_bytes_per_s: into staging memory and out of it.
         seconds_per_run: for every run that is gathered, and again where it is scattered.
         seconds_per_write: to post one write with its notification.
+        is_one_memory: whether processors of one machine do all the copying on both sides. Then gathering, writing and
+            scattering compete for its memory, and gain nothing from going on at the same time.
 
     Raises:
-        SettingsError: if a constant is not positive.
+        SettingsError: if a constant is not positive; seconds_per_run may be 0.
     """
 
     seconds_per_descriptor: float = 2e-6
     wire_bytes_per_s: float = 5e9
+    bulk_bytes_per_s: float = 5e9
     gather_bytes_per_s: float = 2.8e9
     scatter_bytes_per_s: float = 2.8e9
     seconds_per_run: float = 86e-9
     seconds_per_write: float = 25e-6
+    is_one_memory: bool = False
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) <= 0:
-                raise SettingsError(f"{name} is {getattr(self, name)}: a cost is positive")
+            value = getattr(self, name)
+            if value < 0 or (value == 0 and name not in ("seconds_per_run", "is_one_memory")):
+                raise SettingsError(f"{name} is {value}: a cost is positive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +106,17 @@ def estimate(load: Load, costs: PathCosts) -> dict[Path, float]:
     """How long a load takes on each path, in seconds.
 
     Through staging memory, gathering, writing and scattering of successive sub-chunks overlap: the slowest sets the
-    pace, and one sub-chunk goes through the other two before or after it.
+    pace, and one sub-chunk goes through the others before or after it. In one memory each takes its time.
     """
     direct = (
         costs.seconds_per_write
         + load.descriptors * costs.seconds_per_descriptor
         + load.num_bytes / costs.wire_bytes_per_s
     )
-    steps = (
-        load.num_bytes / costs.gather_bytes_per_s + load.runs * costs.seconds_per_run,
-        load.num_bytes / costs.wire_bytes_per_s + load.bulk_writes * costs.seconds_per_write,
-        load.num_bytes / costs.scatter_bytes_per_s + load.runs * costs.seconds_per_run,
-    )
+    gather = load.num_bytes / costs.gather_bytes_per_s + load.runs * costs.seconds_per_run
+    write = load.num_bytes / costs.bulk_bytes_per_s + load.bulk_writes * costs.seconds_per_write
+    scatter = load.num_bytes / costs.scatter_bytes_per_s + load.runs * costs.seconds_per_run
+    steps = (gather + write + scatter,) if costs.is_one_memory else (gather, write, scatter)
     slowest = max(steps)
     return {Path.DIRECT: direct, Path.STAGED: slowest + (sum(steps) - slowest) / load.bulk_writes}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from types import TracebackType
 
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from kvferry.errors import SettingsError
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.staging.requirements import require_cuda
+
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 class StagingMemory:
@@ -66,7 +69,11 @@ class StagingMemory:
 
 
 def allocate(num_bytes: int, device: Device) -> StagingMemory:
-    """Takes staging memory. On a CPU it starts at a page of 4 KiB and takes no room until it is written to.
+    """Takes staging memory. On a CPU it starts at a page of 4 KiB.
+
+    From 2 MiB on it is made of huge pages where the kernel has them to give: transports that copy between processes
+    look up every page of both sides each time. All of it is touched, so that no transfer waits until the kernel, or
+    whatever runs this machine as a guest, has found it.
 
     Raises:
         SettingsError: if there is not that much, naming how much was asked for.
@@ -78,13 +85,22 @@ def allocate(num_bytes: int, device: Device) -> StagingMemory:
 
 
 def _on_cpu(num_bytes: int, device: Device) -> StagingMemory:
+    is_huge = num_bytes >= _HUGE_PAGE_BYTES
     try:
         # Private, so that a forked child shares no staging memory with its parent.
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(
+            -1, num_bytes + (_HUGE_PAGE_BYTES if is_huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
     except (OSError, OverflowError, ValueError) as error:
         raise _too_much(num_bytes, device, error) from error
     memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)  # keeps the mapping, which goes when the array does
-    return StagingMemory(Region(memory.ctypes.data, num_bytes), device, memory)
+    address = memory.ctypes.data
+    if is_huge:
+        address += -address % _HUGE_PAGE_BYTES
+        with contextlib.suppress(OSError):  # a kernel without them has small ones
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    memory[:: mmap.PAGESIZE] = 0
+    return StagingMemory(Region(address, num_bytes), device, memory)
 
 
 def _on_gpu(num_bytes: int, device: Device) -> StagingMemory:

@@ -11,8 +11,8 @@ The contract, which `tests/contract` checks for every transport:
   receives the notification. After `poll` raised, the transport is through with both memories too.
 * `release` frees a flight's resources. It does not stop it; only a finished flight may be released.
 * Notifications from one peer may arrive in any order.
-* `take_notifications` must be called now and then by a side that receives, and need not be called more often than
-  every 100 microseconds.
+* `take_notifications` must be called now and then, by a side that only writes too: what connections have to do may
+  wait for it. It need not be called more often than every 100 microseconds.
 
 All methods may be called from any thread, except that one flight belongs to one thread at a time, and `close` comes
 last. Errors are `TransportError`s whose `__cause__` is the library's own exception.
