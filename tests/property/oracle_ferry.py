@@ -17,7 +17,6 @@ from tests.property.oracle_memory import DUE, UNTOUCHED, Elements, Memory, hashe
 
 from kvferry.endpoint.attachment import Attachment, Selected, attach
 from kvferry.endpoint.paths import SendingStaging
-from kvferry.endpoint.slots import SourceMemory
 from kvferry.layout import (
     Device,
     Entry,
@@ -238,13 +237,8 @@ def connect(source: Rank, destination: Rank, pieces: tuple[Piece, ...]) -> Attac
         coordinates=source.coordinates,
         transport=source.transport,
         staging=SendingStaging(DIRECTLY, source.layout, source.transport),
-        memory=no_memory,
         merged_bytes=64,  # so little that blocks of neighbours are cut in most cases
     )
-
-
-def no_memory() -> SourceMemory:
-    raise AssertionError("nothing is measured where the path is forced")
 
 
 # --- the comparison

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,10 @@ from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory, allocate, kernels_for
 from kvferry.transport import PeerMetadata, Transport
 
-_CALIBRATION_BYTES = 2 << 20
+log = logging.getLogger(__name__)
+
+CALIBRATION_BYTES = 2 << 20
+"""Staging memory of a prefill endpoint that only measurements use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +137,7 @@ class SendingStaging:
             TransportError: if it cannot be registered.
         """
         settings, layout = self._settings, self._layout
-        calibration_bytes = min(self._ring_bytes, _CALIBRATION_BYTES)
+        calibration_bytes = min(self._ring_bytes, CALIBRATION_BYTES)
         if settings.gather_workers * self._ring_bytes + calibration_bytes > settings.staging_memory_mib * 2**20:
             raise SettingsError(
                 f"{settings.gather_workers} workers that gather (KVFERRY_GATHER_WORKERS) with "
@@ -149,11 +153,15 @@ class SendingStaging:
         self._kernels, self._calibration = kernels, Calibration(self._transport, kernels, layout, memory)
 
     def _more_memory(self) -> StagingMemory | None:
-        """As much again for a worker that gathers; None if there must not be more."""
+        """As much again for a worker that gathers; None if there is no more, or must not be."""
         with self._lock:
             if self._taken_bytes + self._ring_bytes > self._settings.staging_memory_mib * 2**20:
                 return None
-        return self._memory(self._ring_bytes)
+        try:
+            return self._memory(self._ring_bytes)
+        except (SettingsError, TransportError) as error:
+            log.warning("staged writes go on with the memory that they have: %s", error)
+            return None
 
     def _memory(self, num_bytes: int) -> StagingMemory:
         """Raises:

@@ -75,13 +75,13 @@ class HostKernels(Kernels):
             for there, run in self._runs(starts, shape, address):
                 there[...] = run
             return
-        stretches = _stretches_in_step(starts, shape)
+        stretches = self._stretches_in_step(starts, shape, address)
         if stretches is None:
             self._gather_words(starts, shape, address)
             return
         loops = [(count, stride // shape.length) for count, stride in shape.loops]
-        for first, last in stretches:
-            before, rows = self._rows(shape.length, int(starts[first] % shape.length))
+        for first, last, part in stretches:
+            before, rows = self._rows(part, shape.length, int(starts[first] % shape.length))
             numbers = spread((starts[first:last] - before) // shape.length, loops)
             packed = array_at(address + first * shape.num_bytes, (len(numbers),), rows.dtype.str)
             rows.take(numbers, out=packed, mode="clip")  # any other mode copies what it takes once more
@@ -116,7 +116,7 @@ class HostKernels(Kernels):
             self._run_windows(shape, part)[starts[first:last] - part.start] = packed[first:last]
 
     def _stretches(self, starts: StartArray, address: int) -> Iterator[tuple[int, int, AddressRange]]:
-        """Which blocks to scatter together, and the part of the pool that they are in: first, last + 1, part.
+        """Which blocks to copy together, and the part of the pool that they are in: first, last + 1, part.
 
         All together, unless staging memory lies between tensors of the pool: NumPy would take windows that reach over
         it for memory that it overlaps, and copy all of it first. A part of the pool lies on one side of it.
@@ -132,6 +132,24 @@ class HostKernels(Kernels):
         for first, last in pairwise([0, *cuts, len(starts)]):
             yield first, last, above if is_above[first] else below
 
+    def _stretches_in_step(
+        self, starts: StartArray, shape: BlockShape, address: int
+    ) -> list[tuple[int, int, AddressRange]] | None:
+        """Blocks whose runs all start a multiple of their length apart: first, last + 1, part of the pool.
+
+        Different tensors may be out of step with each other, which is a stretch for each. None if there are many.
+        """
+        if any(stride % shape.length for _, stride in shape.loops):
+            return None
+        cuts = (np.flatnonzero(np.diff(starts % shape.length)) + 1).tolist()
+        if len(cuts) >= _MOST_STRETCHES:
+            return None
+        found = []
+        for first, last, part in self._stretches(starts, address):
+            bounds = [first, *(cut for cut in cuts if first < cut < last), last]
+            found += [(begin, stop, part) for begin, stop in pairwise(bounds)]
+        return found if len(found) <= _MOST_STRETCHES else None
+
     def _runs(self, starts: StartArray, shape: BlockShape, address: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
         """Staging memory and pool of every run: for runs so long that a memory copy each is best."""
         run_starts = spread(starts, shape.loops).tolist()
@@ -140,10 +158,10 @@ class HostKernels(Kernels):
             for number, start in enumerate(run_starts)
         ]
 
-    def _make_rows(self, length: int, remainder: int) -> tuple[int, NDArray[Any]]:
-        """The pool as opaque rows of that length, at addresses with that remainder: where the first is, and all."""
-        first = self._range.start + (remainder - self._range.start) % length
-        return first, array_at(first, ((self._range.stop - first) // length,), f"|V{length}")
+    def _make_rows(self, part: AddressRange, length: int, remainder: int) -> tuple[int, NDArray[Any]]:
+        """Part of the pool as opaque rows of a length, at addresses with that remainder: the first's, and all rows."""
+        first = part.start + (remainder - part.start) % length
+        return first, array_at(first, ((part.stop - first) // length,), f"|V{length}")
 
     def _make_word_windows(self, shape: BlockShape, word: int) -> torch.Tensor:
         """The pool as words of that many bytes, shape [places where a block could start, *counts, words of a run]."""
@@ -168,19 +186,6 @@ def _in_enough_parts(shape: BlockShape, blocks: int) -> BlockShape:
     if parts == 1 or shape.loops:  # nested ones it always assigns without the lock
         return shape
     return BlockShape(((parts, shape.length // parts),), shape.length // parts)
-
-
-def _stretches_in_step(starts: StartArray, shape: BlockShape) -> list[tuple[int, int]] | None:
-    """Blocks whose runs all start a multiple of their length apart: first, last + 1. None if there are many such sets.
-
-    Different tensors may be out of step with each other, which is a set for each.
-    """
-    if any(stride % shape.length for _, stride in shape.loops):
-        return None
-    cuts = np.flatnonzero(np.diff(starts % shape.length)) + 1
-    if len(cuts) >= _MOST_STRETCHES:
-        return None
-    return list(pairwise([0, *cuts.tolist(), len(starts)]))
 
 
 def _split_loops(shape: BlockShape, word: int) -> tuple[tuple[tuple[int, int], ...], BlockShape]:

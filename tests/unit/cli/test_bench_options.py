@@ -141,7 +141,7 @@ def test_a_shape_that_does_not_fit_is_refused_with_both_numbers():
     assert needed.gpu == 0
     memory.check_fits(shape, shape.sides, needed.main)
     memory.check_fits(shape, shape.sides, None)
-    with pytest.raises(SettingsError, match=r"need 0\.\d\d GiB in 3 processes, and 0\.50 GiB is available"):
+    with pytest.raises(SettingsError, match=r"need \d\.\d\d GiB in 3 processes, and 0\.50 GiB is available"):
         memory.check_fits(shape, shape.sides, 1 << 29)
 
 
@@ -155,16 +155,19 @@ def test_only_the_sides_that_run_here_need_memory_here():
 
 
 def test_staging_memory_is_counted_for_every_variant_that_may_take_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("KVFERRY_WORKERS", "3")
+    monkeypatch.setenv("KVFERRY_GATHER_WORKERS", "3")
     monkeypatch.setenv("KVFERRY_STAGING_RING_MIB", "16")
+    monkeypatch.setenv("KVFERRY_STAGING_CHUNK_MIB", "4")
     direct, staged = options(variants="synchronous,direct"), options(variants="staged")
     everything = options(variants=",".join(VARIANTS))
     assert memory.staging_bytes(direct, direct.prefill) == memory.staging_bytes(direct, direct.decode) == 0
-    assert memory.staging_bytes(staged, staged.prefill) == 3 * 16 << 20  # a ring for every worker
+    assert (
+        memory.staging_bytes(staged, staged.prefill) == 3 * 16 + 2 << 20
+    )  # as much as a ring for every worker that gathers, and 2 MiB to measure with
     assert memory.staging_bytes(staged, staged.decode) == 2 * 16 << 20  # a ring for every prefill rank
-    assert memory.staging_bytes(everything, everything.prefill) == 2 * 3 * 16 << 20
+    assert memory.staging_bytes(everything, everything.prefill) == 2 * (3 * 16 + 2) << 20
     without = memory.needed(direct, direct.sides).main
-    assert memory.needed(staged, staged.sides).main - without == (2 * 3 + 2) * 16 << 20
+    assert memory.needed(staged, staged.sides).main - without == 2 * (3 * 16 + 2) + 2 * 16 << 20
     monkeypatch.setenv("KVFERRY_STAGING_MEMORY_MIB", "20")
     assert memory.staging_bytes(staged, staged.prefill) == 20 << 20
 

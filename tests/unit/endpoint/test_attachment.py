@@ -11,7 +11,6 @@ import pytest
 from kvferry.endpoint import attachment
 from kvferry.endpoint.attachment import Attachment, attach
 from kvferry.endpoint.paths import SendingStaging
-from kvferry.endpoint.slots import SourceMemory
 from kvferry.layout import RankCoordinates, RankLayout, attention_components, shard_from_tensors
 from kvferry.plan import Piece, Unit, selectors
 from kvferry.protocol.messages import Attach
@@ -31,10 +30,6 @@ def rank(
     transport = InProcessTransport(network)
     transport.register(layout.regions(), layout.device)
     return transport, layout, [*tensors]
-
-
-def no_memory() -> SourceMemory:
-    raise AssertionError("nothing is measured where the path is forced")
 
 
 @pytest.fixture
@@ -58,7 +53,6 @@ def attached() -> Iterator[Attachment]:
         coordinates=RankCoordinates(),
         transport=here,
         staging=SendingStaging(Settings(path="direct"), layout, here),
-        memory=no_memory,
     )
     del ours, theirs
 

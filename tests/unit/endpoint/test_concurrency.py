@@ -155,7 +155,7 @@ def test_chunks_of_a_room_are_posted_in_order(pair: Callable[..., Requests]):
 @pytest.mark.parametrize(("workers", "queues", "used"), [(1, 4, 1), (2, 2, 2), (5, 3, 3), (8, 1, 1)])
 def test_any_number_of_workers_and_queues(pair: Callable[..., Requests], workers: int, queues: int, used: int):
     requests = pair(SMALL, workers=workers, queues=queues)
-    assert len(requests.prefill.endpoints[0]._queues) == used
+    assert len(requests.prefill.endpoints[0]._workers.queues) == used
     for room in range(20):
         requests.run(room)
     assert requests.prefill.endpoints[0].is_healthy

@@ -367,9 +367,12 @@ def test_memory_of_a_prefill_rank_that_was_closed_serves_the_next(engines: Calla
 
 
 def test_too_little_memory_for_the_workers_is_said_at_the_start(engines: Callable[..., Engines]):
-    both = engines(workers=4)
-    with pytest.raises(SettingsError, match=r"4 workers \(KVFERRY_WORKERS\) with 8 MiB.*KVFERRY_STAGING_MEMORY_MIB"):
-        both.prefill(ATTENTION, path="staged", staging_memory_mib=16)
+    both = engines(gather_workers=4, staging_memory_mib=16, staging_ring_mib=8, staging_chunk_mib=1)
+    with pytest.raises(SettingsError, match=r"4 workers .*\(KVFERRY_GATHER_WORKERS\) with 8 MiB.*STAGING_MEMORY_MIB"):
+        both.prefill(ATTENTION, path="staged")
+    request = Requests(both.prefill(ATTENTION, path="auto"), both.decode(ATTENTION, path="auto")).run(1)
+    assert paths_of(request) == {Path.DIRECT}
+    assert "KVFERRY_GATHER_WORKERS" in request.senders[0].stats.writes[0].why
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

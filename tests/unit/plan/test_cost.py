@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvferry.plan.cost import Load, Path, PathCosts, choose, estimate
 COSTS = PathCosts(
     seconds_per_descriptor=1e-3,
     wire_bytes_per_s=1e6,
+    bulk_bytes_per_s=4e6,
     gather_bytes_per_s=5e5,
     scatter_bytes_per_s=2e6,
     seconds_per_run=1e-6,
@@ -23,13 +25,20 @@ def test_the_estimates_are_what_the_constants_say():
     load = Load(num_bytes=1_000_000, runs=1_000, descriptors=500, bulk_writes=4)
     seconds = estimate(load, COSTS)
     assert seconds[Path.DIRECT] == pytest.approx(0.01 + 0.5 + 1.0)
-    gather, wire, scatter = 2.0 + 0.001, 1.0 + 0.04, 0.5 + 0.001
+    gather, wire, scatter = 2.0 + 0.001, 0.25 + 0.04, 0.5 + 0.001
     assert seconds[Path.STAGED] == pytest.approx(gather + (wire + scatter) / 4)
+
+
+def test_in_one_memory_nothing_overlaps():
+    load = Load(num_bytes=1_000_000, runs=1_000, descriptors=500, bulk_writes=4)
+    apart, together = estimate(load, COSTS), estimate(load, replace(COSTS, is_one_memory=True))
+    assert together[Path.STAGED] == pytest.approx(2.001 + 0.29 + 0.501)
+    assert together[Path.DIRECT] == apart[Path.DIRECT]
 
 
 def test_a_single_bulk_write_overlaps_with_nothing():
     load = Load(num_bytes=1_000_000, runs=1, descriptors=1, bulk_writes=1)
-    assert estimate(load, COSTS)[Path.STAGED] == pytest.approx(2.0 + 1.01 + 0.5 + 2e-6)
+    assert estimate(load, COSTS)[Path.STAGED] == pytest.approx(2.0 + 0.26 + 0.5 + 2e-6)
 
 
 def test_small_runs_are_staged_and_large_ones_are_not():
@@ -55,8 +64,13 @@ def test_a_machine_with_cheap_descriptors_writes_direct():
 
 def test_slow_staging_memory_makes_direct_faster():
     load = Load(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
-    for slow in ({"gather_bytes_per_s": 1e7}, {"scatter_bytes_per_s": 1e7}, {"seconds_per_run": 1e-4}):
-        assert choose(load, PathCosts(**slow)).path is Path.DIRECT
+    for slow in (
+        PathCosts(gather_bytes_per_s=1e7),
+        PathCosts(scatter_bytes_per_s=1e7),
+        PathCosts(bulk_bytes_per_s=1e7),
+        PathCosts(seconds_per_run=1e-4),
+    ):
+        assert choose(load, slow).path is Path.DIRECT
 
 
 def test_the_reason_names_what_was_compared():
@@ -72,10 +86,12 @@ def test_the_reason_begins_with_the_winner():
     assert choice.reason.startswith("1 descriptor of 1,048,576 bytes (")
 
 
-@pytest.mark.parametrize("name", ["seconds_per_descriptor", "wire_bytes_per_s", "seconds_per_run"])
-def test_a_cost_that_is_not_positive_is_refused(name: str):
+@pytest.mark.parametrize(
+    ("name", "value"), [("seconds_per_descriptor", 0.0), ("wire_bytes_per_s", 0.0), ("seconds_per_run", -1e-9)]
+)
+def test_a_cost_that_is_not_positive_is_refused(name: str, value: float):
     with pytest.raises(SettingsError, match=name):
-        PathCosts(**{name: 0.0})
+        replace(PathCosts(), **cast(Any, {name: value}))
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 1, 1), (8, 1, 2, 1), (8, 1, 1, 0), (8, 9, 1, 1)])

@@ -172,4 +172,4 @@ def test_a_gpu_that_is_not_there_is_refused():
 def test_gathering_is_measured(layers: Layers):
     starts = layers.starts(layers.tensors, np.arange(4) * 32768)
     with allocate(len(starts) * 16384, GPU) as memory:
-        assert 1e-6 < gather_speed(layers.kernels, starts, SHAPES["half the heads"], memory) < 0.1
+        assert 1e6 < gather_speed(layers.kernels, [starts], SHAPES["half the heads"], memory) < 1e14

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvferry.cli.bench.options import VARIANTS, BenchOptions, Side
 from kvferry.cli.bench.pool import pool_bytes
+from kvferry.endpoint.paths import CALIBRATION_BYTES
 from kvferry.errors import SettingsError
 from kvferry.layout import Device, MemoryKind
 from kvferry.settings import Settings
@@ -66,9 +67,12 @@ def _needed_by_side(options: BenchOptions, side: Side) -> Amount:
 def staging_bytes(options: BenchOptions, side: Side) -> int:
     """The most staging memory that the endpoints of one rank take: each variant that may stage has its own."""
     settings = Settings()
-    rings = settings.workers if side is options.prefill else options.prefill.tp_size
-    each = min(rings * settings.staging_ring_mib, settings.staging_memory_mib)
-    return sum(VARIANTS[name].may_stage for name in options.variants) * int(each * 2**20)
+    ring_bytes, most = (int(mib * 2**20) for mib in (settings.staging_ring_mib, settings.staging_memory_mib))
+    if side is options.prefill:
+        wanted = settings.gather_workers * ring_bytes + min(ring_bytes, CALIBRATION_BYTES)
+    else:
+        wanted = options.prefill.tp_size * ring_bytes
+    return sum(VARIANTS[name].may_stage for name in options.variants) * min(wanted, most)
 
 
 def available_bytes() -> int | None:
