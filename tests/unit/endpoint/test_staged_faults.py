@@ -33,4 +33,5 @@ def test_a_prefill_rank_that_gets_no_more_memory_goes_on_with_what_it_has(
     eventually("one has the slot", lambda: transport.in_flight == 1)
     eventually("the other was refused more", lambda: "no room for more memory" in caplog.text)
     transport.held = False
+    request.wait()
     requests.check(request)
