@@ -1,12 +1,21 @@
-"""How long `Sender.submit` takes the caller, by the number of pages in the chunk.
+"""How long `Sender.submit` takes the caller, by the number of pages in the chunk: alone, and while transfers run.
 
 Two processes over NIXL, every byte really sent. Before each submit the caller does what a scheduler's process does: it
-computes for a few milliseconds, then takes page numbers from its free list and submits them. Prints the median and the
-99th percentile of the caller's time in microseconds, and beside it how long the transfers themselves took.
+computes for a few milliseconds, then takes page numbers from its free list and submits them. In turn, all in one run:
+
+* idle: nothing else is on its way;
+* busy: earlier requests are, several at a time, of all sizes; where none was left at that moment, it does not count;
+* synchronous: the baseline, which returns when the bytes have moved.
+
+Prints the median and the 99th percentile of the caller's time in microseconds, and how many times longer the
+synchronous path blocks the caller than the asynchronous one does, idle, by the medians. With --json, the same as JSON;
+`submit_us` is of all asynchronous submits of a size, idle and busy together.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -20,10 +29,35 @@ import numpy as np
 import kvferry as kf
 
 POOL_PAGES = 16_384
-ROUNDS = 200
+ROUNDS = 250
 CHUNK_PAGES = (1, 64, 1024, 8192)
+MODES = ("idle", "busy", "synchronous")
+BUSY_ROUNDS = 2  # as many more, since some do not count
 IN_FLIGHT = 4
 STEP_S = 0.004
+
+Room = tuple[int, str, int]
+"""Its number, what is measured with it, and its pages."""
+
+
+def all_rooms() -> list[Room]:
+    """In the order in which they are sent."""
+    kinds = [
+        (mode, pages) for mode in MODES for _ in range(BUSY_ROUNDS if mode == "busy" else 1) for pages in CHUNK_PAGES
+    ]
+    rooms = [
+        (mode, pages)
+        for wanted in MODES
+        for _ in range(ROUNDS if wanted != "synchronous" else ROUNDS // 5)
+        for mode, pages in kinds
+        if mode == wanted
+    ]
+    return [(number, mode, pages) for number, (mode, pages) in enumerate(rooms)]
+
+
+def engine_of(mode: str) -> str:
+    """The prefill engine whose endpoint is measured."""
+    return "synchronous" if mode == "synchronous" else "asynchronous"
 
 
 def pool() -> tuple[np.ndarray, kf.RankLayout]:
@@ -48,51 +82,100 @@ def compute() -> None:
 
 
 def receive(connection: multiprocessing.connection.Connection) -> None:
-    """The decode process: receives every room, a few at a time."""
+    """The decode process: opens every room some time before it is sent."""
     memory, layout = pool()
     with kf.DecodeEndpoint(layout, settings=kf.Settings(registry_url=connection.recv())) as decode:
-        decode.connect()
-        rooms = [(size * ROUNDS + number, pages) for size, pages in enumerate(CHUNK_PAGES) for number in range(ROUNDS)]
-        opened = []
-        for index in range(len(rooms) + IN_FLIGHT):
+        for engine in ("asynchronous", "synchronous"):
+            decode.connect(engine)
+        rooms, opened = all_rooms(), []
+        for index in range(len(rooms) + 2 * IN_FLIGHT):
             if index < len(rooms):
-                room, pages = rooms[index]
-                opened.append(decode.open(room, chosen_pages(pages)))
-            if index >= IN_FLIGHT:
-                opened[index - IN_FLIGHT].wait(60)
+                number, mode, pages = rooms[index]
+                opened.append(decode.open(number, chosen_pages(pages), engine=engine_of(mode)))
+            if index >= 2 * IN_FLIGHT:
+                opened[index - 2 * IN_FLIGHT].wait(60)
     del memory
 
 
-def main() -> None:
+def submit_times(endpoints: dict[str, kf.PrefillEndpoint]) -> dict[tuple[str, int], list[float]]:
+    """Sends every room; the caller's seconds, by what was measured and the number of pages."""
+    taken: dict[tuple[str, int], list[float]] = {(mode, pages): [] for mode in MODES for pages in CHUNK_PAGES}
+    free_pages = chosen_pages(POOL_PAGES)
+    senders: list[kf.Sender] = []
+    for number, mode, pages in all_rooms():
+        sender = endpoints[engine_of(mode)].open(number)
+        for earlier in senders if mode != "busy" else senders[: -IN_FLIGHT + 1]:
+            earlier.wait(60)
+        senders = [earlier for earlier in senders if not earlier.state.is_final]
+        compute()
+        while mode == "synchronous" and sender.state is kf.TransferState.BOOTSTRAPPING:
+            time.sleep(1e-4)
+        free_pages = np.roll(free_pages, pages)
+        chosen = free_pages[:pages]
+        is_alone = all(earlier.state.is_final for earlier in senders)
+        start = time.perf_counter()
+        sender.submit(chosen, last=True)
+        seconds = time.perf_counter() - start
+        senders.append(sender)
+        if mode != "busy" or not is_alone:
+            taken[mode, pages].append(seconds)
+    for sender in senders:
+        sender.wait(60)
+    return taken
+
+
+def show(taken: dict[tuple[str, int], list[float]]) -> None:
     """Prints one line a size."""
+    print("                   idle, us         busy, us      synchronous, us   synchronous /")
+    print("    pages      p50      p99      p50      p99      p50        p99   asynchronous   busy")
+    for pages in CHUNK_PAGES:
+        line = f"{pages:9d}"
+        for mode in MODES:
+            p50, p99 = (float(np.percentile(taken[mode, pages] or [np.nan], each)) * 1e6 for each in (50, 99))
+            line += f"{p50:9.1f}{p99:9.1f}" if mode != "synchronous" else f"{p50:9.0f}{p99:11.0f}"
+        ratio = statistics.median(taken["synchronous", pages]) / statistics.median(taken["idle", pages])
+        print(f"{line}{ratio:15.0f}{len(taken['busy', pages]):7d}", flush=True)
+
+
+def percentiles_us(seconds: list[float]) -> dict[str, float]:
+    """Median and 99th percentile, in microseconds."""
+    p50, p99 = np.percentile(seconds or [np.nan], [50, 99]) * 1e6
+    return {"p50": float(p50), "p99": float(p99)}
+
+
+def as_json(taken: dict[tuple[str, int], list[float]]) -> str:
+    """The same for programs."""
+    sizes = [
+        {
+            "pages": pages,
+            "submit_us": percentiles_us(taken["idle", pages] + taken["busy", pages]),
+            **{f"{mode}_us": percentiles_us(taken[mode, pages]) for mode in MODES},
+        }
+        for pages in CHUNK_PAGES
+    ]
+    return json.dumps({"sizes": sizes})
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    is_json = parser.parse_args().json
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     receiver = context.Process(target=receive, args=(theirs,))
     receiver.start()
     memory, layout = pool()
-    with kf.PrefillEndpoint(layout, settings=kf.Settings(registry_port=0)) as prefill:
-        ours.send(prefill.registry_url)
-        print("pages a chunk   submit p50 us   p99 us   whole transfer p50 us")
-        for size, pages in enumerate(CHUNK_PAGES):
-            free_pages = chosen_pages(POOL_PAGES)
-            submit_us: list[float] = []
-            whole_us: list[float] = []
-            for number in range(ROUNDS):
-                sender = prefill.open(size * ROUNDS + number)
-                compute()
-                free_pages = np.roll(free_pages, pages)
-                chosen = free_pages[:pages]
-                start = time.perf_counter()
-                sender.submit(chosen, last=True)
-                submit_us.append(1e6 * (time.perf_counter() - start))
-                sender.wait(60)
-                whole_us.append(1e6 * sender.stats.writes[0].latency_s)
-            p99 = statistics.quantiles(submit_us, n=100)[98]
-            print(
-                f"{pages:13d} {statistics.median(submit_us):15.1f} {p99:8.1f} {statistics.median(whole_us):23.1f}",
-                flush=True,
-            )
-        receiver.join(30)
+    with kf.PrefillEndpoint(layout, engine="asynchronous", settings=kf.Settings(registry_port=0)) as prefill:
+        synchronous = kf.Settings(registry_url=prefill.registry_url, synchronous=True)
+        with kf.PrefillEndpoint(layout, engine="synchronous", settings=synchronous, host_registry=False) as baseline:
+            ours.send(prefill.registry_url)
+            taken = submit_times({"asynchronous": prefill, "synchronous": baseline})
+            if is_json:
+                print(as_json(taken))
+            else:
+                show(taken)
+            receiver.join(30)
     del memory
 
 

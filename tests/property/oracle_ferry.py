@@ -136,9 +136,10 @@ def chunks_of(case: Case, source: Rank, room: int) -> list[Chunk]:
                 pages[group.name] = GroupPages(mine.pages[start:stop], says_start)
         if len(source.layout.groups) == 1 and pages:
             (only,) = pages.values()
-            made.append(sequence.chunk(only.pages, start=only.start, is_last=is_last, aux=None))
+            handed_in = sequence.hand_in(only.pages, start=only.start, is_last=is_last, aux=None, now=0.0)
         else:
-            made.append(sequence.chunk(pages, start=None, is_last=is_last, aux=None))
+            handed_in = sequence.hand_in(pages, start=None, is_last=is_last, aux=None, now=0.0)
+        made.append(handed_in.chunk())
     return made
 
 

@@ -622,7 +622,8 @@ class World:
         pages, is_last = room.chunks.popleft()
         start = room.first_start if room.sequence._next_number == 0 else None
         aux = room.use.aux if is_last else None
-        self._tell_sender(rank, room, ChunkSubmitted(room.sequence.chunk(pages, start=start, is_last=is_last, aux=aux)))
+        chunk = room.sequence.hand_in(pages, start=start, is_last=is_last, aux=aux, now=self.now).chunk()
+        self._tell_sender(rank, room, ChunkSubmitted(chunk))
 
     def _forget(self, rank: PrefillRank, room: SendingRoom) -> None:
         self._ended("sender", room.machine)

@@ -11,10 +11,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvferry.endpoint.workers import Worker
+
+_LOOK_S = 1e-3
+_LINGER_S = 0.1  # rooms often follow each other, and beginning takes the caller's time
 
 
 class RunQueue:
@@ -27,12 +31,28 @@ class RunQueue:
     def __init__(self) -> None:
         # One call changes either, and none is interrupted: a worker that is held up holds up nobody who puts.
         self._actors: deque[Actor | None] = deque()
+        self._handed_in: deque[tuple[Actor, Any]] = deque()
         self._waiting: deque[threading.Lock] = deque()  # of every worker that waits, a lock that it cannot have yet
+        # Keeps the events that were handed in in order, while several workers take.
+        self._hand_out = threading.Lock()
 
     def put(self, actor: Actor | None) -> None:
         """Adds to the end, from any thread."""
         self._actors.append(actor)
         self._wake_one()
+
+    def hand_in(self, actor: Actor, event: Any) -> None:
+        """Posts an event to an actor, soon, without waking anybody: for callers who have no time for that.
+
+        Waking a thread takes longer than all the rest of handing in, and may cost the caller its processor. Whichever
+        worker next looks finds it; if all sleep, a `Lookout` must wake one.
+        """
+        self._handed_in.append((actor, event))
+
+    def rouse(self) -> None:
+        """Wakes a worker if all sleep beside something that was handed in."""
+        if self._handed_in:
+            self._wake_one()
 
     def take(self, timeout_s: float | None) -> Actor | None:
         """Takes from the front, waiting as long as timeout_s, or for ever if that is None.
@@ -42,6 +62,8 @@ class RunQueue:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            if self._handed_in:
+                self._post_handed_in()
             try:
                 return self._actors.popleft()
             except IndexError:
@@ -58,11 +80,21 @@ class RunQueue:
         self._waiting.append(woken)
         left_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
         # Looked at again: what was put before anybody could see that we wait, woke nobody.
-        if not self._actors and woken.acquire(timeout=left_s):
+        if not self._has_any and woken.acquire(timeout=left_s):
             return
         self._withdraw(woken)
-        if not self._actors and deadline is not None and time.monotonic() >= deadline:
+        if not self._has_any and deadline is not None and time.monotonic() >= deadline:
             raise queue.Empty
+
+    @property
+    def _has_any(self) -> bool:
+        return bool(self._actors or self._handed_in)
+
+    def _post_handed_in(self) -> None:
+        with self._hand_out:
+            while self._handed_in:
+                actor, event = self._handed_in.popleft()
+                actor.post(event)
 
     def _wake_one(self) -> None:
         """Wakes whoever came to wait last: what it needs is still in its processor's cache."""
@@ -78,6 +110,61 @@ class RunQueue:
             self._waiting.remove(woken)
         except ValueError:
             self._wake_one()
+
+
+class Lookout:
+    """A thread that sees to it that what was handed in is found soon: the waking that callers are spared.
+
+    It looks as long as somebody may hand something in, and sleeps otherwise.
+
+    Attributes:
+        is_resting: whether it sleeps until it is told to begin.
+    """
+
+    def __init__(self, name: str, queues: Sequence[RunQueue], is_needed: Callable[[], object]) -> None:
+        """Args:
+        is_needed: whether something may be handed in; once it may, `begin` must be called.
+        """
+        self._queues = queues
+        self._is_needed = is_needed
+        self.is_resting = False
+        self._is_stopping = False
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def begin(self) -> None:
+        """Says that something may be handed in from now on. Returns at once."""
+        if not self._begun.is_set():
+            self._begun.set()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._is_stopping = True
+        self._begun.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        needed_until = 0.0
+        while not self._is_stopping:
+            for run_queue in self._queues:
+                run_queue.rouse()
+            now = time.monotonic()
+            if self._is_needed():
+                needed_until = now + _LINGER_S
+            if now < needed_until:
+                time.sleep(_LOOK_S)
+                continue
+            self._begun.clear()
+            self.is_resting = not self._is_needed()  # again, since it may have become so before the line above
+            if self.is_resting:
+                self._begun.wait()
+            self.is_resting = False
 
 
 class Actor(ABC):

@@ -15,6 +15,7 @@ from kvferry.control.channel import ListeningChannel, Wakeup
 from kvferry.control.registrations import RankRegistration
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
+from kvferry.endpoint.actors import Lookout
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.construction import check_token_share, checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
@@ -134,6 +135,7 @@ class PrefillEndpoint:
             self._staging.source_memories,
             name=name,
         )
+        self._lookout = Lookout(f"{name}-lookout", self._workers.queues, is_needed=lambda: self._rooms)
         self._thread = threading.Thread(target=self._run, name=f"{name}-control", daemon=True)
         self._thread.start()
 
@@ -182,7 +184,7 @@ class PrefillEndpoint:
     @property
     def is_healthy(self) -> bool:
         """Whether every thread of the endpoint runs."""
-        return self._thread.is_alive() and self._workers.are_alive
+        return self._thread.is_alive() and self._lookout.is_alive and self._workers.are_alive
 
     @property
     def open_rooms(self) -> int:
@@ -223,6 +225,7 @@ class PrefillEndpoint:
             self._failed_alone.pop(room, None)
             for receiver, message in self._early.take(room):
                 self._deliver(opened, receiver, message)
+        self._lookout.begin()
         return opened.sender
 
     def sender(self, room: int) -> Sender:
@@ -259,6 +262,7 @@ class PrefillEndpoint:
             for peer in self._peers.all():
                 self.send(peer.name, messages.Closed(endpoint=self.transport.endpoint_name))
         self._is_stopping = True
+        self._lookout.stop()
         self._wakeup.wake()
         self._thread.join()
         if stuck:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from kvferry.endpoint.actors import Actor, RunQueue
@@ -18,7 +19,7 @@ from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferFailedEr
 from kvferry.layout import PageGroup
 from kvferry.plan import Choice, ElectedRoute, Path
 from kvferry.protocol import messages
-from kvferry.protocol.chunks import AnyPages, ChunkSequence
+from kvferry.protocol.chunks import AnyPages, ChunkSequence, HandedIn
 from kvferry.protocol.credits import Span
 from kvferry.protocol.demands import wanted_groups
 from kvferry.protocol.moves import ReceiverRequest
@@ -80,7 +81,7 @@ class PartLanded:
     result: FlightReport | Exception
 
 
-RoomEvent: TypeAlias = SenderEvent | OpenReceived | PostNextPart | PartLanded
+RoomEvent: TypeAlias = SenderEvent | HandedIn | OpenReceived | PostNextPart | PartLanded
 
 
 @dataclass(slots=True, eq=False)
@@ -153,20 +154,23 @@ class Sender(Transfer):
         self,
         room: int,
         chunks: ChunkSequence,
-        post: Callable[[SenderEvent], None],
+        hand_in: Callable[[HandedIn], None],
+        abort: Callable[[str], None],
         *,
         settle: Callable[[int], None] | None,
     ) -> None:
         """For `PrefillEndpoint.open`.
 
         Args:
+            hand_in, abort: pass on what the caller wants.
             settle: in synchronous mode, waits until the chunk of that number is written.
         """
         super().__init__(room)
         # Guards the order of chunks: they are handed on in the order of their numbers, whichever threads submit.
         self._lock = threading.Lock()
         self._chunks = chunks
-        self._post = post
+        self._hand_in = hand_in
+        self._abort = abort
         self._settle = settle
         self.stats = SenderStats(opened_at=time.monotonic(), last_submitted_at=None, ended_at=None, writes=())
 
@@ -177,8 +181,8 @@ class Sender(Transfer):
 
         The pages must keep their contents until `pages_reusable`. Chunks may be handed in before the decode side asks
         for them; pages that it already holds are not sent. A room that has already failed takes chunks in silence:
-        `state` says so. A page that appears twice in a chunk fails the room with a PageError: to look for it here would
-        take the caller's time.
+        `state` says so. To look at every page number would take the caller's time: one that the pool does not have, or
+        that appears twice in a chunk, fails the room with a PageError. A thread finds the chunk within a millisecond.
 
         Args:
             pages: page numbers in this rank's pool, in the order of the request. A NumPy array of int64 is fastest.
@@ -194,24 +198,28 @@ class Sender(Transfer):
 
         Raises:
             ChunkError: after the last chunk, or if the chunk does not follow the one before it.
-            PageError: if page numbers are not integers or out of range, or there is no such group.
+            PageError: if page numbers are not integers, or there is no such group.
             UsageError: if aux is given before the last chunk, or is too large.
         """
-        if aux is not None and not last:
-            raise UsageError(f"room {self.room}: aux data goes with the last chunk (last=True)")
-        if aux is not None and len(aux) > messages.MAX_AUX_BYTES:
-            raise UsageError(
-                f"room {self.room}: {len(aux)} bytes of aux data exceed the limit of {messages.MAX_AUX_BYTES}"
-            )
+        if aux is not None:
+            self._check_aux(aux, last=last)
         with self._lock:
-            chunk = self._chunks.chunk(pages, start=start, is_last=last, aux=aux)
-            self._post(ChunkSubmitted(chunk))
+            chunk = self._chunks.hand_in(pages, start=start, is_last=last, aux=aux, now=time.monotonic())
+            self._hand_in(chunk)
         if self._settle is not None:
             self._settle(chunk.number)
 
+    def _check_aux(self, aux: bytes, *, last: bool) -> None:
+        if not last:
+            raise UsageError(f"room {self.room}: aux data goes with the last chunk (last=True)")
+        if len(aux) > messages.MAX_AUX_BYTES:
+            raise UsageError(
+                f"room {self.room}: {len(aux)} bytes of aux data exceed the limit of {messages.MAX_AUX_BYTES}"
+            )
+
     def abort(self, reason: str = "no reason given") -> None:
         """Gives the transfer up, on both sides. Returns at once; a transfer that has ended stays as it is."""
-        self._post(SenderAbortRequested(reason))
+        self._abort(reason)
 
 
 class SendingRoom(Actor):
@@ -220,7 +228,8 @@ class SendingRoom(Actor):
     def __init__(
         self, machine: SenderMachine, workers: WorkerPool, surroundings: Surroundings, *, synchronous: bool
     ) -> None:
-        super().__init__(workers.queue_of(machine.room.to_bytes(8, "little")))
+        run_queue = workers.queue_of(machine.room.to_bytes(8, "little"))
+        super().__init__(run_queue)
         self._gathering = workers.gathering
         self.room = machine.room
         self.next_deadline = machine.deadline
@@ -242,17 +251,10 @@ class SendingRoom(Actor):
         self.sender = Sender(
             machine.room,
             ChunkSequence(machine.room, surroundings.page_groups),
-            self._post_from_caller,
+            self.post if synchronous else partial(run_queue.hand_in, self),
+            lambda reason: self.post(SenderAbortRequested(reason)),
             settle=self._wait_settled if synchronous else None,
         )
-
-    def _post_from_caller(self, event: SenderEvent) -> None:
-        if isinstance(event, ChunkSubmitted):
-            now = time.monotonic()
-            self._submitted_at[event.chunk.number] = now
-            if event.chunk.is_last:
-                self._last_submitted_at = now
-        self.post(event)
 
     def _queue_for(self, event: RoomEvent) -> RunQueue:
         return self._gathering if isinstance(event, PostNextPart) else super()._queue_for(event)
@@ -316,8 +318,11 @@ class SendingRoom(Actor):
                     self._tell(self._opened(event), worker)
             case ReceiverAborted():
                 self._aborted(event, worker)
-            case ChunkSubmitted():
-                self._tell(event, worker)
+            case HandedIn():
+                self._submitted_at[event.number] = event.submitted_at
+                if event.is_last:
+                    self._last_submitted_at = event.submitted_at
+                self._tell(ChunkSubmitted(event.chunk()), worker)
                 self._handled_chunks += 1
             case PostNextPart(receiver):
                 self._post_next_part(receiver, worker)

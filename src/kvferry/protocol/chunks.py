@@ -17,6 +17,8 @@ from kvferry.layout import PageGroup
 Pages = NDArray[np.int64]
 
 _INT64 = np.dtype(np.int64)
+_PAGE_BYTES = _INT64.itemsize
+_MOST_PAGES = 1 << 31
 _MOST_PAGES_MARKED = 1 << 24
 
 
@@ -68,11 +70,13 @@ class ChunkPart(msgspec.Struct, frozen=True, eq=False, gc=False):
         group: the group's name.
         start: the position of its first page among the request's pages on this rank.
         pages: page numbers in the prefill rank's pool, int64.
+        pool_pages: how many pages that pool has.
     """
 
     group: str
     start: int
     pages: Pages
+    pool_pages: int = _MOST_PAGES
 
     @property
     def stop(self) -> int:
@@ -96,20 +100,56 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     aux: bytes | None = None
 
 
+class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A chunk as it was handed in: numbered and in order, but nobody has looked at its page numbers yet.
+
+    Attributes:
+        number, is_last, aux: as of a `Chunk`.
+        parts: group, start and page numbers of every part; the numbers are a copy, as bytes of int64.
+        submitted_at: when it was handed in.
+    """
+
+    number: int
+    parts: tuple[tuple[PageGroup, int, bytes], ...]
+    is_last: bool
+    aux: bytes | None
+    submitted_at: float
+
+    def chunk(self) -> Chunk:
+        """The chunk, with page numbers to compute with. They may still be any; see `refuse_impossible`."""
+        parts = tuple(
+            ChunkPart(group.name, start, np.frombuffer(numbers, np.int64), group.num_pages)
+            for group, start, numbers in self.parts
+        )
+        return Chunk(self.number, parts, self.is_last, self.aux)
+
+
+class _Progress:
+    """How far a request's chunks have come in one group."""
+
+    __slots__ = ("group", "has_begun", "next_page")
+
+    def __init__(self, group: PageGroup) -> None:
+        self.group = group
+        self.next_page = 0
+        self.has_begun = False
+
+
 class ChunkSequence:
-    """Numbers the chunks of one request and refuses those that break the order. Owned by the caller's thread."""
+    """Numbers the chunks of one request and refuses those that break the order. Owned by the caller's thread.
+
+    A scheduler waits for it, in a process that computes: what costs time is code and data that are not in the cache,
+    and calls that let other threads run. Hence few calls, and no look at any page number.
+    """
 
     def __init__(self, room: int, groups: Sequence[PageGroup]) -> None:
         """Args:
         groups: of the rank's layout.
         """
-        self._room = room
         self._where = f"room {room}"
-        self._groups = {group.name: group for group in groups}
-        self._names = tuple(self._groups)
+        self._progress = {group.name: _Progress(group) for group in groups}
+        self._only = self._progress[groups[0].name] if len(groups) == 1 and not groups[0].has_slots else None
         self._next_number = 0
-        self._next_page = dict.fromkeys(self._groups, 0)
-        self._has_begun: set[str] = set()
         self._complete = False
 
     @property
@@ -117,53 +157,76 @@ class ChunkSequence:
         """Whether the last chunk was made."""
         return self._complete
 
-    def chunk(self, pages: AnyPages, *, start: int | None, is_last: bool, aux: bytes | None) -> Chunk:
-        """Checks and numbers the next chunk. A refused chunk changes nothing.
+    def hand_in(self, pages: AnyPages, *, start: int | None, is_last: bool, aux: bytes | None, now: float) -> HandedIn:
+        """Copies and numbers the next chunk. A refused chunk changes nothing.
 
         Args:
             pages: page numbers of the chunk.
             start: position of the first page in the request; None continues where the chunk before ended. The first
                 chunk may start behind 0 if the decode side holds what comes before, and any chunk of a window if what
                 is left out lies before the window.
+            now: the time.
 
         Raises:
             ChunkError: after the last chunk, or if the chunk does not continue the one before.
-            PageError: if page numbers are not integers or out of range, or there is no such group.
+            PageError: if page numbers are not integers, there is no such group, or several slots are given.
         """
         if self._complete:
-            raise ChunkError(f"room {self._room}: a chunk after the last one; open a new room for a new request")
-        given = pages_by_group(pages, self._names, start=start, where=self._where)
-        chunk = Chunk(
-            number=self._next_number,
-            parts=tuple(self._part(name, group_pages) for name, group_pages in given.items()),
-            is_last=is_last,
-            aux=aux,
-        )
+            raise ChunkError(f"{self._where}: a chunk after the last one; open a new room for a new request")
+        only = self._only
+        parts: tuple[tuple[PageGroup, int, bytes], ...]
+        if (
+            only is not None
+            and start is None
+            and type(pages) is np.ndarray
+            and pages.dtype is _INT64
+            and pages.ndim == 1
+        ):
+            # `tobytes` copies at once; NumPy's own ways to copy, and to look for a maximum, let other threads run.
+            parts = ((only.group, only.next_page, pages.tobytes()),)
+            only.next_page += len(pages)
+            only.has_begun = True
+        else:
+            given = pages_by_group(pages, tuple(self._progress), start=start, where=self._where)
+            parts = tuple(self._part(self._progress[name], each) for name, each in given.items())
+            for group, begin, numbers in parts:
+                progress = self._progress[group.name]
+                progress.next_page = begin + len(numbers) // _PAGE_BYTES
+                progress.has_begun = True
+        handed_in = HandedIn(self._next_number, parts, is_last, aux, now)
         self._next_number += 1
-        for part in chunk.parts:
-            self._next_page[part.group] = part.stop
-            self._has_begun.add(part.group)
         self._complete = is_last
-        return chunk
+        return handed_in
 
-    def _part(self, name: str, given: GroupPages) -> ChunkPart:
-        group, expected = self._groups[name], self._next_page[name]
-        where = self._where if len(self._names) == 1 else f"{self._where}, group {name!r}"
+    def _part(self, progress: _Progress, given: GroupPages) -> tuple[PageGroup, int, bytes]:
+        group, expected = progress.group, progress.next_page
+        where = self._where if len(self._progress) == 1 else f"{self._where}, group {group.name!r}"
         begin = expected
         if given.start is not None:
             try:
                 begin = index(given.start)
             except TypeError as error:
                 raise ChunkError(f"{where}: start is {given.start!r}: it must be an integer") from error
-        may_skip = name not in self._has_begun or group.window_tokens is not None
+        may_skip = not progress.has_begun or group.window_tokens is not None
         if begin != expected and (begin < expected or not may_skip):
             raise ChunkError(f"{where}: a chunk starts at page {begin} of the request where page {expected} is next")
-        part = ChunkPart(name, begin, pages_in_pool(given.pages, pool_pages=group.num_pages, where=where))
-        if group.has_slots and part.stop > 1:
-            raise PageError(
-                f"{where}: {part.stop} slots for one request: hand in its slot once, when the state is final"
-            )
-        return part
+        numbers = _integers(given.pages, where).tobytes()
+        slots = begin + len(numbers) // _PAGE_BYTES
+        if group.has_slots and slots > 1:
+            raise PageError(f"{where}: {slots} slots for one request: hand in its slot once, when the state is final")
+        return group, begin, numbers
+
+
+def refuse_impossible(chunk: Chunk, *, where: str) -> None:
+    """Refuses page numbers that a pool does not have, or that are there more than once.
+
+    Raises:
+        PageError: naming an offending page.
+    """
+    for part in chunk.parts:
+        name = where if len(chunk.parts) == 1 else f"{where}, group {part.group!r}"
+        refuse_out_of_range(part.pages, pool_pages=part.pool_pages, where=name)
+        refuse_repeated(part.pages, where=name)
 
 
 def checked_pages(pages: ArrayLike, *, pool_pages: int, where: str) -> Pages:
@@ -172,28 +235,24 @@ def checked_pages(pages: ArrayLike, *, pool_pages: int, where: str) -> Pages:
     Raises:
         PageError: naming an offending page.
     """
-    copy = pages_in_pool(pages, pool_pages=pool_pages, where=where)
+    copy = _integers(pages, where)
+    refuse_out_of_range(copy, pool_pages=pool_pages, where=where)
     refuse_repeated(copy, where=where)
     return copy
 
 
-def pages_in_pool(pages: ArrayLike, *, pool_pages: int, where: str) -> Pages:
-    """A private copy of page numbers, all inside the pool.
-
-    A scheduler waits for this: hence few calls, and such as are cheap also when their code is not in the cache.
+def refuse_out_of_range(pages: Pages, *, pool_pages: int, where: str) -> None:
+    """Refuses page numbers that the pool does not have.
 
     Raises:
-        PageError: naming an offending page.
+        PageError: naming the first.
     """
-    copy = _integers(pages, where)
-    if not copy.size:
-        return copy
-    unsigned = copy.view(np.uint64)  # as unsigned numbers negative ones are too large as well: one look is enough
-    if unsigned[unsigned.argmax()] >= pool_pages:  # argmax costs half of what max does
-        position = int(np.flatnonzero((copy < 0) | (copy >= pool_pages))[0])
-        page = np.asarray(pages)[position]
-        raise PageError(f"{where}: page {page} at position {position} is out of range: the pool has {pool_pages} pages")
-    return copy
+    outside = (pages < 0) | (pages >= pool_pages)
+    if outside.any():
+        position = int(outside.argmax())
+        raise PageError(
+            f"{where}: page {pages[position]} at position {position} is out of range: the pool has {pool_pages} pages"
+        )
 
 
 def refuse_repeated(pages: Pages, *, where: str) -> None:
@@ -219,12 +278,13 @@ def refuse_repeated(pages: Pages, *, where: str) -> None:
 
 def _integers(pages: ArrayLike, where: str) -> Pages:
     """A private copy of a flat sequence of integers."""
-    if type(pages) is np.ndarray and pages.dtype is _INT64 and pages.ndim == 1:
-        return np.array(pages, np.int64)
     try:
         given = np.asarray(pages)
     except ValueError as error:
         raise PageError(f"{where}: pages must be a flat sequence of integers: {error}") from error
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise PageError(f"{where}: pages must be a flat sequence of integers, not {given.dtype} of shape {given.shape}")
+    if given.dtype == np.uint64 and given.size and given.max() > np.iinfo(np.int64).max:
+        position = int(given.argmax())
+        raise PageError(f"{where}: page {given[position]} at position {position} is out of range of any pool")
     return given.astype(np.int64)

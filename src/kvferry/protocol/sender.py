@@ -18,7 +18,7 @@ from kvferry.errors import (
     TransferTimeoutError,
 )
 from kvferry.plan import Unit
-from kvferry.protocol.chunks import Chunk, refuse_repeated
+from kvferry.protocol.chunks import Chunk, refuse_impossible
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.failures import caused
 from kvferry.protocol.moves import Move, ReceiverRequest, check_chunk, moves_of
@@ -357,8 +357,7 @@ class SenderMachine:
         if self.state.is_final:
             return []  # the caller learns from the state
         try:
-            for part in chunk.parts:
-                refuse_repeated(part.pages, where=f"room {self.room}")  # here, where no scheduler waits for it
+            refuse_impossible(chunk, where=f"room {self.room}")  # here, where no scheduler waits for it
         except PageError as error:
             return self._fail(error)
         if self.state is TransferState.BOOTSTRAPPING:

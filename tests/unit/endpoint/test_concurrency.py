@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.support.waiting import eventually
 from tests.unit.endpoint.test_life_of_a_room import nothing_left
 
 from kvferry import Sender, Settings
-from kvferry.endpoint.actors import Actor, RunQueue
+from kvferry.endpoint.actors import Actor, Lookout, RunQueue
 from kvferry.errors import ChunkError
 
 
@@ -108,19 +109,19 @@ def test_several_threads_may_submit_to_one_room(pair: Callable[..., Requests]):
     for room in range(5):
         sender = endpoint.open(room)
         order: list[Any] = []
-        chunk = sender._chunks.chunk
+        hand_in = sender._chunks.hand_in
 
-        def recording(pages: Any, chunk: Any = chunk, order: list[Any] = order, **arguments: Any) -> Any:
-            made = chunk(pages, **arguments)
-            order.append(made)
-            return made
+        def recording(pages: Any, hand_in: Any = hand_in, order: list[Any] = order, **arguments: Any) -> Any:
+            handed_in = hand_in(pages, **arguments)
+            order.append(handed_in.chunk())
+            return handed_in
 
-        sender._chunks.chunk = recording  # type: ignore[method-assign]
+        sender._chunks.hand_in = recording  # type: ignore[method-assign]
         pages = np.arange(400).reshape(8, 50)
 
         def submit(own: Any, sender: Sender = sender) -> None:
             for page in own:
-                sender.submit([page])
+                sender.submit(np.array([page]) if page % 2 else [page])
 
         threads = [threading.Thread(target=submit, args=(own,)) for own in pages]
         for thread in threads:
@@ -283,6 +284,165 @@ def test_everything_that_is_put_is_taken_once_and_wakes_somebody(timeout_s: floa
     for thread in takers:
         thread.join(WAIT_S)
         assert not thread.is_alive()
+
+
+# ---- handing in without waking anybody ---------------------------------------------------------------------------
+
+
+class Records(Actor):
+    """Keeps its events in the order in which it handled them."""
+
+    def __init__(self, run_queue: RunQueue) -> None:
+        super().__init__(run_queue)
+        self.handled: list[Any] = []
+
+    def handle(self, event: Any, worker: Any) -> None:
+        self.handled.append(event)
+
+    def broke(self, error: Exception, worker: Any) -> None:
+        raise error
+
+
+@pytest.fixture
+def takers() -> Iterator[Callable[[RunQueue, float | None], threading.Thread]]:
+    """Starts threads that run actors, as workers do."""
+    started: list[tuple[RunQueue, threading.Thread]] = []
+
+    def start(run_queue: RunQueue, timeout_s: float | None) -> threading.Thread:
+        def work() -> None:
+            while True:
+                try:
+                    actor = run_queue.take(timeout_s)
+                except queue.Empty:
+                    continue
+                if actor is None:
+                    return
+                actor.take_turn(None)  # type: ignore[arg-type]
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        started.append((run_queue, thread))
+        return thread
+
+    yield start
+    for run_queue, _ in started:
+        run_queue.put(None)
+    for _, thread in started:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def test_what_is_handed_in_wakes_nobody_until_a_lookout_does(takers: Callable[..., threading.Thread]):
+    run_queue = RunQueue()
+    actor = Records(run_queue)
+    takers(run_queue, None)
+    eventually("it sleeps", lambda: run_queue._waiting)
+    run_queue.hand_in(actor, "event")
+    time.sleep(0.02)
+    assert actor.handled == []
+    run_queue.rouse()
+    eventually("it was handled", lambda: actor.handled == ["event"])
+    eventually("it sleeps again", lambda: run_queue._waiting)
+    run_queue.rouse()
+    time.sleep(0.01)
+    assert len(run_queue._waiting) == 1, "nothing was handed in, so nobody was woken"
+
+
+def test_who_looks_at_writes_finds_what_is_handed_in_without_a_lookout(takers: Callable[..., threading.Thread]):
+    run_queue = RunQueue()
+    actor = Records(run_queue)
+    takers(run_queue, 1e-3)
+    run_queue.hand_in(actor, "event")
+    eventually("it was handled", lambda: actor.handled == ["event"])
+
+
+def test_what_is_handed_in_is_found_before_anything_is_waited_for():
+    """Also by a worker that was about to sleep for ever."""
+    run_queue = RunQueue()
+    actor = Records(run_queue)
+    run_queue.hand_in(actor, "event")
+    assert run_queue.take(None) is actor
+    with pytest.raises(queue.Empty):
+        run_queue.take(0)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 1e-5])
+def test_events_keep_their_order_whoever_takes_them(takers: Callable[..., threading.Thread], timeout_s: float | None):
+    """Several workers of one queue, several callers with rooms of their own."""
+    run_queue, count = RunQueue(), 3000
+    for _ in range(3):
+        takers(run_queue, timeout_s)
+    lookout = Lookout("test", [run_queue], is_needed=lambda: True)
+    actors = [Records(run_queue) for _ in range(4)]
+
+    def call(mine: list[Records]) -> None:
+        for number in range(count):
+            for actor in mine:
+                run_queue.hand_in(actor, number)
+
+    callers = [threading.Thread(target=call, args=(actors[start::2],)) for start in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(WAIT_S)
+    for actor in actors:
+        eventually("all were handled", lambda actor: len(actor.handled) == count, actor)
+        assert actor.handled == list(range(count))
+    lookout.stop()
+
+
+def test_a_lookout_looks_while_it_is_needed_and_sleeps_otherwise(takers: Callable[..., threading.Thread]):
+    run_queue, rooms = RunQueue(), [1]
+    looks = 0
+
+    class Counting(RunQueue):
+        def rouse(self) -> None:
+            nonlocal looks
+            looks += 1
+            run_queue.rouse()
+
+    lookout = Lookout("test", [Counting()], is_needed=lambda: rooms)
+    takers(run_queue, None)
+    for round_number in range(3):
+        actor = Records(run_queue)
+        eventually("it sleeps", lambda: run_queue._waiting)
+        run_queue.hand_in(actor, round_number)
+        eventually("it was handled", lambda actor: actor.handled, actor)
+        rooms.clear()
+        eventually("it rests", lambda: lookout.is_resting)
+        before = looks
+        time.sleep(0.05)
+        assert looks == before
+        rooms.append(1)
+        lookout.begin()
+    assert lookout.is_alive
+    lookout.stop()
+    assert not lookout.is_alive
+
+
+def test_submit_wakes_no_thread(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):
+    """To wake one takes longer than all the rest of it."""
+    requests = pair(SMALL)
+    requests.run(0)
+    is_submitting, woken = threading.local(), 0
+    right_submit, right_wake = Sender.submit, RunQueue._wake_one
+
+    def submit(sender: Sender, *args: Any, **named: Any) -> None:
+        is_submitting.now = True
+        right_submit(sender, *args, **named)
+        is_submitting.now = False
+
+    def wake_one(run_queue: RunQueue) -> None:
+        nonlocal woken
+        woken += 1
+        assert not getattr(is_submitting, "now", False)
+        right_wake(run_queue)
+
+    monkeypatch.setattr(Sender, "submit", submit)
+    monkeypatch.setattr(RunQueue, "_wake_one", wake_one)
+    for room in range(1, 6):
+        requests.run(room, 6, cuts=(1, 4))
+    assert woken
 
 
 # ---- synchronous mode -------------------------------------------------------------------------------------------

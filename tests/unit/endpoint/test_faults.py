@@ -257,6 +257,7 @@ def test_a_prefill_rank_speaks_only_for_itself_and_for_the_present(pair: Callabl
         transport.held = True
     request = opened(requests)
     requests.submit(request, 0, 1, last=False)
+    eventually("writes are on their way", lambda: all(each.in_flight for each in requests.prefill.transports))
     now = generation(requests, 1)
     if kind == "drained":
         request.receivers[0].abort()

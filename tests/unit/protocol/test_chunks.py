@@ -6,10 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry.errors import ChunkError, PageError
 from kvferry.layout import PageGroup
-from kvferry.protocol.chunks import Chunk, ChunkPart, ChunkSequence, GroupPages, checked_pages
+from kvferry.protocol.chunks import (
+    Chunk,
+    ChunkPart,
+    ChunkSequence,
+    GroupPages,
+    checked_pages,
+    refuse_impossible,
+)
 
 KV = PageGroup(name="kv", page_tokens=16, num_pages=10, has_slots=False, window_tokens=None)
 WINDOW = PageGroup(name="window", page_tokens=16, num_pages=6, has_slots=False, window_tokens=64)
@@ -17,7 +26,7 @@ STATE = PageGroup(name="state", page_tokens=1, num_pages=4, has_slots=True, wind
 
 
 def chunk(sequence: ChunkSequence, pages: Any, *, start: int | None = None, is_last: bool = False) -> Chunk:
-    return sequence.chunk(pages, start=start, is_last=is_last, aux=None)
+    return sequence.hand_in(pages, start=start, is_last=is_last, aux=None, now=0.0).chunk()
 
 
 def only(made: Chunk) -> ChunkPart:
@@ -27,7 +36,10 @@ def only(made: Chunk) -> ChunkPart:
 
 def test_chunks_are_numbered_and_follow_each_other():
     sequence = ChunkSequence(7, [KV])
-    made = [chunk(sequence, [4, 2]), chunk(sequence, []), sequence.chunk([9], start=2, is_last=True, aux=b"token")]
+    made = [chunk(sequence, [4, 2]), chunk(sequence, [])]
+    handed_in = sequence.hand_in([9], start=2, is_last=True, aux=b"token", now=7.5)
+    assert handed_in.submitted_at == 7.5
+    made.append(handed_in.chunk())
     assert [(one.number, only(one).start, only(one).stop, one.is_last) for one in made] == [
         (0, 0, 2, False),
         (1, 2, 2, False),
@@ -135,9 +147,11 @@ def test_a_start_that_is_no_integer_is_refused(start: Any):
 
 def test_a_refused_chunk_changes_nothing():
     sequence = ChunkSequence(7, [KV])
-    for pages in ([10], [-1], [0.5], [[1]]):
+    for pages in ([1.0], [2**70], [0.5], [[1]], np.zeros((1, 1), np.int64), np.zeros(1)):
         with pytest.raises(PageError):
             chunk(sequence, pages, start=4, is_last=True)
+        with pytest.raises(PageError):
+            chunk(sequence, pages, is_last=True)
     with pytest.raises(ChunkError):
         chunk(sequence, [1], start=-3, is_last=True)
     assert not sequence.is_complete
@@ -146,7 +160,7 @@ def test_a_refused_chunk_changes_nothing():
     with pytest.raises(ChunkError):
         chunk(sequence, [3], start=9, is_last=True)
     with pytest.raises(PageError):
-        chunk(sequence, [-3], is_last=True)
+        chunk(sequence, [-3.5], is_last=True)
     last = chunk(sequence, [3], is_last=True)
     assert (last.number, only(last).start, sequence.is_complete) == (1, 2, True)
 
@@ -213,11 +227,78 @@ def test_a_slot_is_handed_in_once():
 
 
 def test_pages_are_checked_against_the_pool_of_their_group():
-    sequence = ChunkSequence(7, [KV, WINDOW, STATE])
+    """Not when they are handed in: that is where a scheduler waits."""
     for group, pages in (("kv", 10), ("window", 6), ("state", 4)):
-        with pytest.raises(PageError, match=f"group {group!r}: page {pages} at position 0 is out of range"):
-            chunk(sequence, {group: [pages]})
+        for wrong in ([pages], [-1], [2**62]):
+            made = chunk(ChunkSequence(7, [KV, WINDOW, STATE]), {group: wrong})
+            with pytest.raises(
+                PageError, match=rf"here: page {wrong[0]} at position 0 is out of range: .* {pages} pages"
+            ):
+                refuse_impossible(made, where="here")
+        made = chunk(ChunkSequence(7, [KV, WINDOW, STATE]), {group: [pages - 1]})
+        refuse_impossible(made, where="here")
         assert checked_pages([pages - 1], pool_pages=pages, where="here").tolist() == [pages - 1]
+
+
+def test_impossible_pages_are_named_with_their_group_where_there_are_several():
+    made = chunk(ChunkSequence(7, [KV, WINDOW]), {"kv": [1], "window": [0, 3, 3]})
+    with pytest.raises(PageError, match="room 7, group 'window': page 3 appears 2 times"):
+        refuse_impossible(made, where="room 7")
+    made = chunk(ChunkSequence(7, [KV]), [1, 3, 10, 11])
+    with pytest.raises(PageError, match=r"^room 7: page 10 at position 2 is out of range: the pool has 10 pages$"):
+        refuse_impossible(made, where="room 7")
+
+
+# ---- handing in ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pages", [np.array([4, 2, 7]), np.array([4, 0, 2, 0, 7, 0])[::2], np.array([7, 2, 4])[::-1]])
+def test_what_was_handed_in_is_a_copy_that_the_caller_cannot_change(pages: Any):
+    sequence = ChunkSequence(7, [KV])
+    handed_in = sequence.hand_in(pages, start=None, is_last=False, aux=None, now=0.0)
+    pages[:] = 0
+    assert only(handed_in.chunk()).pages.tolist() == [4, 2, 7]
+    assert only(handed_in.chunk()).pages.dtype == np.int64
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=6))
+def test_every_way_to_write_pages_is_counted_alike(chunks: list[list[int]]):
+    """Arrays of int64 take a shorter way than the others."""
+    ways: list[Any] = [
+        lambda pages, start: (np.array(pages, np.int64), None),
+        lambda pages, start: (pages, None),
+        lambda pages, start: (np.array(pages, np.int64), start),
+        lambda pages, start: ({"kv": np.array(pages, np.int32)}, None),
+        lambda pages, start: ({"kv": GroupPages(pages, start)}, None),
+    ]
+    found = []
+    for way in ways:
+        sequence, next_page = ChunkSequence(7, [KV]), 0
+        made = []
+        for number, pages in enumerate(chunks):
+            given_pages, start = way(pages, next_page)
+            one = chunk(sequence, given_pages, start=start, is_last=number == len(chunks) - 1)
+            made.append((one.number, one.is_last, only(one).start, only(one).stop, only(one).pages.tolist()))
+            next_page += len(pages)
+        found.append(made)
+    assert all(each == found[0] for each in found)
+
+
+def test_both_ways_in_turn_count_on():
+    sequence = ChunkSequence(7, [KV])
+    starts = [
+        only(chunk(sequence, pages, start=start)).start
+        for pages, start in (
+            ([1, 2], 3),
+            (np.array([3]), None),
+            ([4], None),
+            (np.array([5, 6]), 7),
+            (np.array([7]), None),
+        )
+    ]
+    assert starts == [3, 5, 6, 7, 9]
+    with pytest.raises(ChunkError, match="page 9 of the request where page 10 is next"):
+        chunk(sequence, np.array([1]), start=9)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +317,7 @@ def test_groups_are_named_as_in_the_layout(pages: Any, start: int | None, says: 
 
 def test_a_chunk_of_which_one_group_is_refused_changes_nothing_of_the_others():
     sequence = ChunkSequence(7, [KV, WINDOW, STATE])
-    for wrong in ({"state": [9]}, {"window": GroupPages([1], start=-1)}, {"state": [0, 1]}):
+    for wrong in ({"state": [0.5]}, {"window": GroupPages([1], start=-1)}, {"state": [0, 1]}):
         with pytest.raises((PageError, ChunkError)):
             chunk(sequence, {"kv": [1, 2], **wrong}, is_last=True)
     made = chunk(sequence, {"kv": GroupPages([3], start=4), "window": [1], "state": [0]})
