@@ -16,6 +16,7 @@ from kvferry.cli.plan.report import as_json, numbers_in_words, verdict
 from kvferry.cli.plan.study import Pair, RequestOptions, SideOptions, Study, bulk_writes, study
 from kvferry.errors import IncompatiblePeerError, ModelError, SettingsError
 from kvferry.layout import PageOrder
+from kvferry.settings import Settings
 from kvferry.plan import PairPlan, SourceGroup, Unit, places, selectors
 
 ATTENTION = {
@@ -174,8 +175,9 @@ def test_the_path_is_that_of_the_cost_model(case: Case):
     assert case.study().path(PageNumbers.SCATTERED) == "staged"
 
 
-def test_bulk_writes_are_of_one_mebibyte():
-    assert [bulk_writes(size) for size in (1, 1 << 20, (1 << 20) + 1, 5 << 20)] == [1, 1, 2, 5]
+def test_bulk_writes_are_of_the_size_that_endpoints_write():
+    assert Settings().staging_chunk_mib == 8
+    assert [bulk_writes(size) for size in (1, 8 << 20, (8 << 20) + 1, 40 << 20)] == [1, 1, 2, 5]
 
 
 # ---- by expanding descriptors ---------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ from kvferry.models import ModelCache, read_model_cache
 from kvferry.plan import Piece, SourceGroup, check_exchangeable, elect_writer, prove_receiver
 from kvferry.plan.cost import Choice, Load, Path, PathCosts, choose
 from kvferry.plan.proof import ProofError
+from kvferry.settings import Settings
 
-BULK_WRITE_BYTES = 1 << 20
-"""Of a sub-chunk on the staged path: keeps staging memory in the processor's cache."""
+BULK_WRITE_BYTES = int(Settings.model_fields["staging_chunk_mib"].default * 2**20)
+"""Of a sub-chunk on the staged path, unless it is set otherwise."""
 
 BALANCED_ROOMS = 256
 """Rooms over which the balance of writers is averaged."""
