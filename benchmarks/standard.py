@@ -41,18 +41,18 @@ def steps(device: str) -> dict[str, str]:
     there are as many as fit into a few seconds, and one at least. Pages of one token leave it out.
     """
     shape = f"kvferry bench {_REQUEST}" + (f" --device {device}" if device != "cpu" else "")
-    unequal = f"{shape} --page-size 16 --variants direct,staged,auto --repetitions 1 --seconds 12"
+    unequal = f"{shape} --page-size 16 --variants direct,staged,auto --repetitions 1 --seconds 8"
     return {
-        "equal": f"{shape} --page-size 16,64 --pages both --variants direct,auto --repetitions 3 --json",
+        "equal": f"{shape} --page-size 16,64 --pages both --variants direct,auto --repetitions 2 --json",
         "one-token": f"{shape} --page-size 1 --pages both --variants auto --repetitions 3 --json",
         "2->1": f"{unequal} --prefill-tp 2 --decode-tp 1 --json",
         "1->2": f"{unequal} --prefill-tp 1 --decode-tp 2 --json",
         "4->2": f"{unequal} --prefill-tp 4 --decode-tp 2 --json",
-        "steady": f"{shape} --requests 6 --passes 17 --variants synchronous,auto --repetitions 1 --json",
+        "steady": f"{shape} --requests 4 --passes 20 --variants synchronous,auto --repetitions 1 --json",
         "submit": "python benchmarks/submit.py --json",
         "idle": "python benchmarks/idle.py --json",
-        "first": "python benchmarks/first_transfer.py --json",
-        "growth": "python benchmarks/memory_growth.py --transfers 10000 --json",
+        "first": "python benchmarks/first_transfer.py --pairs 3 --json",
+        "growth": "python benchmarks/memory_growth.py --transfers 6000 --json",
     }
 
 

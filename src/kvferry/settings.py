@@ -74,7 +74,7 @@ class Settings(BaseSettings):
         "the workers write, and get in each other's way. They spin while a write is on its way, and sleep otherwise.",
     )
     nixl_progress_delay_us: int = Field(
-        20_000, ge=1000, le=1_000_000, description="Longest sleep of NIXL's progress thread, in microseconds."
+        50_000, ge=1000, le=1_000_000, description="Longest sleep of NIXL's progress thread, in microseconds."
     )
 
     workers: int = Field(

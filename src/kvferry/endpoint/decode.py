@@ -68,6 +68,7 @@ class DecodeEndpoint:
         self.settings = settings or Settings()
         self.engine_rank = self.coordinates.engine_rank
         self._registry_client = RegistryClient(self.settings.registry_address)
+        self._registry_client.load()  # nobody waits yet
         self.transport = transport or create_transport(
             self.settings, endpoint_name(engine, self.engine_rank), writes=False
         )

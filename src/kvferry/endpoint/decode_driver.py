@@ -1,8 +1,8 @@
 """The one thread of a decode endpoint: links, rooms, messages, notifications, deadlines.
 
 It owns everything that it touches. Callers hand in work through a queue and wake it up; registry look-ups, which block,
-run on a small pool and hand their results in the same way. The loop sleeps as long as it can: not at all after
-something happened, a millisecond while rooms are open, and until somebody knocks when there are none.
+run on a small pool and hand their results in the same way. The loop sleeps as long as it can: hardly while rooms are
+open and something happened just now, a millisecond while they are, and until somebody knocks when there are none.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class DecodeDriver:
 
     def _turn(self) -> bool:
         """One round of the loop; returns whether anything happened."""
-        is_hot = time.monotonic() < self._hot_until
+        is_hot = bool(self._rooms) and time.monotonic() < self._hot_until  # a heartbeat's answer is no reason
         ready = dict(self._poller.poll(0 if is_hot else self._longest_wait_ms()))
         now = time.monotonic()
         happened = self._work_inbox(ready, now)

@@ -16,8 +16,8 @@ from kvferry.cli.plan.report import as_json, numbers_in_words, verdict
 from kvferry.cli.plan.study import Pair, RequestOptions, SideOptions, Study, bulk_writes, study
 from kvferry.errors import IncompatiblePeerError, ModelError, SettingsError
 from kvferry.layout import PageOrder
-from kvferry.settings import Settings
 from kvferry.plan import PairPlan, SourceGroup, Unit, places, selectors
+from kvferry.settings import Settings
 
 ATTENTION = {
     name: {"name": name, "layers": "all", "axes": {"head": 2, "dim": 4}, "dtype": "bfloat16", "tp_axis": "head"}

@@ -51,6 +51,20 @@ def test_small_runs_are_staged_and_large_ones_are_not():
     assert paths[-3:] == [Path.DIRECT] * 3
 
 
+def test_staged_must_be_faster_by_far():
+    """Direct takes a second; staged less, but no less than the measurements may be off."""
+    load = Load(num_bytes=1_000_000, runs=1, descriptors=1, bulk_writes=1)
+    costs = replace(
+        COSTS, seconds_per_descriptor=1e-6, seconds_per_write=1e-6, bulk_bytes_per_s=1e9, scatter_bytes_per_s=1e9
+    )
+    slightly, much = replace(costs, gather_bytes_per_s=1.3e6), replace(costs, gather_bytes_per_s=2e6)
+    choice = choose(load, slightly)
+    assert choice.staged_s < choice.direct_s
+    assert choice.path is Path.DIRECT
+    assert "are not much slower than gathering" in choice.reason
+    assert choose(load, much).path is Path.STAGED
+
+
 def test_merging_makes_direct_faster():
     load = Load(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
     assert choose(load, PathCosts()).path is Path.STAGED
