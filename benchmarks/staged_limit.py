@@ -45,6 +45,13 @@ def write(process: int, source: int, destination: int, length: int) -> None:
         raise OSError(ctypes.get_errno(), f"process_vm_writev wrote {written} of {length} bytes")
 
 
+def both(counters: shared_memory.SharedMemory) -> tuple[memoryview, memoryview]:
+    """Sub-chunks written, and read."""
+    assert counters.buf is not None
+    numbers = counters.buf.cast("q")
+    return numbers[:1], numbers[1:2]
+
+
 def page_starts(pool: np.ndarray, page_bytes: int, count: int) -> list[np.ndarray]:
     """Addresses of scattered pages, several sets."""
     random = np.random.default_rng(1)
@@ -57,7 +64,7 @@ def page_starts(pool: np.ndarray, page_bytes: int, count: int) -> list[np.ndarra
 def receive(connection: multiprocessing.connection.Connection, name: str, options: argparse.Namespace) -> None:
     """Scatters every sub-chunk, then sends its CPU time."""
     counters = shared_memory.SharedMemory(name)
-    written, read = counters.buf.cast("q")[:1], counters.buf.cast("q")[1:2]
+    written, read = both(counters)
     chunk, runs = int(options.chunk_mib * 2**20), BLOCK_BYTES // options.row_bytes
     pool = np.full(POOL_BYTES, 1, np.uint8)
     kernels = kernels_for([Region(pool.ctypes.data, pool.size)], Device())
@@ -88,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     chunk, runs = int(options.chunk_mib * 2**20), BLOCK_BYTES // options.row_bytes
     counters = shared_memory.SharedMemory(create=True, size=16)
-    written, read = counters.buf.cast("q")[:1], counters.buf.cast("q")[1:2]
+    written, read = both(counters)
     written[0] = read[0] = 0
     ours, theirs = multiprocessing.Pipe()
     receiver = multiprocessing.Process(target=receive, args=(theirs, counters.name, options))
