@@ -48,7 +48,7 @@ def steps(device: str) -> dict[str, str]:
         "2->1": f"{unequal} --prefill-tp 2 --decode-tp 1 --json",
         "1->2": f"{unequal} --prefill-tp 1 --decode-tp 2 --json",
         "4->2": f"{unequal} --prefill-tp 4 --decode-tp 2 --json",
-        "steady": f"{shape} --requests 4 --passes 20 --variants synchronous,auto --repetitions 1 --json",
+        "steady": f"{shape} --requests 5 --passes 20 --variants synchronous,auto --repetitions 1 --json",
         "submit": "python benchmarks/submit.py --json",
         "idle": "python benchmarks/idle.py --json",
         "first": "python benchmarks/first_transfer.py --pairs 3 --json",

@@ -104,10 +104,8 @@ class NixlTransport(Transport):
         self._in_progress, self._success = self._nixl.NIXL_IN_PROG, self._nixl.NIXL_SUCCESS
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = not only_writes
-        # Guards progress: one at a time, and the others sleep.
-        self._progress: contextlib.AbstractContextManager[object] = (
-            threading.Lock() if only_writes else contextlib.nullcontext()
-        )
+        # Guards progress: one at a time, and the others sleep instead of spinning on UCX's own lock.
+        self._progress = threading.Lock()
         config.useListenThread = False
         config.pthrDelay = progress_delay_us
         # Reader-writer: workers post side by side, only connecting and registering exclude each other.
@@ -294,9 +292,8 @@ class NixlTransport(Transport):
                 self._agent.releaseXferReq(handle)
                 raise
             try:
-                self._look(
-                    flight
-                )  # before anybody else has the lock, and may keep it long: the notification leaves now
+                # Before somebody else has the lock, and may keep it long: the notification leaves now.
+                self._look(flight)
             except Exception as error:  # it was posted: whoever polls is told
                 flight.problem = error
         return flight
@@ -348,8 +345,12 @@ class NixlTransport(Transport):
             self._agent.genNotif(peer, notification, [self._backend])
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        with self._progress:
+        if not self._progress.acquire(blocking=False):
+            return []  # whoever has it makes progress; the next call takes what came
+        try:
             received = self._agent.getNotifs({}, [self._backend])
+        finally:
+            self._progress.release()
         return [(peer, notification) for peer, notifications in received.items() for notification in notifications]
 
     def close(self) -> None:
