@@ -100,7 +100,6 @@ class Calibration:
 
     def _measure_wire(self, key: WireKey, peer: str, ring: Region) -> PathCosts:
         most = min(self._memory.num_bytes, ring.length)
-        self._bulk(peer, ring, min(64, most))  # once for nothing: the first of all makes the connection
         few, bulk = self._bulk(peer, ring, min(64, most)), self._bulk(peer, ring, min(_BULK_BYTES, most))
         costs = PathCosts(
             seconds_per_write=few.seconds,
@@ -125,6 +124,7 @@ class Calibration:
     def _bulk(self, peer: str, ring: Region, num_bytes: int) -> _Timing:
         """One write of so many bytes."""
         source = Region(self._memory.address, num_bytes)
+        # The first write of all makes the connection, and takes long; it is not the shortest.
         timings = [
             self._timed(lambda: self._transport.write(source, peer, ring.address, b"")) for _ in range(_REPETITIONS)
         ]

@@ -2,8 +2,8 @@
 
 A piece is packed index by index of its first axis, unit by unit, each unit's runs one after the other in the order in
 which the source has them. Both sides work this out from the same layouts, so that the bytes need no description but
-which units they are. A chunk's bytes are cut into sub-chunks, small enough to stay in the processor's cache between
-gathering, writing and scattering; a small one has all layers together.
+which units they are. A chunk's bytes are cut into sub-chunks, of which one is scattered while the next is gathered; a
+small chunk has all layers together.
 """
 
 from __future__ import annotations

@@ -1,0 +1,183 @@
+"""Measured costs: what they are made of, on a transport whose speed is known."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry import RankLayout, attention_components, shard_from_tensors
+from kvferry.endpoint.calibration import Calibration, WireKey, sample_starts, spread_rows
+from kvferry.layout import Device, Region
+from kvferry.plan.blocks import BlockShape
+from kvferry.plan.lowering import PageSteps
+from kvferry.plan.packing import PackedPiece, PackedSide
+from kvferry.staging import Kernels, StagingMemory
+from kvferry.transport import Flight, FlightReport, PreparedList
+
+WRITE_S, DESCRIPTOR_S, LARGE_BYTES_PER_S, BULK_BYTES_PER_S, GATHER_BYTES_PER_S = 30e-6, 2e-6, 8e9, 20e9, 5e9
+HOST = Device()
+KEY = WireKey("here", "clockwork", HOST, HOST)
+COMPONENT, _ = attention_components(num_layers=2, num_kv_heads=1, head_dim=128, dtype="uint8")
+
+
+class Clock:
+    """Time that passes only when something is done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self.spend)
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass
+class Clockwork:
+    """A transport that takes as long as it says, at once or later. Only what calibrations use."""
+
+    clock: Clock
+    is_synchronous: bool = True
+    first_s: float = 0.0  # the first of all writes takes so much longer
+    written = 0
+
+    def prepare(self, rows: Any, peer: str | None) -> PreparedList:
+        return PreparedList(peer, rows, len(rows), int(rows[:, 4].sum()))
+
+    def release_list(self, prepared: PreparedList) -> None:
+        pass
+
+    def write(self, source: Region, peer: str, address: int, notification: bytes) -> Flight:
+        return self._flight(WRITE_S + source.length / BULK_BYTES_PER_S)
+
+    def post(self, local: Any, here: Any, remote: Any, there: Any, notification: bytes) -> Flight:
+        assert len(here) == len(there)
+        assert int(here.max()) < local.count
+        assert int(there.max()) < remote.count
+        length = int(local.handle[0, 1])
+        return self._flight(WRITE_S + len(here) * (DESCRIPTOR_S + length / LARGE_BYTES_PER_S))
+
+    def _flight(self, seconds: float) -> Flight:
+        self.written += 1
+        seconds += self.first_s if self.written == 1 else 0
+        flight = _Flying(0.0)
+        if self.is_synchronous:
+            self.clock.spend(seconds)
+        else:
+            flight.until = self.clock.now + seconds
+        return flight
+
+    def poll(self, flight: Any) -> FlightReport | None:
+        return FlightReport(0, 0, 0.0, 0.0) if self.clock.now >= flight.until else None
+
+    def release(self, flight: Flight) -> None:
+        pass
+
+
+@dataclass
+class _Flying(Flight):
+    until: float
+
+
+@dataclass
+class Gathering(Kernels):
+    """Gathers at a known speed."""
+
+    clock: Clock
+
+    def gather(self, starts: Any, shape: BlockShape, address: int) -> None:
+        self.clock.spend(len(starts) * shape.num_bytes / GATHER_BYTES_PER_S)
+
+    def scatter(self, address: int, starts: Any, shape: BlockShape) -> None:
+        raise AssertionError("calibrating must not write into a pool")
+
+
+def calibration(clock: Clock, transport: Any, pages: int = 4096) -> tuple[Calibration, list[PackedPiece], list[Any]]:
+    tensors = [np.zeros((pages, 16, 1, 128), np.uint8) for _ in range(2)]
+    layout = RankLayout(shards=(shard_from_tensors(COMPONENT, tensors, dims=("page", "token", "head", "dim")),))
+    side = PackedSide(
+        np.array([each.ctypes.data for each in tensors]), BlockShape((), 2048), PageSteps(1, 2048, 2048), pages
+    )
+    piece = PackedPiece(side, side, 2, 2048, 1)
+    memory = StagingMemory(Region(1 << 21, 2 << 20), HOST, owner=tensors)
+    return Calibration(transport, Gathering(clock), layout, memory), [piece], tensors
+
+
+RING = Region(1 << 30, 32 << 20)
+
+
+@pytest.mark.parametrize("is_synchronous", [True, False])
+def test_the_costs_are_those_of_the_transport(monkeypatch: pytest.MonkeyPatch, is_synchronous: bool):
+    clock = Clock(monkeypatch)
+    made, pieces, kept = calibration(clock, Clockwork(clock, is_synchronous, first_s=0.05))
+    costs = made.costs(KEY, "peer", RING, pieces, scatter_bytes_per_s=7e9)
+    # Polled every 20 us where it takes time: a write of 30 us is seen after 40.
+    assert costs.seconds_per_write == pytest.approx(WRITE_S if is_synchronous else 40e-6, rel=0.01)
+    assert costs.seconds_per_descriptor == pytest.approx(DESCRIPTOR_S, rel=0.05)
+    assert costs.wire_bytes_per_s == pytest.approx(LARGE_BYTES_PER_S, rel=0.2)
+    assert costs.bulk_bytes_per_s == pytest.approx(BULK_BYTES_PER_S, rel=0.3)
+    assert costs.gather_bytes_per_s == pytest.approx(GATHER_BYTES_PER_S, rel=0.01)
+    assert costs.scatter_bytes_per_s == 7e9
+    assert costs.is_one_memory is is_synchronous
+    del kept
+
+
+def test_the_wire_is_measured_once_for_each_pair_of_machines(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(monkeypatch)
+    transport = Clockwork(clock)
+    made, pieces, kept = calibration(clock, transport)
+    costs = made.costs(KEY, "one", RING, pieces, scatter_bytes_per_s=7e9)
+    written, now = transport.written, clock.now
+    again = made.costs(KEY, "another", RING, pieces, scatter_bytes_per_s=6e9)
+    assert transport.written == written
+    assert clock.now - now < 2e-3
+    assert (again.wire_bytes_per_s, again.scatter_bytes_per_s) == (costs.wire_bytes_per_s, 6e9)
+    made.costs(WireKey("elsewhere", "clockwork", HOST, HOST), "third", RING, pieces, scatter_bytes_per_s=7e9)
+    assert transport.written == 2 * written
+    del kept
+
+
+def test_it_takes_a_few_milliseconds(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(monkeypatch)
+    made, pieces, kept = calibration(clock, Clockwork(clock))
+    made.costs(KEY, "peer", RING, pieces, scatter_bytes_per_s=7e9)
+    assert clock.now < 8e-3
+    del kept
+
+
+def test_a_pool_that_is_too_small_to_tell_has_the_bulk_writes_speed(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(monkeypatch)
+    made, pieces, kept = calibration(clock, Clockwork(clock), pages=4)
+    costs = made.costs(KEY, "peer", RING, pieces, scatter_bytes_per_s=0)
+    assert costs.wire_bytes_per_s == costs.bulk_bytes_per_s
+    assert costs.scatter_bytes_per_s == costs.gather_bytes_per_s
+    del kept
+
+
+@pytest.mark.parametrize("regions", [1, 3, 128, 5000])
+@pytest.mark.parametrize("count", [1, 96, 1536])
+def test_sampled_descriptors_lie_apart_inside_the_pool(regions: int, count: int):
+    pool = [Region(1 << 20 | number << 40, 3_000_000 + 7 * number) for number in range(regions)]
+    rows = spread_rows(pool, HOST, 256, count)
+    assert rows is not None
+    bounds = {region.address: region.stop for region in pool}
+    for address, length, _, stride, steps in rows.tolist():
+        assert stride > length
+        assert address + stride * (steps - 1) + length <= bounds[address]
+    assert count <= int(rows[:, 4].sum()) <= 4 * count + len(rows)
+
+
+def test_without_room_there_is_no_sample():
+    assert spread_rows([Region(4096, 255)], HOST, 256, 8) is None
+
+
+def test_samples_of_pages_do_not_meet():
+    side = PackedSide(np.array([0]), BlockShape((), 64), PageSteps(1, 64, 64), 1000)
+    samples = [set(sample_starts(side, 100, number).tolist()) for number in range(3)]
+    assert [len(sample) for sample in samples] == [100, 100, 100]
+    assert not samples[0] & samples[1]
+    assert not samples[1] & samples[2]
