@@ -70,8 +70,8 @@ class Settings(BaseSettings):
         default_factory=lambda: default_nixl_threads(os.cpu_count() or 1),
         ge=0,
         le=256,
-        description="NIXL's own threads, which share the descriptors of every write of a prefill rank; without any, "
-        "the workers write, and get in each other's way. They spin while a write is on its way, and sleep otherwise.",
+        description="NIXL's own threads, which share the descriptors of a prefill rank's direct writes; without any, "
+        "the workers write, one at a time. They spin while a write is on its way, and sleep otherwise.",
     )
     nixl_progress_delay_us: int = Field(
         50_000, ge=1000, le=1_000_000, description="Longest sleep of NIXL's progress thread, in microseconds."

@@ -137,41 +137,40 @@ class SendingStaging:
             TransportError: if it cannot be registered.
         """
         settings, layout = self._settings, self._layout
-        calibration_bytes = min(self._ring_bytes, CALIBRATION_BYTES)
-        if settings.gather_workers * self._ring_bytes + calibration_bytes > settings.staging_memory_mib * 2**20:
+        sizes = [min(self._ring_bytes, CALIBRATION_BYTES), *[self._ring_bytes] * settings.gather_workers]
+        if sum(sizes) > settings.staging_memory_mib * 2**20:
             raise SettingsError(
                 f"{settings.gather_workers} workers that gather (KVFERRY_GATHER_WORKERS) with "
                 f"{settings.staging_ring_mib:g} MiB each (KVFERRY_STAGING_RING_MIB), and calibration, "
                 f"need more than {settings.staging_memory_mib:g} MiB (KVFERRY_STAGING_MEMORY_MIB)"
             )
         kernels = kernels_for(layout.regions(), layout.device)
-        memory = self._memory(calibration_bytes)
-        self.source_memories = tuple(
-            SourceMemory(self._chunk_bytes, self._memory(self._ring_bytes), self._more_memory)
-            for _ in range(settings.gather_workers)
-        )
-        self._kernels, self._calibration = kernels, Calibration(self._transport, kernels, layout, memory)
+        self._taken_bytes = sum(sizes)
+        measuring, *gathering = [self._registered(size) for size in sizes]
+        self.source_memories = tuple(SourceMemory(self._chunk_bytes, memory, self._more_memory) for memory in gathering)
+        self._kernels, self._calibration = kernels, Calibration(self._transport, kernels, layout, measuring)
 
     def _more_memory(self) -> StagingMemory | None:
         """As much again for a worker that gathers; None if there is no more, or must not be."""
         with self._lock:
             if self._taken_bytes + self._ring_bytes > self._settings.staging_memory_mib * 2**20:
                 return None
+            self._taken_bytes += self._ring_bytes  # before it is there: another worker may ask meanwhile
         try:
-            return self._memory(self._ring_bytes)
+            return self._registered(self._ring_bytes)
         except (SettingsError, TransportError) as error:
             log.warning("staged writes go on with the memory that they have: %s", error)
+            with self._lock:
+                self._taken_bytes -= self._ring_bytes
             return None
 
-    def _memory(self, num_bytes: int) -> StagingMemory:
+    def _registered(self, num_bytes: int) -> StagingMemory:
         """Raises:
         SettingsError: if there is not so much memory.
         TransportError: if it cannot be registered.
         """
         memory = allocate(num_bytes, self._layout.device)
         self._transport.register([memory.region], self._layout.device)
-        with self._lock:
-            self._taken_bytes += num_bytes
         return memory
 
     def paths_to(self, message: Attach, plan: PairPlan) -> PathChooser:

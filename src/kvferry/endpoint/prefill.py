@@ -365,10 +365,11 @@ class PrefillEndpoint:
                 for identity, data in self._channel.receive():
                     self._receive_one(identity, data, now)
                 self._flush()
-                self.transport.take_notifications()  # nobody sends any, but connections need progress
                 if now >= next_tick_at:
                     next_tick_at = now + _TICK_S
                     self._tick(now)
+                # Nobody sends any, but connections need progress. Last, since rooms must end also where it fails.
+                self.transport.take_notifications()
             except Exception:
                 log.exception("the control thread of prefill rank %d goes on after an error", self.engine_rank)
 

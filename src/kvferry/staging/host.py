@@ -40,7 +40,7 @@ _WORDS = {8: "<i8", 4: "<i4", 2: "<i2", 1: "|u1"}
 _LARGEST_WORD = 8
 
 _LONG_RUN_BYTES = 1 << 20
-"""Scattered one by one: nothing is gained by selecting them, and NumPy's elements end at 2 GiB."""
+"""Copied one by one: nothing is gained by selecting them, and NumPy's elements end at 2 GiB."""
 
 _FEWEST_UNLOCKED = 512
 """NumPy keeps the interpreter lock while it assigns up to 500 elements, however large they are."""
@@ -72,8 +72,7 @@ class HostKernels(Kernels):
         if not len(starts):
             return
         if shape.length >= _LONG_RUN_BYTES:
-            for there, run in self._runs(starts, shape, address):
-                there[...] = run
+            self._gather_runs(starts, shape, address)
             return
         stretches = self._stretches_in_step(starts, shape, address)
         if stretches is None:
@@ -86,11 +85,14 @@ class HostKernels(Kernels):
             packed = array_at(address + first * shape.num_bytes, (len(numbers),), rows.dtype.str)
             rows.take(numbers, out=packed, mode="clip")  # any other mode copies what it takes once more
 
+    def _gather_runs(self, starts: StartArray, shape: BlockShape, address: int) -> None:
+        for there, run in self._runs(starts, shape, address):
+            there[...] = run
+
     def _gather_words(self, starts: StartArray, shape: BlockShape, address: int) -> None:
         word = common_alignment(starts, shape, address, _LARGEST_WORD)
         if shape.length // word >= _WORDS_PER_CALL:
-            for there, run in self._runs(starts, shape, address):
-                there[...] = run
+            self._gather_runs(starts, shape, address)
             return
         outer, inner = _split_loops(shape, word)
         starts = spread(starts, outer)
@@ -180,10 +182,12 @@ class HostKernels(Kernels):
 
 def _in_enough_parts(shape: BlockShape, blocks: int) -> BlockShape:
     """The same shape, in so many runs that NumPy lets other threads run while it assigns them, if it can be had."""
+    if shape.loops:  # nested ones it always assigns without the lock
+        return shape
     parts = 1
     while blocks * parts < _FEWEST_UNLOCKED and shape.length % (2 * parts) == 0:
         parts *= 2
-    if parts == 1 or shape.loops:  # nested ones it always assigns without the lock
+    if parts == 1:
         return shape
     return BlockShape(((parts, shape.length // parts),), shape.length // parts)
 

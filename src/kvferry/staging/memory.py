@@ -94,13 +94,13 @@ def _on_cpu(num_bytes: int, device: Device) -> StagingMemory:
     except (OSError, OverflowError, ValueError) as error:
         raise _too_much(num_bytes, device, error) from error
     memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)  # keeps the mapping, which goes when the array does
-    address = memory.ctypes.data
     if is_huge:
-        address += -address % _HUGE_PAGE_BYTES
+        offset = -memory.ctypes.data % _HUGE_PAGE_BYTES
+        memory = memory[offset : offset + num_bytes]
         with contextlib.suppress(OSError):  # a kernel without them has small ones
             pages.madvise(mmap.MADV_HUGEPAGE)
     memory[:: mmap.PAGESIZE] = 0
-    return StagingMemory(Region(address, num_bytes), device, memory)
+    return StagingMemory(Region(memory.ctypes.data, num_bytes), device, memory)
 
 
 def _on_gpu(num_bytes: int, device: Device) -> StagingMemory:

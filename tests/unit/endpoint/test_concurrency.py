@@ -246,23 +246,25 @@ def test_waiting_for_a_few_microseconds_has_an_end():
         assert not thread.is_alive() or rounds > before
 
 
+def take_all(run_queue: RunQueue, timeout_s: float | None, use: Callable[[Actor], None]) -> None:
+    """Takes actors as workers do, until told to stop."""
+    while True:
+        try:
+            actor = run_queue.take(timeout_s)
+        except queue.Empty:
+            continue
+        if actor is None:
+            return
+        use(actor)
+
+
 @pytest.mark.parametrize("timeout_s", [None, 1e-5])
 def test_everything_that_is_put_is_taken_once_and_wakes_somebody(timeout_s: float | None):
     """Several put while several take; at the end of every round nobody sleeps beside something to do."""
     run_queue, rounds, puts = RunQueue(), 300, 20
     taken: list[Any] = []
 
-    def take() -> None:
-        while True:
-            try:
-                actor = run_queue.take(timeout_s)
-            except queue.Empty:
-                continue
-            if actor is None:
-                return
-            taken.append(actor)
-
-    takers = [threading.Thread(target=take) for _ in range(3)]
+    takers = [threading.Thread(target=take_all, args=(run_queue, timeout_s, taken.append)) for _ in range(3)]
     for thread in takers:
         thread.start()
     for number in range(rounds):
@@ -309,17 +311,10 @@ def takers() -> Iterator[Callable[[RunQueue, float | None], threading.Thread]]:
     started: list[tuple[RunQueue, threading.Thread]] = []
 
     def start(run_queue: RunQueue, timeout_s: float | None) -> threading.Thread:
-        def work() -> None:
-            while True:
-                try:
-                    actor = run_queue.take(timeout_s)
-                except queue.Empty:
-                    continue
-                if actor is None:
-                    return
-                actor.take_turn(None)  # type: ignore[arg-type]
+        def take_turn(actor: Actor) -> None:
+            actor.take_turn(None)  # type: ignore[arg-type]
 
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=take_all, args=(run_queue, timeout_s, take_turn))
         thread.start()
         started.append((run_queue, thread))
         return thread
