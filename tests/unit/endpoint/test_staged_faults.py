@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests.support.caches import Model, Shape
-from tests.support.engines import Requests
+from tests.support.engines import Engines, Requests
 from tests.support.waiting import eventually
 
 from kvferry.errors import RegistrationError
@@ -35,3 +36,19 @@ def test_a_prefill_rank_that_gets_no_more_memory_goes_on_with_what_it_has(
     transport.held = False
     request.wait()
     requests.check(request)
+
+
+def test_two_that_ask_for_more_memory_at_once_do_not_get_more_than_there_may_be(engines: Callable[..., Engines]):
+    """The second asks while the first one's is being registered."""
+    sizes = {"staging_ring_mib": 1, "staging_chunk_mib": 1, "staging_memory_mib": 3}  # one, one to measure, one more
+    prefill = engines(path="staged", **sizes).prefill(Model(layers=4, heads=4))
+    staging, transport = prefill.endpoints[0]._staging, prefill.transports[0]
+    second: list[Any] = []
+
+    def ask_again() -> None:
+        transport.on_register = None
+        second.append(staging._more_memory())
+
+    transport.on_register = ask_again
+    assert staging._more_memory() is not None
+    assert second == [None]
