@@ -14,9 +14,9 @@ import msgspec
 import psutil
 import pytest
 
-from kvferry.control.registrations import RankRegistration
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.layout.parallel import RankCoordinates
+from kvferry.protocol.registrations import RankRegistration
 
 SERVE = """
 import sys
@@ -88,7 +88,7 @@ def test_a_rank_whose_process_is_killed_is_forgotten_and_its_successor_is_taken_
     hold = """
 import sys, threading
 import msgspec
-from kvferry.control.registrations import RankRegistration
+from kvferry.protocol.registrations import RankRegistration
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 keeper = LeaseKeeper(
     RegistryClient(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=RankRegistration), lambda problem: None

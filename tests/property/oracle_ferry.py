@@ -17,6 +17,7 @@ from tests.property.oracle_memory import DUE, UNTOUCHED, Elements, Memory, hashe
 
 from kvferry.endpoint.attachment import Attachment, Selected, attach
 from kvferry.endpoint.paths import SendingStaging
+from kvferry.endpoint.platform import SystemPlatform
 from kvferry.layout import (
     Device,
     Entry,
@@ -237,7 +238,7 @@ def connect(source: Rank, destination: Rank, pieces: tuple[Piece, ...]) -> Attac
         layout=source.layout,
         coordinates=source.coordinates,
         transport=source.transport,
-        staging=SendingStaging(DIRECTLY, source.layout, source.transport),
+        staging=SendingStaging(DIRECTLY, source.layout, source.transport, SystemPlatform()),
         merged_bytes=64,  # so little that blocks of neighbours are cut in most cases
     )
 

@@ -39,10 +39,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.endpoint.gathering import Packing, PeerMemory, Posted, StagedQueue, StagedWrite
-from kvferry.endpoint.rings import SharedRing
-from kvferry.endpoint.scattering import WriterRing
-from kvferry.endpoint.slots import Slot, SourceMemory
 from kvferry.errors import MessageError, PageError, PeerDisconnectedError, TransferFailedError, TransferTimeoutError
 from kvferry.layout import Device, PageGroup, Region, TokenShare
 from kvferry.plan import Demand, ElectedRoute, Route, Unit
@@ -116,6 +112,10 @@ from kvferry.protocol.sender import (
 )
 from kvferry.protocol.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, TransferState
 from kvferry.staging import StagingMemory
+from kvferry.staging.gathering import Packing, PeerMemory, Posted, StagedQueue, StagedWrite
+from kvferry.staging.receiving import WriterRing
+from kvferry.staging.rings import SharedRing
+from kvferry.staging.slots import Slot, SourceMemory
 
 DEADLINES = Deadlines(bootstrap_s=20.0, waiting_s=30.0, write_s=10.0)
 POOL_PAGES = 12
@@ -398,7 +398,7 @@ class World:
         memory = StagingMemory(Region(0, num_bytes), Device(), None)
         no_plan: Any = None  # what is packed how is known here
         send = partial(self._send_credit, rank, name)
-        reading = self.classes.writer_ring(memory, no_plan, endpoint=name, send=send)
+        reading = self.classes.writer_ring(memory, no_plan, epoch=1 + len(name), endpoint=name, send=send)
         reading._reading = self.classes.reading_ring(num_bytes)
         return RingMemory(self.classes.shared_ring(num_bytes), reading)
 

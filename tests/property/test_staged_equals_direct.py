@@ -23,24 +23,26 @@ from tests.property.oracle_ferry import Pair, WrongBytesError, check
 from tests.property.oracle_memory import Labels, hashed
 from tests.property.test_plan_against_oracle import NAMED
 
-from kvferry.endpoint import gathering, receiving
-from kvferry.endpoint.gathering import Packing, PeerMemory, StagedWrite
+from kvferry.endpoint.platform import SystemPlatform
 from kvferry.endpoint.receiving import Receiver, ReceivingRoom
-from kvferry.endpoint.rings import SharedRing
-from kvferry.endpoint.scattering import Scatterers, ScatterTask, WriterRing
-from kvferry.endpoint.slots import SourceMemory
+from kvferry.endpoint.scattering import Scatterers, ScatterTask
 from kvferry.layout import Device, Region
 from kvferry.plan import ElectedRoute, PairPlan, Unit, packing, pair
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.packing import SEGMENT_ALIGNMENT, PackedPiece, PackedSide, Segment, Starts, SubChunk
-from kvferry.protocol import loads, messages
+from kvferry.protocol import loads, messages, placing
 from kvferry.protocol.credits import ReadingRing, Span, WritingRing
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.messages import Credit, StagedArrived
 from kvferry.protocol.moves import Move
+from kvferry.protocol.placing import UnitPlaces
 from kvferry.protocol.receiver import ReceiverMachine
 from kvferry.protocol.sender import Write
-from kvferry.staging import StagingMemory
+from kvferry.staging import StagingMemory, gathering
+from kvferry.staging.gathering import Packing, PeerMemory, StagedWrite
+from kvferry.staging.receiving import WriterRing
+from kvferry.staging.rings import SharedRing
+from kvferry.staging.slots import SourceMemory
 from kvferry.transport import Flight
 
 SLOT_BASE, RING_BASE = 1 << 40, 1 << 41
@@ -196,7 +198,7 @@ class Receiving:
         source, destination = pair.source.layout, pair.destination.layout
         # Its own plan, of the pieces in the order in which it named them.
         plan = PairPlan(source, destination, pair.attachment.plan.pieces)
-        self.ring = WriterRing(staging_memory(ring), plan, endpoint="receiver", send=self._credit)
+        self.ring = WriterRing(staging_memory(ring), plan, epoch=7, endpoint="receiver", send=self._credit)
         self.credits: list[int] = []
         key = pair.attachment.receiver, message.room
         if key not in pair.rooms:
@@ -205,11 +207,12 @@ class Receiving:
                 generation=message.generation,
                 groups=message.groups,
                 tokens=message.tokens,
-                receiver=Receiver(message.room, post=lambda event: None),
+                receiver=Receiver(message.room, post=lambda event: None, now=0.0),
+                places=UnitPlaces(destination, message.groups, message.tokens),
             )
         self._room = pair.rooms[key]
         scatterer: Any = Scatterer(pair, ring)
-        self._scatterers = Scatterers(0, scatterer, destination, self._done, name="nobody")
+        self._scatterers = Scatterers(0, scatterer, self._done, platform=SystemPlatform(), name="nobody")
 
     def arrived(self, data: bytes) -> None:
         """Scatters a part."""
@@ -346,22 +349,22 @@ def _placed_by(change: Callable[[Any, Any], Any]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         right = loads.places_of_units
         monkeypatch.setattr(
-            receiving, "places_of_units", lambda *args, **named: change(*right(*args, **named)), raising=True
+            placing, "places_of_units", lambda *args, **named: change(*right(*args, **named)), raising=True
         )
 
     return plant
 
 
 def _places_remembered_whatever_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ReceivingRoom.places
+    right = UnitPlaces.find
 
-    def places(room: Any, units: bytes, route: Any, *args: Any, **named: Any) -> Any:
+    def find(room: Any, units: bytes, route: Any, *args: Any, **named: Any) -> Any:
         key: Any = units
         if key not in room._places:
             room._places[key] = right(room, units, route, *args, **named)
         return room._places[key]
 
-    monkeypatch.setattr(ReceivingRoom, "places", places)
+    monkeypatch.setattr(UnitPlaces, "find", find)
 
 
 def _pieces_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:

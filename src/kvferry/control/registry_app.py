@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry._version import __version__
-from kvferry.control.registrations import RankRegistration, Registrations
 from kvferry.control.registry_messages import (
     API_VERSION,
     LARGEST_BODY_BYTES,
@@ -30,6 +29,7 @@ from kvferry.control.registry_messages import (
     Removal,
 )
 from kvferry.errors import ConfigurationError, MessageError, RegistrationRefusedError
+from kvferry.protocol.registrations import RankRegistration, Registrations
 
 
 class _BodyTooLargeError(MessageError):

@@ -13,7 +13,6 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from kvferry.control.registrations import EngineView, RankRegistration, check_engine_name
 from kvferry.control.registry_messages import UNKNOWN_ENGINE, EngineList, Health, Lease, Problem, Removal
 from kvferry.errors import (
     KVFerryError,
@@ -23,6 +22,7 @@ from kvferry.errors import (
     SettingsError,
     UsageError,
 )
+from kvferry.protocol.registrations import EngineView, RankRegistration, check_engine_name
 
 if TYPE_CHECKING:
     import httpx

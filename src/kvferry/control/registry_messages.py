@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.control.registrations import EngineView
+from kvferry.protocol.registrations import EngineView
 
 API_VERSION = 1
 """The `v1` of the routes. A client of another version does not find them."""

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvferry.control.registrations import Registrations
 from kvferry.control.registry_messages import LONGEST_LEASE_S
 from kvferry.errors import RegistryError, SettingsError, UsageError
+from kvferry.protocol.registrations import Registrations
 
 if TYPE_CHECKING:
     import uvicorn

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvferry.endpoint.threads import Loop
+
 if TYPE_CHECKING:
     from kvferry.endpoint.workers import Worker
 
@@ -112,8 +114,8 @@ class RunQueue:
             self._wake_one()
 
 
-class Lookout:
-    """A thread that sees to it that what was handed in is found soon: the waking that callers are spared.
+class Lookout(Loop):
+    """Sees to it that what was handed in is found soon: the waking that callers are spared.
 
     It looks as long as somebody may hand something in, and sleeps otherwise.
 
@@ -121,7 +123,7 @@ class Lookout:
         is_resting: whether it sleeps until it is told to begin.
     """
 
-    def __init__(self, name: str, queues: Sequence[RunQueue], is_needed: Callable[[], object]) -> None:
+    def __init__(self, queues: Sequence[RunQueue], is_needed: Callable[[], object]) -> None:
         """Args:
         is_needed: whether something may be handed in; once it may, `begin` must be called.
         """
@@ -130,13 +132,7 @@ class Lookout:
         self.is_resting = False
         self._is_stopping = False
         self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+        self._needed_until = 0.0
 
     def begin(self) -> None:
         """Says that something may be handed in from now on. Returns at once."""
@@ -144,27 +140,29 @@ class Lookout:
             self._begun.set()
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """Lets it end."""
         self._is_stopping = True
         self._begun.set()
-        self._thread.join()
 
-    def _run(self) -> None:
-        needed_until = 0.0
-        while not self._is_stopping:
-            for run_queue in self._queues:
-                run_queue.rouse()
-            now = time.monotonic()
-            if self._is_needed():
-                needed_until = now + _LINGER_S
-            if now < needed_until:
-                time.sleep(_LOOK_S)
-                continue
-            self._begun.clear()
-            self.is_resting = not self._is_needed()  # again, since it may have become so before the line above
-            if self.is_resting:
-                self._begun.wait()
-            self.is_resting = False
+    def turn(self, *, may_wait: bool) -> bool:
+        for run_queue in self._queues:
+            run_queue.rouse()
+        if may_wait:
+            self._wait()
+        return not self._is_stopping
+
+    def _wait(self) -> None:
+        now = time.monotonic()
+        if self._is_needed():
+            self._needed_until = now + _LINGER_S
+        if now < self._needed_until:
+            time.sleep(_LOOK_S)
+            return
+        self._begun.clear()
+        self.is_resting = not (self._is_needed() or self._is_stopping)  # again: it may have become so in between
+        if self.is_resting:
+            self._begun.wait()
+        self.is_resting = False
 
 
 class Actor(ABC):

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.endpoint.construction import check_token_share
 from kvferry.endpoint.paths import PathChooser, SendingStaging
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.plan import ElectedRoute, PairPlan, Path, Selector, Unit, check_exchangeable, selectors
+from kvferry.plan import (
+    ElectedRoute,
+    PairPlan,
+    Path,
+    Selector,
+    Unit,
+    check_exchangeable,
+    check_token_share,
+    selectors,
+)
 from kvferry.plan.descriptors import MERGED_BYTES, DescriptorIndices, PieceNumbers
 from kvferry.protocol.messages import Attach
 from kvferry.protocol.moves import Move

@@ -18,11 +18,10 @@ from kvferry.errors import TransportError
 from kvferry.layout import Device, RankLayout, Region
 from kvferry.plan import PathCosts
 from kvferry.plan.descriptors import RowArray
-from kvferry.plan.packing import PackedPiece, PackedSide, Starts
-from kvferry.staging import Kernels, StagingMemory, gather_speed
+from kvferry.plan.packing import PackedPiece
+from kvferry.staging import Kernels, StagingMemory, copy_bytes_per_s
 from kvferry.transport import Flight, Transport
 
-_GATHERED_BYTES = 1 << 20
 _BULK_BYTES = 2 << 20
 _SMALL_BYTES, _SMALL_COUNT = 256, 256
 _LARGE_BYTES, _LARGE_COUNT = 64 << 10, 32
@@ -194,26 +193,3 @@ def spread_rows(regions: Sequence[Region], device: Device, length: int, count: i
         step = max(length + 64, region.length // each)
         rows.append((region.address, length, device.index, step, (region.length - length) // step + 1))
     return np.array(rows, np.uint64)
-
-
-def copy_bytes_per_s(kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
-    """How fast the largest of several pieces is gathered from its pages.
-
-    The receiver measures the same instead of scattering, which would overwrite what its pages hold: both take about as
-    long (6.4 and 7.0 GB/s for slices of 1 KiB of scattered pages, 5.2 and 6.8 for 512 bytes).
-
-    Args:
-        sides: where one side has the blocks of every piece.
-    """
-    side = max(sides, key=lambda each: len(each.bases) * each.shape.num_bytes)
-    blocks = min(_GATHERED_BYTES, memory.num_bytes) // side.shape.num_bytes
-    samples = [sample_starts(side, max(1, blocks), sample) for sample in range(_REPETITIONS)]
-    return gather_speed(kernels, samples, side.shape, memory)
-
-
-def sample_starts(side: PackedSide, count: int, sample: int = 0) -> Starts:
-    """Where so many blocks begin, spread over a pool as a request's scattered pages are; other ones in every sample."""
-    step = max(1, side.num_pages // count)
-    pages = np.arange(sample % step, side.num_pages, step, dtype=np.int64)[:count]
-    bases = max(1, min(len(side.bases), count // len(pages)))
-    return side.starts(0, bases, np.zeros_like(pages), pages)

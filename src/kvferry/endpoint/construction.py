@@ -7,8 +7,7 @@ import platform
 import secrets
 import uuid
 
-from kvferry.errors import LayoutError, UsageError
-from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.errors import UsageError
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.settings import Settings
 from kvferry.transport import NixlTransport, Transport
@@ -56,21 +55,6 @@ def deadlines(settings: Settings) -> Deadlines:
         waiting_s=settings.waiting_timeout_s,
         write_s=settings.write_timeout_s,
     )
-
-
-def check_token_share(layout: RankLayout, coordinates: RankCoordinates) -> None:
-    """Compares the tokens that a layout holds with the rank's place under context parallelism.
-
-    Raises:
-        LayoutError: if they disagree, naming both.
-    """
-    parts, part = layout.tokens.dealing.num_parts, layout.tokens.part
-    if (parts, part) != (coordinates.cp_size, coordinates.cp_rank):
-        raise LayoutError(
-            f"the layout holds part {part} of {parts} parts of every request's tokens, but the rank has cp_rank "
-            f"{coordinates.cp_rank} of cp_size {coordinates.cp_size}; give RankLayout the rank's share, such as "
-            "tokens=TokenShare(interleaved(cp_size), cp_rank)"
-        )
 
 
 def checked_room(room: int) -> int:

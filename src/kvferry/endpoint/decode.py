@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
-import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from kvferry.control.registrations import check_engine_name
-from kvferry.control.registry_client import RegistryClient
-from kvferry.endpoint.construction import (
-    check_token_share,
-    checked_room,
-    create_transport,
-    deadlines,
-    endpoint_name,
-    machine_name,
-)
+from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_driver import DecodeDriver
-from kvferry.endpoint.links import Identity, LinkKey
+from kvferry.endpoint.platform import Platform, SystemPlatform
 from kvferry.endpoint.receiving import Receiver, ReceivingRoom
-from kvferry.endpoint.scattering import ReceivingStaging
+from kvferry.endpoint.threads import ThreadHealth
 from kvferry.errors import EndpointClosedError, LayoutError, RoomExistsError, UnknownRoomError
 from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.plan import check_token_share
 from kvferry.protocol.chunks import AnyPages
 from kvferry.protocol.demands import demands_of
+from kvferry.protocol.link import Identity, LinkKey
+from kvferry.protocol.placing import UnitPlaces
 from kvferry.protocol.receiver import ReceiverMachine
+from kvferry.protocol.registrations import check_engine_name
 from kvferry.settings import Settings
+from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport
 
 
@@ -45,6 +40,7 @@ class DecodeEndpoint:
         coordinates: RankCoordinates | None = None,
         settings: Settings | None = None,
         transport: Transport | None = None,
+        platform: Platform | None = None,
     ) -> None:
         """Registers the memory and starts the thread. Prefill engines are looked up when a room first asks for one.
 
@@ -54,6 +50,7 @@ class DecodeEndpoint:
             coordinates: this rank's place in the engine; the only rank by default.
             settings: read from the environment if None.
             transport: made as the settings say if None; closed together with the endpoint.
+            platform: the machine; the one that we are on if None.
 
         Raises:
             LayoutError: if layout and coordinates disagree on context parallelism.
@@ -67,7 +64,8 @@ class DecodeEndpoint:
         check_token_share(layout, self.coordinates)
         self.settings = settings or Settings()
         self.engine_rank = self.coordinates.engine_rank
-        self._registry_client = RegistryClient(self.settings.registry_address)
+        self._platform = platform or SystemPlatform()
+        self._registry_client = self._platform.registry(self.settings, self.settings.registry_address)
         self._registry_client.load()  # nobody waits yet
         self.transport = transport or create_transport(
             self.settings, endpoint_name(engine, self.engine_rank), writes=False
@@ -78,7 +76,7 @@ class DecodeEndpoint:
         self._rooms: dict[int, Receiver] = {}
         self._is_closed = False
         try:
-            staging = ReceivingStaging(self.settings, layout, self.transport)
+            staging = ReceivingStaging(self.settings, layout, self.transport, self._platform.staging)
             self.transport.register(layout.regions(), layout.device)
             identity = Identity(
                 endpoint=self.transport.endpoint_name,
@@ -86,15 +84,20 @@ class DecodeEndpoint:
                 coordinates=self.coordinates,
                 layout=layout,
                 transport=self.transport.name,
-                host=machine_name(),
+                host=self._platform.name,
             )
         except BaseException:
             self.transport.close()
             raise
         self._driver = DecodeDriver(
-            identity, self.transport, self._registry_client, self.settings, staging, forget_room=self._forget_room
+            identity,
+            self.transport,
+            self._registry_client,
+            self.settings,
+            staging,
+            platform=self._platform,
+            forget_room=self._forget_room,
         )
-        self._driver.start()
 
     def open(
         self,
@@ -138,15 +141,18 @@ class DecodeEndpoint:
         groups = demands_of(self.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=f"room {room}")
         if prefill_dp_rank < 0:
             raise LayoutError(f"room {room}: prefill_dp_rank is {prefill_dp_rank}: it must not be negative")
-        machine = ReceiverMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=time.monotonic())
-        generation = secrets.randbits(63)
-        receiver = Receiver(room, lambda event: self._driver.post_event(room, generation, event))
+        now = self._platform.now()
+        machine = ReceiverMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=now)
+        generation = self._platform.random_bits(63)
+        receiver = Receiver(room, lambda event: self._driver.post_event(room, generation, event), now)
+        length = None if tokens is None else int(tokens)  # a plain integer, which is what travels
         opened = ReceivingRoom(
             machine,
             generation=generation,
             groups=groups,
-            tokens=None if tokens is None else int(tokens),  # a plain integer, which is what travels
+            tokens=length,
             receiver=receiver,
+            places=UnitPlaces(self.layout, groups, length),
         )
         with self._lock:
             if self._is_closed:
@@ -198,11 +204,21 @@ class DecodeEndpoint:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the endpoint's thread runs."""
-        return self._driver.is_alive
+        """Whether every thread of the endpoint runs; `health` has more."""
+        return all(thread.is_alive for thread in self.health)
+
+    @property
+    def health(self) -> tuple[ThreadHealth, ...]:
+        """How every thread of the endpoint is."""
+        return self._driver.health
 
     def close(self) -> None:
         """Aborts what is open, waits as long as close_timeout_s until nothing can be written, and gives all back."""
+        for holds, until in self._closing():
+            self._platform.wait_until(holds, until)
+
+    def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
+        """Closes step by step: yields what to wait for, and until when at most."""
         with self._lock:
             if self._is_closed:
                 return
@@ -210,10 +226,9 @@ class DecodeEndpoint:
             receivers = list(self._rooms.values())
         for receiver in receivers:
             receiver.abort("the decode endpoint was closed")
-        deadline = time.monotonic() + self.settings.close_timeout_s
-        for receiver in receivers:
-            receiver.wait_pages_reusable(max(0.0, deadline - time.monotonic()))
-        self._driver.close()
+        deadline = self._platform.now() + self.settings.close_timeout_s
+        yield lambda: all(receiver.pages_reusable for receiver in receivers), deadline
+        yield from self._driver.closing()
         self._registry_client.close()
         self.transport.close()
 

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 
-import zmq
-
-from kvferry.control.channel import ConnectedChannel, Wakeup
-from kvferry.control.registrations import RankRegistration
+from kvferry.control.ends import Connection
 from kvferry.control.registry_client import RegistryClient
-from kvferry.endpoint.links import Identity, Link, LinkKey, LinkState
+from kvferry.endpoint.platform import Platform
 from kvferry.endpoint.receiving import ReceivingRoom
-from kvferry.endpoint.scattering import ReceivingStaging, Scatterers, ScatterTask
+from kvferry.endpoint.scattering import Scatterers, ScatterTask
+from kvferry.endpoint.threads import Loop, ThreadHealth
 from kvferry.errors import (
     EndpointClosedError,
     KVFerryError,
@@ -34,6 +31,7 @@ from kvferry.errors import (
 )
 from kvferry.protocol import messages
 from kvferry.protocol.credits import Span
+from kvferry.protocol.link import Identity, Link, LinkKey, LinkState
 from kvferry.protocol.receiver import (
     Arrived,
     ConnectFailed,
@@ -51,7 +49,9 @@ from kvferry.protocol.receiver import (
     SenderLost,
     SendOpen,
 )
+from kvferry.protocol.registrations import RankRegistration
 from kvferry.settings import Settings
+from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ _TICK_S = 0.1
 _LOOK_UP_AGAIN_S = 0.1
 
 
-class DecodeDriver:
+class DecodeDriver(Loop):
     """Runs a decode endpoint."""
 
     def __init__(
@@ -76,10 +76,14 @@ class DecodeDriver:
         settings: Settings,
         staging: ReceivingStaging,
         *,
+        platform: Platform,
         forget_room: Callable[[int], None],
     ) -> None:
-        """Args:
-        forget_room: called with the number of a room that is over and done with.
+        """Starts the thread.
+
+        Args:
+            platform: the machine.
+            forget_room: called with the number of a room that is over and done with.
         """
         self._identity = identity
         self._transport = transport
@@ -87,13 +91,11 @@ class DecodeDriver:
         self._settings = settings
         self._staging = staging
         self._forget_room = forget_room
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._wakeup = Wakeup()
-        self._poller = zmq.Poller()
-        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
-        self._resolvers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvferry-decode-resolver")
+        self._platform = platform
+        self._end = platform.connect_as(identity.endpoint, settings)
+        self._resolvers = platform.aside("kvferry-decode-resolver")
         self._inbox: deque[Callable[[float], None]] = deque()
-        self._channels: dict[str, ConnectedChannel] = {}  # by address; links to the same rank share one
+        self._channels: dict[str, Connection] = {}  # by address; links to the same rank share one
         self._links: dict[LinkKey, Link] = {}
         self._retired_links: list[Link] = []
         self._waiting: dict[LinkKey, list[ReceivingRoom]] = {}
@@ -110,20 +112,17 @@ class DecodeDriver:
         self._scatterers: Scatterers | None = None
         if staging.kernels is not None:
             self._scatterers = Scatterers(
-                settings.scatter_workers, staging.kernels, identity.layout, self._on_scattered, name=name
+                settings.scatter_workers, staging.kernels, self._on_scattered, platform=platform, name=name
             )
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = platform.start(name, self)
 
     # ---- from any thread ----------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
     @property
-    def is_alive(self) -> bool:
-        """Whether all threads run."""
-        return self._thread.is_alive() and (self._scatterers is None or self._scatterers.are_alive)
+    def health(self) -> tuple[ThreadHealth, ...]:
+        """How the threads are."""
+        scatterers = self._scatterers.threads if self._scatterers is not None else ()
+        return tuple(thread.health for thread in (self._thread, *scatterers))
 
     def open_room(self, room: ReceivingRoom, key: LinkKey) -> None:
         """Takes a new room in."""
@@ -158,44 +157,39 @@ class DecodeDriver:
         finally:
             self._callers.discard(ready)
 
-    def close(self) -> None:
-        """Says goodbye to every peer and ends the thread."""
+    def closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
+        """Ends the threads and says goodbye to every peer, step by step: yields what to wait for, and how long."""
         self._is_stopping.set()
-        self._wakeup.wake()
-        self._thread.join()
-        if self._scatterers is not None:
-            self._scatterers.close()
-        self._resolvers.shutdown(wait=True, cancel_futures=True)
+        self._end.wake()
+        yield lambda: not self._thread.is_alive, float("inf")
+        scatterers = self._scatterers
+        if scatterers is not None:
+            scatterers.stop()
+            yield lambda: not any(thread.is_alive for thread in scatterers.threads), float("inf")
+        self._resolvers.close()
         for channel in list(self._channels.values()):
             self._close_channel(channel)
         for future in list(self._callers):
             if not future.done():
                 future.set_exception(EndpointClosedError("the endpoint was closed"))
-        self._context.term()
-        self._wakeup.close()
+        self._end.close()
 
     def _submit(self, work: Callable[[float], None]) -> None:
         self._inbox.append(work)
-        self._wakeup.wake()
+        self._end.wake()
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._is_stopping.is_set():
-            try:
-                if self._turn():
-                    self._hot_until = time.monotonic() + _HOT_S
-            except Exception:
-                log.exception("the driver of a decode endpoint goes on after an error")
-
-    def _turn(self) -> bool:
-        """One round of the loop; returns whether anything happened."""
-        is_hot = bool(self._rooms) and time.monotonic() < self._hot_until  # a heartbeat's answer is no reason
-        ready = dict(self._poller.poll(0 if is_hot else self._longest_wait_ms()))
-        now = time.monotonic()
-        happened = self._work_inbox(ready, now)
-        for channel in list(self._channels.values()):
-            if channel.socket in ready and not channel.socket.closed:
+    def turn(self, *, may_wait: bool) -> bool:
+        if self._is_stopping.is_set():
+            return False
+        now = self._platform.now()
+        is_hot = bool(self._rooms) and now < self._hot_until  # a heartbeat's answer is no reason
+        ready = self._end.wait(self._longest_wait_ms() if may_wait and not is_hot else 0)
+        now = self._platform.now()
+        happened = self._work_inbox(now)
+        for channel in ready:
+            if self._channels.get(channel.address) is channel:
                 happened = True
                 self._receive(channel, now)
         if self._rooms:
@@ -203,18 +197,18 @@ class DecodeDriver:
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
             self._tick(now)
-        if is_hot and not happened:
-            time.sleep(_HOT_SLEEP_S)
-        return happened
+        if happened:
+            self._hot_until = self._platform.now() + _HOT_S
+        elif is_hot and may_wait:
+            self._platform.pause(_HOT_SLEEP_S)
+        return True
 
     def _longest_wait_ms(self) -> int:
         if self._rooms:
             return _ROOMS_OPEN_MS
         return _LINKS_OPEN_MS if self._waiting or self._connecting else _IDLE_MS
 
-    def _work_inbox(self, ready: dict[object, int], now: float) -> bool:
-        if self._wakeup.fileno() in ready:
-            self._wakeup.clear()
+    def _work_inbox(self, now: float) -> bool:
         happened = False
         while self._inbox:
             happened = True
@@ -352,11 +346,11 @@ class DecodeDriver:
         self._scatterers.submit(task)
 
     def _on_scattered(self, task: ScatterTask, error: Exception | None) -> None:
-        """From the threads that scatter, or from ours."""
-        if threading.current_thread() is self._thread:
-            self._scattered(task, error, time.monotonic())
-        else:
+        """From the threads that scatter; from ours where there are none."""
+        if self._settings.scatter_workers:
             self._submit(lambda now: self._scattered(task, error, now))
+        else:
+            self._scattered(task, error, self._platform.now())
 
     def _scattered(self, task: ScatterTask, error: Exception | None, now: float) -> None:
         message = task.message
@@ -376,7 +370,7 @@ class DecodeDriver:
         """The link of that key, begun if there is none. Whoever waits for it has no earlier deadline."""
         if key not in self._links:
             self._links[key] = Link(key, self._identity, self._staging, deadline=deadline)
-            self._resolvers.submit(self._look_up, self._links[key])
+            self._resolvers.submit(partial(self._look_up, self._links[key]))
         return self._links[key]
 
     def _look_up(self, link: Link) -> None:
@@ -410,12 +404,10 @@ class DecodeDriver:
         except KVFerryError as error:
             self._fail_link(link, error, now)
 
-    def _channel(self, address: str) -> ConnectedChannel:
+    def _channel(self, address: str) -> Connection:
         """The connection to an address, made if there is none."""
         if address not in self._channels:
-            channel = ConnectedChannel(self._context, identity=self._identity.endpoint, address=address)
-            self._poller.register(channel.socket, zmq.POLLIN)
-            self._channels[address] = channel
+            self._channels[address] = self._end.connect(address)
         return self._channels[address]
 
     def _close_unused_channels(self) -> None:
@@ -424,17 +416,16 @@ class DecodeDriver:
         for channel in [channel for address, channel in self._channels.items() if address not in in_use]:
             self._close_channel(channel)
 
-    def _close_channel(self, channel: ConnectedChannel) -> None:
+    def _close_channel(self, channel: Connection) -> None:
         """Says goodbye and closes."""
         del self._channels[channel.address]
-        self._poller.unregister(channel.socket)
         try:
             channel.send(messages.encode(messages.Detach(endpoint=self._identity.endpoint)))
         except PeerDisconnectedError as error:
             log.debug("no goodbye to %s: %s", channel.address, error)
-        channel.close()
+        self._end.disconnect(channel)
 
-    def _receive(self, channel: ConnectedChannel, now: float) -> None:
+    def _receive(self, channel: Connection, now: float) -> None:
         for data in channel.receive():
             link = next((link for link in self._links.values() if link.rank_behind(channel) is not None), None)
             if link is not None:
@@ -462,7 +453,7 @@ class DecodeDriver:
                     problem.__cause__ = error
                     self._fail_link(link, problem, now)
 
-    def _rank_closed(self, channel: ConnectedChannel, now: float) -> None:
+    def _rank_closed(self, channel: Connection, now: float) -> None:
         """A prefill rank has gone in order: it serves nobody any more, and will not write again."""
         for link in list(self._links.values()):
             rank = link.rank_behind(channel)
@@ -475,9 +466,7 @@ class DecodeDriver:
                 self._handle(self._rooms[number], SenderDrained(rank), now)
         self._close_retired_links()
 
-    def _room_message(
-        self, channel: ConnectedChannel, message: messages.RoomFailed | messages.Drained, now: float
-    ) -> None:
+    def _room_message(self, channel: Connection, message: messages.RoomFailed | messages.Drained, now: float) -> None:
         room, link = self._rooms.get(message.room), self._room_links.get(message.room)
         if room is None or link is None or room.generation != message.generation:
             return  # belongs to a room that is over
@@ -524,7 +513,7 @@ class DecodeDriver:
         for link in list(self._links.values()):
             if link.look_up_at is not None and link.look_up_at <= now < link.deadline:
                 link.look_up_at = None
-                self._resolvers.submit(self._look_up, link)
+                self._resolvers.submit(partial(self._look_up, link))
             elif link.state is not LinkState.READY and now >= link.deadline:
                 self._fail_link(link, self._why_not_ready(link), now)
         for room in list(self._rooms.values()):

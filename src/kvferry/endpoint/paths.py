@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.endpoint.calibration import Calibration, WireKey
-from kvferry.endpoint.gathering import PeerMemory
-from kvferry.endpoint.rings import SharedRing
-from kvferry.endpoint.slots import SourceMemory
+from kvferry.endpoint.platform import Platform
 from kvferry.errors import IncompatiblePeerError, SettingsError, TransportError, TransportUnavailableError
 from kvferry.layout import RankLayout, Region
 from kvferry.plan import Choice, ElectedRoute, PairPlan, Path, PathCosts, Unit, choose
@@ -19,7 +17,10 @@ from kvferry.protocol.loads import block_loads, load_of
 from kvferry.protocol.messages import Attach
 from kvferry.protocol.moves import Move
 from kvferry.settings import Settings
-from kvferry.staging import Kernels, StagingMemory, allocate, kernels_for
+from kvferry.staging import Kernels, StagingMemory
+from kvferry.staging.gathering import PeerMemory
+from kvferry.staging.rings import SharedRing
+from kvferry.staging.slots import SourceMemory
 from kvferry.transport import PeerMetadata, Transport
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class SendingStaging:
         source_memories: staging memory of every worker that gathers; none if there are no staged writes.
     """
 
-    def __init__(self, settings: Settings, layout: RankLayout, transport: Transport) -> None:
+    def __init__(self, settings: Settings, layout: RankLayout, transport: Transport, platform: Platform) -> None:
         """Takes memory, unless staged writes are impossible.
 
         Raises:
@@ -108,6 +109,7 @@ class SendingStaging:
         self._settings = settings
         self._layout = layout
         self._transport = transport
+        self._platform = platform
         self._ring_bytes = int(settings.staging_ring_mib * 2**20)
         # A multiple of what segments are aligned to, since slots follow each other.
         self._chunk_bytes = aligned(int(settings.staging_chunk_mib * 2**20) - SEGMENT_ALIGNMENT + 1)
@@ -144,11 +146,12 @@ class SendingStaging:
                 f"{settings.staging_ring_mib:g} MiB each (KVFERRY_STAGING_RING_MIB), and calibration, "
                 f"need more than {settings.staging_memory_mib:g} MiB (KVFERRY_STAGING_MEMORY_MIB)"
             )
-        kernels = kernels_for(layout.regions(), layout.device)
+        kernels = self._platform.staging.kernels(layout.regions(), layout.device)
         self._taken_bytes = sum(sizes)
         measuring, *gathering = [self._registered(size) for size in sizes]
         self.source_memories = tuple(SourceMemory(self._chunk_bytes, memory, self._more_memory) for memory in gathering)
-        self._kernels, self._calibration = kernels, Calibration(self._transport, kernels, layout, measuring)
+        self._kernels = kernels
+        self._calibration = self._platform.calibration(self._transport, kernels, layout, measuring)
 
     def _more_memory(self) -> StagingMemory | None:
         """As much again for a worker that gathers; None if there is no more, or must not be."""
@@ -169,7 +172,7 @@ class SendingStaging:
         SettingsError: if there is not so much memory.
         TransportError: if it cannot be registered.
         """
-        memory = allocate(num_bytes, self._layout.device)
+        memory = self._platform.staging.allocate(num_bytes, self._layout.device)
         self._transport.register([memory.region], self._layout.device)
         return memory
 

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
-import zmq
-
-from kvferry.control.channel import ListeningChannel, Wakeup
-from kvferry.control.registrations import RankRegistration
+from kvferry.control.ends import ListeningEnd
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.actors import Lookout
 from kvferry.endpoint.attachment import Attachment
-from kvferry.endpoint.construction import check_token_share, checked_room, create_transport, deadlines, endpoint_name
+from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
 from kvferry.endpoint.paths import SendingStaging
+from kvferry.endpoint.platform import Platform, SystemPlatform
 from kvferry.endpoint.sending import OpenReceived, Sender, SendingRoom
+from kvferry.endpoint.threads import Loop, RunningLoop, ThreadHealth
 from kvferry.endpoint.workers import WorkerPool
 from kvferry.errors import (
     EndpointClosedError,
     KVFerryError,
-    PageError,
     PeerDisconnectedError,
     PeerError,
     RoomExistsError,
@@ -33,9 +30,12 @@ from kvferry.errors import (
     UsageError,
 )
 from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.plan import check_token_share
 from kvferry.protocol import messages
 from kvferry.protocol.demands import wanted_groups
-from kvferry.protocol.early import EarlyRooms
+from kvferry.protocol.early import EarlyMessage
+from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.room_table import RoomTable
 from kvferry.protocol.sender import ReceiverAborted, ReceiverLost, SenderAbortRequested, SenderMachine, SenderTick
 from kvferry.settings import Settings, bracketed
 from kvferry.transport import Transport
@@ -45,21 +45,7 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.1
 _ROOMS_OPEN_MS = 5
 _IDLE_MS = 1000
-
-
-@dataclass(slots=True)
-class _FailedAlone:
-    """A room that failed before every decode rank had opened it: the others learn when they do.
-
-    Attributes:
-        error: why it failed.
-        receivers: those that know already; what they ask for under this number is the next transfer.
-        until: when to forget it.
-    """
-
-    error: KVFerryError
-    receivers: set[str]
-    until: float
+_LAST_MOMENT_S = 0.1  # for workers to end, however long writes took
 
 
 class PrefillEndpoint:
@@ -78,6 +64,7 @@ class PrefillEndpoint:
         settings: Settings | None = None,
         transport: Transport | None = None,
         host_registry: bool | None = None,
+        platform: Platform | None = None,
     ) -> None:
         """Registers the memory, starts the threads and announces the rank; the registry may come up later.
 
@@ -89,6 +76,7 @@ class PrefillEndpoint:
             transport: made as the settings say if None; closed together with the endpoint.
             host_registry: whether to run the registry in this process. By default the engine's first rank does,
                 unless `registry_url` is set.
+            platform: the machine; the one that we are on if None.
 
         Raises:
             LayoutError: if layout and coordinates disagree on context parallelism.
@@ -101,27 +89,25 @@ class PrefillEndpoint:
         check_token_share(layout, self.coordinates)
         self.settings = settings or Settings()
         self.engine_rank = self.coordinates.engine_rank
+        self._platform = platform or SystemPlatform()
         self.group_rank = self.coordinates.group_rank
         self.page_groups = layout.groups
         self.is_aux_writer = self.coordinates.is_aux_writer
         self.transport = transport or create_transport(self.settings, endpoint_name(engine, self.engine_rank))
         self._deadlines = deadlines(self.settings)
         self._peers = DecodePeers(self._make_peer)
-        # Guards the rooms, those that failed alone and early messages together: what comes for a room goes to exactly
-        # one of them.
+        # Guards the table: what comes for a room goes either to it, or to whoever opens it later.
         self._rooms_lock = threading.Lock()
-        self._rooms: dict[int, SendingRoom] = {}
-        self._failed_alone: dict[int, _FailedAlone] = {}
-        self._early = EarlyRooms(limit=self.settings.max_early_rooms, keep_s=self.settings.bootstrap_timeout_s)
+        self._table: RoomTable[SendingRoom] = RoomTable(
+            max_early=self.settings.max_early_rooms, keep_s=self.settings.bootstrap_timeout_s
+        )
         self._outbox: deque[tuple[str, messages.Message]] = deque()
         self._is_closed = False
-        self._is_stopping = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._wakeup = Wakeup()
+        self._next_tick_at = 0.0
         self._registry: RegistryServer | None = None
         self._registry_client: RegistryClient | None = None
         self._lease: LeaseKeeper | None = None
-        self._channel: ListeningChannel | None = None
+        self._channel: ListeningEnd | None = None
         try:
             self._start(host_registry)
         except BaseException:
@@ -133,27 +119,28 @@ class PrefillEndpoint:
             self.settings.used_queues,
             self.transport,
             self._staging.source_memories,
+            platform=self._platform,
             name=name,
         )
-        self._lookout = Lookout(f"{name}-lookout", self._workers.queues, is_needed=lambda: self._rooms)
-        self._thread = threading.Thread(target=self._run, name=f"{name}-control", daemon=True)
-        self._thread.start()
+        self._lookout = Lookout(self._workers.queues, is_needed=lambda: self._table.rooms)
+        self._control = _Control(self)
+        self._threads: tuple[RunningLoop, ...] = (
+            self._platform.start(f"{name}-control", self._control),
+            self._platform.start(f"{name}-lookout", self._lookout),
+        )
 
     def _start(self, host_registry: bool | None) -> None:
         settings = self.settings
-        self._staging = SendingStaging(settings, self.layout, self.transport)
+        self._staging = SendingStaging(settings, self.layout, self.transport, self._platform)
         self.transport.register(self.layout.regions(), self.layout.device)
-        self._channel = ListeningChannel(self._context, host=bracketed(settings.host), port=settings.control_port)
+        self._channel = self._platform.listen(settings)
         self.control_address = f"tcp://{bracketed(settings.advertise_host or settings.host)}:{self._channel.port}"
         if host_registry is None:
             host_registry = self.engine_rank == 0 and settings.registry_url is None
         if host_registry:
-            self._registry = RegistryServer(
-                settings.registry_host, settings.registry_port, lease_s=settings.registry_lease_s
-            )
-            self._registry.start()
+            self._registry = self._platform.serve_registry(settings)
         self.registry_url = self._registry.url if self._registry else settings.registry_address
-        self._registry_client = RegistryClient(self.registry_url)
+        self._registry_client = self._platform.registry(settings, self.registry_url)
         registration = RankRegistration(
             engine=self.engine,
             incarnation=self.transport.endpoint_name,
@@ -162,8 +149,7 @@ class PrefillEndpoint:
             layout_digest=self.layout.digest,
             protocol_version=messages.PROTOCOL_VERSION,
         )
-        self._lease = LeaseKeeper(self._registry_client, registration, self._on_registry_problem)
-        self._lease.start()
+        self._lease = self._platform.keep_registered(self._registry_client, registration, self._on_registry_problem)
 
     def _on_registry_problem(self, error: Exception) -> None:
         log.error("prefill rank %d of %r is not registered: %s", self.engine_rank, self.engine, error)
@@ -183,14 +169,19 @@ class PrefillEndpoint:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether every thread of the endpoint runs."""
-        return self._thread.is_alive() and self._lookout.is_alive and self._workers.are_alive
+        """Whether every thread of the endpoint runs; `health` has more."""
+        return all(thread.is_alive for thread in self.health)
+
+    @property
+    def health(self) -> tuple[ThreadHealth, ...]:
+        """How every thread of the endpoint is."""
+        return tuple(thread.health for thread in (*self._threads, *self._workers.threads))
 
     @property
     def open_rooms(self) -> int:
         """How many rooms have not ended, or still have writes on their way."""
         with self._rooms_lock:
-            return len(self._rooms)
+            return len(self._table.rooms)
 
     def open(self, room: int, *, tokens: int | None = None) -> Sender:
         """Opens a room: this rank will send a request's cache under this number. Does no I/O.
@@ -212,18 +203,14 @@ class PrefillEndpoint:
                 f"room {room}: this rank's share of a request depends on its length ({self.layout.tokens.dealing}): "
                 "say how many tokens it has (tokens=...)"
             )
-        machine = SenderMachine(
-            room, rank=self.engine_rank, deadlines=self._deadlines, now=time.monotonic(), tokens=tokens
-        )
+        machine = SenderMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=self.now(), tokens=tokens)
         with self._rooms_lock:
             if self._is_closed:
                 raise EndpointClosedError(f"room {room}: the endpoint is closed")
-            if room in self._rooms:
+            if room in self._table.rooms:
                 raise RoomExistsError(f"room {room} is already open on prefill rank {self.engine_rank}")
             opened = SendingRoom(machine, self._workers, self, synchronous=self.settings.synchronous)
-            self._rooms[room] = opened
-            self._failed_alone.pop(room, None)
-            for receiver, message in self._early.take(room):
+            for receiver, message in self._table.add(opened):
                 self._deliver(opened, receiver, message)
         self._lookout.begin()
         return opened.sender
@@ -235,36 +222,41 @@ class PrefillEndpoint:
             UnknownRoomError: if there is none, or it has ended.
         """
         with self._rooms_lock:
-            found = self._rooms.get(room)
+            found = self._table.rooms.get(room)
         if found is None:
             raise UnknownRoomError(f"room {room} is not open on prefill rank {self.engine_rank}")
         return found.sender
 
     def close(self) -> None:
         """Aborts what is open, waits for writes on their way as long as close_timeout_s, and gives everything back."""
+        for holds, until in self._closing():
+            self._platform.wait_until(holds, until)
+
+    def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
+        """Closes step by step: yields what to wait for, and until when at most."""
         with self._rooms_lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            rooms = list(self._rooms.values())
-            early = list(self._early.expired(float("inf")))
+            rooms = list(self._table.rooms.values())
+            early = self._table.close()
         for room in rooms:
             room.post(SenderAbortRequested("the prefill endpoint was closed"))
         for receiver, message in early:
             self._refuse_room(receiver, message, EndpointClosedError("the prefill endpoint was closed"))
-        deadline = time.monotonic() + self.settings.close_timeout_s
-        while self.open_rooms and time.monotonic() < deadline:
-            time.sleep(0.001)
-        stuck = self._workers.stop(max(0.0, deadline - time.monotonic()) + 0.1)
+        deadline = self.now() + self.settings.close_timeout_s
+        yield lambda: not self.open_rooms, deadline
+        self._workers.stop()
+        yield lambda: not self._workers.running, max(self.now(), deadline) + _LAST_MOMENT_S
+        stuck = self._workers.running
         assert self._lease is not None
         self._lease.close()  # before the farewell, so that nobody finds us again
         if not stuck:
             for peer in self._peers.all():
                 self.send(peer.name, messages.Closed(endpoint=self.transport.endpoint_name))
-        self._is_stopping = True
         self._lookout.stop()
-        self._wakeup.wake()
-        self._thread.join()
+        self._control.stop()
+        yield lambda: not any(thread.is_alive for thread in self._threads), float("inf")
         if stuck:
             # Taking memory away under a write corrupts whatever lives there next: better to keep all of it.
             log.error("%d workers still have writes on their way; the transport stays open to the end", stuck)
@@ -287,8 +279,6 @@ class PrefillEndpoint:
             self._registry_client.close()
         if self._channel is not None:
             self._channel.close()
-        self._context.term()
-        self._wakeup.close()
         if self._registry is not None:
             self._registry.close()
 
@@ -298,10 +288,14 @@ class PrefillEndpoint:
 
     # ---- for rooms, from any worker -----------------------------------------------------------------------------
 
+    def now(self) -> float:
+        """The time, in seconds of the platform's clock."""
+        return self._platform.now()
+
     def send(self, receiver: str, message: messages.Message) -> None:
         """Sends a control message, from the control thread, soon."""
         self._outbox.append((receiver, message))
-        self._wakeup.wake()
+        self.wake()
 
     def open_room(self, receiver: str, message: messages.OpenRoom) -> None:
         """Takes a decode rank's wish: for the room, or until it is opened here."""
@@ -311,67 +305,51 @@ class PrefillEndpoint:
                 raise PeerDisconnectedError(f"{receiver} must attach before it opens rooms")
             wanted_groups(message, attachment.layout, where=f"room {message.room} on {receiver}")
             with self._rooms_lock:
-                room = self._rooms.get(message.room)
-                failed = self._failed_alone.get(message.room)
+                room = self._table.wish(receiver, message, self.now())
                 if room is not None:
                     room.post(OpenReceived(attachment, message))
-                elif self._is_closed:
-                    raise EndpointClosedError("the prefill endpoint was closed")
-                elif failed is not None and receiver not in failed.receivers:
-                    failed.receivers.add(receiver)
-                    raise failed.error
-                elif not self._early.keep(receiver, message, time.monotonic()):
-                    raise PageError(
-                        f"{len(self._early)} rooms wait for the prefill side already (KVFERRY_MAX_EARLY_ROOMS)"
-                    )
         except KVFerryError as error:
             self._refuse_room(receiver, message, error)
 
     def abort_room(self, receiver: str, message: messages.AbortRoom) -> None:
         """Takes back such a wish, and answers when nothing can be written for it any more."""
         with self._rooms_lock:
-            room = self._rooms.get(message.room)
+            room = self._table.abort(receiver, message, self.now())
             if room is not None:
                 self._deliver(room, receiver, message)
                 return
-            self._early.keep(receiver, message, time.monotonic())
         self._drained(receiver, message.room, message.generation)
 
     def forget_room(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
         with self._rooms_lock:
-            if self._rooms.get(room.room) is not room:
-                return
-            del self._rooms[room.room]
-            if room.failed_alone and room.error is not None:
-                until = time.monotonic() + self.settings.bootstrap_timeout_s
-                self._failed_alone[room.room] = _FailedAlone(room.error, room.receivers, until)
-                while len(self._failed_alone) > self.settings.max_early_rooms:
-                    del self._failed_alone[next(iter(self._failed_alone))]
+            self._table.remove(room, self.now())
 
     # ---- the control thread -------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def control(self, *, may_wait: bool) -> None:
+        """One turn of the control thread."""
         assert self._channel is not None
-        poller = zmq.Poller()
-        poller.register(self._channel.socket, zmq.POLLIN)
-        poller.register(self._wakeup.fileno(), zmq.POLLIN)
-        next_tick_at = 0.0
-        while not self._is_stopping or self._outbox:
-            try:
-                poller.poll(_ROOMS_OPEN_MS if self._rooms or self._early else _IDLE_MS)
-                self._wakeup.clear()
-                now = time.monotonic()
-                for identity, data in self._channel.receive():
-                    self._receive_one(identity, data, now)
-                self._flush()
-                if now >= next_tick_at:
-                    next_tick_at = now + _TICK_S
-                    self._tick(now)
-                # Nobody sends any, but connections need progress. Last, since rooms must end also where it fails.
-                self.transport.take_notifications()
-            except Exception:
-                log.exception("the control thread of prefill rank %d goes on after an error", self.engine_rank)
+        self._channel.wait((_IDLE_MS if self._table.is_quiet else _ROOMS_OPEN_MS) if may_wait else 0)
+        now = self.now()
+        for identity, data in self._channel.receive():
+            self._receive_one(identity, data, now)
+        self._flush()
+        if now >= self._next_tick_at:
+            self._next_tick_at = now + _TICK_S
+            self._tick(now)
+        # Nobody sends any, but connections need progress. Last, since rooms must end also where it fails.
+        self.transport.take_notifications()
+
+    def wake(self) -> None:
+        """Lets the control thread have a turn, soon."""
+        assert self._channel is not None
+        self._channel.wake()
+
+    @property
+    def has_to_send(self) -> bool:
+        """Whether messages have not left yet."""
+        return bool(self._outbox)
 
     def _flush(self) -> None:
         assert self._channel is not None
@@ -445,7 +423,7 @@ class PrefillEndpoint:
             coordinates=self.coordinates,
             staging=self._staging,
             send=self.send,
-            now=time.monotonic(),
+            now=self.now(),
         )
 
     def _attachment(self, receiver: str) -> Attachment | None:
@@ -453,7 +431,7 @@ class PrefillEndpoint:
         peer = self._peers.get(receiver)
         return peer.attachment if peer is not None else None
 
-    def _deliver(self, room: SendingRoom, identity: str, message: messages.OpenRoom | messages.AbortRoom) -> None:
+    def _deliver(self, room: SendingRoom, identity: str, message: EarlyMessage) -> None:
         """Hands a message to its room."""
         if isinstance(message, messages.AbortRoom):
             room.post(ReceiverAborted(identity, message.generation, message.reason))
@@ -482,18 +460,18 @@ class PrefillEndpoint:
         """Fails a decode rank's rooms and forgets it."""
         self._peers.remove(identity)
         with self._rooms_lock:
-            self._early.forget(identity)
-            rooms = list(self._rooms.values())
+            self._table.forget_receiver(identity)
+            rooms = list(self._table.rooms.values())
         for room in rooms:
             room.post(ReceiverLost(identity, error))
 
     def _tick(self, now: float) -> None:
         with self._rooms_lock:
-            expired = list(self._early.expired(now))
-            for number in [number for number, failed in self._failed_alone.items() if now >= failed.until]:
-                del self._failed_alone[number]
+            expired = self._table.expired(now)
             due = [
-                room for room in self._rooms.values() if room.next_deadline is not None and now >= room.next_deadline
+                room
+                for room in self._table.rooms.values()
+                if room.next_deadline is not None and now >= room.next_deadline
             ]
         for room in due:
             room.post(SenderTick())
@@ -511,3 +489,20 @@ class PrefillEndpoint:
                     peer.name,
                     PeerDisconnectedError(f"silent for {silence_s:.1f} s (KVFERRY_PEER_TIMEOUT_S)"),
                 )
+
+
+class _Control(Loop):
+    """The control thread of an endpoint, until it is stopped and all that was to be said is said."""
+
+    def __init__(self, endpoint: PrefillEndpoint) -> None:
+        self._endpoint = endpoint
+        self._is_stopping = False
+
+    def turn(self, *, may_wait: bool) -> bool:
+        self._endpoint.control(may_wait=may_wait and not self._is_stopping)
+        return not self._is_stopping or self._endpoint.has_to_send
+
+    def stop(self) -> None:
+        """Lets it end."""
+        self._is_stopping = True
+        self._endpoint.wake()

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from kvferry.endpoint.stats import ReceiverStats
 from kvferry.endpoint.transfer import Transfer
-from kvferry.layout import RankLayout
-from kvferry.plan import Route, Unit
-from kvferry.protocol.chunks import Pages
-from kvferry.protocol.demands import wanted_of
-from kvferry.protocol.loads import places_of_units, unpack_units
 from kvferry.protocol.messages import OpenGroup
+from kvferry.protocol.placing import UnitPlaces
 from kvferry.protocol.receiver import (
     ReceiverAbortRequested,
     ReceiverCommand,
@@ -20,18 +15,16 @@ from kvferry.protocol.receiver import (
     ReceiverMachine,
 )
 
-_MOST_PLACES = 64
-
 
 class Receiver(Transfer):
     """One request's transfer to this decode rank, as its caller sees it."""
 
-    def __init__(self, room: int, post: Callable[[ReceiverEvent], None]) -> None:
+    def __init__(self, room: int, post: Callable[[ReceiverEvent], None], now: float) -> None:
         """For `DecodeEndpoint.open`."""
         super().__init__(room)
         self._post = post
         self._aux: bytes | None = None
-        self.stats = ReceiverStats(opened_at=time.monotonic(), first_arrival_at=None, ended_at=None, chunks=0)
+        self.stats = ReceiverStats(opened_at=now, first_arrival_at=None, ended_at=None, chunks=0)
 
     @property
     def aux(self) -> bytes:
@@ -57,6 +50,7 @@ class ReceivingRoom:
         groups: tuple[OpenGroup, ...],
         tokens: int | None,
         receiver: Receiver,
+        places: UnitPlaces,
     ) -> None:
         self.room = machine.room
         self.generation = generation
@@ -64,33 +58,7 @@ class ReceivingRoom:
         self.tokens = tokens
         self.receiver = receiver
         self.machine = machine
-        # Those of layer after layer, and of several writers, are the same. Threads that scatter share it: each entry is
-        # put there as a whole, and two of them at a time would only work out the same.
-        self._places: dict[tuple[str, int, Unit, bytes], tuple[Pages, Pages]] = {}
-
-    def places(self, units: bytes, route: Route, layout: RankLayout, *, unit: Unit) -> tuple[Pages, Pages]:
-        """Where units that a writer names lie: which of its page each is, and the page. For any thread.
-
-        Args:
-            units: as they travel in `StagedSegment`.
-            route: along which they came.
-            layout: this rank's.
-
-        Raises:
-            MessageError: if the room did not ask for them.
-        """
-        key = route.destination_group, route.granule_tokens, unit, units
-        found = self._places.get(key)
-        if found is None:
-            wanted = wanted_of(next(group for group in self.groups if group.name == route.destination_group))
-            unit_tokens = route.granule_tokens if unit is Unit.GRANULE else 1
-            most = len(wanted.pages) * route.destination_page_tokens // unit_tokens
-            numbers = unpack_units(units, most=most)
-            found = places_of_units(numbers, route, wanted, layout.tokens, unit=unit, tokens=self.tokens)
-            if len(self._places) >= _MOST_PLACES:
-                self._places.clear()
-            self._places[key] = found
-        return found
+        self.places = places
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverCommand]:
         """Tells the machine what happened; returns what it says is to be done."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Protocol, TypeAlias
 
 from kvferry.endpoint.actors import Actor, RunQueue
 from kvferry.endpoint.attachment import Attachment
-from kvferry.endpoint.gathering import Packing, Posted, StagedQueue, StagedWrite
 from kvferry.endpoint.stats import SenderStats, WriteRecord
 from kvferry.endpoint.transfer import Transfer
 from kvferry.endpoint.workers import Worker, WorkerPool
@@ -43,6 +41,7 @@ from kvferry.protocol.sender import (
     WriteProgressed,
 )
 from kvferry.protocol.states import TransferState
+from kvferry.staging.gathering import Packing, Posted, StagedQueue, StagedWrite
 from kvferry.transport import FlightReport, Transport
 
 
@@ -109,7 +108,7 @@ class _Account:
         self.post_s += report.post_s
         self.transfer_s += report.transfer_s
 
-    def record(self, receiver: str) -> WriteRecord:
+    def record(self, receiver: str, now: float) -> WriteRecord:
         """The whole write, which is through now."""
         return WriteRecord(
             receiver=receiver,
@@ -119,7 +118,7 @@ class _Account:
             descriptors=self.descriptors,
             submitted_at=self.submitted_at,
             posted_at=self.begun_at,
-            done_at=time.monotonic(),
+            done_at=now,
             transport_post_s=self.post_s,
             transport_transfer_s=self.transfer_s,
         )
@@ -133,6 +132,9 @@ class Surroundings(Protocol):
     group_rank: int
     page_groups: tuple[PageGroup, ...]
     is_aux_writer: bool
+
+    def now(self) -> float:
+        """The time, in seconds of a steady clock."""
 
     def send(self, receiver: str, message: messages.Message) -> None:
         """Sends a control message."""
@@ -158,12 +160,14 @@ class Sender(Transfer):
         abort: Callable[[str], None],
         *,
         settle: Callable[[int], None] | None,
+        now: Callable[[], float],
     ) -> None:
         """For `PrefillEndpoint.open`.
 
         Args:
             hand_in, abort: pass on what the caller wants.
             settle: in synchronous mode, waits until the chunk of that number is written.
+            now: the time.
         """
         super().__init__(room)
         # Guards the order of chunks: they are handed on in the order of their numbers, whichever threads submit.
@@ -172,7 +176,8 @@ class Sender(Transfer):
         self._hand_in = hand_in
         self._abort = abort
         self._settle = settle
-        self.stats = SenderStats(opened_at=time.monotonic(), last_submitted_at=None, ended_at=None, writes=())
+        self._now = now
+        self.stats = SenderStats(opened_at=now(), last_submitted_at=None, ended_at=None, writes=())
 
     def submit(
         self, pages: AnyPages, *, start: int | None = None, last: bool = False, aux: bytes | None = None
@@ -204,7 +209,7 @@ class Sender(Transfer):
         if aux is not None:
             self._check_aux(aux, last=last)
         with self._lock:
-            chunk = self._chunks.hand_in(pages, start=start, is_last=last, aux=aux, now=time.monotonic())
+            chunk = self._chunks.hand_in(pages, start=start, is_last=last, aux=aux, now=self._now())
             self._hand_in(chunk)
         if self._settle is not None:
             self._settle(chunk.number)
@@ -254,6 +259,7 @@ class SendingRoom(Actor):
             self.post if synchronous else partial(run_queue.hand_in, self),
             lambda reason: self.post(SenderAbortRequested(reason)),
             settle=self._wait_settled if synchronous else None,
+            now=surroundings.now,
         )
 
     def _queue_for(self, event: RoomEvent) -> RunQueue:
@@ -347,7 +353,7 @@ class SendingRoom(Actor):
         self._tell(event, worker)
 
     def _tell(self, event: SenderEvent, worker: Worker) -> None:
-        now = time.monotonic()
+        now = self._surroundings.now()
         commands = self._machine.handle(event, now)
         if self._all_open_at is None and self._machine.state not in (TransferState.BOOTSTRAPPING, TransferState.FAILED):
             self._all_open_at = now
@@ -365,7 +371,7 @@ class SendingRoom(Actor):
         self.next_deadline = machine.deadline
         stats = self.sender.stats
         if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:
-            ended_at = (stats.ended_at or time.monotonic()) if machine.state.is_final else None
+            ended_at = (stats.ended_at or self._surroundings.now()) if machine.state.is_final else None
             self.sender.stats = SenderStats(
                 opened_at=stats.opened_at,
                 last_submitted_at=self._last_submitted_at,
@@ -411,7 +417,7 @@ class SendingRoom(Actor):
             gone = PeerDisconnectedError(f"{command.receiver} is not connected any more")
             self.post(WriteFailed(command.receiver, command.sequence, gone))
             return
-        begun_at = time.monotonic()
+        begun_at = self._surroundings.now()
         try:
             choice = attachment.paths.choose(command.unit, self._elected[command.receiver], command.moves)
         except Exception as error:
@@ -454,7 +460,7 @@ class SendingRoom(Actor):
 
         def done(report: FlightReport) -> None:
             account.add(report, num_bytes=report.total_bytes, descriptors=report.descriptors)
-            self._writes.append(account.record(command.receiver))
+            self._writes.append(account.record(command.receiver, surroundings.now()))
             attachment.end_write()
             self.post(WriteDone(command.receiver, command.sequence))
 
@@ -564,7 +570,7 @@ class SendingRoom(Actor):
         self._staged[receiver].ended(write)
         self._attachments[receiver].end_write()
         if write.error is None:
-            self._writes.append(account.record(receiver))
+            self._writes.append(account.record(receiver, self._surroundings.now()))
             self._tell(WriteDone(receiver, sequence), worker)
         else:
             self._tell(WriteFailed(receiver, sequence, write.error), worker)

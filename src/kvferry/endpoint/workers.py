@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.endpoint.actors import RunQueue
-from kvferry.endpoint.slots import SourceMemory
+from kvferry.endpoint.platform import Platform
+from kvferry.endpoint.threads import Loop
 from kvferry.errors import TransportError
+from kvferry.staging.slots import SourceMemory
 from kvferry.transport import Flight, FlightReport, Transport
 
 log = logging.getLogger(__name__)
@@ -33,12 +34,10 @@ class _Watched:
     is_broken: bool = False
 
 
-class Worker:
-    """One thread, which runs the actors of one queue and polls the writes that they started."""
+class Worker(Loop):
+    """Runs the actors of one queue and polls the writes that they started. Its thread is its own."""
 
-    def __init__(
-        self, name: str, run_queue: RunQueue, transport: Transport, memory: SourceMemory | None = None
-    ) -> None:
+    def __init__(self, run_queue: RunQueue, transport: Transport, memory: SourceMemory | None = None) -> None:
         """Args:
         run_queue: whose actors it runs.
         transport: polls the writes.
@@ -49,21 +48,7 @@ class Worker:
         self._memory = memory
         self._watched: list[_Watched] = []
         self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Waits for the thread to end, which it does once it was told to stop and its writes have ended."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+        self._sleep_s = _SHORTEST_SLEEP_S
 
     @property
     def memory(self) -> SourceMemory:
@@ -88,24 +73,23 @@ class Worker:
         if not self._has_ended(watched):
             self._watched.append(watched)
 
-    def _run(self) -> None:
-        sleep_s = _SHORTEST_SLEEP_S
-        while not (self._is_stopping and not self._watched):
-            try:
-                if self._take_one(sleep_s) | self._poll():
-                    sleep_s = _SHORTEST_SLEEP_S
-                else:
-                    sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
-            except Exception:
-                log.exception("a transfer worker met an error that it did not expect; it goes on")
+    def turn(self, *, may_wait: bool) -> bool:
+        if self._is_stopping and not self._watched:
+            return False
+        if self._take_one(may_wait=may_wait) | self._poll():
+            self._sleep_s = _SHORTEST_SLEEP_S
+        else:
+            self._sleep_s = min(2 * self._sleep_s, _LONGEST_SLEEP_S)
+        return True
 
-    def _take_one(self, sleep_s: float) -> bool:
+    def _take_one(self, *, may_wait: bool) -> bool:
         """Runs the next actor; with writes on their way waits for one only so long, else until there is one."""
         if self._is_stopping:
-            time.sleep(sleep_s)
+            if may_wait:
+                time.sleep(self._sleep_s)
             return False
         try:
-            actor = self._run_queue.take(sleep_s if self._watched else None)
+            actor = self._run_queue.take((self._sleep_s if self._watched else None) if may_wait else 0.0)
         except queue.Empty:
             return False
         if actor is None:
@@ -151,10 +135,18 @@ class WorkerPool:
     Attributes:
         queues: of the actors that the first kind runs.
         gathering: of the actors whose next event is to gather.
+        threads: of all of them.
     """
 
     def __init__(
-        self, count: int, num_queues: int, transport: Transport, memories: Sequence[SourceMemory], *, name: str
+        self,
+        count: int,
+        num_queues: int,
+        transport: Transport,
+        memories: Sequence[SourceMemory],
+        *,
+        platform: Platform,
+        name: str,
     ) -> None:
         """Starts them.
 
@@ -165,29 +157,25 @@ class WorkerPool:
         self.queues = tuple(RunQueue() for _ in range(num_queues))
         self.gathering = RunQueue()
         queues = [self.queues[index % num_queues] for index in range(count)]
-        self._workers = [
-            *(Worker(f"{name}-worker-{index}", each, transport) for index, each in enumerate(queues)),
+        self.threads = (
+            *(platform.start(f"{name}-worker-{index}", Worker(each, transport)) for index, each in enumerate(queues)),
             *(
-                Worker(f"{name}-gather-{index}", self.gathering, transport, memory)
+                platform.start(f"{name}-gather-{index}", Worker(self.gathering, transport, memory))
                 for index, memory in enumerate(memories)
             ),
-        ]
+        )
         self._stops = [*queues, *(self.gathering for _ in memories)]
-        for worker in self._workers:
-            worker.start()
-
-    @property
-    def are_alive(self) -> bool:
-        """Whether all of them run."""
-        return all(worker.is_alive for worker in self._workers)
 
     def queue_of(self, key: bytes) -> RunQueue:
         """The queue of whatever has that key; the same one every time."""
         return self.queues[zlib.crc32(key) % len(self.queues)]
 
-    def stop(self, timeout_s: float) -> int:
-        """Tells all to end once their writes have, and waits so long; returns how many still run."""
-        deadline = time.monotonic() + timeout_s
+    def stop(self) -> None:
+        """Tells all to end once their writes have."""
         for run_queue in self._stops:
             run_queue.put(None)
-        return sum(not worker.join(max(0.0, deadline - time.monotonic())) for worker in self._workers)
+
+    @property
+    def running(self) -> int:
+        """How many still run."""
+        return sum(thread.is_alive for thread in self.threads)

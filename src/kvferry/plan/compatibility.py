@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvferry.errors import IncompatiblePeerError
-from kvferry.layout import Component, Entry, RankLayout, Shard
+from kvferry.errors import IncompatiblePeerError, LayoutError
+from kvferry.layout import Component, Entry, RankCoordinates, RankLayout, Shard
 from kvferry.layout.interval import overlap
 from kvferry.plan.routes import route_between
 
@@ -95,3 +95,18 @@ def _form(component: Component) -> str:
 
 def _window(component: Component) -> str:
     return "every token" if component.window_tokens is None else f"the last {component.window_tokens} tokens"
+
+
+def check_token_share(layout: RankLayout, coordinates: RankCoordinates) -> None:
+    """Compares the tokens that a layout holds with the rank's place under context parallelism.
+
+    Raises:
+        LayoutError: if they disagree, naming both.
+    """
+    parts, part = layout.tokens.dealing.num_parts, layout.tokens.part
+    if (parts, part) != (coordinates.cp_size, coordinates.cp_rank):
+        raise LayoutError(
+            f"the layout holds part {part} of {parts} parts of every request's tokens, but the rank has cp_rank "
+            f"{coordinates.cp_rank} of cp_size {coordinates.cp_size}; give RankLayout the rank's share, such as "
+            "tokens=TokenShare(interleaved(cp_size), cp_rank)"
+        )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvferry.staging.calibration import gather_speed
+from kvferry.staging.calibration import copy_bytes_per_s, gather_speed
 from kvferry.staging.choice import kernels_for
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.memory import StagingMemory, allocate
 
-__all__ = ["Kernels", "StagingMemory", "allocate", "gather_speed", "kernels_for"]
+__all__ = ["Kernels", "StagingMemory", "allocate", "copy_bytes_per_s", "gather_speed", "kernels_for"]

@@ -6,13 +6,18 @@ import time
 from collections.abc import Sequence
 from itertools import cycle, islice
 
+import numpy as np
+
 from kvferry.errors import SettingsError
 from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import PackedSide, Starts
 from kvferry.staging.kernels import Kernels, StartArray
 from kvferry.staging.memory import StagingMemory
 
 _BUDGET_S = 1e-3
 _MOST_TIMES = 5
+_GATHERED_BYTES = 1 << 20
+_SAMPLES = 3
 
 
 def gather_speed(kernels: Kernels, samples: Sequence[StartArray], shape: BlockShape, memory: StagingMemory) -> float:
@@ -44,3 +49,26 @@ def gather_speed(kernels: Kernels, samples: Sequence[StartArray], shape: BlockSh
         if time.perf_counter() - begin + taken > _BUDGET_S:
             break
     return best
+
+
+def copy_bytes_per_s(kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
+    """How fast the largest of several pieces is gathered from its pages.
+
+    The receiver measures the same instead of scattering, which would overwrite what its pages hold: both take about as
+    long (6.4 and 7.0 GB/s for slices of 1 KiB of scattered pages, 5.2 and 6.8 for 512 bytes).
+
+    Args:
+        sides: where one side has the blocks of every piece.
+    """
+    side = max(sides, key=lambda each: len(each.bases) * each.shape.num_bytes)
+    blocks = min(_GATHERED_BYTES, memory.num_bytes) // side.shape.num_bytes
+    samples = [sample_starts(side, max(1, blocks), sample) for sample in range(_SAMPLES)]
+    return gather_speed(kernels, samples, side.shape, memory)
+
+
+def sample_starts(side: PackedSide, count: int, sample: int = 0) -> Starts:
+    """Where so many blocks begin, spread over a pool as a request's scattered pages are; other ones in every sample."""
+    step = max(1, side.num_pages // count)
+    pages = np.arange(sample % step, side.num_pages, step, dtype=np.int64)[:count]
+    bases = max(1, min(len(side.bases), count // len(pages)))
+    return side.starts(0, bases, np.zeros_like(pages), pages)

@@ -20,7 +20,6 @@ import msgspec
 import pytest
 
 from kvferry._version import __version__
-from kvferry.control.registrations import RankRegistration
 from kvferry.control.registry_app import registry_app
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_messages import API_VERSION, LARGEST_BODY_BYTES
@@ -33,6 +32,7 @@ from kvferry.errors import (
     UsageError,
 )
 from kvferry.layout.parallel import RankCoordinates
+from kvferry.protocol.registrations import RankRegistration
 
 
 def rank(tp_rank: int = 0, tp_size: int = 2, incarnation: str = "first", **changes: Any) -> RankRegistration:

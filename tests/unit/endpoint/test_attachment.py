@@ -11,6 +11,7 @@ import pytest
 from kvferry.endpoint import attachment
 from kvferry.endpoint.attachment import Attachment, attach
 from kvferry.endpoint.paths import SendingStaging
+from kvferry.endpoint.platform import SystemPlatform
 from kvferry.layout import RankCoordinates, RankLayout, attention_components, shard_from_tensors
 from kvferry.plan import Piece, Unit, selectors
 from kvferry.protocol.messages import Attach
@@ -52,7 +53,7 @@ def attached() -> Iterator[Attachment]:
         layout=layout,
         coordinates=RankCoordinates(),
         transport=here,
-        staging=SendingStaging(Settings(path="direct"), layout, here),
+        staging=SendingStaging(Settings(path="direct"), layout, here, SystemPlatform()),
     )
     del ours, theirs
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from kvferry import RankLayout, attention_components, shard_from_tensors
-from kvferry.endpoint.calibration import Calibration, WireKey, sample_starts, spread_rows
+from kvferry.endpoint.calibration import Calibration, WireKey, spread_rows
 from kvferry.layout import Device, Region
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.lowering import PageSteps
 from kvferry.plan.packing import PackedPiece, PackedSide
 from kvferry.staging import Kernels, StagingMemory
+from kvferry.staging.calibration import sample_starts
 from kvferry.transport import Flight, FlightReport, PreparedList
 
 WRITE_S, DESCRIPTOR_S, LARGE_BYTES_PER_S, BULK_BYTES_PER_S, GATHER_BYTES_PER_S = 30e-6, 2e-6, 8e9, 20e9, 5e9

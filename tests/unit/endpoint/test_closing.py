@@ -181,7 +181,7 @@ def test_closing_gives_up_on_a_write_that_hangs_and_keeps_the_memory(
     eventually("a write is on its way", lambda: transport.in_flight == 1)
     early = requests.new(2)
     requests.open_decode(early)
-    eventually("another room waits", lambda: len(requests.prefill.endpoints[0]._early) == 1)
+    eventually("another room waits", lambda: len(requests.prefill.endpoints[0]._table._early) == 1)
     started = time.monotonic()
     with caplog.at_level(logging.ERROR):
         requests.prefill.endpoints[0].close()

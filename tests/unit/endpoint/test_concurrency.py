@@ -19,6 +19,7 @@ from tests.unit.endpoint.test_life_of_a_room import nothing_left
 
 from kvferry import Sender, Settings
 from kvferry.endpoint.actors import Actor, Lookout, RunQueue
+from kvferry.endpoint.threads import SupervisedThread
 from kvferry.errors import ChunkError
 
 
@@ -367,7 +368,8 @@ def test_events_keep_their_order_whoever_takes_them(takers: Callable[..., thread
     run_queue, count = RunQueue(), 3000
     for _ in range(3):
         takers(run_queue, timeout_s)
-    lookout = Lookout("test", [run_queue], is_needed=lambda: True)
+    lookout = Lookout([run_queue], is_needed=lambda: True)
+    SupervisedThread("test", lookout)
     actors = [Records(run_queue) for _ in range(4)]
 
     def call(mine: list[Records]) -> None:
@@ -396,7 +398,8 @@ def test_a_lookout_looks_while_it_is_needed_and_sleeps_otherwise(takers: Callabl
             looks += 1
             run_queue.rouse()
 
-    lookout = Lookout("test", [Counting()], is_needed=lambda: rooms)
+    lookout = Lookout([Counting()], is_needed=lambda: rooms)
+    thread = SupervisedThread("test", lookout)
     takers(run_queue, None)
     for round_number in range(3):
         actor = Records(run_queue)
@@ -410,9 +413,9 @@ def test_a_lookout_looks_while_it_is_needed_and_sleeps_otherwise(takers: Callabl
         assert looks == before
         rooms.append(1)
         lookout.begin()
-    assert lookout.is_alive
+    assert thread.is_alive
     lookout.stop()
-    assert not lookout.is_alive
+    assert thread.join(WAIT_S)
 
 
 def test_submit_wakes_no_thread(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):

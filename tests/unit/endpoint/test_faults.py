@@ -77,7 +77,7 @@ def test_a_room_that_the_prefill_side_never_opens_ends(pair: Callable[..., Reque
     assert "KVFERRY_BOOTSTRAP_TIMEOUT_S" in str(request.receivers[0].error)
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
     for endpoint in requests.prefill.endpoints:
-        eventually("nothing is kept any more", lambda endpoint: len(endpoint._early) == 0, endpoint)
+        eventually("nothing is kept any more", lambda endpoint: len(endpoint._table._early) == 0, endpoint)
 
 
 def test_a_caller_who_never_submits_ends_the_room_on_both_sides(pair: Callable[..., Requests]):
@@ -462,9 +462,9 @@ def test_rooms_that_failed_alone_are_forgotten_in_time(pair: Callable[..., Reque
     for room in range(20):
         endpoint.open(room).abort("never mind")
     eventually("all are over", lambda: endpoint.open_rooms == 0)
-    assert len(endpoint._failed_alone) == 5, "no more than max_early_rooms are kept"
+    assert len(endpoint._table._failed_alone) == 5, "no more than max_early_rooms are kept"
     keeper = endpoint.open(99)
-    eventually("they are forgotten", lambda: not endpoint._failed_alone)
+    eventually("they are forgotten", lambda: not endpoint._table._failed_alone)
     keeper.abort()
 
 

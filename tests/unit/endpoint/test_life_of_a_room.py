@@ -32,7 +32,7 @@ S = TransferState
 def nothing_left(requests: Requests) -> bool:
     """Whether no table of either side holds a room."""
     return all(
-        endpoint.open_rooms == 0 and len(endpoint._early) == 0 for endpoint in requests.prefill.endpoints
+        endpoint.open_rooms == 0 and len(endpoint._table._early) == 0 for endpoint in requests.prefill.endpoints
     ) and all(
         endpoint.open_rooms == 0
         and not endpoint._driver._rooms
@@ -44,7 +44,7 @@ def nothing_left(requests: Requests) -> bool:
 
 def kept_early(endpoint: PrefillEndpoint, room: int) -> list[messages.OpenRoom | messages.AbortRoom]:
     """The messages that a prefill rank keeps for a room."""
-    early = endpoint._early._rooms.get(room)
+    early = endpoint._table._early._rooms.get(room)
     return [message for kept in early.messages.values() for message in kept] if early is not None else []
 
 
@@ -444,7 +444,7 @@ def test_the_decode_side_may_reuse_a_number_while_the_prefill_side_still_ends_it
         requests.open_decode(second)
     third = requests.new(2)  # travels behind it on the same connection
     requests.open_decode(third)
-    eventually("the prefill side has read both", lambda: 2 in requests.prefill.endpoints[0]._early._rooms)
+    eventually("the prefill side has read both", lambda: 2 in requests.prefill.endpoints[0]._table._early._rooms)
     go_on.set()
     first.senders[0].wait(WAIT_S)
     for request in (second, third):
@@ -461,7 +461,7 @@ def test_wishes_and_aborts_that_reach_a_room_at_its_very_end_are_kept_for_the_ne
     first = requests.new(1)
     requests.open_decode(first)
     requests.open_prefill(first)
-    room = endpoint._rooms[1]
+    room = endpoint._table.rooms[1]
     requests.submit(first)
     first.wait()
     attachment = endpoint._attachment(name)

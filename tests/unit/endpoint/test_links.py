@@ -18,7 +18,6 @@ from tests.support.engines import WAIT_S, Engines, PrefillEngine, Requests, new_
 from tests.support.waiting import eventually
 
 from kvferry import DecodeEndpoint, InProcessTransport, TokenShare, TransferState, interleaved
-from kvferry.control.registrations import RankRegistration
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.errors import (
@@ -33,6 +32,7 @@ from kvferry.errors import (
     VersionError,
 )
 from kvferry.protocol import messages
+from kvferry.protocol.registrations import RankRegistration
 
 
 def waited(event: threading.Event, seconds: float) -> None:
@@ -53,7 +53,7 @@ def freeze(engine: PrefillEngine, rank: int) -> threading.Event:
         return receive()
 
     endpoint._channel.receive = frozen  # type: ignore[union-attr, method-assign]
-    endpoint._wakeup.wake()
+    endpoint.wake()
     assert stopped.wait(WAIT_S)
     return go_on
 
@@ -352,15 +352,15 @@ def test_a_silent_decode_rank_fails_its_rooms_and_no_others(engines: Callable[..
         requests.open_prefill(each)
     eventually("both are open", lambda: request.senders[0].state is other.senders[0].state is not None)
     driver = dying.decode.endpoints[0]._driver
-    stop, turn = threading.Event(), driver._turn
-    driver._turn = lambda: stop.wait(60) and turn()  # type: ignore[method-assign]
+    stop, turn = threading.Event(), driver.turn
+    driver.turn = lambda **named: stop.wait(60) and turn(**named)  # type: ignore[method-assign]
     for sender in request.senders:
         with pytest.raises(TransferFailedError, match="is gone: PeerDisconnectedError: silent for"):
             sender.wait(WAIT_S)
         assert sender.pages_reusable
     living.submit(other)
     other.wait()
-    driver._turn = turn  # type: ignore[method-assign]
+    driver.turn = turn  # type: ignore[method-assign]
     stop.set()
     with pytest.raises(TransferFailedError, match="does not know this endpoint any more"):
         request.receivers[0].wait(WAIT_S)
@@ -432,11 +432,11 @@ def test_a_connection_is_not_undone_while_a_write_uses_it(engines: Callable[...,
     requests.submit(request)
     eventually("the write is on its way", lambda: transport.in_flight == 1)
     driver = requests.decode.endpoints[0]._driver
-    stop, turn = threading.Event(), driver._turn
-    driver._turn = lambda: stop.wait(60) and turn()  # type: ignore[method-assign]
+    stop, turn = threading.Event(), driver.turn
+    driver.turn = lambda **named: stop.wait(60) and turn(**named)  # type: ignore[method-assign]
     with pytest.raises(TransferFailedError, match="silent for"):
         request.senders[0].wait(WAIT_S)
-    driver._turn = turn  # type: ignore[method-assign]
+    driver.turn = turn  # type: ignore[method-assign]
     stop.set()
     with pytest.raises(TransferFailedError):
         request.receivers[0].wait(WAIT_S)
@@ -468,7 +468,7 @@ def test_a_prefill_engine_that_closes_says_so(engines: Callable[..., Engines]):
     requests.open_decode(early)
     requests.open_prefill(opened)
     for endpoint in prefill.endpoints:
-        eventually("the second room waits", lambda endpoint: len(endpoint._early) == 1, endpoint)
+        eventually("the second room waits", lambda endpoint: len(endpoint._table._early) == 1, endpoint)
     for endpoint in prefill.endpoints:
         endpoint.close()
     for receiver in (*opened.receivers, *early.receivers):

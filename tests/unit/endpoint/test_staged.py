@@ -12,8 +12,6 @@ from tests.support.caches import Model, Shape
 from tests.support.engines import Engines, Requests
 from tests.support.waiting import eventually
 
-import kvferry.endpoint.paths
-import kvferry.endpoint.scattering
 from kvferry import TransferState, interleaved
 from kvferry.endpoint.calibration import Calibration
 from kvferry.errors import (
@@ -25,7 +23,7 @@ from kvferry.errors import (
     TransportUnavailableError,
 )
 from kvferry.plan import Path, PathCosts
-from kvferry.staging import Kernels
+from kvferry.staging import Kernels, resources
 
 pytest.importorskip("torch")
 
@@ -404,11 +402,14 @@ def test_without_what_copies_the_direct_path_is_left(
     def missing(*arguments: Any) -> Any:
         raise TransportUnavailableError("torch is not installed: pip install torch")
 
-    module = kvferry.endpoint.paths if side == "prefill" else kvferry.endpoint.scattering
-    monkeypatch.setattr(module, "kernels_for", missing)
     both = engines(path="auto")
-    request = Requests(both.prefill(ATTENTION), both.decode(ATTENTION)).run(1)
+    make: dict[str, Any] = {"prefill": both.prefill, "decode": both.decode}
+    other = make["decode" if side == "prefill" else "prefill"](ATTENTION)
+    monkeypatch.setattr(resources, "kernels_for", missing)
+    mine = make[side](ATTENTION)
+    with pytest.raises(TransportUnavailableError, match="torch is not installed"):
+        make[side](ATTENTION, path="staged")
+    pair: Any = (mine, other) if side == "prefill" else (other, mine)
+    request = Requests(*pair).run(1)
     assert paths_of(request) == {Path.DIRECT}
     assert "torch is not installed" in request.senders[0].stats.writes[0].why
-    with pytest.raises(TransportUnavailableError, match="torch is not installed"):
-        both.prefill(ATTENTION, path="staged") if side == "prefill" else both.decode(ATTENTION, path="staged")

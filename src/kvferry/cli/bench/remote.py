@@ -20,7 +20,6 @@ import zmq
 from kvferry.cli.bench.options import BenchOptions
 from kvferry.cli.bench.teams import BenchError, LocalTeam, Pollable, listen
 from kvferry.control.channel import ConnectedChannel, ListeningChannel
-from kvferry.control.registrations import RankRegistration
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.errors import (
     IncompatiblePeerError,
@@ -30,6 +29,7 @@ from kvferry.errors import (
 )
 from kvferry.layout import RankCoordinates
 from kvferry.protocol.messages import PROTOCOL_VERSION
+from kvferry.protocol.registrations import RankRegistration
 from kvferry.settings import Settings, bracketed
 
 ENGINE = "kvferry-bench"

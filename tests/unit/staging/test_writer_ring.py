@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from tests.support.shards import byte_shard
 
-from kvferry.endpoint.scattering import WriterRing
 from kvferry.errors import PeerDisconnectedError
 from kvferry.layout import RankLayout
 from kvferry.plan import PairPlan
 from kvferry.protocol.credits import Span
 from kvferry.protocol.messages import Credit, decode_to_prefill
+from kvferry.staging.receiving import WriterRing
+from kvferry.staging.resources import MachineResources
 
 LAYOUT = RankLayout(shards=(byte_shard(),))
 NOTHING = PairPlan(LAYOUT, LAYOUT, [])
@@ -45,7 +46,7 @@ class Credits:
 def ring_and_credits() -> tuple[WriterRing, Credits]:
     credits_ = Credits()
     memory: Any = Memory()
-    return WriterRing(memory, NOTHING, endpoint="d0", send=credits_.send), credits_
+    return WriterRing(memory, NOTHING, epoch=7, endpoint="d0", send=credits_.send), credits_
 
 
 def spans(*lengths: int) -> list[Span]:
@@ -141,4 +142,4 @@ def test_a_credit_that_is_lost_with_its_connection_harms_nobody():
 
 
 def test_every_ring_has_an_epoch_of_its_own():
-    assert len({ring_and_credits()[0].epoch for _ in range(20)}) == 20
+    assert len({MachineResources().epoch() for _ in range(20)}) == 20

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.endpoint.rings import SharedRing
-from kvferry.endpoint.slots import Slot, SourceMemory
 from kvferry.layout import Region
 from kvferry.plan import ElectedRoute, Unit
 from kvferry.plan.packing import PackedPiece, Segment, SubChunk, aligned, sub_chunks
@@ -20,7 +18,9 @@ from kvferry.protocol import messages
 from kvferry.protocol.credits import Span
 from kvferry.protocol.loads import block_loads, pack_units
 from kvferry.protocol.sender import Write
-from kvferry.staging import Kernels
+from kvferry.staging.kernels import Kernels
+from kvferry.staging.rings import SharedRing
+from kvferry.staging.slots import Slot, SourceMemory
 from kvferry.transport import Flight, Transport
 
 

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.endpoint.rings import Waiter
 from kvferry.plan.packing import aligned
-from kvferry.staging import StagingMemory
+from kvferry.staging.memory import StagingMemory
+from kvferry.staging.rings import Waiter
 
 _FEWEST_FOR_ONE = 2  # one crosses while the next is gathered
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.endpoint.slots import Slot, SourceMemory
 from kvferry.layout import Device, Region
 from kvferry.plan.packing import SEGMENT_ALIGNMENT
 from kvferry.staging import StagingMemory
+from kvferry.staging.slots import Slot, SourceMemory
 
 SLOT = 1024
 

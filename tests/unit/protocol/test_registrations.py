@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.control.registrations import EngineView, RankRegistration, Registrations
 from kvferry.errors import LayoutError, RegistrationRefusedError, SettingsError
 from kvferry.layout.parallel import RankCoordinates
+from kvferry.protocol.registrations import EngineView, RankRegistration, Registrations
 
 LEASE_S = 10.0
 

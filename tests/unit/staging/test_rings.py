@@ -11,9 +11,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.endpoint.rings import SharedRing
 from kvferry.plan.packing import SEGMENT_ALIGNMENT
 from kvferry.protocol.credits import ReadingRing, Span
+from kvferry.staging.rings import SharedRing
 
 LINE = SEGMENT_ALIGNMENT
 

@@ -10,17 +10,52 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from kvferry import errors
-from kvferry.control.channel import ConnectedChannel
-from kvferry.control.registrations import RankRegistration
-from kvferry.endpoint.construction import check_token_share
-from kvferry.endpoint.scattering import ReceivingStaging
 from kvferry.errors import IncompatiblePeerError, KVFerryError, PeerDisconnectedError, PeerError
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.plan import Piece, check_exchangeable, elect_writer, pieces_for_receiver
+from kvferry.plan import Piece, check_exchangeable, check_token_share, elect_writer, pieces_for_receiver
 from kvferry.protocol import messages
 from kvferry.protocol.receiver import Connected
+from kvferry.protocol.registrations import RankRegistration
+
+
+class Channel(Protocol):
+    """A connection to one prefill rank."""
+
+    @property
+    def address(self) -> str:
+        """Where it goes."""
+
+    def send(self, message: bytes) -> None:
+        """Sends to the prefill rank.
+
+        Raises:
+            PeerDisconnectedError: if it cannot be sent.
+        """
+
+
+class RingOffers(Protocol):
+    """Staging memory to offer to prefill ranks."""
+
+    def offer(
+        self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...], send: Callable[[bytes], None]
+    ) -> messages.Staging:
+        """What to tell a prefill rank when it is asked to attach.
+
+        Args:
+            endpoint: the prefill rank's.
+            source: its layout.
+            pieces: what it may send.
+            send: takes a message to it.
+        """
+
+    def metadata(self) -> bytes:
+        """The transport's, with all that was offered."""
+
+    def attached(self, endpoint: str) -> None:
+        """A prefill rank has attached, anew perhaps."""
 
 
 class LinkState(Enum):
@@ -45,7 +80,7 @@ class _RankLink:
     """One prefill rank of the group."""
 
     registration: RankRegistration
-    channel: ConnectedChannel
+    channel: Channel
     asked_at: float | None = None  # when the first question was asked that it has not answered
     welcome: messages.Welcome | None = None
     is_attached: bool = False
@@ -64,7 +99,7 @@ class Identity:
 
 
 class Link:
-    """Owned by the driver thread.
+    """One group of ranks: what to say to them, and what their answers mean. It sends, but waits for nothing.
 
     Attributes:
         key: where it goes.
@@ -74,7 +109,7 @@ class Link:
         look_up_at: when to ask the registry again; None while it is being asked.
     """
 
-    def __init__(self, key: LinkKey, identity: Identity, staging: ReceivingStaging, *, deadline: float) -> None:
+    def __init__(self, key: LinkKey, identity: Identity, staging: RingOffers, *, deadline: float) -> None:
         self.key = key
         self.state = LinkState.RESOLVING
         self.deadline = deadline
@@ -86,16 +121,16 @@ class Link:
         self._pieces: tuple[Piece, ...] = ()
 
     @property
-    def channels(self) -> list[ConnectedChannel]:
+    def channels(self) -> list[Channel]:
         """The connections to the group's ranks."""
         return [rank.channel for rank in self._ranks.values()]
 
-    def rank_behind(self, channel: ConnectedChannel) -> int | None:
+    def rank_behind(self, channel: Channel) -> int | None:
         """The engine rank that a connection goes to, if it is one of the group's."""
         return next((number for number, rank in self._ranks.items() if rank.channel is channel), None)
 
     def resolved(
-        self, registrations: tuple[RankRegistration, ...], connect: Callable[[str], ConnectedChannel], now: float
+        self, registrations: tuple[RankRegistration, ...], connect: Callable[[str], Channel], now: float
     ) -> None:
         """Greets the ranks that the registry named.
 
@@ -122,7 +157,7 @@ class Link:
             self._ranks[registration.engine_rank] = _RankLink(registration, channel)
         self.ask(now)
 
-    def received(self, channel: ConnectedChannel, message: messages.ToDecode, now: float) -> bool:
+    def received(self, channel: Channel, message: messages.ToDecode, now: float) -> bool:
         """Takes a message about the link itself; returns whether the link became ready by it.
 
         Raises:
@@ -225,7 +260,7 @@ class Link:
         rank = self._ranks.get(engine_rank)
         return rank is not None and rank.welcome is not None and rank.welcome.endpoint == endpoint
 
-    def heard(self, channel: ConnectedChannel) -> None:
+    def heard(self, channel: Channel) -> None:
         """Something came from a rank: it lives."""
         for rank in self._ranks.values():
             if rank.channel is channel:

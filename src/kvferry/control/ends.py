@@ -1,0 +1,196 @@
+"""Both ends of the peer channel, as the threads that poll them see them: wait for input, be woken, read, send.
+
+An end belongs to one thread. `wake` may be called from any other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+
+import zmq
+
+from kvferry.control.channel import ConnectedChannel, ListeningChannel, Wakeup
+
+
+class ListeningEnd(ABC):
+    """A prefill rank's: many decode ranks connect to it, each known by its endpoint's name.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    port: int
+
+    @abstractmethod
+    def wait(self, timeout_ms: int) -> None:
+        """Waits until something has come or somebody wakes us, but no longer than that."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Ends a wait, or the next one. From any thread."""
+
+    @abstractmethod
+    def receive(self) -> list[tuple[str, bytes]]:
+        """Everything that has come: (name of the sender, message)."""
+
+    @abstractmethod
+    def send(self, identity: str, message: bytes) -> None:
+        """Sends to a decode rank.
+
+        Raises:
+            PeerDisconnectedError: if it is not connected.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives everything back."""
+
+
+class Connection(ABC):
+    """A decode rank's connection to one prefill rank, made anew when it breaks.
+
+    Attributes:
+        address: of the prefill rank.
+    """
+
+    address: str
+
+    @abstractmethod
+    def receive(self) -> list[bytes]:
+        """Every message that has come."""
+
+    @abstractmethod
+    def send(self, message: bytes) -> None:
+        """Sends to the prefill rank.
+
+        Raises:
+            PeerDisconnectedError: if so much waits for it already that it must be gone.
+        """
+
+
+class ConnectingEnd(ABC):
+    """A decode rank's: connections to prefill ranks."""
+
+    @abstractmethod
+    def connect(self, address: str) -> Connection:
+        """A new connection.
+
+        Raises:
+            PeerDisconnectedError: if the address makes no sense.
+        """
+
+    @abstractmethod
+    def disconnect(self, connection: Connection) -> None:
+        """Ends one; what was sent has a moment to leave."""
+
+    @abstractmethod
+    def wait(self, timeout_ms: int) -> Collection[Connection]:
+        """Waits as `ListeningEnd.wait` does; returns the connections on which something has come."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Ends a wait, or the next one. From any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives everything back. All connections were ended before."""
+
+
+class ZmqListeningEnd(ListeningEnd):
+    """Over ZMQ."""
+
+    def __init__(self, *, host: str, port: int) -> None:
+        """Args:
+        host: address to bind to; IPv6 addresses in brackets.
+        port: 0 takes any free one.
+
+        Raises:
+            SettingsError: if the address cannot be bound, saying why.
+        """
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wakeup = Wakeup()
+        try:
+            self._channel = ListeningChannel(self._context, host=host, port=port)
+        except BaseException:
+            self._give_back()
+            raise
+        self.port = self._channel.port
+        self._poller = zmq.Poller()
+        self._poller.register(self._channel.socket, zmq.POLLIN)
+        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
+
+    def wait(self, timeout_ms: int) -> None:
+        self._poller.poll(timeout_ms)
+        self._wakeup.clear()
+
+    def wake(self) -> None:
+        self._wakeup.wake()
+
+    def receive(self) -> list[tuple[str, bytes]]:
+        return self._channel.receive()
+
+    def send(self, identity: str, message: bytes) -> None:
+        self._channel.send(identity, message)
+
+    def close(self) -> None:
+        self._channel.close()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._context.term()
+        self._wakeup.close()
+
+
+class ZmqConnection(Connection):
+    """Over ZMQ."""
+
+    def __init__(self, channel: ConnectedChannel) -> None:
+        self.channel = channel
+        self.address = channel.address
+
+    def receive(self) -> list[bytes]:
+        return self.channel.receive()
+
+    def send(self, message: bytes) -> None:
+        self.channel.send(message)
+
+
+class ZmqConnectingEnd(ConnectingEnd):
+    """Over ZMQ."""
+
+    def __init__(self, identity: str) -> None:
+        """Args:
+        identity: this endpoint's name.
+        """
+        self._identity = identity
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wakeup = Wakeup()
+        self._poller = zmq.Poller()
+        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        self._connections: dict[zmq.Socket[bytes], ZmqConnection] = {}
+
+    def connect(self, address: str) -> Connection:
+        channel = ConnectedChannel(self._context, identity=self._identity, address=address)
+        self._poller.register(channel.socket, zmq.POLLIN)
+        connection = self._connections[channel.socket] = ZmqConnection(channel)
+        return connection
+
+    def disconnect(self, connection: Connection) -> None:
+        assert isinstance(connection, ZmqConnection)
+        del self._connections[connection.channel.socket]
+        self._poller.unregister(connection.channel.socket)
+        connection.channel.close()
+
+    def wait(self, timeout_ms: int) -> Collection[Connection]:
+        ready = dict(self._poller.poll(timeout_ms))
+        if ready.pop(self._wakeup.fileno(), None) is not None:
+            self._wakeup.clear()
+        return [self._connections[socket] for socket in ready if socket in self._connections]
+
+    def wake(self) -> None:
+        self._wakeup.wake()
+
+    def close(self) -> None:
+        self._context.term()
+        self._wakeup.close()

@@ -1,0 +1,100 @@
+"""Threads that do not die: what each does is a loop of turns, and a turn that fails is followed by the next."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+_SHORTEST_PAUSE_S = 1e-3
+_LONGEST_PAUSE_S = 1.0
+
+
+class Loop(ABC):
+    """What a thread does, turn by turn. Nobody else calls `turn`."""
+
+    @abstractmethod
+    def turn(self, *, may_wait: bool) -> bool:
+        """Does what there is to do now. Returns False when there is nothing left to do, ever.
+
+        Args:
+            may_wait: whether to wait, for as long as may be sensible, if there is nothing to do now.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadHealth:
+    """How a thread is.
+
+    Attributes:
+        name: the thread's.
+        is_alive: whether it runs.
+        failures: turns that raised an exception, which none should.
+        last_failure: the last of them, in words; empty if there was none.
+    """
+
+    name: str
+    is_alive: bool
+    failures: int
+    last_failure: str
+
+
+class RunningLoop(ABC):
+    """A loop that has a thread."""
+
+    @property
+    @abstractmethod
+    def health(self) -> ThreadHealth:
+        """How it is. From any thread."""
+
+    @abstractmethod
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Waits for the loop to end, which somebody else told it to; whether it has."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self.health.is_alive
+
+
+class SupervisedThread(RunningLoop):
+    """A thread of this process that runs a loop, whatever happens in a turn.
+
+    A turn that raises is logged and counted, and the loop goes on with the next: at once after a single failure, and
+    ever slower, up to once a second, while every turn fails.
+    """
+
+    def __init__(self, name: str, loop: Loop) -> None:
+        """Starts it."""
+        self._name = name
+        self._loop = loop
+        self._failures = 0
+        self._last_failure = ""
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def health(self) -> ThreadHealth:
+        return ThreadHealth(self._name, self._thread.is_alive(), self._failures, self._last_failure)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        pause_s = _SHORTEST_PAUSE_S
+        goes_on = True
+        while goes_on:
+            try:
+                goes_on = self._loop.turn(may_wait=True)
+                pause_s = _SHORTEST_PAUSE_S
+            except BaseException as error:  # SystemExit, too, would end the thread in silence
+                self._failures += 1
+                self._last_failure = f"{type(error).__name__}: {error}"
+                log.exception("thread %s goes on after an error", self._name)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

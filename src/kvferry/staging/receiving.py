@@ -1,0 +1,221 @@
+"""The staged path on the decode side: rings that prefill ranks write to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvferry.errors import KVFerryError, SettingsError, TransportError, TransportUnavailableError
+from kvferry.layout import RankLayout
+from kvferry.plan import PairPlan, Path, Piece, Unit
+from kvferry.plan.packing import PackedPiece
+from kvferry.protocol.credits import ReadingRing, Span
+from kvferry.protocol.messages import Credit, Staging, StagingRing, encode
+from kvferry.settings import Settings
+from kvferry.staging.kernels import Kernels
+from kvferry.staging.memory import StagingMemory
+from kvferry.staging.resources import StagingResources
+from kvferry.transport import Transport
+
+log = logging.getLogger(__name__)
+
+_CREDITS_A_ROUND = 4
+
+
+class WriterRing:
+    """The ring that one prefill rank writes to, and how what it writes is packed.
+
+    Attributes:
+        memory: where it is.
+        epoch: tells it apart from an earlier one.
+        plan: what the prefill rank may send.
+    """
+
+    def __init__(
+        self, memory: StagingMemory, plan: PairPlan, *, epoch: int, endpoint: str, send: Callable[[bytes], None]
+    ) -> None:
+        """Args:
+        endpoint: this rank's, for credits.
+        send: takes a message to the prefill rank.
+        """
+        self.memory = memory
+        self._endpoint = endpoint
+        self._send = send
+        self.epoch = epoch
+        self.plan = plan
+        self._reading = ReadingRing(memory.num_bytes)
+        self._packed: dict[Unit, tuple[PackedPiece, ...]] = {}
+        self._being_read: set[int] = set()  # where the spans start
+        self._reported = 0
+
+    def packed(self, unit: Unit) -> tuple[PackedPiece, ...]:
+        """How every piece is packed, worked out when first asked for."""
+        if unit not in self._packed:  # two threads at a time work out the same
+            self._packed[unit] = self.plan.packed_pieces(unit)
+        return self._packed[unit]
+
+    def take(self, span: Span) -> bool:
+        """Begins to read a span; False if it is read already, or the writer cannot have been given it.
+
+        For the driver's thread only.
+        """
+        if span.start in self._being_read or not self._reading.can_hold(span):
+            return False
+        self._being_read.add(span.start)
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of it is being read."""
+        return not self._being_read
+
+    def give_back(self, span: Span) -> None:
+        """Says that a span was read.
+
+        The writer learns of it several times a round, and whenever nothing is left to be read: it may wait for that.
+        """
+        self._being_read.discard(span.start)
+        self._reading.release(span)
+        position = self._reading.position
+        is_due = position - self._reported >= self.memory.num_bytes // _CREDITS_A_ROUND or self.is_idle
+        if not is_due or position == self._reported:
+            return
+        self._reported = position
+        try:
+            self._send(encode(Credit(endpoint=self._endpoint, epoch=self.epoch, position=position)))
+        except KVFerryError as error:
+            log.debug("a credit was lost together with its connection: %s", error)
+
+    def address(self, span: Span) -> int:
+        """Where a span lies."""
+        return self.memory.address + span.begin % self.memory.num_bytes
+
+
+class ReceivingStaging:
+    """What a decode endpoint has for staged writes. Only the driver's thread uses it after the start."""
+
+    def __init__(
+        self, settings: Settings, layout: RankLayout, transport: Transport, resources: StagingResources
+    ) -> None:
+        """Takes a first ring's memory, unless staged writes are impossible: whoever connects first shall not wait.
+
+        Raises:
+            TransportUnavailableError: if staged writes are forced, and what copies is not installed.
+            SettingsError: if they are forced, and there is no such memory.
+            TransportError: if they are forced, and the memory cannot be registered.
+        """
+        self.path = settings.forced_path
+        self.kernels: Kernels | None = None
+        self._first: StagingMemory | None = None
+        self._settings = settings
+        self._layout = layout
+        self._transport = transport
+        self._resources = resources
+        self._problem = ""
+        self._ring_bytes = int(settings.staging_ring_mib * 2**20)
+        self._rings: dict[str, WriterRing] = {}  # by the prefill rank's endpoint
+        self._earlier: dict[str, list[WriterRing]] = {}  # that may be written to until it has attached anew
+        self._free: list[WriterRing] = []
+        self._taken_bytes = 0
+        if self.path is Path.DIRECT:
+            self._problem = "the decode side forces the direct path (KVFERRY_PATH)"
+            return
+        try:
+            kernels = resources.kernels(layout.regions(), layout.device)
+            self._first = self._more_memory()
+            self.kernels = kernels
+        except (TransportUnavailableError, SettingsError, TransportError) as error:
+            if self.path is Path.STAGED:
+                raise
+            self._problem = str(error)
+
+    def offer(
+        self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...], send: Callable[[bytes], None]
+    ) -> Staging:
+        """What to tell a prefill rank when it is asked to attach.
+
+        Args:
+            endpoint: the prefill rank's.
+            source: its layout.
+            pieces: what it may send.
+            send: takes a message to it.
+        """
+        if endpoint in self._rings:
+            self._earlier.setdefault(endpoint, []).append(self._rings.pop(endpoint))
+        if not pieces or self.kernels is None:
+            return Staging(path=self.path, problem=self._problem)
+        plan = PairPlan(source, self._layout, pieces)
+        if problem := self._why_too_small(plan):
+            return Staging(path=self.path, problem=problem)
+        try:
+            memory = self._memory()
+        except KVFerryError as error:
+            log.warning("no staging memory for %s: %s", endpoint, error)
+            return Staging(path=self.path, problem=str(error))
+        if memory is None:
+            return Staging(path=self.path, problem=self._why_no_memory())
+        ring = WriterRing(
+            memory, plan, epoch=self._resources.epoch(), endpoint=self._transport.endpoint_name, send=send
+        )
+        self._rings[endpoint] = ring
+        speed = self._resources.copy_bytes_per_s(
+            self.kernels, [piece.destination for piece in ring.packed(Unit.GRANULE)], memory
+        )
+        return Staging(
+            path=self.path,
+            ring=StagingRing(memory.address, memory.num_bytes, ring.epoch),
+            scatter_bytes_per_s=speed,
+        )
+
+    def _memory(self) -> StagingMemory | None:
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        for ring in self._free:
+            if ring.is_idle:
+                self._free.remove(ring)
+                return ring.memory
+        return self._more_memory()
+
+    def _more_memory(self) -> StagingMemory | None:
+        if self._taken_bytes + self._ring_bytes > self._settings.staging_memory_mib * 2**20:
+            return None
+        memory = self._resources.allocate(self._ring_bytes, self._layout.device)
+        self._transport.register([memory.region], self._layout.device)
+        self._taken_bytes += self._ring_bytes
+        return memory
+
+    def _why_too_small(self, plan: PairPlan) -> str:
+        largest = max(piece.block_bytes for piece in plan.packed_pieces(Unit.GRANULE))
+        if largest <= self._ring_bytes:
+            return ""
+        return (
+            f"one page of one layer takes {largest} bytes, more than the {self._ring_bytes} bytes of the decode side's "
+            "ring: raise KVFERRY_STAGING_RING_MIB there"
+        )
+
+    def _why_no_memory(self) -> str:
+        return (
+            f"all of the decode side's {self._settings.staging_memory_mib:g} MiB of staging memory "
+            "(KVFERRY_STAGING_MEMORY_MIB) is in use by other prefill ranks"
+        )
+
+    def metadata(self) -> bytes:
+        """The transport's, with all rings."""
+        return self._transport.metadata()
+
+    def attached(self, endpoint: str) -> None:
+        """A prefill rank has attached, anew perhaps: what it wrote before has ended."""
+        self._free += self._earlier.pop(endpoint, [])
+
+    def closed(self, endpoint: str) -> None:
+        """A prefill rank was closed: it will not write again."""
+        self.attached(endpoint)
+        ring = self._rings.pop(endpoint, None)
+        if ring is not None:
+            self._free.append(ring)
+
+    def ring(self, endpoint: str, epoch: int) -> WriterRing | None:
+        """The ring that a prefill rank writes to, if it is still that one."""
+        ring = self._rings.get(endpoint)
+        return ring if ring is not None and ring.epoch == epoch else None

@@ -1,0 +1,50 @@
+"""What staged transfers take from the machine: memory, kernels, and how fast these are."""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from kvferry.layout import Device, Region
+from kvferry.plan.packing import PackedSide
+from kvferry.staging.calibration import copy_bytes_per_s
+from kvferry.staging.choice import kernels_for
+from kvferry.staging.kernels import Kernels
+from kvferry.staging.memory import StagingMemory, allocate
+
+
+class StagingResources(ABC):
+    """Where an endpoint gets them from; the simulation has its own."""
+
+    @abstractmethod
+    def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
+        """As `choice.kernels_for`."""
+
+    @abstractmethod
+    def allocate(self, num_bytes: int, device: Device) -> StagingMemory:
+        """As `memory.allocate`."""
+
+    @abstractmethod
+    def copy_bytes_per_s(self, kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
+        """As `calibration.copy_bytes_per_s`."""
+
+    @abstractmethod
+    def epoch(self) -> int:
+        """A number for a ring that no other ring has, up to 2**63."""
+
+
+class MachineResources(StagingResources):
+    """Those of this machine."""
+
+    def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
+        return kernels_for(regions, device)
+
+    def allocate(self, num_bytes: int, device: Device) -> StagingMemory:
+        return allocate(num_bytes, device)
+
+    def copy_bytes_per_s(self, kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
+        return copy_bytes_per_s(kernels, sides, memory)
+
+    def epoch(self) -> int:
+        return secrets.randbits(63)
