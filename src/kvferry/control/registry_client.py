@@ -252,6 +252,8 @@ class LeaseKeeper:
         shortest_retry_s: the wait after the first failure, in seconds; it doubles with each one that follows.
         longest_retry_s: where the doubling ends, in seconds. Each wait is shortened at random by up to a
             half, so that the ranks of an engine do not all return at once.
+        now: the time, in seconds of a clock that never goes back.
+        jitter: by what a wait is multiplied; a random number between a half and one by default.
 
     Attributes:
         registered: set while the registry holds the rank's lease, as far as this side knows: from a success
@@ -267,6 +269,8 @@ class LeaseKeeper:
         *,
         shortest_retry_s: float = 0.1,
         longest_retry_s: float = 2.0,
+        now: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] | None = None,
     ) -> None:
         if not 0 < shortest_retry_s <= longest_retry_s <= threading.TIMEOUT_MAX:
             raise SettingsError(
@@ -280,6 +284,10 @@ class LeaseKeeper:
         self._on_problem = on_problem
         self._shortest_retry_s = shortest_retry_s
         self._longest_retry_s = longest_retry_s
+        self._retry_s = shortest_retry_s
+        self._lease_ends_at = 0.0
+        self._now = now
+        self._jitter = jitter or _jitter
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -327,29 +335,31 @@ class LeaseKeeper:
         self.close()
 
     def _run(self) -> None:
-        retry_s = self._shortest_retry_s
-        lease_ends_at = 0.0
         while not self._closing.is_set():
-            # The lease runs from when the registry got the request: counted from here, it is never overrated.
-            asked_at = time.monotonic()
-            try:
-                lease_s = self._client.register(self._registration)
-            except Exception as error:
-                if isinstance(error, RegistrationRefusedError) or time.monotonic() >= lease_ends_at:
-                    self.registered.clear()
-                self._report(error)
-                wait_s = retry_s * _jitter()
-                retry_s = min(2 * retry_s, self._longest_retry_s)
-            else:
-                lease_ends_at = asked_at + lease_s
-                retry_s = self._shortest_retry_s
-                self.last_error = None
-                self.registered.set()
-                wait_s = lease_s / 3
-            self._closing.wait(wait_s)
-        self._remove()
+            self._closing.wait(self.renew())
+        self.remove()
 
-    def _remove(self) -> None:
+    def renew(self) -> float:
+        """Registers, or tries to; returns how long to wait until the next time. For whoever runs the keeper only."""
+        # The lease runs from when the registry got the request: counted from here, it is never overrated.
+        asked_at = self._now()
+        try:
+            lease_s = self._client.register(self._registration)
+        except Exception as error:
+            if isinstance(error, RegistrationRefusedError) or self._now() >= self._lease_ends_at:
+                self.registered.clear()
+            self._report(error)
+            wait_s = self._retry_s * self._jitter()
+            self._retry_s = min(2 * self._retry_s, self._longest_retry_s)
+            return wait_s
+        self._lease_ends_at = asked_at + lease_s
+        self._retry_s = self._shortest_retry_s
+        self.last_error = None
+        self.registered.set()
+        return lease_s / 3
+
+    def remove(self) -> None:
+        """Ends the lease, if the registry can be reached. For whoever runs the keeper only."""
         self.registered.clear()
         registration = self._registration
         try:

@@ -82,14 +82,15 @@ class RunQueue:
         self._waiting.append(woken)
         left_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
         # Looked at again: what was put before anybody could see that we wait, woke nobody.
-        if not self._has_any and woken.acquire(timeout=left_s):
+        if not self.has_any and woken.acquire(timeout=left_s):
             return
         self._withdraw(woken)
-        if not self._has_any and deadline is not None and time.monotonic() >= deadline:
+        if not self.has_any and deadline is not None and time.monotonic() >= deadline:
             raise queue.Empty
 
     @property
-    def _has_any(self) -> bool:
+    def has_any(self) -> bool:
+        """Whether there is anything to take."""
         return bool(self._actors or self._handed_in)
 
     def _post_handed_in(self) -> None:
@@ -143,6 +144,9 @@ class Lookout(Loop):
         """Lets it end."""
         self._is_stopping = True
         self._begun.set()
+
+    def has_work(self) -> bool:
+        return self._is_stopping
 
     def turn(self, *, may_wait: bool) -> bool:
         for run_queue in self._queues:

@@ -68,6 +68,8 @@ _LOOK_UP_AGAIN_S = 0.1
 class DecodeDriver(Loop):
     """Runs a decode endpoint."""
 
+    reads_input = True
+
     def __init__(
         self,
         identity: Identity,
@@ -179,6 +181,9 @@ class DecodeDriver(Loop):
         self._end.wake()
 
     # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return bool(self._inbox) or self._is_stopping.is_set() or self._platform.now() >= self._next_tick_at
 
     def turn(self, *, may_wait: bool) -> bool:
         if self._is_stopping.is_set():

@@ -351,6 +351,11 @@ class PrefillEndpoint:
         """Whether messages have not left yet."""
         return bool(self._outbox)
 
+    @property
+    def has_to_do(self) -> bool:
+        """Whether the control thread has anything to do, as long as nothing has come."""
+        return self.has_to_send or self.now() >= self._next_tick_at
+
     def _flush(self) -> None:
         assert self._channel is not None
         while self._outbox:
@@ -494,9 +499,14 @@ class PrefillEndpoint:
 class _Control(Loop):
     """The control thread of an endpoint, until it is stopped and all that was to be said is said."""
 
+    reads_input = True
+
     def __init__(self, endpoint: PrefillEndpoint) -> None:
         self._endpoint = endpoint
         self._is_stopping = False
+
+    def has_work(self) -> bool:
+        return self._is_stopping or self._endpoint.has_to_do
 
     def turn(self, *, may_wait: bool) -> bool:
         self._endpoint.control(may_wait=may_wait and not self._is_stopping)

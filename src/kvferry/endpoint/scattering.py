@@ -47,6 +47,9 @@ class _Scatterer(Loop):
         self._tasks = tasks
         self._work = work
 
+    def has_work(self) -> bool:
+        return not self._tasks.empty()
+
     def turn(self, *, may_wait: bool) -> bool:
         try:
             task = self._tasks.get(block=may_wait)

@@ -15,7 +15,13 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class Loop(ABC):
-    """What a thread does, turn by turn. Nobody else calls `turn`."""
+    """What a thread does, turn by turn. Nobody else calls `turn`.
+
+    Attributes:
+        reads_input: whether it reads sockets and notifications.
+    """
+
+    reads_input = False
 
     @abstractmethod
     def turn(self, *, may_wait: bool) -> bool:
@@ -24,6 +30,10 @@ class Loop(ABC):
         Args:
             may_wait: whether to wait, for as long as may be sensible, if there is nothing to do now.
         """
+
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether a turn would find something to do, sockets and transports apart. The simulation asks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,9 @@ class Worker(Loop):
         if not self._has_ended(watched):
             self._watched.append(watched)
 
+    def has_work(self) -> bool:
+        return self._run_queue.has_any or bool(self._watched) or self._is_stopping
+
     def turn(self, *, may_wait: bool) -> bool:
         if self._is_stopping and not self._watched:
             return False
