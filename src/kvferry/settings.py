@@ -126,6 +126,11 @@ class Settings(BaseSettings):
     heartbeat_interval_s: float = Field(2.0, gt=0, description="How often a decode rank asks whether peers live.")
     peer_timeout_s: float = Field(15.0, gt=0, description="Silence after which a peer counts as lost.")
     close_timeout_s: float = Field(5.0, ge=0, description="How long close waits for writes that are on their way.")
+    quarantine_s: float = Field(
+        2.0,
+        ge=0,
+        description="How long after a prefill rank's process has ended the network may still deliver what it wrote.",
+    )
     max_early_rooms: int = Field(
         10_000, ge=1, description="Rooms that decode ranks may open before the prefill side does."
     )

@@ -7,6 +7,7 @@ open and something happened just now, a millisecond while they are, and until so
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -32,6 +33,7 @@ from kvferry.errors import (
 from kvferry.protocol import messages
 from kvferry.protocol.credits import Span
 from kvferry.protocol.link import Identity, Link, LinkKey, LinkState
+from kvferry.protocol.lost_ranks import LostRanks
 from kvferry.protocol.receiver import (
     Arrived,
     ConnectFailed,
@@ -105,6 +107,8 @@ class DecodeDriver(Loop):
         self._callers: set[Future[None]] = set()  # everyone who waits in connect
         self._rooms: dict[int, ReceivingRoom] = {}
         self._room_links: dict[int, Link] = {}
+        self._lost = LostRanks(settle_s=settings.quarantine_s)
+        self._attempts = 0
         self._arriving: ScatterTask | None = None  # while its room is told of it
         self._hot_until = 0.0
         self._next_tick_at = 0.0
@@ -374,7 +378,8 @@ class DecodeDriver(Loop):
     def _link(self, key: LinkKey, deadline: float) -> Link:
         """The link of that key, begun if there is none. Whoever waits for it has no earlier deadline."""
         if key not in self._links:
-            self._links[key] = Link(key, self._identity, self._staging, deadline=deadline)
+            self._attempts += 1
+            self._links[key] = Link(key, self._identity, self._staging, attempt=self._attempts, deadline=deadline)
             self._resolvers.submit(partial(self._look_up, self._links[key]))
         return self._links[key]
 
@@ -443,8 +448,9 @@ class DecodeDriver(Loop):
                     case messages.SpanVoid():
                         self._span_void(message)
                     case messages.Closed():
-                        self._staging.closed(message.endpoint)
-                        self._rank_closed(channel, now)
+                        self._rank_closed(message.endpoint, now)
+                    case messages.Gone(process):
+                        self._lost.gone(process, now)
                     case _ if link is not None:
                         if link.received(channel, message, now):
                             self._link_ready(link, now)
@@ -458,23 +464,21 @@ class DecodeDriver(Loop):
                     problem.__cause__ = error
                     self._fail_link(link, problem, now)
 
-    def _rank_closed(self, channel: Connection, now: float) -> None:
+    def _rank_closed(self, endpoint: str, now: float) -> None:
         """A prefill rank has gone in order: it serves nobody any more, and will not write again."""
         for link in list(self._links.values()):
-            rank = link.rank_behind(channel)
+            rank = link.rank_of(endpoint)
             if rank is not None:
                 problem = PeerDisconnectedError(f"prefill rank {rank} of {link.key.engine!r} was closed")
                 self._fail_link(link, problem, now)
-        for number, link in list(self._room_links.items()):
-            rank = link.rank_behind(channel)
-            if rank is not None:
-                self._handle(self._rooms[number], SenderDrained(rank), now)
-        self._close_retired_links()
+        self._will_not_write(endpoint, now)
 
     def _room_message(self, channel: Connection, message: messages.RoomFailed | messages.Drained, now: float) -> None:
         room, link = self._rooms.get(message.room), self._room_links.get(message.room)
         if room is None or link is None or room.generation != message.generation:
             return  # belongs to a room that is over
+        if isinstance(message, messages.Drained) and not link.is_rank(message.writer, message.endpoint):
+            return  # from a later start of the rank, which cannot speak for the earlier one
         if link.rank_behind(channel) != message.writer:
             log.warning("dropped what %s says for rank %d in room %d", channel.address, message.writer, message.room)
             return
@@ -485,6 +489,8 @@ class DecodeDriver(Loop):
                 self._handle(room, SenderDrained(message.writer), now)
 
     def _link_ready(self, link: Link, now: float) -> None:
+        for peer in link.peers:
+            self._lost.discard(peer.endpoint)
         for future in self._connecting.pop(link.key, []):
             future.set_result(None)
         for room in self._waiting.pop(link.key, []):
@@ -498,6 +504,8 @@ class DecodeDriver(Loop):
         log.error("the link to prefill engine %r is down: %s", link.key.engine, error)
         del self._links[link.key]
         self._retired_links.append(link)
+        for peer in link.peers:
+            self._lost.add(peer.endpoint, peer.process)
         for future in self._connecting.pop(link.key, []):
             future.set_exception(error)
         for room in self._waiting.pop(link.key, []):
@@ -525,6 +533,8 @@ class DecodeDriver(Loop):
             deadline = room.machine.deadline
             if deadline is not None and now >= deadline:
                 self._handle(room, ReceiverTick(), now)
+        if len(self._lost):
+            self._release_what_is_proved(now)
         if now >= self._next_ping_at:
             self._next_ping_at = now + self._settings.heartbeat_interval_s
             self._heartbeat(now)
@@ -554,10 +564,32 @@ class DecodeDriver(Loop):
                 link.ask(now)
             except KVFerryError as error:
                 self._fail_link(link, error, now)
-        self._ask_for_quarantined_pages(now)
+        self._repeat(now)
 
-    def _ask_for_quarantined_pages(self, now: float) -> None:
-        """Repeats the aborts that were not answered: a connection that broke may have lost either."""
+    def _release_what_is_proved(self, now: float) -> None:
+        """Gives back what lost ranks might have written to, of those that will not write again."""
+        self._lost.look(self._platform.is_gone, now)
+        for endpoint in self._lost.take_settled(now):
+            self._will_not_write(endpoint, now)
+
+    def _will_not_write(self, endpoint: str, now: float) -> None:
+        """A prefill rank has gone for good."""
+        self._lost.discard(endpoint)
+        self._staging.closed(endpoint)
+        for number, link in list(self._room_links.items()):
+            rank = link.rank_of(endpoint)
+            if rank is not None:
+                self._handle(self._rooms[number], SenderDrained(rank), now)
+        self._close_retired_links()
+
+    def _repeat(self, now: float) -> None:
+        """Says again what was not answered: a connection that broke may have lost it, or the answer."""
+        for ring in self._staging.rings.values():
+            ring.report()
+        for _, process in self._lost.doubtful:
+            for link in (*self._links.values(), *self._retired_links):
+                with contextlib.suppress(KVFerryError):
+                    link.ask_whether_gone(process)
         for number, link in list(self._room_links.items()):
             room = self._rooms[number]
             if room.machine.state.is_final:

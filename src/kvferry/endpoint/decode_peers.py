@@ -14,6 +14,7 @@ from kvferry.endpoint.attachment import Attachment, attach
 from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.workers import Worker
 from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.plan import Path
 from kvferry.protocol.messages import Attach, Attached, Message, Refused
 from kvferry.transport import Transport
 
@@ -40,6 +41,7 @@ class DecodePeer(Actor):
 
     Attributes:
         name: the decode rank's endpoint.
+        attempt: the number that the decode rank gave this connection.
         last_heard_at: when the control thread last got a message from it; only that thread writes it.
         attachment: what was prepared, once it is.
     """
@@ -49,6 +51,7 @@ class DecodePeer(Actor):
         name: str,
         run_queue: RunQueue,
         *,
+        attempt: int,
         earlier: DecodePeer | None,
         transport: Transport,
         layout: RankLayout,
@@ -59,6 +62,7 @@ class DecodePeer(Actor):
     ) -> None:
         super().__init__(run_queue)
         self.name = name
+        self.attempt = attempt
         self.last_heard_at = now
         self.attachment: Attachment | None = None
         self._must_wait = earlier is not None
@@ -107,6 +111,9 @@ class DecodePeer(Actor):
         log.error("the connection to decode rank %s met an unexpected error", self.name, exc_info=error)
 
     def _attach(self, message: Attach) -> None:
+        if self.attachment is not None:  # the same message twice: the answer may have been lost
+            self._confirm(self.attachment)
+            return
         try:
             self.attachment = attach(
                 message,
@@ -118,13 +125,25 @@ class DecodePeer(Actor):
         except Exception as error:
             self._refuse(error)
         else:
-            self._send(self.name, Attached(endpoint=self._transport.endpoint_name))
+            self._confirm(self.attachment)
+
+    def _confirm(self, attachment: Attachment) -> None:
+        only_staged = attachment.paths.forced is Path.STAGED
+        self._send(
+            self.name,
+            Attached(endpoint=self._transport.endpoint_name, attempt=self.attempt, only_staged=only_staged),
+        )
 
     def _refuse(self, error: Exception) -> None:
         log.warning("refused decode rank %s: %s", self.name, error)
         self._send(
             self.name,
-            Refused(endpoint=self._transport.endpoint_name, error=type(error).__name__, reason=str(error)),
+            Refused(
+                endpoint=self._transport.endpoint_name,
+                attempt=self.attempt,
+                error=type(error).__name__,
+                reason=str(error),
+            ),
         )
 
     def _detach(self, dropped: Attachment) -> None:
@@ -145,9 +164,9 @@ class DecodePeer(Actor):
 class DecodePeers:
     """The table of connected decode ranks. May be read from any thread; the control thread writes it."""
 
-    def __init__(self, make: Callable[[str, DecodePeer | None], DecodePeer]) -> None:
+    def __init__(self, make: Callable[[str, int, DecodePeer | None], DecodePeer]) -> None:
         """Args:
-        make: makes a connection to a decode rank, given the earlier one if that is not undone yet.
+        make: makes a connection to a decode rank, given its number there and the earlier one if that is not undone yet.
         """
         self._make = make
         # Guards both tables, which workers read while the control thread adds and removes.
@@ -160,12 +179,17 @@ class DecodePeers:
         with self._lock:
             return self._peers.get(name)
 
-    def renew(self, name: str) -> DecodePeer:
-        """A new connection to a decode rank. One that there is already is undone first."""
-        self.remove(name)
-        with self._lock:
-            self._peers[name] = self._make(name, self._leaving.get(name))
-            return self._peers[name]
+    def attach(self, message: Attach) -> None:
+        """Makes a new connection to a decode rank. An earlier one is undone first; a later one stays."""
+        name = message.endpoint
+        known = self.get(name)
+        if known is not None and known.attempt > message.attempt:
+            return
+        if known is None or known.attempt < message.attempt:
+            self.remove(name)
+            with self._lock:
+                known = self._peers[name] = self._make(name, message.attempt, self._leaving.get(name))
+        known.post(message)
 
     def remove(self, name: str) -> None:
         """Takes a decode rank out of the table and undoes the connection."""

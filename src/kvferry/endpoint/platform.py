@@ -18,8 +18,10 @@ from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.calibration import Calibration
 from kvferry.endpoint.construction import machine_name
+from kvferry.endpoint.process_identity import is_gone, this_process
 from kvferry.endpoint.threads import Loop, RunningLoop, SupervisedThread
 from kvferry.layout import RankLayout
+from kvferry.protocol.messages import ProcessIdentity
 from kvferry.protocol.registrations import RankRegistration
 from kvferry.settings import Settings, bracketed
 from kvferry.staging import Kernels, StagingMemory
@@ -46,10 +48,12 @@ class Platform(ABC):
 
     Attributes:
         name: what tells it from other machines.
+        process: which process this is.
         staging: memory and kernels for staged transfers.
     """
 
     name: str
+    process: ProcessIdentity
     staging: StagingResources
 
     @abstractmethod
@@ -59,6 +63,10 @@ class Platform(ABC):
     @abstractmethod
     def random_bits(self, count: int) -> int:
         """A number that nobody can guess."""
+
+    @abstractmethod
+    def is_gone(self, process: ProcessIdentity) -> bool:
+        """Whether a process is known to have ended. False where nobody can say from here."""
 
     @abstractmethod
     def pause(self, seconds: float) -> None:
@@ -133,6 +141,7 @@ class SystemPlatform(Platform):
 
     def __init__(self) -> None:
         self.name = machine_name()
+        self.process = this_process()
         self.staging = MachineResources()
 
     def now(self) -> float:
@@ -140,6 +149,9 @@ class SystemPlatform(Platform):
 
     def random_bits(self, count: int) -> int:
         return secrets.randbits(count)
+
+    def is_gone(self, process: ProcessIdentity) -> bool:
+        return is_gone(process)
 
     def pause(self, seconds: float) -> None:
         time.sleep(seconds)

@@ -17,7 +17,7 @@ from kvferry.endpoint.construction import checked_room, create_transport, deadli
 from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
 from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.platform import Platform, SystemPlatform
-from kvferry.endpoint.sending import OpenReceived, Sender, SendingRoom
+from kvferry.endpoint.sending import OpenReceived, Sender, SendingRoom, void
 from kvferry.endpoint.threads import Loop, RunningLoop, ThreadHealth
 from kvferry.endpoint.workers import WorkerPool
 from kvferry.errors import (
@@ -392,6 +392,10 @@ class PrefillEndpoint:
             case messages.Ping():
                 attached = peer is not None and peer.attachment is not None
                 self.send(identity, messages.Pong(endpoint=self.transport.endpoint_name, attached=attached))
+                self._repeat_voids(peer)
+            case messages.IsGone(process):
+                if self._platform.is_gone(process):
+                    self.send(identity, messages.Gone(process=process))
             case messages.OpenRoom():
                 self.open_room(identity, message)
             case messages.AbortRoom():
@@ -408,20 +412,24 @@ class PrefillEndpoint:
             coordinates=self.coordinates,
             layout=self.layout,
             transport=self.transport.name,
+            process=self._platform.process,
         )
 
     def _attach(self, identity: str, message: messages.Attach) -> None:
         if message.endpoint != identity:
             reason = f"endpoint {message.endpoint!r} speaks through the connection of {identity!r}"
-            refused = messages.Refused(endpoint=self.transport.endpoint_name, error="PeerError", reason=reason)
+            refused = messages.Refused(
+                endpoint=self.transport.endpoint_name, attempt=message.attempt, error="PeerError", reason=reason
+            )
             self.send(identity, refused)
             return
-        self._peers.renew(identity).post(message)
+        self._peers.attach(message)
 
-    def _make_peer(self, name: str, earlier: DecodePeer | None) -> DecodePeer:
+    def _make_peer(self, name: str, attempt: int, earlier: DecodePeer | None) -> DecodePeer:
         return DecodePeer(
             name,
             self._workers.queue_of(name.encode()),
+            attempt=attempt,
             earlier=earlier,
             transport=self.transport,
             layout=self.layout,
@@ -435,6 +443,13 @@ class PrefillEndpoint:
         """The decode rank of that name, if it is connected."""
         peer = self._peers.get(receiver)
         return peer.attachment if peer is not None else None
+
+    def _repeat_voids(self, peer: DecodePeer | None) -> None:
+        """Says again of what nothing will come: a connection that broke may have lost it."""
+        staged = peer.attachment.paths.staged if peer is not None and peer.attachment is not None else None
+        if peer is not None and staged is not None:
+            for span in staged.peer.ring.voids:
+                self.send(peer.name, void(self.transport.endpoint_name, staged.peer.epoch, span))
 
     def _deliver(self, room: SendingRoom, identity: str, message: EarlyMessage) -> None:
         """Hands a message to its room."""
@@ -459,7 +474,12 @@ class PrefillEndpoint:
         self._drained(identity, message.room, message.generation)
 
     def _drained(self, identity: str, room: int, generation: int) -> None:
-        self.send(identity, messages.Drained(room=room, generation=generation, writer=self.engine_rank))
+        self.send(
+            identity,
+            messages.Drained(
+                endpoint=self.transport.endpoint_name, room=room, generation=generation, writer=self.engine_rank
+            ),
+        )
 
     def _lose(self, identity: str, error: KVFerryError) -> None:
         """Fails a decode rank's rooms and forgets it."""

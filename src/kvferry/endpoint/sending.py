@@ -124,6 +124,16 @@ class _Account:
         )
 
 
+def void(endpoint: str, epoch: int, span: Span) -> messages.SpanVoid:
+    """Says that nothing will come of a span of a receiver's ring.
+
+    Args:
+        endpoint: our own.
+        epoch: of the ring.
+    """
+    return messages.SpanVoid(endpoint=endpoint, epoch=epoch, start=span.start, begin=span.begin, stop=span.stop)
+
+
 class Surroundings(Protocol):
     """What a sending room needs of its endpoint. All of it may be called from any worker."""
 
@@ -408,7 +418,12 @@ class SendingRoom(Actor):
             case SendDrained(receiver, generation):
                 self._surroundings.send(
                     receiver,
-                    messages.Drained(room=self.room, generation=generation, writer=self._surroundings.engine_rank),
+                    messages.Drained(
+                        endpoint=self._surroundings.transport.endpoint_name,
+                        room=self.room,
+                        generation=generation,
+                        writer=self._surroundings.engine_rank,
+                    ),
                 )
 
     def _write(self, command: Write, worker: Worker) -> None:
@@ -488,16 +503,8 @@ class SendingRoom(Actor):
         assert staged is not None
 
         def give_up(span: Span) -> None:
-            surroundings.send(
-                receiver,
-                messages.SpanVoid(
-                    endpoint=surroundings.transport.endpoint_name,
-                    epoch=staged.peer.epoch,
-                    start=span.start,
-                    begin=span.begin,
-                    stop=span.stop,
-                ),
-            )
+            staged.peer.ring.give_up(span)
+            surroundings.send(receiver, void(surroundings.transport.endpoint_name, staged.peer.epoch, span))
 
         packing = Packing(
             receiver=receiver,

@@ -84,6 +84,7 @@ class _RankLink:
     asked_at: float | None = None  # when the first question was asked that it has not answered
     welcome: messages.Welcome | None = None
     is_attached: bool = False
+    only_staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +104,16 @@ class Link:
 
     Attributes:
         key: where it goes.
+        attempt: tells it from all other links of this endpoint; later ones have higher numbers.
         state: how far it is.
         deadline: when it must be ready.
         problem: why the look-up at the registry has not succeeded so far.
         look_up_at: when to ask the registry again; None while it is being asked.
     """
 
-    def __init__(self, key: LinkKey, identity: Identity, staging: RingOffers, *, deadline: float) -> None:
+    def __init__(self, key: LinkKey, identity: Identity, staging: RingOffers, *, attempt: int, deadline: float) -> None:
         self.key = key
+        self.attempt = attempt
         self.state = LinkState.RESOLVING
         self.deadline = deadline
         self.problem: KVFerryError | None = None
@@ -172,10 +175,13 @@ class Link:
                 rank.welcome = message
                 if all(each.welcome is not None for each in self._ranks.values()):
                     self._attach()
+            case messages.Attached() | messages.Refused() if message.attempt != self.attempt:
+                pass  # meant for another link
             case messages.Attached() if rank.welcome is None or rank.welcome.endpoint != message.endpoint:
                 pass  # of an earlier start
             case messages.Attached() if self.state is LinkState.ATTACHING:
                 rank.is_attached = True
+                rank.only_staged = message.only_staged
                 self._staging.attached(message.endpoint)
                 if all(each.is_attached for each in self._ranks.values()):
                     self.state = LinkState.READY
@@ -186,7 +192,9 @@ class Link:
                 raise (kind if is_ours else PeerError)(
                     f"prefill rank {rank.registration.engine_rank} of {self.key.engine!r} refused: {message.reason}"
                 )
-            case messages.Pong(attached=False) if self.state is LinkState.READY:
+            case messages.Pong() if self.state is LinkState.READY and not (
+                message.attached and rank.welcome is not None and rank.welcome.endpoint == message.endpoint
+            ):
                 raise PeerDisconnectedError(
                     f"prefill rank {rank.registration.engine_rank} of {self.key.engine!r} does not know this endpoint "
                     "any more: it was restarted, or had lost it"
@@ -221,6 +229,7 @@ class Link:
         for number, rank in self._ranks.items():
             attach = messages.Attach(
                 endpoint=self._identity.endpoint,
+                attempt=self.attempt,
                 engine=self._identity.engine,
                 coordinates=self._identity.coordinates,
                 layout=self._identity.layout,
@@ -245,7 +254,12 @@ class Link:
         receiver = self._identity.coordinates.group_rank
         writers = {by_group_rank[elect_writer(piece, room=room, receiver=receiver)] for piece in self._pieces}
         aux_writer = next(n for n, rank in self._ranks.items() if rank.registration.coordinates.is_aux_writer)
-        return Connected(ranks=frozenset(self._ranks), writers=frozenset(writers), aux_writer=aux_writer)
+        return Connected(
+            ranks=frozenset(self._ranks),
+            writers=frozenset(writers),
+            into_pages=frozenset(writer for writer in writers if not self._ranks[writer].only_staged),
+            aux_writer=aux_writer,
+        )
 
     def send(self, engine_rank: int, message: messages.Message) -> None:
         """Sends to one rank.
@@ -255,10 +269,27 @@ class Link:
         """
         self._ranks[engine_rank].channel.send(messages.encode(message))
 
+    def rank_of(self, endpoint: str) -> int | None:
+        """The engine rank that an endpoint is, if it is one of the group's."""
+        return next((number for number in self._ranks if self.is_rank(number, endpoint)), None)
+
     def is_rank(self, engine_rank: int, endpoint: str) -> bool:
         """Whether an endpoint is the rank that it claims to be."""
         rank = self._ranks.get(engine_rank)
         return rank is not None and rank.welcome is not None and rank.welcome.endpoint == endpoint
+
+    @property
+    def peers(self) -> list[messages.Welcome]:
+        """The ranks that have said who they are."""
+        return [rank.welcome for rank in self._ranks.values() if rank.welcome is not None]
+
+    def ask_whether_gone(self, process: messages.ProcessIdentity) -> None:
+        """Asks the ranks on a process's machine whether it is still there."""
+        data = messages.encode(messages.IsGone(process=process))
+        for rank in self._ranks.values():
+            welcome = rank.welcome
+            if welcome is not None and welcome.process.machine == process.machine and welcome.process != process:
+                rank.channel.send(data)
 
     def heard(self, channel: Channel) -> None:
         """Something came from a rank: it lives."""

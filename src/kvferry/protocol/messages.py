@@ -17,7 +17,7 @@ from kvferry.errors import ConfigurationError, MessageError, VersionError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Path, Piece, Unit
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAGIC = b"kvfy"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_AUX_BYTES = 1024 * 1024
@@ -66,6 +66,20 @@ class Staging(msgspec.Struct, frozen=True):
     scatter_bytes_per_s: float = 0.0
 
 
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """A process, such that no other one is ever taken for it.
+
+    Attributes:
+        machine: tells its machine, and the space of process numbers there, from all others.
+        pid: its number.
+        started: when it was started, in whatever unit the machine counts.
+    """
+
+    machine: str
+    pid: Count
+    started: Count
+
+
 class Hello(Message, frozen=True):
     """Decode to prefill: who are you, and what do you hold?"""
 
@@ -82,12 +96,14 @@ class Welcome(Message, frozen=True):
     coordinates: RankCoordinates
     layout: RankLayout
     transport: str
+    process: ProcessIdentity
 
 
 class Attach(Message, frozen=True):
     """Decode to prefill: connect your transport to mine and prepare to send me these pieces.
 
     Attributes:
+        attempt: counts up; what belongs to an earlier one is told apart.
         pieces: the receiver's whole plan; the prefill rank prepares those that list its group rank as a holder.
         transport: the transport's name, `transport_metadata` what it needs to connect.
         host: what tells the decode rank's machine from others.
@@ -95,6 +111,7 @@ class Attach(Message, frozen=True):
     """
 
     endpoint: str
+    attempt: Count
     engine: str
     coordinates: RankCoordinates
     layout: RankLayout
@@ -106,15 +123,23 @@ class Attach(Message, frozen=True):
 
 
 class Attached(Message, frozen=True):
-    """Prefill to decode: ready to send."""
+    """Prefill to decode: ready to send.
+
+    Attributes:
+        attempt: of the `Attach` that this answers.
+        only_staged: whether this rank will write to staging memory alone, and never to pages.
+    """
 
     endpoint: str
+    attempt: Count
+    only_staged: bool
 
 
 class Refused(Message, frozen=True):
     """Prefill to decode: we cannot exchange caches. `error` is the name of an exception of kvferry.errors."""
 
     endpoint: str
+    attempt: Count
     error: str
     reason: str
 
@@ -200,15 +225,32 @@ class RoomFailed(Message, frozen=True):
 
 
 class Drained(Message, frozen=True):
-    """Prefill to decode: this rank will not write for this generation again, and none of its writes is in flight."""
+    """Prefill to decode: this rank will not write for this generation again, and none of its writes is in flight.
 
+    Attributes:
+        endpoint: who says so. It holds for this start of the rank, not for earlier ones.
+    """
+
+    endpoint: str
     room: Count
     generation: int
     writer: Count
 
 
+class IsGone(Message, frozen=True):
+    """Decode to prefill: does this process, which runs or ran on your machine, still exist? Not answered while so."""
+
+    process: ProcessIdentity
+
+
+class Gone(Message, frozen=True):
+    """Prefill to decode: it does not."""
+
+    process: ProcessIdentity
+
+
 class Credit(Message, frozen=True):
-    """Decode to prefill: your ring of staging memory was read up to this position."""
+    """Decode to prefill: your ring of staging memory was read up to this position. Repeated now and then."""
 
     endpoint: str
     epoch: int
@@ -216,7 +258,7 @@ class Credit(Message, frozen=True):
 
 
 class SpanVoid(Message, frozen=True):
-    """Prefill to decode: nothing came, or will come, of this span of the ring; see `credits.Span`."""
+    """Prefill to decode: nothing came, or will come, of this span of the ring; see `credits.Span`. Repeated until known."""
 
     endpoint: str
     epoch: int
@@ -290,8 +332,8 @@ class WriterFinished(Message, frozen=True):
     aux: bytes | None = None
 
 
-ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | Credit
-ToDecode: TypeAlias = Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained | SpanVoid
+ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | IsGone | Credit
+ToDecode: TypeAlias = Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained | Gone | SpanVoid
 Notification: TypeAlias = ChunkArrived | StagedArrived | WriterFinished
 
 _Body = TypeVar("_Body")

@@ -30,11 +30,14 @@ class Connected:
     Attributes:
         ranks: engine ranks of the whole group; all are asked to send, so that all learn of the room.
         writers: those elected to send bytes to this rank.
+        into_pages: those of them that may write to the pages themselves; what the others send goes through our staging
+            memory, and only we put it into pages.
         aux_writer: the one that sends the aux data.
     """
 
     ranks: frozenset[int]
     writers: frozenset[int]
+    into_pages: frozenset[int]
     aux_writer: int
 
 
@@ -198,6 +201,10 @@ class _Writer:
     def is_complete(self) -> bool:
         return self.finished_chunks is not None and len(self.arrived) == self.finished_chunks
 
+    @property
+    def may_write(self) -> bool:
+        return not self.is_drained and self.finished_chunks is None
+
 
 class ReceiverMachine:
     """One room on one decode rank.
@@ -219,6 +226,7 @@ class ReceiverMachine:
         self._last_progress = now
         self._ranks: frozenset[int] = frozenset()
         self._expected: dict[int, _Writer] = {}
+        self._into_pages: frozenset[int] = frozenset()
         self._scattering = 0  # parts that are on their way from staging memory into the pages
 
     @property
@@ -226,7 +234,7 @@ class ReceiverMachine:
         """Whether no byte of the pages can change any more on behalf of this room."""
         if not self.state.is_final or self._scattering:
             return False
-        return all(writer.is_drained or writer.finished_chunks is not None for writer in self._expected.values())
+        return not self.undrained
 
     @property
     def chunks(self) -> int:
@@ -235,10 +243,8 @@ class ReceiverMachine:
 
     @property
     def undrained(self) -> list[int]:
-        """Ranks that may still write."""
-        return [
-            rank for rank, writer in self._expected.items() if not writer.is_drained and writer.finished_chunks is None
-        ]
+        """Ranks that may still write to the pages."""
+        return [rank for rank in sorted(self._into_pages) if self._expected[rank].may_write]
 
     @property
     def deadline(self) -> float | None:
@@ -287,6 +293,7 @@ class ReceiverMachine:
         self._last_progress = now
         self._ranks = event.ranks
         self._expected = {rank: _Writer() for rank in sorted(event.writers | {event.aux_writer})}
+        self._into_pages = event.into_pages & event.writers
         self._move(ReceiverTrigger.ALL_SENDERS_ASKED)
         return [SendOpen(rank) for rank in sorted(event.ranks)]
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from kvferry.errors import EndpointClosedError, KVFerryError, PageError
+from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError
 from kvferry.protocol.early import EarlyMessage, EarlyRooms
 from kvferry.protocol.messages import AbortRoom, OpenRoom
 
@@ -70,6 +70,8 @@ class RoomTable(Generic[RoomT]):
         self._keep_s = keep_s
         self._early = EarlyRooms(limit=max_early, keep_s=keep_s)
         self._failed_alone: dict[int, _FailedAlone] = {}
+        # An abort may overtake the wish that it takes back, where a connection broke in between.
+        self._taken_back: dict[tuple[str, int], tuple[int, float]] = {}  # generation, and until when to remember it
         self._is_closed = False
 
     @property
@@ -89,6 +91,9 @@ class RoomTable(Generic[RoomT]):
         Raises:
             KVFerryError: if it must be refused, saying why.
         """
+        generation, _ = self._taken_back.get((receiver, message.room), (None, 0.0))
+        if generation == message.generation:
+            raise TransferAbortedError(f"room {message.room} was aborted by {receiver} before it was opened")
         room = self.rooms.get(message.room)
         if room is not None:
             return room
@@ -104,6 +109,10 @@ class RoomTable(Generic[RoomT]):
 
     def abort(self, receiver: str, message: AbortRoom, now: float) -> RoomT | None:
         """Takes a wish back; returns the room that has to stop, None if nothing was written for it."""
+        self._taken_back.pop((receiver, message.room), None)  # so that it is the youngest
+        self._taken_back[receiver, message.room] = message.generation, now + self._keep_s
+        while len(self._taken_back) > self._max_early:
+            del self._taken_back[next(iter(self._taken_back))]
         room = self.rooms.get(message.room)
         if room is None:
             self._early.keep(receiver, message, now)
@@ -127,6 +136,8 @@ class RoomTable(Generic[RoomT]):
         """Drops what our caller did not open in time; returns whom to tell."""
         for number in [number for number, failed in self._failed_alone.items() if now >= failed.until]:
             del self._failed_alone[number]
+        for key in [key for key, (_, until) in self._taken_back.items() if now >= until]:
+            del self._taken_back[key]
         return list(self._early.expired(now))
 
     def close(self) -> list[tuple[str, OpenRoom]]:

@@ -20,6 +20,7 @@ from kvferry.layout import Device, RankLayout, Region
 from kvferry.plan import PathCosts
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.packing import PackedSide
+from kvferry.protocol.messages import ProcessIdentity
 from kvferry.protocol.registrations import EngineView, RankRegistration, Registrations
 from kvferry.settings import Settings
 from kvferry.simulation.office import Office, SimulatedConnectingEnd, SimulatedListeningEnd
@@ -179,6 +180,10 @@ class SimulatedAside(Aside):
         self.work.clear()
 
 
+def _ignore(_: Exception) -> None:
+    pass
+
+
 class SimulatedPlatform(Platform):
     """A process: what it runs, and what it sees of the world.
 
@@ -200,14 +205,19 @@ class SimulatedPlatform(Platform):
         registry: RegistryProcess,
         *,
         address: str,
+        pid: int,
+        is_gone: Callable[[ProcessIdentity], bool],
     ) -> None:
         """Args:
         machine: what tells it from others.
         clock: the world's.
         chance: decides what the process would leave to chance.
-        address: where it listens, if it does.
+        address, pid: where it listens, if it does, and its number on its machine.
+        is_gone: whether another process of the same machine has ended.
         """
         self.name = machine
+        self.process = ProcessIdentity(machine=machine, pid=pid, started=pid)
+        self._is_gone = is_gone
         self.staging = SimulatedResources(chance)
         self.threads: list[Thread] = []
         self.asides: list[SimulatedAside] = []
@@ -228,6 +238,9 @@ class SimulatedPlatform(Platform):
     def random_bits(self, count: int) -> int:
         self.last_bits = self._chance.getrandbits(count)
         return self.last_bits
+
+    def is_gone(self, process: ProcessIdentity) -> bool:
+        return process.machine == self.process.machine and self._is_gone(process)
 
     def pause(self, seconds: float) -> None:
         raise AssertionError("a turn that must not wait does")
@@ -269,7 +282,7 @@ class SimulatedPlatform(Platform):
         self, registry: RegistryClient, registration: RankRegistration, on_problem: Callable[[Exception], None]
     ) -> LeaseKeeper:
         self.keeper = SimulatedKeeper(
-            registry, registration, lambda error: None, now=self.now, jitter=lambda: self._chance.uniform(0.5, 1.0)
+            registry, registration, _ignore, now=self.now, jitter=lambda: self._chance.uniform(0.5, 1.0)
         )
         return self.keeper
 

@@ -153,9 +153,7 @@ class Pool:
         if np.array_equal(self._memory[:, :, self._is_free], self._shadow[:, :, self._is_free]):
             return
         is_changed = (self._memory != self._shadow).any(axis=(0, 1, 3, 4, 5)) & self._is_free
-        raise ViolationError(
-            Law.NO_WRITE_AFTER_RELEASE, f"{who}: pages {np.flatnonzero(is_changed).tolist()} changed"
-        )
+        raise ViolationError(Law.NO_WRITE_AFTER_RELEASE, f"{who}: pages {np.flatnonzero(is_changed).tolist()} changed")
 
     def _part(self, contents: Contents, first_token: int) -> Contents:
         stage, heads = self._stage, self._heads

@@ -13,12 +13,12 @@ from typing import Any
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.errors import KVFerryError, PeerDisconnectedError, RoomExistsError, TransportError
-from kvferry.protocol.messages import decode_notification
+from kvferry.protocol.messages import ProcessIdentity, decode_notification
 from kvferry.protocol.states import TransferState
 from kvferry.settings import Settings
 from kvferry.simulation.laws import Law, ViolationError, demand
 from kvferry.simulation.machines import RegistryProcess, SimulatedPlatform, Thread
-from kvferry.simulation.memory import Arena, Pool, Shape
+from kvferry.simulation.memory import Arena, Shape
 from kvferry.simulation.office import Line, Office
 from kvferry.simulation.processes import Process
 from kvferry.simulation.requests import ReceiveSide, Request, SendSide, new_request
@@ -217,7 +217,14 @@ class World:
         port = 1000 + 10 * list(self._engines).index(engine.name) + rank + (life * 100 if self._draw_bit(life) else 0)
         address = f"tcp://127.0.0.1:{port}"
         platform = SimulatedPlatform(
-            machine, lambda: self.now, random.Random(self._draw.getrandbits(32)), self.office, self.registry, address=address
+            machine,
+            lambda: self.now,
+            random.Random(self._draw.getrandbits(32)),
+            self.office,
+            self.registry,
+            address=address,
+            pid=self._pids,
+            is_gone=self._is_gone,
         )
         transport = SimulatedTransport(self.wire, f"{engine.name}-{rank}-life{life}")
         pool = self._arena.take(engine.shapes[rank])
@@ -234,12 +241,13 @@ class World:
             **named,
         )
         name = f"{engine.name}.{rank}" + (f"#{life}" if life else "")
-        process = Process(
-            name, engine.name, rank, life, self._pids, platform, pool, transport, endpoint, address
-        )
+        process = Process(name, engine.name, rank, life, self._pids, platform, pool, transport, endpoint, address)
         engine.ranks[rank : rank + 1] = [process]
         self.processes.append(process)
         self._note("%s starts on %s at %s", name, machine, address)
+
+    def _is_gone(self, identity: ProcessIdentity) -> bool:
+        return any(process.pid == identity.pid and not process.is_alive for process in self.processes)
 
     def _draw_bit(self, number: int) -> bool:
         return random.Random(f"{self.seed} {number}").random() < 0.5
@@ -371,7 +379,9 @@ class World:
         if side.sender.error is not None:
             self._check_error(side.sender.error)
         if side.sender.pages_reusable:
-            self._note("%s: %s gives back pages %s (%s)", side.process.name, side.request, side.pages, side.sender.state.value)
+            self._note(
+                "%s: %s gives back pages %s (%s)", side.process.name, side.request, side.pages, side.sender.state.value
+            )
             side.is_released = True
             side.process.pool.give_back(side.pages, SOURCE_GONE)
             self.outcomes[f"sent: {side.sender.state.value}"] += 1
@@ -389,7 +399,9 @@ class World:
             side.process.pool.check(side.pages, side.request.contents, side.first_token, side.held, HELD, who)
             demand(receiver.aux == side.request.aux, Law.EXACT, f"{who}: aux data is {receiver.aux!r}")
         if receiver.pages_reusable:
-            self._note("%s: %s gives back pages %s (%s)", side.process.name, side.request, side.pages, receiver.state.value)
+            self._note(
+                "%s: %s gives back pages %s (%s)", side.process.name, side.request, side.pages, receiver.state.value
+            )
             side.is_released = True
             side.process.pool.give_back(side.pages, DESTINATION_GONE)
             self.outcomes[f"received: {receiver.state.value}"] += 1
@@ -401,7 +413,9 @@ class World:
 
     def _failed(self, request: Request, process: Process, why: str) -> None:
         self._note("%s: %s failed: %s", process.name, request, why)
-        demand(bool(request.excuse), Law.ISOLATED, f"{process.name}: {request} failed although nothing went wrong: {why}")
+        demand(
+            bool(request.excuse), Law.ISOLATED, f"{process.name}: {request} failed although nothing went wrong: {why}"
+        )
 
     # ---- messages, bytes, notifications -------------------------------------------------------------------------
 
@@ -870,5 +884,6 @@ def _settings(
         heartbeat_interval_s=0.5,
         peer_timeout_s=1.5,
         close_timeout_s=1.0,
+        quarantine_s=2 * LINGER_S,
         max_early_rooms=4,
     )

@@ -81,8 +81,14 @@ class WriterRing:
         if not is_due or position == self._reported:
             return
         self._reported = position
+        self.report()
+
+    def report(self) -> None:
+        """Says again up to where the ring was read: a connection that broke may have lost it."""
+        if not self._reported:
+            return
         try:
-            self._send(encode(Credit(endpoint=self._endpoint, epoch=self.epoch, position=position)))
+            self._send(encode(Credit(endpoint=self._endpoint, epoch=self.epoch, position=self._reported)))
         except KVFerryError as error:
             log.debug("a credit was lost together with its connection: %s", error)
 
@@ -214,6 +220,11 @@ class ReceivingStaging:
         ring = self._rings.pop(endpoint, None)
         if ring is not None:
             self._free.append(ring)
+
+    @property
+    def rings(self) -> dict[str, WriterRing]:
+        """Those that may be written to at present, by the prefill rank's endpoint."""
+        return self._rings
 
     def ring(self, endpoint: str, epoch: int) -> WriterRing | None:
         """The ring that a prefill rank writes to, if it is still that one."""

@@ -25,6 +25,7 @@ class SharedRing:
         # Guards all of it: rooms on several workers ask, and credits come to the control thread.
         self._lock = threading.Lock()
         self._writing = WritingRing(num_bytes)
+        self._voids: dict[int, Span] = {}  # by where they start
         self._waiting: dict[Waiter, int] = {}  # in the order of their coming, with the bytes that each needs
 
     @property
@@ -65,10 +66,23 @@ class SharedRing:
         if woken is not None:
             woken.wake()
 
+    def give_up(self, span: Span) -> None:
+        """Says that nothing will come of a span. The reading side must learn of it."""
+        with self._lock:
+            self._voids[span.start] = span
+
+    @property
+    def voids(self) -> list[Span]:
+        """Spans that were given up, and of which the reading side may not know."""
+        with self._lock:
+            return list(self._voids.values())
+
     def read_until(self, position: int) -> None:
         """Takes in up to where the ring was read."""
         with self._lock:
             is_news = self._writing.read_until(position)
+            for start in [start for start in self._voids if start < position] if is_news else ():
+                del self._voids[start]
             woken = self._next_to_wake() if is_news else None
         if woken is not None:
             woken.wake()

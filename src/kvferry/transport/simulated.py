@@ -280,7 +280,5 @@ class SimulatedTransport(Transport):
 def _expanded(rows: RowArray) -> list[tuple[int, int]]:
     """Address and length of every descriptor."""
     return [
-        (first + index * stride, length)
-        for first, length, _, stride, count in rows.tolist()
-        for index in range(count)
+        (first + index * stride, length) for first, length, _, stride, count in rows.tolist() for index in range(count)
     ]

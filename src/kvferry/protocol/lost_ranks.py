@@ -1,0 +1,68 @@
+"""Prefill ranks that a decode rank has lost, and that may still write: kept until they are proved to be through.
+
+A rank that is lost may be alive, frozen or dead. Only three things prove that it will not write again: it says so
+itself, it is connected anew, or its process has ended and what the network still had of it has had time to arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.protocol.messages import ProcessIdentity
+
+
+@dataclass(slots=True)
+class _Lost:
+    process: ProcessIdentity
+    gone_since: float | None = None
+
+
+class LostRanks:
+    """The ranks that were lost, by their endpoints' names."""
+
+    def __init__(self, *, settle_s: float) -> None:
+        """Args:
+        settle_s: how long after a process has ended what it wrote may still arrive.
+        """
+        self._settle_s = settle_s
+        self._lost: dict[str, _Lost] = {}
+
+    def __len__(self) -> int:
+        return len(self._lost)
+
+    def add(self, endpoint: str, process: ProcessIdentity) -> None:
+        """A rank is lost."""
+        self._lost.setdefault(endpoint, _Lost(process))
+
+    def discard(self, endpoint: str) -> None:
+        """It was found again, or nothing of ours is in its hands."""
+        self._lost.pop(endpoint, None)
+
+    @property
+    def doubtful(self) -> list[tuple[str, ProcessIdentity]]:
+        """Those whose processes may still run."""
+        return [(endpoint, lost.process) for endpoint, lost in self._lost.items() if lost.gone_since is None]
+
+    def gone(self, process: ProcessIdentity, now: float) -> None:
+        """A process has ended."""
+        for lost in self._lost.values():
+            if lost.process == process and lost.gone_since is None:
+                lost.gone_since = now
+
+    def take_settled(self, now: float) -> list[str]:
+        """Those that will not write again, by proof; forgets them."""
+        settled = [
+            endpoint
+            for endpoint, lost in self._lost.items()
+            if lost.gone_since is not None and now - lost.gone_since >= self._settle_s
+        ]
+        for endpoint in settled:
+            del self._lost[endpoint]
+        return settled
+
+    def look(self, is_gone: Callable[[ProcessIdentity], bool], now: float) -> None:
+        """Asks of every doubtful one whether its process has ended."""
+        for _, process in self.doubtful:
+            if is_gone(process):
+                self.gone(process, now)
