@@ -64,7 +64,6 @@ _ROOMS_OPEN_MS = 1
 _LINKS_OPEN_MS = 50
 _IDLE_MS = 500
 _TICK_S = 0.1
-_LOOK_UP_AGAIN_S = 0.1
 
 
 class DecodeDriver(Loop):
@@ -404,7 +403,7 @@ class DecodeDriver(Loop):
 
     def _not_resolved(self, link: Link, problem: KVFerryError, now: float) -> None:
         link.problem = problem
-        link.look_up_at = now + _LOOK_UP_AGAIN_S
+        link.look_up_at = now + link.next_pause_s(self._platform.jitter())
 
     def _resolved(self, link: Link, registrations: tuple[RankRegistration, ...], now: float) -> None:
         if self._links.get(link.key) is not link:
@@ -590,6 +589,12 @@ class DecodeDriver(Loop):
             for link in (*self._links.values(), *self._retired_links):
                 with contextlib.suppress(KVFerryError):
                     link.ask_whether_gone(process)
+        # Whoever has its place now may know what became of it.
+        for link in self._retired_links:
+            if link.key not in self._links and any(
+                link.rank_of(endpoint) is not None for endpoint, _ in self._lost.doubtful
+            ):
+                self._link(link.key, now + self._settings.bootstrap_timeout_s)
         for number, link in list(self._room_links.items()):
             room = self._rooms[number]
             if room.machine.state.is_final:

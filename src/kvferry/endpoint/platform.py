@@ -7,6 +7,7 @@ a seed says: what runs there is the endpoint itself, not a copy of it.
 
 from __future__ import annotations
 
+import random
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -63,6 +64,10 @@ class Platform(ABC):
     @abstractmethod
     def random_bits(self, count: int) -> int:
         """A number that nobody can guess."""
+
+    @abstractmethod
+    def jitter(self) -> float:
+        """A number between 0 and 1, to spread what would happen at once. Not for secrets."""
 
     @abstractmethod
     def is_gone(self, process: ProcessIdentity) -> bool:
@@ -149,6 +154,9 @@ class SystemPlatform(Platform):
 
     def random_bits(self, count: int) -> int:
         return secrets.randbits(count)
+
+    def jitter(self) -> float:
+        return random.random()  # noqa: S311 - spreads load, guards nothing
 
     def is_gone(self, process: ProcessIdentity) -> bool:
         return is_gone(process)

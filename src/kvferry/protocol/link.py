@@ -20,6 +20,9 @@ from kvferry.protocol import messages
 from kvferry.protocol.receiver import Connected
 from kvferry.protocol.registrations import RankRegistration
 
+_SHORTEST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+
 
 class Channel(Protocol):
     """A connection to one prefill rank."""
@@ -118,10 +121,20 @@ class Link:
         self.deadline = deadline
         self.problem: KVFerryError | None = None
         self.look_up_at: float | None = None
+        self._pause_s = _SHORTEST_PAUSE_S
         self._identity = identity
         self._staging = staging
         self._ranks: dict[int, _RankLink] = {}  # by engine rank
         self._pieces: tuple[Piece, ...] = ()
+
+    def next_pause_s(self, jitter: float) -> float:
+        """How long to wait before the registry is asked again: twice as long every time, up to a limit.
+
+        Args:
+            jitter: between 0 and 1, so that ranks that lost the same engine do not all ask at once.
+        """
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return pause_s * (1 - jitter / 2)
 
     @property
     def channels(self) -> list[Channel]:

@@ -239,6 +239,9 @@ class SimulatedPlatform(Platform):
         self.last_bits = self._chance.getrandbits(count)
         return self.last_bits
 
+    def jitter(self) -> float:
+        return self._chance.random()
+
     def is_gone(self, process: ProcessIdentity) -> bool:
         return process.machine == self.process.machine and self._is_gone(process)
 

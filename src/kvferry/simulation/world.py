@@ -782,6 +782,7 @@ class World:
         self.registry.restart()
         for line in self.office.lines:
             line.is_cut = False
+        self._replace_the_dead()
         self._run_until(self.now + _END_S, is_over=lambda: self._is_over(but_for_frozen=True))
         self._check_over(but_for_frozen=True)
         for process in self.processes:
@@ -791,9 +792,18 @@ class World:
                 else:
                     process.thaws_at = self.now
         self._held.clear()
+        self._replace_the_dead()
         self._run_until(self.now + _END_S, is_over=lambda: self._is_over(but_for_frozen=False))
         self._check_over(but_for_frozen=False)
         self._check_nothing_left()
+
+    def _replace_the_dead(self) -> None:
+        """Somebody who looks after the engines starts again what was killed."""
+        for engine in self._engines.values():
+            for process in engine.ranks:
+                is_coming = any(each.engine is engine and each.rank == process.rank for each in self._restarts)
+                if process.died_at is not None and not is_coming:
+                    self._restarts.append(_Restart(engine, process.rank, self.now + 0.1))
 
     def _run_until(self, until: float, *, is_over: Callable[[], bool]) -> None:
         count = 0
