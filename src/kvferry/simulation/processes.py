@@ -75,7 +75,7 @@ class Process:
         return [
             thread
             for thread in self.platform.threads
-            if not thread.has_ended and (thread.loop.has_work() or (has_input and thread.loop.reads_input))
+            if not thread.has_ended and ((has_input and thread.loop.reads_input) or thread.loop.has_work())
         ]
 
     def begin_closing(self) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
@@ -269,8 +269,10 @@ class World:
                 for engine in self._engines.values():
                     for rank in range(len(engine.shapes)):
                         self._start(engine, rank)
-                for _ in range(self._limits.steps):
+                for count in range(self._limits.steps):
                     self.step()
+                    if count % 20 == 0 and not self._coming and all(request.is_over for request in self.requests):
+                        break
                 self._end()
             except ViolationError:
                 raise
@@ -305,9 +307,9 @@ class World:
 
     def _anything(self) -> bool:
         """Whatever there is to do, in an order of chance."""
-        kinds = [self._turn, self._message, self._bytes, self._notification, self._caller]
-        self._order.shuffle(kinds)
-        return any(kind() for kind in kinds)
+        kinds = (self._turn, self._message, self._bytes, self._notification, self._caller)
+        first = int(self._order.random() * len(kinds))
+        return any(kinds[(first + index) % len(kinds)]() for index in range(len(kinds)))
 
     def _pass_time(self, *, is_idle: bool) -> None:
         longest = 0.3 if is_idle else 0.1 if self._is_ending else self._pace_s
@@ -340,9 +342,11 @@ class World:
 
     def _turn(self) -> bool:
         """A thread has a few turns."""
-        running = [process for process in self.processes if process.runs]
-        self._order.shuffle(running)
-        for process in running:
+        first = int(self._order.random() * len(self.processes))
+        for index in range(len(self.processes)):
+            process = self.processes[first - index]
+            if not process.runs:
+                continue
             choices: list[Callable[[], Any]] = [thread.turn for thread in process.runnable()]
             choices += [aside.work.popleft for aside in process.platform.asides if aside.work]
             if not choices:
@@ -871,9 +875,7 @@ _HAPPENINGS: dict[str, Callable[[World], None]] = {
 }
 
 
-_known_settings: dict[tuple[object, ...], Settings] = {}
-
-
+@lru_cache(maxsize=1024)
 def _settings(
     *, path: str, chunk_bytes: int, ring_bytes: int, workers: int, gather_workers: int, scatter_workers: int
 ) -> Settings:
