@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -286,9 +286,9 @@ class SendingRoom(Actor):
         return self._machine.error
 
     @property
-    def receivers(self) -> set[str]:
-        """The decode ranks that have opened the room."""
-        return set(self._generations)
+    def generations(self) -> Mapping[str, int]:
+        """The decode ranks that have opened the room, and the generation of each."""
+        return self._generations
 
     def _wait_settled(self, chunk: int) -> None:
         """Waits until a chunk is written, or kept because there is nobody yet to write it to."""

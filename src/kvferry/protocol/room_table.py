@@ -6,13 +6,16 @@ without them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError
+from kvferry.errors import EndpointClosedError, KVFerryError, PageError
 from kvferry.protocol.early import EarlyMessage, EarlyRooms
 from kvferry.protocol.messages import AbortRoom, OpenRoom
+
+
+_REMEMBERED = 1 << 16  # uses of numbers that are over
 
 
 class TableEntry(Protocol):
@@ -31,8 +34,8 @@ class TableEntry(Protocol):
         """Why it failed, once it has."""
 
     @property
-    def receivers(self) -> Collection[str]:
-        """The decode ranks that have opened it."""
+    def generations(self) -> Mapping[str, int]:
+        """The decode ranks that have opened it, and the generation of each."""
 
 
 RoomT = TypeVar("RoomT", bound=TableEntry)
@@ -70,8 +73,9 @@ class RoomTable(Generic[RoomT]):
         self._keep_s = keep_s
         self._early = EarlyRooms(limit=max_early, keep_s=keep_s)
         self._failed_alone: dict[int, _FailedAlone] = {}
-        # An abort may overtake the wish that it takes back, where a connection broke in between.
-        self._taken_back: dict[tuple[str, int], tuple[int, float]] = {}  # generation, and until when to remember it
+        # Uses of numbers that are over: a wish may come twice, or later than the abort that takes it back, where a
+        # connection broke in between. By receiver and number: the generation, and until when to remember it.
+        self._over: dict[tuple[str, int], tuple[int, float]] = {}
         self._is_closed = False
 
     @property
@@ -86,15 +90,17 @@ class RoomTable(Generic[RoomT]):
         return self._early.take(room.room)
 
     def wish(self, receiver: str, message: OpenRoom, now: float) -> RoomT | None:
-        """Takes a decode rank's wish; returns the room that it is for, None if it is kept until our caller opens one.
+        """Takes a decode rank's wish; returns the room that it is for.
+
+        None if there is nothing to do: it is kept until our caller opens the room, or belongs to a use that is over.
 
         Raises:
             KVFerryError: if it must be refused, saying why.
         """
-        generation, _ = self._taken_back.get((receiver, message.room), (None, 0.0))
-        if generation == message.generation:
-            raise TransferAbortedError(f"room {message.room} was aborted by {receiver} before it was opened")
         room = self.rooms.get(message.room)
+        over, _ = self._over.get((receiver, message.room), (None, 0.0))
+        if over == message.generation and (room is None or room.generations.get(receiver) != over):
+            return None  # whoever asks knows how it ended, or is being told
         if room is not None:
             return room
         if self._is_closed:
@@ -109,10 +115,7 @@ class RoomTable(Generic[RoomT]):
 
     def abort(self, receiver: str, message: AbortRoom, now: float) -> RoomT | None:
         """Takes a wish back; returns the room that has to stop, None if nothing was written for it."""
-        self._taken_back.pop((receiver, message.room), None)  # so that it is the youngest
-        self._taken_back[receiver, message.room] = message.generation, now + self._keep_s
-        while len(self._taken_back) > self._max_early:
-            del self._taken_back[next(iter(self._taken_back))]
+        self._is_over(receiver, message.room, message.generation, now)
         room = self.rooms.get(message.room)
         if room is None:
             self._early.keep(receiver, message, now)
@@ -123,10 +126,18 @@ class RoomTable(Generic[RoomT]):
         if self.rooms.get(room.room) is not room:
             return
         del self.rooms[room.room]
+        for receiver, generation in room.generations.items():
+            self._is_over(receiver, room.room, generation, now)
         if room.failed_alone and room.error is not None:
-            self._failed_alone[room.room] = _FailedAlone(room.error, set(room.receivers), now + self._keep_s)
+            self._failed_alone[room.room] = _FailedAlone(room.error, set(room.generations), now + self._keep_s)
             while len(self._failed_alone) > self._max_early:
                 del self._failed_alone[next(iter(self._failed_alone))]
+
+    def _is_over(self, receiver: str, room: int, generation: int, now: float) -> None:
+        self._over.pop((receiver, room), None)  # so that it is the youngest
+        self._over[receiver, room] = generation, now + self._keep_s
+        while len(self._over) > _REMEMBERED:
+            del self._over[next(iter(self._over))]
 
     def forget_receiver(self, receiver: str) -> None:
         """Drops what a decode rank that is gone had opened first."""
@@ -136,8 +147,8 @@ class RoomTable(Generic[RoomT]):
         """Drops what our caller did not open in time; returns whom to tell."""
         for number in [number for number, failed in self._failed_alone.items() if now >= failed.until]:
             del self._failed_alone[number]
-        for key in [key for key, (_, until) in self._taken_back.items() if now >= until]:
-            del self._taken_back[key]
+        while self._over and now >= next(iter(self._over.values()))[1]:  # the oldest stand first
+            del self._over[next(iter(self._over))]
         return list(self._early.expired(now))
 
     def close(self) -> list[tuple[str, OpenRoom]]:

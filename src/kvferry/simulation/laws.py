@@ -17,7 +17,7 @@ class Law(Enum):
     LEAVES_NOTHING = "once all is over nothing is left of it"
     ISOLATED = "what fails no part of a transfer fails it not"
     NEVER_RAISES = "no turn of any thread raises"
-    IN_ORDER = "states change as the tables say"
+    CONTRACT = "a transport is used as its contract says"
 
 
 class ViolationError(AssertionError):

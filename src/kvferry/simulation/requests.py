@@ -64,7 +64,7 @@ class Request:
         tokens: how many it has.
         contents: what its cache holds.
         excuse: why it need not succeed; empty as long as it must.
-        opened_at: when the first side was opened.
+        is_abandoned: whether somebody never comes. Then nobody may use its number for another.
     """
 
     number: int
@@ -76,6 +76,7 @@ class Request:
     senders: list[SendSide] = field(default_factory=list)
     receivers: list[ReceiveSide] = field(default_factory=list)
     excuse: str = ""
+    is_abandoned: bool = False
 
     def __str__(self) -> str:
         return f"request {self.number} (room {self.room})"
@@ -88,7 +89,8 @@ class Request:
     @property
     def is_over(self) -> bool:
         """Whether no side has to do with it any more."""
-        return all(side.is_released for side in (*self.senders, *self.receivers))
+        sides: list[SendSide | ReceiveSide] = [*self.senders, *self.receivers]
+        return not self.is_abandoned and all(side.is_released for side in sides)
 
     def excused(self, why: str) -> None:
         """Says that it may fail."""

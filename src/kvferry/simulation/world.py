@@ -48,12 +48,13 @@ TROUBLES = (
 )
 """What may go wrong. Every world has its own few, so that each also comes alone."""
 
-LINGER_S = 0.5
+LINGER_S = 1.0
 """For how long the wire may carry on with the writes of a process that was killed."""
 
 _PAGES = 16
 _BURST = 6
 _LEASE_S = 1.0
+_RECOVERY_S = 2.0  # until all have noticed that they live: several heartbeats
 _END_S = 20.0
 """How long, after the last trouble, until everything must be over: the deadlines of all states in a row."""
 
@@ -168,11 +169,12 @@ class World:
 
     def _configure(self) -> None:
         draw = self._draw
-        kinds = draw.sample(TROUBLES, draw.choice([0, 1, 1, 2, 2, 3, 4]))
+        kinds = draw.sample(TROUBLES, draw.choice([0, 1, 2, 2, 3, 4, 5]))
         self._odds = {kind: draw.choice([0.003, 0.01, 0.03]) for kind in kinds}
         for kind in self._limits.without_troubles:
             self._odds.pop(kind, None)
         self._pace_s = draw.choice([0.001, 0.01, 0.05])
+        self._mail_odds = draw.choice([0.15, 0.15, 0.03])  # how often messages get on
         self._wire_runs_alone = draw.random() < 0.5  # a network card goes on while its process is frozen
         self.registry = RegistryProcess(_LEASE_S)
         layers = draw.choice([1, 2])
@@ -194,6 +196,9 @@ class World:
         self._lines_heal: dict[Line, float] = {}
         self._late_up = 0
         self._coming = draw.randint(1, 5)  # requests that were not made yet
+        self._comes_within_s = draw.choice([0.0, 0.5, 6.0])  # of each other
+        self._next_comes_at = 0.0
+        self._unwell_until = 0.0
         self.requests: list[Request] = []
         self._rooms = draw.choice([1, 2, 8])
 
@@ -288,7 +293,7 @@ class World:
         lot = self._order.random()
         if lot < 0.45:
             happened = self._turn()
-        elif lot < 0.60:
+        elif lot < 0.45 + self._mail_odds:
             happened = self._message()
         elif lot < 0.75:
             happened = self._bytes()
@@ -307,9 +312,11 @@ class World:
 
     def _anything(self) -> bool:
         """Whatever there is to do, in an order of chance."""
-        kinds = (self._turn, self._message, self._bytes, self._notification, self._caller)
+        kinds = (self._turn, self._bytes, self._notification, self._caller)
         first = int(self._order.random() * len(kinds))
-        return any(kinds[(first + index) % len(kinds)]() for index in range(len(kinds)))
+        if any(kinds[(first + index) % len(kinds)]() for index in range(len(kinds))):
+            return True
+        return self._message()
 
     def _pass_time(self, *, is_idle: bool) -> None:
         longest = 0.3 if is_idle else 0.1 if self._is_ending else self._pace_s
@@ -317,6 +324,7 @@ class World:
         for process in self.processes:
             if process.thaws_at is not None and self.now >= process.thaws_at:
                 process.thaws_at = None
+                self._unwell_until = self.now + _RECOVERY_S
                 self._note("%s thaws", process.name)
             keeper = process.platform.keeper
             if process.runs and keeper is not None and not keeper.is_closed and process.platform.now() >= keeper.due_at:
@@ -368,6 +376,8 @@ class World:
         """What a process's callers see after it did something, and what its memory holds."""
         if self._raised.found:
             raise ViolationError(Law.NEVER_RAISES, f"{process.name}: {self._raised.found[0]}")
+        if self.wire.breaches:
+            raise ViolationError(Law.CONTRACT, self.wire.breaches[0])
         if not process.is_prefill:
             process.pool.check_free(process.name)
         for request in self.requests:
@@ -505,7 +515,7 @@ class World:
     def _caller(self) -> bool:
         """A caller does something."""
         todo: list[Callable[[], None]] = []
-        if self._coming and not self._is_ending:
+        if self._coming and not self._is_ending and self.now >= self._next_comes_at:
             todo.append(self._new_request)
         for request in self.requests:
             for sending in request.senders:
@@ -527,6 +537,7 @@ class World:
         draw = random.Random(f"{self.seed} request {self._coming}")
         number = self._coming
         self._coming -= 1
+        self._next_comes_at = self.now + draw.random() * self._comes_within_s
         room = draw.randrange(self._rooms)
         prefill = draw.choice([engine for engine in self._engines.values() if engine.is_prefill])
         decode = draw.choice([engine for engine in self._engines.values() if not engine.is_prefill])
@@ -543,11 +554,14 @@ class World:
         for process in (*prefill.ranks, *decode.ranks):
             if not process.takes_work or self._is_wronged(process):
                 request.excused(f"{process.name} was not well")
+        if self.now < self._unwell_until:
+            request.excused("peers took each other for lost just now")
         if any(line.is_cut for line in self.office.lines) or not self.registry.is_alive or self.registry.is_frozen:
             request.excused("the network was not well")
         if "absent" in self._odds and draw.random() < 0.3:
             side = draw.choice([*request.senders, *request.receivers])
             side.is_released = True
+            request.is_abandoned = True
             request.excused(f"nobody comes on {side.process.name}")
         if "miscount" in self._odds and draw.random() < 0.3:
             request.senders[0].chunks[-1] += draw.choice([-1, 1])
@@ -657,7 +671,12 @@ class World:
                 request.excused(why)
 
     def _someone(self) -> Process | None:
+        """A process to strike: half of the time one that is in the middle of a write."""
         running = [process for process in self.processes if process.runs and process.closing is None]
+        writing = {flight.source for flight in self.wire.flights}
+        busy = [process for process in running if process.transport in writing]
+        if busy and self._fate.random() < 0.5:
+            return self._fate.choice(busy)
         return self._fate.choice(running) if running else None
 
     def _crash(self) -> None:
@@ -687,7 +706,8 @@ class World:
                 if self._fate.random() < 0.5:
                     self.wire.drop(flight)
                 else:
-                    self._doomed[flight] = self.now + self._fate.random() * LINGER_S
+                    self._held[flight] = self.now + self._fate.random() * LINGER_S
+                    self._doomed[flight] = self.now + LINGER_S
         self._left(process)
 
     def _end_doomed(self) -> None:
@@ -775,6 +795,7 @@ class World:
         process = self._someone()
         if process is not None:
             process.platform.skew_s += self._fate.choice([0.1, 1.0, 10.0])
+            self._unwell_until = self.now + _RECOVERY_S
             self._excuse_all("a clock jumped")
 
     # ---- the end ------------------------------------------------------------------------------------------------
@@ -896,6 +917,6 @@ def _settings(
         heartbeat_interval_s=0.5,
         peer_timeout_s=1.5,
         close_timeout_s=1.0,
-        quarantine_s=2 * LINGER_S,
+        quarantine_s=1.2 * LINGER_S,
         max_early_rooms=4,
     )
