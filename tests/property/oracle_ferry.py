@@ -228,6 +228,7 @@ def connect(source: Rank, destination: Rank, pieces: tuple[Piece, ...]) -> Attac
         endpoint=destination.transport.endpoint_name,
         engine="decode",
         coordinates=destination.coordinates,
+        attempt=1,
         layout=destination.layout,
         pieces=pieces,
         transport=destination.transport.name,

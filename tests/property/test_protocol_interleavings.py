@@ -695,7 +695,9 @@ class World:
                     ),
                 )
             case SendDrained(name, generation):
-                self._control(rank, name, Drained(room=room.use.room, generation=generation, writer=rank.number))
+                self._control(
+                    rank, name, Drained(endpoint="p", room=room.use.room, generation=generation, writer=rank.number)
+                )
 
     def _write_staged(self, rank: PrefillRank, room: SendingRoom, command: Write) -> None:
         name = command.receiver
@@ -781,14 +783,16 @@ class World:
         elif isinstance(message, AbortRoom):
             rank.early.keep(name, message, self.now)
             if self.shells.answers_early_aborts:
-                self._control(rank, name, Drained(room=message.room, generation=message.generation, writer=number))
+                self._control(
+                    rank, name, Drained(endpoint="p", room=message.room, generation=message.generation, writer=number)
+                )
         elif not rank.early.keep(name, message, self.now):
             self._refuse(rank, name, message, "too many rooms")
 
     def _refuse(self, rank: PrefillRank, name: str, message: OpenRoom, reason: str) -> None:
         where = {"room": message.room, "generation": message.generation, "writer": rank.number}
         self._control(rank, name, RoomFailed(error="TransferFailedError", reason=reason, **where))
-        self._control(rank, name, Drained(**where))
+        self._control(rank, name, Drained(endpoint="p", **where))
 
     def _deliver(self, rank: PrefillRank, room: SendingRoom, name: str, message: OpenRoom | AbortRoom) -> None:
         if isinstance(message, AbortRoom):
@@ -841,6 +845,7 @@ class World:
         connected = Connected(
             ranks=frozenset(range(len(self.prefill))),
             writers=room.use.writers[rank.name],
+            into_pages=room.use.writers[rank.name],
             aux_writer=self.aux_writer,
         )
         self._tell_receiver(rank, room, connected)

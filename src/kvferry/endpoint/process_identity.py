@@ -1,7 +1,7 @@
 """Which process this is, and whether another one is gone: the proof that nothing writes on its behalf any more.
 
-Linux alone says so without doubt. A process number is used again, so its start time goes with it (`proc(5)`, field 22 of
-`stat`); it means something within one namespace of one machine between two boots, so these go with it, too.
+Linux alone says so without doubt. A process number is used again, so its start time goes with it (`proc(5)`, field 22
+of `stat`); it means something within one namespace of one machine between two boots, so these go with it, too.
 """
 
 from __future__ import annotations

@@ -258,7 +258,10 @@ class Credit(Message, frozen=True):
 
 
 class SpanVoid(Message, frozen=True):
-    """Prefill to decode: nothing came, or will come, of this span of the ring; see `credits.Span`. Repeated until known."""
+    """Prefill to decode: nothing came, or will come, of this span of the ring; see `credits.Span`.
+
+    Repeated until a credit shows that it is known.
+    """
 
     endpoint: str
     epoch: int

@@ -14,7 +14,6 @@ from kvferry.errors import EndpointClosedError, KVFerryError, PageError
 from kvferry.protocol.early import EarlyMessage, EarlyRooms
 from kvferry.protocol.messages import AbortRoom, OpenRoom
 
-
 _REMEMBERED = 1 << 16  # uses of numbers that are over
 
 

@@ -1,8 +1,9 @@
-"""Whole systems in one thread, from one seed: the endpoints that ship, on machines, wires and clocks that are simulated.
+"""Whole systems in one thread, from one seed: the endpoints that ship, on simulated machines, wires and clocks.
 
 `world` is one schedule: a registry, engines of either kind, their callers, and an adversary who decides what happens
-next and what goes wrong. `machines` is what endpoints run on there, `office` the peer channel, `memory` the pools, whose
-every byte has an owner, `laws` what must always hold. `search` runs many schedules and shrinks those that fail.
+next and what goes wrong. `machines` is what endpoints run on there, `processes` their lives, `office` the peer channel,
+`memory` the pools, whose every byte has an owner, `requests` the callers' side, `laws` what must always hold. `search`
+runs many schedules, and shrinks those that break a law.
 """
 
 from kvferry.simulation.laws import ViolationError

@@ -91,7 +91,7 @@ class Pool:
 
     def take(self, count: int, owner: object) -> list[int] | None:
         """Pages for somebody; None if there are not so many."""
-        free = np.flatnonzero(self._is_free)[:count].tolist()
+        free: list[int] = np.flatnonzero(self._is_free)[:count].tolist()
         if len(free) < count:
             return None
         for page in free:
@@ -141,8 +141,8 @@ class Pool:
             kind, layer, token, head, _ = wrong[0].tolist()
             raise ViolationError(
                 Law.EXACT,
-                f"{who}: {len(wrong)} wrong bytes, the first in {'kv'[kind]} of layer {layer + self._stage.start}, token "
-                f"{token + held}, head {head + self._heads.start}",
+                f"{who}: {len(wrong)} wrong bytes, the first in {'kv'[kind]} of layer {layer + self._stage.start}, "
+                f"token {token + held}, head {head + self._heads.start}",
             )
         demand(bool((found[:, :, :before] == filler).all()), Law.EXACT, f"{who}: what it held before was written to")
 

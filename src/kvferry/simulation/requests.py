@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -54,6 +55,9 @@ class ReceiveSide:
     is_checked: bool = False
 
 
+Side: TypeAlias = SendSide | ReceiveSide
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request.
@@ -78,6 +82,11 @@ class Request:
     excuse: str = ""
     is_abandoned: bool = False
 
+    @property
+    def sides(self) -> list[Side]:
+        """On every rank of both engines."""
+        return [*self.senders, *self.receivers]
+
     def __str__(self) -> str:
         return f"request {self.number} (room {self.room})"
 
@@ -89,8 +98,7 @@ class Request:
     @property
     def is_over(self) -> bool:
         """Whether no side has to do with it any more."""
-        sides: list[SendSide | ReceiveSide] = [*self.senders, *self.receivers]
-        return not self.is_abandoned and all(side.is_released for side in sides)
+        return not self.is_abandoned and all(side.is_released for side in self.sides)
 
     def excused(self, why: str) -> None:
         """Says that it may fail."""
@@ -114,7 +122,7 @@ def new_request(
     page_tokens = prefill[0].pool.shape.page_tokens
     count = -(-tokens // page_tokens)
     parts = draw.randint(1, min(3, count))
-    ends = sorted(draw.sample(range(1, count), parts - 1)) + [count]
+    ends = [*sorted(draw.sample(range(1, count), parts - 1)), count]
     chunks = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     request.senders = [SendSide(request, process, list(chunks)) for process in prefill]
     held = draw.choice([0, 0, draw.randint(0, tokens)])

@@ -21,7 +21,7 @@ from kvferry.simulation.machines import RegistryProcess, SimulatedPlatform, Thre
 from kvferry.simulation.memory import Arena, Shape
 from kvferry.simulation.office import Line, Office
 from kvferry.simulation.processes import Process
-from kvferry.simulation.requests import ReceiveSide, Request, SendSide, new_request
+from kvferry.simulation.requests import ReceiveSide, Request, SendSide, Side, new_request
 from kvferry.transport.simulated import Notification, Piece, SimulatedFlight, SimulatedTransport, SimulatedWire
 
 FRESH, SOURCE_GONE, DESTINATION_GONE, HELD = 0x11, 0xEE, 0xDD, 0x77
@@ -526,7 +526,8 @@ class World:
                 elif sending.chunks:
                     todo.append(partial(self._submit, sending))
             for receiving in request.receivers:
-                if not receiving.is_released and receiving.receiver is None and receiving.process.takes_work:
+                is_waited_for = not receiving.is_released and receiving.receiver is None
+                if is_waited_for and receiving.process.takes_work:
                     todo.append(partial(self._open_receiver, receiving))
         if not todo:
             return False
@@ -559,7 +560,7 @@ class World:
         if any(line.is_cut for line in self.office.lines) or not self.registry.is_alive or self.registry.is_frozen:
             request.excused("the network was not well")
         if "absent" in self._odds and draw.random() < 0.3:
-            side = draw.choice([*request.senders, *request.receivers])
+            side = draw.choice(request.sides)
             side.is_released = True
             request.is_abandoned = True
             request.excused(f"nobody comes on {side.process.name}")
@@ -718,7 +719,7 @@ class World:
     def _left(self, process: Process) -> None:
         """Whoever had to do with it on this process does not any more: its memory is gone, or its owner's again."""
         for request in self.requests:
-            for side in (*request.senders, *request.receivers):
+            for side in request.sides:
                 if side.process is process and not side.is_released:
                     side.is_released = True
                     request.excused(f"{process.name} left")
@@ -764,10 +765,10 @@ class World:
             self.registry.is_frozen = True
 
     def _abort(self) -> None:
-        sides: list[SendSide | ReceiveSide] = [
+        sides: list[Side] = [
             side
             for request in self.requests
-            for side in (*request.senders, *request.receivers)
+            for side in request.sides
             if not side.is_released and side.process.takes_work
         ]
         if not sides:
@@ -838,7 +839,7 @@ class World:
             if count % 20 == 0 and is_over():
                 return
 
-    def _open_sides(self) -> Iterator[SendSide | ReceiveSide]:
+    def _open_sides(self) -> Iterator[Side]:
         for request in self.requests:
             for sending in request.senders:
                 if not sending.is_released and sending.sender is not None and sending.process.is_alive:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.errors import PeerDisconnectedError, TransportError
+from kvferry.errors import PeerDisconnectedError
 from kvferry.layout import Device, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.transport.base import (

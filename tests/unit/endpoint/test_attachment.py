@@ -44,6 +44,7 @@ def attached() -> Iterator[Attachment]:
         engine="decode",
         coordinates=RankCoordinates(),
         layout=other,
+        attempt=1,
         pieces=(Piece(K.name, K.whole, 0, (0,)),),
         transport=there.name,
         transport_metadata=there.metadata(),

@@ -217,7 +217,9 @@ def test_a_notification_that_is_not_the_rooms_never_counts(pair: Callable[..., R
             "stranger": [("somebody", each) for each in good],
             "garbage": [(sender, b""), (sender, b"\xff" * 40), (sender, good[0][:-3]), (sender, good[0][6:])],
             "version": [(sender, good[0][:4] + b"\x09\x09" + good[0][6:])],
-            "control message": [(sender, messages.encode(messages.Drained(room=1, generation=now, writer=writer)))],
+            "control message": [
+                (sender, messages.encode(messages.Drained(endpoint="x", room=1, generation=now, writer=writer)))
+            ],
         }[what]
     for sender, data in forged:
         target.deliver(sender, data)
@@ -272,7 +274,10 @@ def test_a_prefill_rank_speaks_only_for_itself_and_for_the_present(pair: Callabl
             )
         else:
             endpoint.send(
-                decode_name(requests), messages.Drained(room=room, generation=forged_generation, writer=writer)
+                decode_name(requests),
+                messages.Drained(
+                    endpoint=endpoint.transport.endpoint_name, room=room, generation=forged_generation, writer=writer
+                ),
             )
     threading.Event().wait(0.1)
     assert not request.receivers[0].pages_reusable
@@ -304,7 +309,7 @@ def garbage() -> list[bytes]:
         messages.encode(messages.OpenRoom(room=2**64 - 1, generation=1, receivers=1, tokens=None, groups=())),
         messages.encode(messages.AbortRoom(room=1, generation=1, reason="no")),
         messages.encode(messages.Detach(endpoint="x")),
-        messages.encode(messages.Drained(room=1, generation=1, writer=0)),
+        messages.encode(messages.Drained(endpoint="x", room=1, generation=1, writer=0)),
     ]
 
 
@@ -369,6 +374,7 @@ def test_a_stranger_cannot_end_the_connection_of_another(pair: Callable[..., Req
     identity = requests.decode.endpoints[0]._driver._identity
     attach = messages.Attach(
         endpoint="stranger",
+        attempt=1,
         engine=identity.engine,
         coordinates=identity.coordinates,
         layout=identity.layout,

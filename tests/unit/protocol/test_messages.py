@@ -34,13 +34,16 @@ from kvferry.protocol.messages import (
     Credit,
     Detach,
     Drained,
+    Gone,
     Hello,
+    IsGone,
     Message,
     Notification,
     OpenGroup,
     OpenRoom,
     Ping,
     Pong,
+    ProcessIdentity,
     Refused,
     RoomFailed,
     SpanVoid,
@@ -87,10 +90,12 @@ GROUPS = (
     OpenGroup("kv", held=40, start=40, stop=70, first_page=2, pages=pack_pages(np.arange(5))),
     OpenGroup("state", held=0, start=0, stop=1, first_page=0, pages=pack_pages(np.array([7]))),
 )
+PROCESS = ProcessIdentity(machine="a machine", pid=7, started=2**40)
 EXAMPLES: list[Message] = [
     Hello(endpoint="d0", engine="decode", coordinates=COORDINATES),
     Attach(
         endpoint="d0",
+        attempt=3,
         engine="decode",
         coordinates=COORDINATES,
         layout=LAYOUT,
@@ -104,13 +109,15 @@ EXAMPLES: list[Message] = [
     Ping(endpoint="d0"),
     OpenRoom(room=2**64 - 1, generation=2**63, receivers=2, tokens=70, groups=GROUPS),
     AbortRoom(room=0, generation=-1, reason="the client went away: \N{SNOWMAN}"),
-    Welcome(endpoint="p0", engine="prefill", coordinates=COORDINATES, layout=LAYOUT, transport="nixl"),
-    Attached(endpoint="p0"),
-    Refused(endpoint="p0", error="IncompatiblePeerError", reason="page size 16 here, 32 there"),
+    Welcome(endpoint="p0", engine="prefill", coordinates=COORDINATES, layout=LAYOUT, transport="nixl", process=PROCESS),
+    Attached(endpoint="p0", attempt=3, only_staged=True),
+    Refused(endpoint="p0", attempt=3, error="IncompatiblePeerError", reason="page size 16 here, 32 there"),
     Closed(endpoint="p0"),
     Pong(endpoint="p0", attached=False),
     RoomFailed(room=1, generation=2, writer=3, error="PageError", reason="page 7 is out of range"),
-    Drained(room=1, generation=2, writer=3),
+    Drained(endpoint="p0", room=1, generation=2, writer=3),
+    IsGone(process=PROCESS),
+    Gone(process=PROCESS),
     Credit(endpoint="d0", epoch=2**63, position=2**40),
     SpanVoid(endpoint="p0", epoch=5, start=1, begin=64, stop=128),
     StagedArrived(
@@ -443,6 +450,11 @@ def test_a_latent_layout_travels_too():
     paging = Paging(page_tokens=1, num_pages=1, page_stride=8, token_stride=8)
     shard = Shard(component=component, box=component.whole, addresses=(0,), strides=(1,), paging=paging)
     message = Welcome(
-        endpoint="p", engine="e", coordinates=COORDINATES, layout=RankLayout(shards=(shard,)), transport="t"
+        endpoint="p",
+        engine="e",
+        coordinates=COORDINATES,
+        layout=RankLayout(shards=(shard,)),
+        transport="t",
+        process=PROCESS,
     )
     assert decode_to_decode(encode(message)) == message

@@ -38,7 +38,9 @@ def machine() -> ReceiverMachine:
 
 
 def connected(*writers: int, ranks: int = 4, aux_writer: int = 0) -> Connected:
-    return Connected(ranks=frozenset(range(ranks)), writers=frozenset(writers), aux_writer=aux_writer)
+    return Connected(
+        ranks=frozenset(range(ranks)), writers=frozenset(writers), into_pages=frozenset(writers), aux_writer=aux_writer
+    )
 
 
 def run(receiver: ReceiverMachine, *events: Any, now: float = 0.0) -> list[ReceiverCommand]:
