@@ -6,13 +6,17 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 DEMO_FLAGS ?=
+# How many schedules `make sim` runs, and the first seed: a fresh one if empty.
+SEEDS ?= 20000
+SEED ?=
 
-.PHONY: help demo test test-gpu check format docs bench bench-memory bench-gpu clean
+.PHONY: help sim demo test test-gpu check format docs bench bench-memory bench-gpu clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
 	@echo "make test    set up, then run the tests"
 	@echo "make test-gpu  run the tests that need a GPU, in PYTHON's environment: nothing is set up"
+	@echo "make sim     set up, then run SEEDS=20000 simulated schedules on all cores, from SEED= on"
 	@echo "make check   set up, then check style and types"
 	@echo "make format  let the tools fix style"
 	@echo "make docs    write what the documents say about the code from the code"
@@ -32,6 +36,9 @@ $(INSTALLED): pyproject.toml
 
 demo: $(INSTALLED)
 	$(VENV)/bin/kvferry demo $(DEMO_FLAGS)
+
+sim: $(INSTALLED)
+	$(VENV)/bin/kvferry sim --count $(SEEDS) $(if $(SEED),--seed $(SEED))
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest

@@ -147,7 +147,7 @@ def _aborts_that_come_first_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     def abort(table: Any, *arguments: Any) -> Any:
         found = right(table, *arguments)
-        table._taken_back.clear()
+        table._over.clear()
         return found
 
     patch.setattr(RoomTable, "abort", abort)

@@ -14,7 +14,19 @@ from kvferry.models.families import FAMILIES
 PACKAGE = Path(kvferry.__file__).parent
 ROOT = PACKAGE.parent.parent
 
-ROOMS = ("layout", "plan", "protocol", "transport", "staging", "control", "endpoint", "models", "engines", "cli")
+ROOMS = (
+    "layout",
+    "plan",
+    "protocol",
+    "transport",
+    "staging",
+    "control",
+    "endpoint",
+    "simulation",
+    "models",
+    "engines",
+    "cli",
+)
 """From the ground up."""
 
 SANS_IO = ("layout", "plan", "protocol")

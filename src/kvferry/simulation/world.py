@@ -48,7 +48,7 @@ TROUBLES = (
 )
 """What may go wrong. Every world has its own few, so that each also comes alone."""
 
-LINGER_S = 1.0
+LINGER_S = 2.5
 """For how long the wire may carry on with the writes of a process that was killed."""
 
 _PAGES = 16
@@ -133,6 +133,9 @@ class World:
         now: the time, in seconds.
         trace: what happened, in words, if it was asked for.
         outcomes: how many sides of transfers ended how, and how often what went wrong.
+        faults: how many there were so far; those that were left out count, too.
+        troubles: kinds of faults that there are in this world.
+        most_requests: how many requests may come.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class World:
         self._order = random.Random(seed + 1)
         self._fate = random.Random(seed + 2)
         self._pids = 0
-        self._faults = 0
+        self.faults = 0
         self._is_ending = False
         self._raised = _Raised()
         self._about: dict[SimulatedFlight, tuple[int, int]] = {}  # room and generation
@@ -173,6 +176,7 @@ class World:
         self._odds = {kind: draw.choice([0.003, 0.01, 0.03]) for kind in kinds}
         for kind in self._limits.without_troubles:
             self._odds.pop(kind, None)
+        self.troubles = frozenset(self._odds)
         self._pace_s = draw.choice([0.001, 0.01, 0.05])
         self._mail_odds = draw.choice([0.15, 0.15, 0.03])  # how often messages get on
         self._wire_runs_alone = draw.random() < 0.5  # a network card goes on while its process is frozen
@@ -196,6 +200,7 @@ class World:
         self._lines_heal: dict[Line, float] = {}
         self._late_up = 0
         self._coming = draw.randint(1, 5)  # requests that were not made yet
+        self.most_requests = self._coming
         self._comes_within_s = draw.choice([0.0, 0.5, 6.0])  # of each other
         self._next_comes_at = 0.0
         self._unwell_until = 0.0
@@ -636,11 +641,11 @@ class World:
 
     def _counts(self, kind: str) -> bool:
         """Numbers a fault; False if it is left out."""
-        self._faults += 1
-        if self._faults in self._limits.without_faults:
+        self.faults += 1
+        if self.faults in self._limits.without_faults:
             return False
         self.outcomes[f"trouble: {kind}"] += 1
-        self._note("fault %d: %s", self._faults, kind)
+        self._note("fault %d: %s", self.faults, kind)
         return True
 
     def _sending_fails(self) -> bool:
