@@ -10,6 +10,7 @@
     |   |-- RoomExistsError         this number is already in use here
     |   |-- ChunkError              a chunk after the last one, or one that leaves a gap
     |   |-- PageError               pages out of range, repeated, or too few or too many
+    |   |-- QueueFullError          too much waits already: nothing was taken, try again later
     |   `-- EndpointClosedError     the endpoint was closed
     |-- PeerError                   the peer broke the rules
     |   |-- MessageError            bytes that are no message of ours
@@ -72,6 +73,10 @@ class ChunkError(UsageError):
 
 class PageError(UsageError):
     """Page indices are out of range, repeated, or of the wrong number."""
+
+
+class QueueFullError(UsageError):
+    """Too many rooms are open, or too many chunks wait. Nothing was taken; it may be tried again later."""
 
 
 class EndpointClosedError(UsageError):

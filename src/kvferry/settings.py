@@ -131,6 +131,14 @@ class Settings(BaseSettings):
         ge=0,
         description="How long after a prefill rank's process has ended the network may still deliver what it wrote.",
     )
+    max_rooms: int = Field(
+        65_536, ge=1, description="Rooms that may be open at once on a rank; more are refused when they are opened."
+    )
+    max_waiting_chunks: int = Field(
+        65_536,
+        ge=1,
+        description="Chunks of a room that may wait to be written; more are refused when they are submitted.",
+    )
     max_early_rooms: int = Field(
         10_000, ge=1, description="Rooms that decode ranks may open before the prefill side does."
     )

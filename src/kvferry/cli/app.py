@@ -316,10 +316,10 @@ def sim(
 ) -> None:
     """Run whole systems on simulated machines, wires and clocks, where everything goes wrong that may.
 
-    The endpoints are those that ship. A seed decides who acts when, what is late, lost or said twice, and who is frozen,
-    killed, cut off or closed; after every step all memory is compared, byte by byte, with what must hold. Without a
-    seed, a fresh one is drawn. A schedule that breaks a law is printed, shrunken to what it takes. The exit code is 0
-    only if none did.
+    The endpoints are those that ship. A seed decides who acts when, what is late, lost or said twice, and who is
+    frozen, killed, cut off or closed; after every step all memory is compared, byte by byte, with what must hold.
+    Without a seed, a fresh one is drawn. A schedule that breaks a law is printed, shrunken to what it takes. The exit
+    code is 0 only if none did.
     """
     from kvferry.cli.sim.run import fresh_seed, replay, search_many
 

@@ -11,7 +11,7 @@ from kvferry.endpoint.decode_driver import DecodeDriver
 from kvferry.endpoint.platform import Platform, SystemPlatform
 from kvferry.endpoint.receiving import Receiver, ReceivingRoom
 from kvferry.endpoint.threads import ThreadHealth
-from kvferry.errors import EndpointClosedError, LayoutError, RoomExistsError, UnknownRoomError
+from kvferry.errors import EndpointClosedError, LayoutError, QueueFullError, RoomExistsError, UnknownRoomError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import check_token_share
 from kvferry.protocol.chunks import AnyPages
@@ -130,6 +130,7 @@ class DecodeEndpoint:
 
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
+            QueueFullError: if so many rooms are open that another one would be too many.
             PageError: if page numbers are wrong, not as many as the tokens take, or the prefix ends inside a packed
                 page.
             UsageError: if the room's number is out of range.
@@ -159,6 +160,11 @@ class DecodeEndpoint:
                 raise EndpointClosedError(f"room {room}: the endpoint is closed")
             if room in self._rooms:
                 raise RoomExistsError(f"room {room} is already open on decode rank {self.engine_rank}")
+            if len(self._rooms) >= self.settings.max_rooms:
+                raise QueueFullError(
+                    f"room {room}: {len(self._rooms)} rooms are open on decode rank {self.engine_rank} already "
+                    "(KVFERRY_MAX_ROOMS): open it when others have ended"
+                )
             self._rooms[room] = receiver
             # Under the lock, so that a close that aborts this room comes behind it.
             self._driver.open_room(opened, LinkKey(engine, prefill_dp_rank))

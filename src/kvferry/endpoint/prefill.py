@@ -25,6 +25,7 @@ from kvferry.errors import (
     KVFerryError,
     PeerDisconnectedError,
     PeerError,
+    QueueFullError,
     RoomExistsError,
     UnknownRoomError,
     UsageError,
@@ -194,6 +195,7 @@ class PrefillEndpoint:
 
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
+            QueueFullError: if so many rooms are open that another one would be too many.
             UsageError: if the number is out of range, or tokens is needed and None.
             EndpointClosedError: if the endpoint was closed.
         """
@@ -209,7 +211,12 @@ class PrefillEndpoint:
                 raise EndpointClosedError(f"room {room}: the endpoint is closed")
             if room in self._table.rooms:
                 raise RoomExistsError(f"room {room} is already open on prefill rank {self.engine_rank}")
-            opened = SendingRoom(machine, self._workers, self, synchronous=self.settings.synchronous)
+            if len(self._table.rooms) >= self.settings.max_rooms:
+                raise QueueFullError(
+                    f"room {room}: {len(self._table.rooms)} rooms are open on prefill rank {self.engine_rank} already "
+                    "(KVFERRY_MAX_ROOMS): open it when others have ended"
+                )
+            opened = SendingRoom(machine, self._workers, self, self.settings)
             for receiver, message in self._table.add(opened):
                 self._deliver(opened, receiver, message)
         self._lookout.begin()

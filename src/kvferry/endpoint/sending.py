@@ -13,7 +13,7 @@ from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.stats import SenderStats, WriteRecord
 from kvferry.endpoint.transfer import Transfer
 from kvferry.endpoint.workers import Worker, WorkerPool
-from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferFailedError, UsageError
+from kvferry.errors import KVFerryError, PeerDisconnectedError, QueueFullError, TransferFailedError, UsageError
 from kvferry.layout import PageGroup
 from kvferry.plan import Choice, ElectedRoute, Path
 from kvferry.protocol import messages
@@ -41,6 +41,7 @@ from kvferry.protocol.sender import (
     WriteProgressed,
 )
 from kvferry.protocol.states import TransferState
+from kvferry.settings import Settings
 from kvferry.staging.gathering import Packing, Posted, StagedQueue, StagedWrite
 from kvferry.transport import FlightReport, Transport
 
@@ -170,6 +171,7 @@ class Sender(Transfer):
         abort: Callable[[str], None],
         *,
         settle: Callable[[int], None] | None,
+        most_waiting: int,
         now: Callable[[], float],
     ) -> None:
         """For `PrefillEndpoint.open`.
@@ -177,6 +179,7 @@ class Sender(Transfer):
         Args:
             hand_in, abort: pass on what the caller wants.
             settle: in synchronous mode, waits until the chunk of that number is written.
+            most_waiting: how many chunks may wait to be written.
             now: the time.
         """
         super().__init__(room)
@@ -187,6 +190,8 @@ class Sender(Transfer):
         self._abort = abort
         self._settle = settle
         self._now = now
+        self._most_waiting = most_waiting
+        self._taken_up = 0  # chunks that wait no more; written by the room's turns alone
         self.stats = SenderStats(opened_at=now(), last_submitted_at=None, ended_at=None, writes=())
 
     def submit(
@@ -214,11 +219,17 @@ class Sender(Transfer):
         Raises:
             ChunkError: after the last chunk, or if the chunk does not follow the one before it.
             PageError: if page numbers are not integers, or there is no such group.
+            QueueFullError: if too many chunks of the room wait already; this one was not taken.
             UsageError: if aux is given before the last chunk, or is too large.
         """
         if aux is not None:
             self._check_aux(aux, last=last)
         with self._lock:
+            if self._chunks.submitted - self._taken_up >= self._most_waiting:
+                raise QueueFullError(
+                    f"room {self.room}: {self._most_waiting} chunks wait to be written already "
+                    "(KVFERRY_MAX_WAITING_CHUNKS): submit this one when some have been"
+                )
             chunk = self._chunks.hand_in(pages, start=start, is_last=last, aux=aux, now=self._now())
             self._hand_in(chunk)
         if self._settle is not None:
@@ -241,8 +252,9 @@ class SendingRoom(Actor):
     """Runs one room's state machine on whichever worker is free, and does what it says."""
 
     def __init__(
-        self, machine: SenderMachine, workers: WorkerPool, surroundings: Surroundings, *, synchronous: bool
+        self, machine: SenderMachine, workers: WorkerPool, surroundings: Surroundings, settings: Settings
     ) -> None:
+        synchronous = settings.synchronous
         run_queue = workers.queue_of(machine.room.to_bytes(8, "little"))
         super().__init__(run_queue)
         self._gathering = workers.gathering
@@ -269,6 +281,7 @@ class SendingRoom(Actor):
             self.post if synchronous else partial(run_queue.hand_in, self),
             lambda reason: self.post(SenderAbortRequested(reason)),
             settle=self._wait_settled if synchronous else None,
+            most_waiting=settings.max_waiting_chunks,
             now=surroundings.now,
         )
 
@@ -379,6 +392,7 @@ class SendingRoom(Actor):
     def _show(self) -> None:
         machine = self._machine
         self.next_deadline = machine.deadline
+        self.sender._taken_up = self._handled_chunks - machine.waiting_chunks
         stats = self.sender.stats
         if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:
             ended_at = (stats.ended_at or self._surroundings.now()) if machine.state.is_final else None

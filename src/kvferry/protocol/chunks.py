@@ -153,6 +153,11 @@ class ChunkSequence:
         self._complete = False
 
     @property
+    def submitted(self) -> int:
+        """How many chunks were made."""
+        return self._next_number
+
+    @property
     def is_complete(self) -> bool:
         """Whether the last chunk was made."""
         return self._complete

@@ -86,6 +86,7 @@ class _RankLink:
     channel: Channel
     asked_at: float | None = None  # when the first question was asked that it has not answered
     welcome: messages.Welcome | None = None
+    request: bytes | None = None  # to attach, as it was sent
     is_attached: bool = False
     only_staged: bool = False
 
@@ -252,7 +253,8 @@ class Link:
                 host=self._identity.host,
                 staging=offers[number],
             )
-            rank.channel.send(messages.encode(attach))
+            rank.request = messages.encode(attach)
+            rank.channel.send(rank.request)
 
     def _offer(self, rank: _RankLink) -> messages.Staging:
         welcome = rank.welcome
@@ -328,6 +330,8 @@ class Link:
             if rank.asked_at is None:
                 rank.asked_at = now
             rank.channel.send(messages.encode(question))
+            if rank.request is not None and not rank.is_attached:  # a connection that broke may have lost it
+                rank.channel.send(rank.request)
 
     def silent_rank(self, now: float, limit_s: float) -> tuple[int, float] | None:
         """A rank that has not answered for too long, and for how long."""

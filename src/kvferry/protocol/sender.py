@@ -240,6 +240,11 @@ class SenderMachine:
         self._last_chunk: Chunk | None = None
 
     @property
+    def waiting_chunks(self) -> int:
+        """Chunks that wait until every receiver is there."""
+        return len(self._chunks)
+
+    @property
     def is_drained(self) -> bool:
         """Whether no write is in flight: nothing reads the source pages on behalf of this room."""
         return not any(receiver.writes_in_flight for receiver in self._receivers.values())

@@ -94,6 +94,7 @@ class Pool:
         free: list[int] = np.flatnonzero(self._is_free)[:count].tolist()
         if len(free) < count:
             return None
+        self.check_free("before pages are given to somebody")
         for page in free:
             self.owners[page] = owner
             self._is_free[page] = False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
-from kvferry.simulation.machines import SimulatedPlatform, Thread
+from kvferry.simulation.machines import SimulatedPlatform
 from kvferry.simulation.memory import Pool
 from kvferry.transport.simulated import SimulatedTransport
 
@@ -68,15 +68,6 @@ class Process:
     def has_input(self) -> bool:
         """Whether messages or notifications wait to be read."""
         return bool(self.transport.arrived) or self.platform.has_input
-
-    def runnable(self) -> list[Thread]:
-        """Threads that would do something."""
-        has_input = self.has_input
-        return [
-            thread
-            for thread in self.platform.threads
-            if not thread.has_ended and ((has_input and thread.loop.reads_input) or thread.loop.has_work())
-        ]
 
     def begin_closing(self) -> None:
         """Its owner closes the endpoint."""

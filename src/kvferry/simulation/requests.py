@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvferry.endpoint import Receiver, Sender
+from kvferry.protocol.states import TransferState
 from kvferry.simulation.memory import HEAD_DIM, HEADS, KINDS, Contents
 from kvferry.simulation.processes import Process
 
@@ -21,6 +22,7 @@ class SendSide:
         chunks: pages of every chunk that was not handed in yet.
         sender: once its caller has opened the room.
         position: pages that were handed in.
+        state, held_since: where it was seen to stand, and since when.
     """
 
     request: Request
@@ -30,7 +32,13 @@ class SendSide:
     sender: Sender | None = None
     position: int = 0
     is_released: bool = False
-    is_spoiled: bool = False  # whether this very side was aborted or wronged
+    held_since: float = 0.0
+    state: TransferState | None = None
+
+    @property
+    def transfer(self) -> Sender | None:
+        """What its caller holds."""
+        return self.sender
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +49,7 @@ class ReceiveSide:
         held: tokens that it has already.
         first_token: with which its pages begin.
         generation: of its room.
+        state, held_since: where it was seen to stand, and since when.
     """
 
     request: Request
@@ -53,9 +62,16 @@ class ReceiveSide:
     generation: int = -1
     is_released: bool = False
     is_checked: bool = False
+    held_since: float = 0.0
+    state: TransferState | None = None
+
+    @property
+    def transfer(self) -> Receiver | None:
+        """What its caller holds."""
+        return self.receiver
 
 
-Side: TypeAlias = SendSide | ReceiveSide
+AnySide: TypeAlias = SendSide | ReceiveSide
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +99,7 @@ class Request:
     is_abandoned: bool = False
 
     @property
-    def sides(self) -> list[Side]:
+    def sides(self) -> list[AnySide]:
         """On every rank of both engines."""
         return [*self.senders, *self.receivers]
 

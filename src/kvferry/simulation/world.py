@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.errors import KVFerryError, PeerDisconnectedError, RoomExistsError, TransportError
+from kvferry.protocol.holding import Side, Waits, holding
 from kvferry.protocol.messages import ProcessIdentity, decode_notification
 from kvferry.protocol.states import TransferState
 from kvferry.settings import Settings
@@ -21,7 +21,7 @@ from kvferry.simulation.machines import RegistryProcess, SimulatedPlatform, Thre
 from kvferry.simulation.memory import Arena, Shape
 from kvferry.simulation.office import Line, Office
 from kvferry.simulation.processes import Process
-from kvferry.simulation.requests import ReceiveSide, Request, SendSide, Side, new_request
+from kvferry.simulation.requests import AnySide, ReceiveSide, Request, SendSide, new_request
 from kvferry.transport.simulated import Notification, Piece, SimulatedFlight, SimulatedTransport, SimulatedWire
 
 FRESH, SOURCE_GONE, DESTINATION_GONE, HELD = 0x11, 0xEE, 0xDD, 0x77
@@ -52,7 +52,11 @@ LINGER_S = 2.5
 """For how long the wire may carry on with the writes of a process that was killed."""
 
 _PAGES = 16
+_WAITS = Waits(bootstrap_s=3.0, waiting_s=4.0, write_s=2.0, peer_s=1.5, heartbeat_s=0.5, quarantine_s=1.2 * LINGER_S)
+_MOST_PROGRESS = 8  # how often a transfer may get on while its state stays the same: a few chunks and parts
+_SLACK_S = 1.5  # until somebody has a turn, and looks
 _BURST = 6
+_LOOKS_A_CHECK = 8  # nothing is missed in between: pages are compared again before somebody gets them
 _LEASE_S = 1.0
 _RECOVERY_S = 2.0  # until all have noticed that they live: several heartbeats
 _END_S = 20.0
@@ -159,6 +163,8 @@ class World:
         self._fate = random.Random(seed + 2)
         self._pids = 0
         self.faults = 0
+        self._looks = 0
+        self._known_threads: list[tuple[Process, Thread]] | None = None
         self._is_ending = False
         self._raised = _Raised()
         self._about: dict[SimulatedFlight, tuple[int, int]] = {}  # room and generation
@@ -204,6 +210,7 @@ class World:
         self._comes_within_s = draw.choice([0.0, 0.5, 6.0])  # of each other
         self._next_comes_at = 0.0
         self._unwell_until = 0.0
+        self._all_in_reach_since = 0.0
         self.requests: list[Request] = []
         self._rooms = draw.choice([1, 2, 8])
 
@@ -254,6 +261,7 @@ class World:
         process = Process(name, engine.name, rank, life, self._pids, platform, pool, transport, endpoint, address)
         engine.ranks[rank : rank + 1] = [process]
         self.processes.append(process)
+        self._known_threads = None
         self._note("%s starts on %s at %s", name, machine, address)
 
     def _is_gone(self, identity: ProcessIdentity) -> bool:
@@ -345,37 +353,84 @@ class World:
                 self._note("the connection of %s to %s heals", line.identity, line.address)
         self.office.forget()
         self._end_doomed()
+        self._check_holdings()
 
     def _go_on_closing(self, process: Process) -> None:
         if process.go_on_closing(process.platform.now()):
             self._note("%s has left", process.name)
             self._left(process)
 
+    def _check_holdings(self) -> None:
+        """No state holds pages for longer than the table says."""
+        if self._is_anyone_out_of_reach():
+            self._all_in_reach_since = self.now
+        for side in self._open_sides():
+            transfer = side.transfer
+            assert transfer is not None
+            if side.process.thaws_at is not None or transfer.state is not side.state:
+                side.state, side.held_since = transfer.state, self.now
+                continue
+            row = holding(Side.PREFILL if isinstance(side, SendSide) else Side.DECODE, transfer.state)
+            since = side.held_since
+            times = 1 if transfer.state in (TransferState.BOOTSTRAPPING, TransferState.SUCCESS) else _MOST_PROGRESS
+            if transfer.state is TransferState.FAILED:
+                since, times = max(since, self._all_in_reach_since), 1
+            longest_s = row.longest_s(_WAITS) * times + _SLACK_S
+            demand(
+                self.now - since <= longest_s,
+                Law.GIVES_BACK,
+                f"{side.process.name}: {side.request} holds pages for more than {longest_s:g} s while it is "
+                f"{transfer.state.value}, against the table",
+            )
+
+    def _is_anyone_out_of_reach(self) -> bool:
+        """Whether somebody is frozen, cut off or not replaced, or a write does not get on: then pages may be held."""
+        return (
+            any(process.thaws_at is not None for process in self.processes)
+            or any(line.is_cut for line in self.office.lines)
+            or any(until > self.now for until in (*self._held.values(), *self._doomed.values()))
+            or any(not process.is_alive for engine in self._engines.values() for process in engine.ranks)
+            or not self.registry.is_alive
+            or self.registry.is_frozen
+        )
+
     # ---- turns --------------------------------------------------------------------------------------------------
 
     def _turn(self) -> bool:
         """A thread has a few turns."""
-        first = int(self._order.random() * len(self.processes))
-        for index in range(len(self.processes)):
-            process = self.processes[first - index]
-            if not process.runs:
+        if self._order.random() < 0.05 and self._aside():
+            return True
+        threads = self._threads()
+        first = int(self._order.random() * len(threads))
+        for index in range(len(threads)):
+            process, thread = threads[first - index]
+            if not process.runs or thread.has_ended:
                 continue
-            choices: list[Callable[[], Any]] = [thread.turn for thread in process.runnable()]
-            choices += [aside.work.popleft for aside in process.platform.asides if aside.work]
-            if not choices:
+            if not (thread.loop.has_work() or (thread.loop.reads_input and process.has_input)):
                 continue
-            chosen = self._order.choice(choices)
-            thread = getattr(chosen, "__self__", None)
-            if isinstance(thread, Thread):
-                for _ in range(self._order.randint(1, _BURST)):
-                    if thread.has_ended or not (thread.loop.has_work() or process.has_input):
-                        break
-                    thread.turn()
-            else:
-                chosen()()
+            for _ in range(1 + int(self._order.random() * _BURST)):
+                thread.turn()
+                if thread.has_ended or not (thread.loop.has_work() or process.has_input):
+                    break
             self._look(process)
             return True
+        return self._aside()
+
+    def _aside(self) -> bool:
+        """What takes long is done, such as asking the registry."""
+        for process in self.processes:
+            for aside in process.platform.asides if process.runs else ():
+                if aside.work:
+                    aside.work.popleft()()
+                    return True
         return False
+
+    def _threads(self) -> list[tuple[Process, Thread]]:
+        """Of all processes that live."""
+        if self._known_threads is None:
+            living = [process for process in self.processes if process.is_alive]
+            self._known_threads = [(process, thread) for process in living for thread in process.platform.threads]
+        return self._known_threads
 
     def _look(self, process: Process) -> None:
         """What a process's callers see after it did something, and what its memory holds."""
@@ -383,7 +438,8 @@ class World:
             raise ViolationError(Law.NEVER_RAISES, f"{process.name}: {self._raised.found[0]}")
         if self.wire.breaches:
             raise ViolationError(Law.CONTRACT, self.wire.breaches[0])
-        if not process.is_prefill:
+        self._looks += 1
+        if self._looks % _LOOKS_A_CHECK == 0 and not process.is_prefill:
             process.pool.check_free(process.name)
         for request in self.requests:
             for sending in request.senders:
@@ -723,6 +779,7 @@ class World:
 
     def _left(self, process: Process) -> None:
         """Whoever had to do with it on this process does not any more: its memory is gone, or its owner's again."""
+        self._known_threads = None
         for request in self.requests:
             for side in request.sides:
                 if side.process is process and not side.is_released:
@@ -770,7 +827,7 @@ class World:
             self.registry.is_frozen = True
 
     def _abort(self) -> None:
-        sides: list[Side] = [
+        sides: list[AnySide] = [
             side
             for request in self.requests
             for side in request.sides
@@ -779,7 +836,7 @@ class World:
         if not sides:
             return
         side = self._fate.choice(sides)
-        transfer = side.sender if isinstance(side, SendSide) else side.receiver
+        transfer = side.transfer
         if transfer is not None:
             self._note("%s: %s is aborted", side.process.name, side.request)
             side.request.excused("it was aborted")
@@ -844,7 +901,7 @@ class World:
             if count % 20 == 0 and is_over():
                 return
 
-    def _open_sides(self) -> Iterator[Side]:
+    def _open_sides(self) -> Iterator[AnySide]:
         for request in self.requests:
             for sending in request.senders:
                 if not sending.is_released and sending.sender is not None and sending.process.is_alive:
@@ -859,7 +916,7 @@ class World:
     def _what_is_open(self, *, but_for_frozen: bool) -> tuple[Law, str] | None:
         is_someone_frozen = any(process.thaws_at is not None for process in self.processes)
         for side in self._open_sides():
-            transfer = side.sender if isinstance(side, SendSide) else side.receiver
+            transfer = side.transfer
             assert transfer is not None
             if side.process.thaws_at is not None:
                 continue
@@ -878,6 +935,7 @@ class World:
     def _check_nothing_left(self) -> None:
         for process in self.processes:
             if process.is_alive:
+                process.pool.check_free(process.name)
                 rooms = process.endpoint.open_rooms
                 demand(rooms == 0, Law.LEAVES_NOTHING, f"{process.name}: {rooms} rooms are left")
 
@@ -917,12 +975,12 @@ def _settings(
         scatter_workers=scatter_workers,
         queues=2,
         registry_lease_s=_LEASE_S,
-        bootstrap_timeout_s=3.0,
-        waiting_timeout_s=4.0,
-        write_timeout_s=2.0,
-        heartbeat_interval_s=0.5,
-        peer_timeout_s=1.5,
+        bootstrap_timeout_s=_WAITS.bootstrap_s,
+        waiting_timeout_s=_WAITS.waiting_s,
+        write_timeout_s=_WAITS.write_s,
+        heartbeat_interval_s=_WAITS.heartbeat_s,
+        peer_timeout_s=_WAITS.peer_s,
         close_timeout_s=1.0,
-        quarantine_s=1.2 * LINGER_S,
+        quarantine_s=_WAITS.quarantine_s,
         max_early_rooms=4,
     )

@@ -1,0 +1,119 @@
+"""Which state of a transfer may hold pages, and for how long at most.
+
+This module is the whole truth about it: the simulation holds every transfer to these rows, and the table in the
+documentation is drawn from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvferry.protocol.states import TransferState
+
+
+class Side(Enum):
+    """Whose pages."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """The settings that bound how long pages are held, in seconds.
+
+    Attributes:
+        bootstrap_s, waiting_s, write_s: as in `deadlines.Deadlines`.
+        peer_s: silence after which a peer counts as lost.
+        heartbeat_s: how often peers are asked.
+        quarantine_s: how long the network may deliver what a dead process wrote.
+    """
+
+    bootstrap_s: float
+    waiting_s: float
+    write_s: float
+    peer_s: float
+    heartbeat_s: float
+    quarantine_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A row: pages of one side in one state.
+
+    Attributes:
+        until: what ends it.
+        terms: which of `Waits` add up to the longest that it may last without any progress.
+        unless: what can make it last longer, and why that must be; empty if nothing can.
+    """
+
+    side: Side
+    state: TransferState
+    until: str
+    terms: tuple[str, ...]
+    unless: str = ""
+
+    def longest_s(self, waits: Waits) -> float:
+        """The longest that it may last without progress, in seconds."""
+        total: float = sum(getattr(waits, term) for term in self.terms)
+        return total
+
+
+_S = TransferState
+
+HOLDINGS: Sequence[Holding] = (
+    Holding(Side.PREFILL, _S.BOOTSTRAPPING, "every decode rank has opened the room", ("bootstrap_s",)),
+    Holding(Side.PREFILL, _S.WAITING_FOR_INPUT, "the next chunk is handed in", ("waiting_s",)),
+    Holding(
+        Side.PREFILL,
+        _S.TRANSFERRING,
+        "a write ends or gets on; with none on its way, the next chunk is handed in or the receivers are told",
+        ("write_s", "waiting_s"),
+    ),
+    Holding(Side.PREFILL, _S.SUCCESS, "at once", ()),
+    Holding(
+        Side.PREFILL,
+        _S.FAILED,
+        "the transport says that every write has ended",
+        (),
+        unless="a write is on its way: to a rank that is frozen it may be for as long as that lasts, and nothing that "
+        "this side can do makes the transport let go of the pages",
+    ),
+    Holding(Side.DECODE, _S.BOOTSTRAPPING, "the prefill engine is found and every rank has attached", ("bootstrap_s",)),
+    Holding(Side.DECODE, _S.WAITING_FOR_INPUT, "something arrives", ("waiting_s",)),
+    Holding(Side.DECODE, _S.TRANSFERRING, "something arrives", ("waiting_s",)),
+    Holding(Side.DECODE, _S.SUCCESS, "at once", ()),
+    Holding(
+        Side.DECODE,
+        _S.FAILED,
+        "every prefill rank that writes to pages directly has said that it is drained, was closed, or has ended as a "
+        "process, and nothing is being scattered",
+        ("write_s", "peer_s", "heartbeat_s", "heartbeat_s", "quarantine_s"),
+        unless="such a rank is frozen or cut off: it may write when it is back, and there is no fence against that. "
+        "With staged transfers alone nobody but this rank writes to its pages, and they come back at once",
+    ),
+)
+
+
+def holding(side: Side, state: TransferState) -> Holding:
+    """The row of one side in one state."""
+    return next(row for row in HOLDINGS if (row.side, row.state) == (side, state))
+
+
+def markdown(waits: Waits) -> str:
+    """The rows as a table.
+
+    Args:
+        waits: the default settings.
+    """
+    lines = [
+        "| whose pages | while the transfer is | until | longest without progress | unless |",
+        "|---|---|---|---|---|",
+    ]
+    for row in HOLDINGS:
+        terms = " + ".join(f"`{term}`" for term in row.terms) or "0"
+        seconds = f"{terms} = {row.longest_s(waits):g} s" if row.terms else "0 s"
+        lines.append(f"| {row.side.value} | {row.state.value} | {row.until} | {seconds} | {row.unless or '-'} |")
+    return "\n".join(lines)

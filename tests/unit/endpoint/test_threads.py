@@ -1,0 +1,62 @@
+"""No thread dies: a turn that fails is counted, shown and followed by the next."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from tests.support.waiting import eventually
+
+from kvferry.endpoint.threads import Loop, SupervisedThread
+
+
+class Fails(Loop):
+    """Raises in its first turns, then goes on until it is stopped."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.errors = list(errors)
+        self.turns = 0
+        self.is_stopping = threading.Event()
+
+    def has_work(self) -> bool:
+        return True
+
+    def turn(self, *, may_wait: bool) -> bool:
+        assert may_wait
+        self.turns += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return not self.is_stopping.wait(0.001)
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), MemoryError(), SystemExit(3), KeyboardInterrupt()])
+def test_whatever_a_turn_raises_the_next_one_follows(error: BaseException, caplog: pytest.LogCaptureFixture):
+    loop = Fails(error)
+    thread = SupervisedThread("a thread", loop)
+    eventually("it went on", lambda: loop.turns > 3)
+    health = thread.health
+    assert (health.name, health.is_alive, health.failures) == ("a thread", True, 1)
+    assert type(error).__name__ in health.last_failure
+    assert "a thread goes on after an error" in caplog.text
+    loop.is_stopping.set()
+    assert thread.join(5)
+    assert not thread.is_alive
+
+
+def test_a_thread_whose_every_turn_fails_does_not_spin():
+    loop = Fails(*[ValueError("again")] * 10_000)
+    thread = SupervisedThread("a thread", loop)
+    threading.Event().wait(0.3)
+    assert 3 < loop.turns < 20  # 1, 2, 4, ... milliseconds apart
+    loop.errors.clear()
+    loop.is_stopping.set()
+    assert thread.join(5)
+
+
+def test_a_loop_that_never_failed_is_well():
+    loop = Fails()
+    thread = SupervisedThread("a thread", loop)
+    assert thread.health.failures == 0
+    assert thread.health.last_failure == ""
+    loop.is_stopping.set()
+    assert thread.join(5)

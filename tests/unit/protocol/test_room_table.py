@@ -1,0 +1,119 @@
+"""To which room a decode rank's message goes, when it comes early, late, twice or in the wrong order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferFailedError
+from kvferry.protocol.messages import AbortRoom, OpenRoom
+from kvferry.protocol.room_table import RoomTable
+
+
+@dataclass(eq=False)
+class Room:
+    room: int
+    failed_alone: bool = False
+    error: KVFerryError | None = None
+    generations: dict[str, int] = field(default_factory=dict)
+
+
+def table(max_early: int = 3) -> RoomTable[Room]:
+    return RoomTable(max_early=max_early, keep_s=10.0)
+
+
+def wish(room: int = 1, generation: int = 7) -> OpenRoom:
+    return OpenRoom(room=room, generation=generation, receivers=1, tokens=None, groups=())
+
+
+def abort(room: int = 1, generation: int = 7) -> AbortRoom:
+    return AbortRoom(room=room, generation=generation, reason="no")
+
+
+def test_a_wish_goes_to_its_room_or_waits_for_it():
+    rooms = table()
+    assert rooms.wish("d0", wish(), now=0.0) is None
+    assert not rooms.is_quiet
+    room = Room(1)
+    assert rooms.add(room) == [("d0", wish())]
+    assert rooms.wish("d1", wish(), now=0.0) is room
+    rooms.remove(room, now=0.0)
+    assert rooms.is_quiet
+
+
+def test_an_abort_that_overtakes_its_wish_is_remembered():
+    rooms = table()
+    assert rooms.abort("d0", abort(), now=0.0) is None
+    assert rooms.wish("d0", wish(), now=1.0) is None
+    assert rooms.add(Room(1)) == []
+
+
+def test_also_where_the_room_is_open():
+    rooms, room = table(), Room(1)
+    rooms.add(room)
+    assert rooms.abort("d0", abort(), now=0.0) is room
+    assert rooms.wish("d0", wish(), now=1.0) is None
+    assert rooms.wish("d0", wish(generation=8), now=1.0) is room
+    assert rooms.wish("d1", wish(), now=1.0) is room
+
+
+def test_a_wish_that_comes_twice_is_not_taken_for_the_next_transfer():
+    rooms, room = table(), Room(1, generations={"d0": 7})
+    rooms.add(room)
+    rooms.remove(room, now=0.0)
+    assert rooms.wish("d0", wish(), now=1.0) is None
+    assert rooms.add(Room(1)) == []
+
+
+def test_a_wish_that_comes_twice_while_its_room_is_open_goes_there():
+    rooms, room = table(), Room(1, generations={"d0": 7})
+    rooms.add(room)
+    rooms.abort("d0", abort(), now=0.0)
+    assert rooms.wish("d0", wish(), now=0.0) is room  # which knows what it is
+
+
+def test_what_is_over_is_forgotten_in_time():
+    rooms = table()
+    rooms.abort("d0", abort(), now=0.0)
+    assert rooms.expired(now=9.9) == []
+    assert rooms.wish("d0", wish(), now=9.9) is None
+    assert rooms.is_quiet
+    rooms.expired(now=10.0)
+    assert rooms.wish("d0", wish(), now=10.0) is None
+    assert not rooms.is_quiet
+
+
+def test_who_comes_late_to_a_room_that_failed_without_them_learns_why_once():
+    rooms, error = table(), TransferFailedError("no")
+    room = Room(1, failed_alone=True, error=error, generations={"d0": 1})
+    rooms.add(room)
+    rooms.remove(room, now=0.0)
+    with pytest.raises(TransferFailedError):
+        rooms.wish("d1", wish(), now=0.0)
+    assert rooms.wish("d1", wish(generation=8), now=0.0) is None
+    assert not rooms.is_quiet
+
+
+def test_too_many_are_refused_by_name():
+    rooms = table(max_early=1)
+    rooms.wish("d0", wish(room=1), now=0.0)
+    with pytest.raises(PageError, match="KVFERRY_MAX_EARLY_ROOMS"):
+        rooms.wish("d0", wish(room=2), now=0.0)
+
+
+def test_closed_takes_no_wishes_and_names_whom_to_tell():
+    rooms = table()
+    rooms.wish("d0", wish(), now=0.0)
+    assert rooms.close() == [("d0", wish())]
+    with pytest.raises(EndpointClosedError):
+        rooms.wish("d0", wish(generation=9), now=0.0)
+
+
+def test_removing_what_was_replaced_does_nothing():
+    rooms, first, second = table(), Room(1), Room(1)
+    rooms.add(first)
+    rooms.remove(first, now=0.0)
+    rooms.add(second)
+    rooms.remove(first, now=0.0)
+    assert rooms.rooms == {1: second}
