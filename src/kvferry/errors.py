@@ -21,6 +21,7 @@
     |   `-- PeerDisconnectedError   the connection to the peer is gone
     |-- RegistryError               the registry refused or could not be reached
     |   |-- RegistryUnreachableError
+    |   |-- RegistryAccessError     the registry answers only to those who know its secret
     |   `-- RegistrationRefusedError
     `-- TransferError               how a transfer ended, if not well
         |-- TransferAbortedError    one side called abort
@@ -116,6 +117,10 @@ class RegistryError(KVFerryError):
 
 class RegistryUnreachableError(RegistryError):
     """Nothing answered at the registry's address."""
+
+
+class RegistryAccessError(RegistryError):
+    """The registry answers only to those who know its secret, and this side does not, or knows another."""
 
 
 class RegistrationRefusedError(RegistryError):
