@@ -105,13 +105,12 @@ class Settings(BaseSettings):
         50_000, ge=1000, le=1_000_000, description="Longest sleep of NIXL's progress thread, in microseconds."
     )
 
-    nixl_devices: str | None = Field(
+    nixl_device: str | None = Field(
         None,
-        min_length=1,
-        max_length=1024,
-        pattern=r"^[A-Za-z0-9._:,@-]+$",
-        description="Network devices that NIXL uses, as UCX calls them, such as mlx5_0:1,eth0. By default only lo as "
-        "long as host and the registry are on loopback, else all that UCX finds.",
+        max_length=256,
+        pattern=r"^[A-Za-z0-9._:@-]+$",
+        description="The network device that NIXL uses, as UCX calls it, such as mlx5_0:1 or eth0; all leaves it to "
+        "UCX and UCX_NET_DEVICES. By default lo as long as host and the registry are on loopback, else all.",
     )
 
     workers: int = Field(
@@ -253,10 +252,10 @@ class Settings(BaseSettings):
         return None if self._shared_secret is None else self._shared_secret.get_secret_value()
 
     @property
-    def used_nixl_devices(self) -> str | None:
-        """The network devices that NIXL is told to use; None leaves it to UCX."""
-        if self.nixl_devices is not None:
-            return self.nixl_devices
+    def used_nixl_device(self) -> str | None:
+        """The network device that NIXL is told to use; None leaves it to UCX."""
+        if self.nixl_device is not None:
+            return None if self.nixl_device == "all" else self.nixl_device
         registry_host = urlsplit(self.registry_address).hostname or ""
         return "lo" if is_loopback(self.host) and is_loopback(registry_host) else None
 

@@ -223,12 +223,13 @@ def test_loopback_needs_no_secret(host: str):
 
 
 def test_nixl_stays_on_loopback_as_long_as_everything_else_does():
-    assert Settings().used_nixl_devices == "lo"
-    assert Settings(registry_url="http://localhost:1").used_nixl_devices == "lo"
-    assert Settings(registry_url="http://node-7:1").used_nixl_devices is None
-    assert Settings(host="10.0.0.1", secret=SECRET).used_nixl_devices is None
-    assert Settings(nixl_devices="mlx5_0:1,eth0").used_nixl_devices == "mlx5_0:1,eth0"
-    assert "KVFERRY_NIXL_DEVICES" in refusal(nixl_devices="eth0 TLS=all")
+    assert Settings().used_nixl_device == "lo"
+    assert Settings(registry_url="http://localhost:1").used_nixl_device == "lo"
+    assert Settings(registry_url="http://node-7:1").used_nixl_device is None
+    assert Settings(host="10.0.0.1", secret=SECRET).used_nixl_device is None
+    assert Settings(nixl_device="mlx5_0:1").used_nixl_device == "mlx5_0:1"
+    assert Settings(nixl_device="all").used_nixl_device is None
+    assert "KVFERRY_NIXL_DEVICE" in refusal(nixl_device="eth0,TLS=all")
 
 
 def test_a_registry_with_tls_is_found_by_https(tmp_path: Path):

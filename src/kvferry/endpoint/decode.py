@@ -7,8 +7,8 @@ import threading
 import time
 from types import TracebackType
 
+from kvferry.control.construction import create_registry_client
 from kvferry.control.registrations import check_engine_name
-from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.construction import (
     check_token_share,
     checked_room,
@@ -67,7 +67,7 @@ class DecodeEndpoint:
         check_token_share(layout, self.coordinates)
         self.settings = settings or Settings()
         self.engine_rank = self.coordinates.engine_rank
-        self._registry_client = RegistryClient(self.settings.registry_address)
+        self._registry_client = create_registry_client(self.settings)
         self._registry_client.load()  # nobody waits yet
         self.transport = transport or create_transport(
             self.settings, endpoint_name(engine, self.engine_rank), writes=False

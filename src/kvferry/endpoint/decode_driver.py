@@ -19,6 +19,7 @@ from functools import partial
 import zmq
 
 from kvferry.control.channel import ConnectedChannel, Wakeup
+from kvferry.control.construction import credentials_of
 from kvferry.control.registrations import RankRegistration
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.links import Identity, Link, LinkKey, LinkState
@@ -29,6 +30,7 @@ from kvferry.errors import (
     KVFerryError,
     PeerDisconnectedError,
     PeerError,
+    RegistryAccessError,
     RegistryError,
     TransferTimeoutError,
 )
@@ -391,6 +393,9 @@ class DecodeDriver:
                 f"the registry at {self._registry.url} knows {len(view.registrations)} of "
                 f"{view.world_size or 'an unknown number of'} ranks of engine {link.key.engine!r}"
             )
+        except RegistryAccessError as error:  # asking again would not help
+            self._submit(partial(self._fail_link, link, error))
+            return
         except RegistryError as error:
             problem = error
         except Exception as error:
@@ -413,7 +418,12 @@ class DecodeDriver:
     def _channel(self, address: str) -> ConnectedChannel:
         """The connection to an address, made if there is none."""
         if address not in self._channels:
-            channel = ConnectedChannel(self._context, identity=self._identity.endpoint, address=address)
+            channel = ConnectedChannel(
+                self._context,
+                identity=self._identity.endpoint,
+                address=address,
+                credentials=credentials_of(self._settings),
+            )
             self._poller.register(channel.socket, zmq.POLLIN)
             self._channels[address] = channel
         return self._channels[address]
@@ -540,9 +550,16 @@ class DecodeDriver:
     def _why_not_ready(self, link: Link) -> KVFerryError:
         if link.state is LinkState.RESOLVING and link.problem is not None:
             return link.problem
+        hint = ""
+        if link.state is LinkState.GREETING:
+            mine = "has a secret" if self._settings.has_secret else "has no secret"
+            hint = (
+                ". Nobody answered, or whoever did has another secret: this side "
+                f"{mine} (KVFERRY_SECRET_FILE, KVFERRY_SECRET), and both need the same"
+            )
         return PeerDisconnectedError(
             f"prefill engine {link.key.engine!r}: still {link.state.value} after "
-            f"{self._settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
+            f"{self._settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S){hint}"
         )
 
     def _heartbeat(self, now: float) -> None:

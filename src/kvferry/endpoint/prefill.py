@@ -12,6 +12,7 @@ from types import TracebackType
 import zmq
 
 from kvferry.control.channel import ListeningChannel, Wakeup
+from kvferry.control.construction import create_registry, create_registry_client, credentials_of
 from kvferry.control.registrations import RankRegistration
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
@@ -143,17 +144,20 @@ class PrefillEndpoint:
         settings = self.settings
         self._staging = SendingStaging(settings, self.layout, self.transport)
         self.transport.register(self.layout.regions(), self.layout.device)
-        self._channel = ListeningChannel(self._context, host=bracketed(settings.host), port=settings.control_port)
+        self._channel = ListeningChannel(
+            self._context,
+            host=bracketed(settings.host),
+            port=settings.control_port,
+            credentials=credentials_of(settings),
+        )
         self.control_address = f"tcp://{bracketed(settings.advertise_host or settings.host)}:{self._channel.port}"
         if host_registry is None:
             host_registry = self.engine_rank == 0 and settings.registry_url is None
         if host_registry:
-            self._registry = RegistryServer(
-                settings.registry_host, settings.registry_port, lease_s=settings.registry_lease_s
-            )
+            self._registry = create_registry(settings)
             self._registry.start()
         self.registry_url = self._registry.url if self._registry else settings.registry_address
-        self._registry_client = RegistryClient(self.registry_url)
+        self._registry_client = create_registry_client(settings, self.registry_url)
         registration = RankRegistration(
             engine=self.engine,
             incarnation=self.transport.endpoint_name,
@@ -354,7 +358,8 @@ class PrefillEndpoint:
     def _run(self) -> None:
         assert self._channel is not None
         poller = zmq.Poller()
-        poller.register(self._channel.socket, zmq.POLLIN)
+        for each in self._channel.sockets:
+            poller.register(each, zmq.POLLIN)
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
         next_tick_at = 0.0
         while not self._is_stopping or self._outbox:
