@@ -326,7 +326,8 @@ class PrefillEndpoint:
                     raise failed.error
                 elif not self._early.keep(receiver, message, time.monotonic()):
                     raise PageError(
-                        f"{len(self._early)} rooms wait for the prefill side already (KVFERRY_MAX_EARLY_ROOMS)"
+                        f"{len(self._early)} rooms wait for the prefill side already, as many as may or too many of "
+                        "this decode rank's (KVFERRY_MAX_EARLY_ROOMS)"
                     )
         except KVFerryError as error:
             self._refuse_room(receiver, message, error)
@@ -435,6 +436,11 @@ class PrefillEndpoint:
     def _attach(self, identity: str, message: messages.Attach) -> None:
         if message.endpoint != identity:
             reason = f"endpoint {message.endpoint!r} speaks through the connection of {identity!r}"
+            refused = messages.Refused(endpoint=self.transport.endpoint_name, error="PeerError", reason=reason)
+            self.send(identity, refused)
+            return
+        if self._peers.get(identity) is None and len(self._peers) >= self.settings.max_decode_ranks:
+            reason = f"{len(self._peers)} decode ranks are connected already (KVFERRY_MAX_DECODE_RANKS)"
             refused = messages.Refused(endpoint=self.transport.endpoint_name, error="PeerError", reason=reason)
             self.send(identity, refused)
             return

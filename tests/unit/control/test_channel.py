@@ -147,7 +147,7 @@ def test_a_sender_whose_name_could_not_stand_in_a_log_is_dropped(listen, connect
 
 
 def test_a_port_that_is_taken_leaves_nothing_behind(context):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # noqa: SIM117
         with pytest.raises(SettingsError, match="KVFERRY_CONTROL_PORT"):
             ListeningChannel(context, host="127.0.0.1", port=taken.getsockname()[1], credentials=FRIENDS)
     context.term()  # would wait for ever for a socket that was left open
