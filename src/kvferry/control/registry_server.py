@@ -283,6 +283,16 @@ def _quiet_server(
             self._expect_nothing()
             super().connection_lost(exc)
 
+        def send_400_response(self, msg: str) -> None:
+            # What follows a good head may be no HTTP. Then the answer to the head comes too late, or has begun already.
+            if self.cycle is not None:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            try:
+                super().send_400_response(msg)
+            except h11.LocalProtocolError:
+                self.transport.abort()
+
         def _expect_head(self) -> None:
             silent[self] = self.loop.call_later(_LONGEST_HEAD_S, self._give_up)
             if len(silent) > _MOST_SILENT:

@@ -313,3 +313,23 @@ def test_an_encrypted_key_is_refused_instead_of_asked_for(files: dict[str, Path]
     )
     with pytest.raises(SettingsError, match="unencrypted"):
         ServerCertificate(files["certificate"], encrypted).context()
+
+
+HEAD = b"PUT /v1/engines/prefill/ranks/0 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_good_head_with_a_body_that_is_no_http_costs_no_traceback(
+    caplog: pytest.LogCaptureFixture, token: str | None
+):
+    with RegistryServer(port=0, token=token) as server:
+        for said in (HEAD + b"no chunk\r\n", HEAD + b"5\r\n"):
+            with socket.create_connection(server.address, 10) as connection:
+                connection.sendall(said)
+                time.sleep(0.1)
+                with suppress(OSError):
+                    connection.sendall(b"no chunk\r\n\xff\r\n")
+                assert ended(connection)
+        with RegistryClient(server.url, token=token) as client:
+            assert client.health()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
