@@ -236,10 +236,15 @@ class ConnectedChannel:
         """Sends to the prefill rank.
 
         Raises:
-            PeerDisconnectedError: if so much waits for it already that it must be gone.
+            PeerDisconnectedError: if so much waits for it already that it must be gone, or it does not let us in.
         """
         try:
             self.socket.send(message, zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise PeerDisconnectedError(
+                f"cannot send to {self.address}: it is gone, or one of the two sides has a secret and the other has "
+                "none, or another (KVFERRY_SECRET_FILE, KVFERRY_SECRET)"
+            ) from error
         except zmq.ZMQError as error:
             raise PeerDisconnectedError(f"cannot send to {self.address}: {error.strerror}") from error
 
