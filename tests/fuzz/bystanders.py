@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from tests.support.caches import Model
+from tests.support.caches import Model, Shape
 from tests.support.engines import WAIT_S, Engines, Request, Requests
 from tests.support.waiting import eventually
 
@@ -30,8 +30,9 @@ class Bystanders:
         self.client = RegistryClient(self.registry.url, token=token, timeout_s=20)
         waits = {"bootstrap_timeout_s": 3600, "waiting_timeout_s": 3600, "peer_timeout_s": 60}
         self.engines = Engines(self.registry.url, **{**waits, **settings})
-        model = Model()
-        self.pair = Requests(self.engines.prefill(model), self.engines.decode(model))
+        # So many that no request of the next hours takes the pages of those that wait all the time.
+        model, shape = Model(), Shape(pages=4096)
+        self.pair = Requests(self.engines.prefill(model, shape), self.engines.decode(model, shape))
         self._rooms = itertools.count(FIRST_ROOM)
         self.connects: list[str] = []
         self.transfer()

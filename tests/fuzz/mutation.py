@@ -32,6 +32,9 @@ _NUMBERS = (0, 1, -1, 2, 7, 255, 256, 2**31 - 1, 2**31, 2**32, 2**48, 2**48 + 1,
 _TEXTS = ("", "k", "kv", "layer", "Ping", "Attach", "x" * 300, "line\nfeed", "\x00", "\N{SNOWMAN}", "%s%n", "nan")
 _OTHERS: tuple[Tree, ...] = (None, True, False, [], {}, b"", 0.5, float("nan"), float("inf"), -1e308)
 _LENGTHS = (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\x7f\xff\xff\xff")
+_LONG = 2000
+"""What has so many parts already is not repeated: the test's own memory is bounded, too."""
+
 _SHAPES = (Shape(), Shape(tp=2), Shape(pp=2), Shape(tp=2, heads_first=True))
 _MODELS = (Model(), Model(latent_dim=16), Model(window_tokens=8, has_state=True), Model(is_packed=True))
 
@@ -225,7 +228,7 @@ class Mutator:
             ways: list[Callable[[], Tree]] = [
                 lambda: tree[:place] + tree[place + 1 :],
                 lambda: [*tree, tree[place]],
-                lambda: tree * chance.choice((2, 10, 300)),
+                lambda: self._repeated(tree, (2, 10, 300)),
                 lambda: tree[::-1],
                 lambda: [tree],
             ]
@@ -235,7 +238,7 @@ class Mutator:
         if isinstance(tree, bytes) and chance.random() < 0.7:
             return self.damaged(tree) or tree
         if isinstance(tree, str) and chance.random() < 0.3:
-            return tree * chance.choice((2, 100, 5000))
+            return self._repeated(tree, (2, 100, 5000))
         return chance.choice(
             (
                 chance.choice(_NUMBERS),
@@ -245,6 +248,9 @@ class Mutator:
                 self.part(chance.choice(self.trees)),
             )
         )
+
+    def _repeated(self, tree: Tree, times: tuple[int, ...]) -> Tree:
+        return tree * self.random.choice(times) if len(tree) < _LONG else tree
 
     def part(self, tree: Tree) -> Tree:
         """A part of a message."""
