@@ -41,7 +41,7 @@ def registry() -> Iterator[str]:
         yield running.url
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[tuple[RankProcess, RankProcess]]:
     pytest.importorskip(BINDINGS[0].partition(".")[0])
     both = RankProcess(), RankProcess()
@@ -88,6 +88,8 @@ def test_with_another_secret_there_is_an_error_in_time_and_nothing_else(
         assert decode.do(Rank.state, 1) == ("FAILED", True, 0)
         with RegistryClient(running.url, token=TOKEN) as client:
             assert [view.engine for view in client.engines()] == ["prefill"]
+        for rank in ranks:  # as long as there is a registry to sign off at
+            rank.do(Rank.stop)
 
 
 def test_the_benchmark_of_two_commands_keeps_the_secret(registry: str):
