@@ -92,6 +92,21 @@ def test_with_another_secret_there_is_an_error_in_time_and_nothing_else(
             rank.do(Rank.stop)
 
 
+def test_nothing_listens_beyond_loopback_unless_told(registry: str, ranks: tuple[RankProcess, RankProcess]):
+    """Not NIXL either, which would otherwise listen on every interface."""
+
+    def listening() -> list[set[str]]:
+        connections = [psutil.Process(rank.pid).net_connections("inet") for rank in ranks]
+        return [
+            {each.laddr.ip.removeprefix("::ffff:") for each in of_rank if each.status == psutil.CONN_LISTEN}
+            for of_rank in connections
+        ]
+
+    settings: dict[str, Any] = {"registry_url": registry, "secret": SECRET}
+    start(ranks, settings, settings)
+    assert listening() == [{"127.0.0.1"}, {"127.0.0.1"}]
+
+
 def test_the_benchmark_of_two_commands_keeps_the_secret(registry: str):
     pytest.importorskip(BINDINGS[0].partition(".")[0])
     with (
