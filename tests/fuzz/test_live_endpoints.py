@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -16,7 +17,7 @@ from tests.fuzz.mutation import Corpus, Mutator, tree_of
 
 from kvferry import InProcessTransport
 from kvferry.control.registrations import RankRegistration
-from kvferry.errors import MessageError
+from kvferry.errors import KVFerryError, MessageError
 from kvferry.layout import Device, RankCoordinates, Region
 from kvferry.protocol import messages
 
@@ -98,7 +99,7 @@ class HostilePrefillRank:
             protocol_version=messages.PROTOCOL_VERSION,
         )
 
-    def welcome(self) -> messages.Message:
+    def welcome(self) -> messages.Welcome:
         return messages.Welcome(
             endpoint="p0",
             engine="hostile",
@@ -209,7 +210,8 @@ def corpus() -> Corpus:
 
 @pytest.fixture
 def bystanders() -> Iterator[Bystanders]:
-    with Bystanders() as made:
+    """With staging memory, so that there is something behind notifications of it, too."""
+    with Bystanders(path="auto", staging_ring_mib=1, staging_chunk_mib=0.25) as made:
         yield made
 
 
@@ -232,6 +234,28 @@ def test_endpoints_go_on_as_if_nothing_had_been_said(
         attack.close()
     bystanders.check(strangers=HOSTILE)
     bystanders.finish()
+
+
+@pytest.mark.parametrize("said", ["Closed", "Welcome"])
+def test_a_rank_says_nothing_for_another(alarms: Alarms, said: str):
+    """Found by the fuzzer: staging memory was taken from a rank that another one had called closed."""
+    with Bystanders(path="staged", staging_ring_mib=1, staging_chunk_mib=0.25) as bystanders:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        hostile = HostilePrefillRank(bystanders, context)
+        bystanders.client.register(hostile.registration)
+        receiver = bystanders.decode.open(1 << 20, np.array([0]), engine="hostile")
+        who = hostile.asked_by(WITHIN_S)
+        assert who is not None
+        other = bystanders.prefill.transport.endpoint_name
+        forged = msgspec.structs.replace(hostile.welcome(), endpoint=other)
+        hostile.tell(who, messages.encode(forged if said == "Welcome" else messages.Closed(endpoint=other)))
+        with pytest.raises(KVFerryError):
+            receiver.wait(WITHIN_S)
+        hostile.close()
+        context.term()
+        bystanders.client.remove("hostile", 0, "hostile")
+        bystanders.check()
+        bystanders.finish()
 
 
 def test_messages_are_those_of_a_working_deployment(corpus: Corpus):

@@ -455,10 +455,14 @@ class DecodeDriver:
                     case messages.RoomFailed() | messages.Drained():
                         self._room_message(channel, message, now)
                     case messages.SpanVoid():
-                        self._span_void(message)
+                        if channel in self._channels_of(message.endpoint):
+                            self._span_void(message)
                     case messages.Closed():
-                        self._staging.closed(message.endpoint)
+                        if channel in self._channels_of(message.endpoint):
+                            self._staging.closed(message.endpoint)
                         self._rank_closed(channel, now)
+                    case messages.Welcome() if self._channels_of(message.endpoint) - {channel}:
+                        raise PeerError(f"at {channel.address} somebody answers under the name of another prefill rank")
                     case _ if link is not None:
                         if link.received(channel, message, now):
                             self._link_ready(link, now)
@@ -471,6 +475,11 @@ class DecodeDriver:
                     problem = PeerError(f"a message from {channel.address} met {type(error).__name__}: {error}")
                     problem.__cause__ = error
                     self._fail_link(link, problem, now)
+
+    def _channels_of(self, endpoint: str) -> set[ConnectedChannel]:
+        """The connections behind which an endpoint has answered: one, or none. Nobody else may speak for it."""
+        links = [*self._links.values(), *self._retired_links]
+        return {channel for link in links if (channel := link.channel_of(endpoint)) is not None}
 
     def _rank_closed(self, channel: ConnectedChannel, now: float) -> None:
         """A prefill rank has gone in order: it serves nobody any more, and will not write again."""

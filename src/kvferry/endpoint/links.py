@@ -94,6 +94,11 @@ class Link:
         """The engine rank that a connection goes to, if it is one of the group's."""
         return next((number for number, rank in self._ranks.items() if rank.channel is channel), None)
 
+    def channel_of(self, endpoint: str) -> ConnectedChannel | None:
+        """The connection behind which an endpoint has answered, if it has."""
+        ranks = self._ranks.values()
+        return next((rank.channel for rank in ranks if rank.welcome and rank.welcome.endpoint == endpoint), None)
+
     def resolved(
         self, registrations: tuple[RankRegistration, ...], connect: Callable[[str], ConnectedChannel], now: float
     ) -> None:
