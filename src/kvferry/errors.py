@@ -34,6 +34,18 @@ rank arrives as `TransferFailedError` whose message names the rank and quotes th
 
 from __future__ import annotations
 
+LONGEST_QUOTE = 500
+
+
+def quoted(error: Exception) -> str:
+    """What an error says of somebody else's bytes, as it may stand in a log: on one line, and not too long.
+
+    Parsers quote what they did not expect, all of it.
+    """
+    text = str(error)
+    cut = text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}... ({len(text)} characters)"
+    return "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in cut)
+
 
 class KVFerryError(Exception):
     """Base of everything that kvferry raises on purpose."""

@@ -74,10 +74,14 @@ class Decoders:
     def feed(self, decode: Callable[[bytes], Any], data: bytes, *allowed: type[Exception]) -> Any:
         """One input. None if it was refused as it should be."""
         started_at = time.perf_counter()
+        refusal = ""
         try:
             decoded = decode(data)
-        except allowed:
-            decoded = None
+        except allowed as error:
+            decoded, refusal = None, str(error)
+        if VersionError in allowed:  # of bytes that just came: it goes into a log as it is
+            assert len(refusal) < 1000
+            assert "\n" not in refusal
         took_s = time.perf_counter() - started_at
         self.slowest_s = max(self.slowest_s, took_s)
         assert took_s < LONGEST_S

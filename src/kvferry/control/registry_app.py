@@ -33,7 +33,7 @@ from kvferry.control.registry_messages import (
     Problem,
     Removal,
 )
-from kvferry.errors import ConfigurationError, MessageError, RegistrationRefusedError, RegistryAccessError
+from kvferry.errors import ConfigurationError, MessageError, RegistrationRefusedError, RegistryAccessError, quoted
 
 
 class _BodyTooLargeError(MessageError):
@@ -169,7 +169,7 @@ def _decode_registration(body: bytes) -> RankRegistration:
     try:
         return msgspec.json.decode(body, type=RankRegistration)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MessageError(f"the request's body is no registration: {error}") from error
+        raise MessageError(f"the request's body is no registration: {quoted(error)}") from error
 
 
 def _rank_in_path(request: Request) -> int:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import ConfigurationError, MessageError, VersionError
+from kvferry.errors import ConfigurationError, MessageError, VersionError, quoted
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Path, Piece, Unit
 
@@ -382,7 +382,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Body], data: bytes, what: str) -> 
     try:
         return decoder.decode(_body(data))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigurationError) as error:
-        raise MessageError(f"a malformed {what}: {error}") from error
+        raise MessageError(f"a malformed {what}: {quoted(error)}") from error
 
 
 def decode_to_prefill(data: bytes) -> ToPrefill:

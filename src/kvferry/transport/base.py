@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import MessageError, PeerDisconnectedError, RegistrationError, TransportError
+from kvferry.errors import MessageError, PeerDisconnectedError, RegistrationError, TransportError, quoted
 from kvferry.layout import Device, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.protocol.messages import MAX_METADATA_BYTES, EndpointName
@@ -106,7 +106,7 @@ class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.msgpack.decode(data, type=PeerMetadata)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise MessageError(f"malformed transport metadata: {error}") from error
+            raise MessageError(f"malformed transport metadata: {quoted(error)}") from error
 
 
 class Transport(ABC):
