@@ -210,8 +210,8 @@ def corpus() -> Corpus:
 
 @pytest.fixture
 def bystanders() -> Iterator[Bystanders]:
-    """With staging memory, so that there is something behind notifications of it, too."""
-    with Bystanders(path="auto", staging_ring_mib=1, staging_chunk_mib=0.25) as made:
+    """With staged transfers, so that there is something behind what is said of staging memory, too."""
+    with Bystanders(path="staged", staging_ring_mib=1, staging_chunk_mib=0.25) as made:
         yield made
 
 
