@@ -43,8 +43,10 @@ def quoted(error: Exception) -> str:
     Parsers quote what they did not expect, all of it.
     """
     text = str(error)
-    cut = text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}... ({len(text)} characters)"
-    return "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in cut)
+    shown = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text[:LONGEST_QUOTE])
+    if max(len(text), len(shown)) <= LONGEST_QUOTE:
+        return shown
+    return f"{shown[:LONGEST_QUOTE]}... ({len(text)} characters)"
 
 
 class KVFerryError(Exception):

@@ -318,6 +318,15 @@ def test_what_is_larger_than_anything_real_is_refused(kind: type[Message], path:
     assert time.monotonic() - started_at < 1
 
 
+@pytest.mark.parametrize("kind", ["x" * 1_000_000, "\x00" * 5000, "line\nfeed\u2028 and \x1b[31m more"])
+def test_what_a_peer_said_is_quoted_on_one_line_and_not_all_of_it(kind: str):
+    with pytest.raises(MessageError) as caught:
+        decode_to_prefill(with_body(msgspec.msgpack.encode({"type": kind})))
+    assert len(str(caught.value)) < 700
+    assert str(caught.value).isprintable()
+    assert "type" in str(caught.value) or "characters)" in str(caught.value)
+
+
 def test_lists_are_refused_by_their_length_before_they_are_made():
     """Five bytes that announce four billion shards, pieces or pages."""
     for path in (("layout", "shards"), ("pieces",), ("layout", "shards", 0, "addresses")):
