@@ -9,14 +9,16 @@ DEMO_FLAGS ?=
 # How many schedules `make sim` runs, and the first seed: a fresh one if empty.
 SEEDS ?= 20000
 SEED ?=
+MINUTES ?= 5
 
-.PHONY: help sim demo test test-gpu check format docs bench bench-memory bench-gpu clean
+.PHONY: help sim demo test test-gpu fuzz check format docs bench bench-memory bench-gpu clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
 	@echo "make test    set up, then run the tests"
 	@echo "make test-gpu  run the tests that need a GPU, in PYTHON's environment: nothing is set up"
 	@echo "make sim     set up, then run SEEDS=20000 simulated schedules on all cores, from SEED= on"
+	@echo "make fuzz    set up, then run every fuzzer for so long (MINUTES=5)"
 	@echo "make check   set up, then check style and types"
 	@echo "make format  let the tools fix style"
 	@echo "make docs    write what the documents say about the code from the code"
@@ -48,6 +50,9 @@ test-gpu:
 	@$(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || \
 		{ echo "make test-gpu: a GPU asked for where there is none that the torch of $(PYTHON) can use"; exit 1; }
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
+
+fuzz: $(INSTALLED)
+	$(VENV)/bin/python -m pytest tests/fuzz --fuzz-seconds $$(($(MINUTES) * 60))
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .

@@ -22,6 +22,7 @@
     |   `-- PeerDisconnectedError   the connection to the peer is gone
     |-- RegistryError               the registry refused or could not be reached
     |   |-- RegistryUnreachableError
+    |   |-- RegistryAccessError     the registry answers only to those who know its secret
     |   `-- RegistrationRefusedError
     `-- TransferError               how a transfer ended, if not well
         |-- TransferAbortedError    one side called abort
@@ -33,6 +34,20 @@ rank arrives as `TransferFailedError` whose message names the rank and quotes th
 """
 
 from __future__ import annotations
+
+LONGEST_QUOTE = 500
+
+
+def quoted(error: Exception) -> str:
+    """What an error says of somebody else's bytes, as it may stand in a log: on one line, and not too long.
+
+    Parsers quote what they did not expect, all of it.
+    """
+    text = str(error)
+    shown = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text[:LONGEST_QUOTE])
+    if max(len(text), len(shown)) <= LONGEST_QUOTE:
+        return shown
+    return f"{shown[:LONGEST_QUOTE]}... ({len(text)} characters)"
 
 
 class KVFerryError(Exception):
@@ -121,6 +136,10 @@ class RegistryError(KVFerryError):
 
 class RegistryUnreachableError(RegistryError):
     """Nothing answered at the registry's address."""
+
+
+class RegistryAccessError(RegistryError):
+    """The registry answers only to those who know its secret, and this side does not, or knows another."""
 
 
 class RegistrationRefusedError(RegistryError):

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import stat
+from pathlib import Path as FilePath
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvferry.errors import SettingsError
 from kvferry.plan.cost import Path
 
 PREFIX = "KVFERRY_"
+SHORTEST_SECRET = 16
+LONGEST_SECRET = 4096
 
 
 def default_workers(cpus: int) -> int:
@@ -49,7 +54,10 @@ class Settings(BaseSettings):
         SettingsError: if a value is impossible, naming the variable, the value and what is allowed.
     """
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
+    # Values are hidden in pydantic's own errors: a secret, or a setting whose name was misspelled, may be among them.
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
+    )
 
     host: str = Field("127.0.0.1", description="Address that the peer channel binds to.")
     advertise_host: str | None = Field(
@@ -64,6 +72,26 @@ class Settings(BaseSettings):
     )
     registry_lease_s: float = Field(10.0, gt=0, le=3600, description="How long a registration lasts without renewal.")
 
+    secret: SecretStr | None = Field(
+        None,
+        description="What all endpoints and the registry share: without it nobody registers, connects or learns "
+        "anything. At least 16 characters, such as `openssl rand -hex 32` prints.",
+    )
+    secret_file: FilePath | None = Field(
+        None, description="A file with the secret, instead of the secret itself; only its owner may read it."
+    )
+    allow_unauthenticated: bool = Field(
+        False, description="Listen on other addresses than loopback without a secret, for everyone who reaches them."
+    )
+    registry_tls_certificate: FilePath | None = Field(
+        None, description="Certificate (PEM) of the registry, which speaks TLS then; with registry_tls_key."
+    )
+    registry_tls_key: FilePath | None = Field(None, description="The certificate's private key (PEM), unencrypted.")
+    registry_tls_ca: FilePath | None = Field(
+        None,
+        description="Certificates (PEM) that clients trust for a registry with TLS; else those that httpx trusts.",
+    )
+
     transport: Literal["nixl"] = Field("nixl", description="What moves the bytes.")
     nixl_backend: str = Field("UCX", description="NIXL's backend.")
     nixl_threads: int = Field(
@@ -75,6 +103,14 @@ class Settings(BaseSettings):
     )
     nixl_progress_delay_us: int = Field(
         50_000, ge=1000, le=1_000_000, description="Longest sleep of NIXL's progress thread, in microseconds."
+    )
+
+    nixl_device: str | None = Field(
+        None,
+        max_length=256,
+        pattern=r"^[A-Za-z0-9._:@-]+$",
+        description="The network device that NIXL uses, as UCX calls it, such as mlx5_0:1 or eth0; all leaves it to "
+        "UCX and UCX_NET_DEVICES. By default lo as long as host and the registry are on loopback, else all.",
     )
 
     workers: int = Field(
@@ -142,6 +178,11 @@ class Settings(BaseSettings):
     max_early_rooms: int = Field(
         10_000, ge=1, description="Rooms that decode ranks may open before the prefill side does."
     )
+    max_decode_ranks: int = Field(
+        4096, ge=1, description="Decode ranks that may be connected to a prefill rank at a time."
+    )
+
+    _shared_secret: SecretStr | None = PrivateAttr(None)
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -151,8 +192,13 @@ class Settings(BaseSettings):
             for item in error.errors():
                 name = ".".join(str(part) for part in item["loc"])
                 variable = f" ({PREFIX}{name.upper()})" if name else ""
-                problems.append(f"{name}{variable} = {item['input']!r}: {item['msg']}" if name else item["msg"])
-            raise SettingsError("; ".join(problems)) from error
+                # What has no such name, or should have none, may be a secret under a misspelled one.
+                is_shown = name in type(self).model_fields and name != "secret"
+                value = f" = {item['input']!r}" if is_shown else ""
+                problems.append(f"{name}{variable}{value}: {item['msg']}" if name else item["msg"])
+            raise SettingsError("; ".join(problems)) from None  # pydantic's error holds the values themselves
+        self._shared_secret = self._read_secret()
+        self._refuse_open_doors()
 
     @model_validator(mode="after")
     def _check(self) -> Settings:
@@ -172,7 +218,59 @@ class Settings(BaseSettings):
                 f"{self.staging_ring_mib:g} MiB of a whole ring: lower it, or raise staging_ring_mib "
                 "(KVFERRY_STAGING_RING_MIB)"
             )
+        if (self.registry_tls_certificate is None) != (self.registry_tls_key is None):
+            raise ValueError(
+                "registry_tls_certificate (KVFERRY_REGISTRY_TLS_CERTIFICATE) and registry_tls_key "
+                "(KVFERRY_REGISTRY_TLS_KEY) belong together: set both, or neither"
+            )
         return self
+
+    def _read_secret(self) -> SecretStr | None:
+        """The secret, wherever it stands.
+
+        Raises:
+            SettingsError: if it is no secret, or others could read it. Never says what it is.
+        """
+        if self.secret is None and self.secret_file is None:
+            return None
+        if self.secret is not None and self.secret_file is not None:
+            raise SettingsError(
+                "secret (KVFERRY_SECRET) and secret_file (KVFERRY_SECRET_FILE) are both set: leave one out"
+            )
+        if self.secret_file is None:
+            assert self.secret is not None
+            return _checked_secret(self.secret.get_secret_value(), "secret (KVFERRY_SECRET)")
+        return _checked_secret(_private_text(self.secret_file), f"the secret in {self.secret_file}")
+
+    def _refuse_open_doors(self) -> None:
+        """Refuses to listen where others can connect, if there is nothing that tells friends from others."""
+        if self.has_secret or self.allow_unauthenticated:
+            return
+        for name, host in (("host", self.host), ("registry_host", self.registry_host)):
+            if not is_loopback(host):
+                raise SettingsError(
+                    f"{name} ({PREFIX}{name.upper()}) is {host!r}: everyone who reaches that address could read and "
+                    "write caches. Give all ranks and the registry one secret, in a file (KVFERRY_SECRET_FILE) or as "
+                    "KVFERRY_SECRET; KVFERRY_ALLOW_UNAUTHENTICATED=1 does without, if only friends are on that network"
+                )
+
+    @property
+    def has_secret(self) -> bool:
+        """Whether peers must prove that they know a secret."""
+        return self._shared_secret is not None
+
+    @property
+    def shared_secret(self) -> str | None:
+        """The secret itself, from whichever setting: not for messages or logs."""
+        return None if self._shared_secret is None else self._shared_secret.get_secret_value()
+
+    @property
+    def used_nixl_device(self) -> str | None:
+        """The network device that NIXL is told to use; None leaves it to UCX."""
+        if self.nixl_device is not None:
+            return None if self.nixl_device == "all" else self.nixl_device
+        registry_host = urlsplit(self.registry_address).hostname or ""
+        return "lo" if is_loopback(self.host) and is_loopback(registry_host) else None
 
     @property
     def forced_path(self) -> Path | None:
@@ -182,7 +280,9 @@ class Settings(BaseSettings):
     @property
     def registry_address(self) -> str:
         """The registry's URL."""
-        return self.registry_url or f"http://{bracketed(self.registry_host)}:{self.registry_port}"
+        has_tls = self.registry_tls_certificate is not None or self.registry_tls_ca is not None
+        scheme = "https" if has_tls else "http"
+        return self.registry_url or f"{scheme}://{bracketed(self.registry_host)}:{self.registry_port}"
 
     @property
     def used_queues(self) -> int:
@@ -196,6 +296,49 @@ def is_wildcard(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return host in ("", "*")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host. Other names than localhost count as reachable from elsewhere."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _private_text(file: FilePath) -> str:
+    """What stands in a file that only its owner may read.
+
+    Raises:
+        SettingsError: if others may read it too, or it cannot be read.
+    """
+    where = f"secret_file (KVFERRY_SECRET_FILE) = {str(file)!r}"
+    try:
+        with file.open("rb") as opened:
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise SettingsError(f"{where}: not a file")
+            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise SettingsError(
+                    f"{where}: others than its owner may use it (mode {stat.S_IMODE(status.st_mode):o}): chmod 600 "
+                    f"{file}, and make a new secret if strangers were on this machine"
+                )
+            return opened.read(LONGEST_SECRET + 1).decode()
+    except OSError as error:
+        raise SettingsError(f"{where}: cannot be read: {error.strerror or type(error).__name__}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{where}: not text: write the secret in hexadecimal, say") from None
+
+
+def _checked_secret(text: str, name: str) -> SecretStr:
+    """A secret that is worth the name, without the spaces and line breaks around it."""
+    text = text.strip()
+    if not SHORTEST_SECRET <= len(text) < LONGEST_SECRET:
+        raise SettingsError(
+            f"{name} has {len(text)} characters: it needs {SHORTEST_SECRET} at least and fewer than {LONGEST_SECRET}; "
+            "`openssl rand -hex 32` makes a good one"
+        )
+    return SecretStr(text)
 
 
 def bracketed(host: str) -> str:

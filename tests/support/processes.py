@@ -141,6 +141,12 @@ class RankProcess:
         self.unanswered = 0
         theirs.close()
 
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def ask(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         """Asks for a method of `Rank`; `answer` has the result."""
         self._connection.send((method.__name__, arguments, named))

@@ -11,6 +11,15 @@ from types import ModuleType
 
 import pytest
 
+from kvferry import Settings
+from kvferry.control.registry_messages import LARGEST_BODY_BYTES
+from kvferry.layout.component import LONGEST_NAME
+from kvferry.plan.pieces import MOST_HOLDERS
+from kvferry.protocol import messages
+from kvferry.protocol.early import MOST_PAGE_BYTES
+from kvferry.protocol.registrations import MOST_ENGINES, MOST_RANKS
+from kvferry.transport.base import MOST_REGIONS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -55,6 +64,27 @@ def test_the_python_of_the_page_on_layouts_runs_from_top_to_bottom(tmp_path: Pat
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "['kv', 'window-1024', 'state']\n"
+
+
+def test_the_page_on_security_has_the_bounds_of_the_code():
+    page = (ROOT / "docs/security.md").read_text()
+    bounds = page[page.index("## Bounds") :]
+    mebi = 2**20
+    for bound in (
+        f"{messages.MAX_MESSAGE_BYTES // mebi} MiB",
+        f"{messages.MAX_AUX_BYTES // mebi} MiB; {messages.MAX_METADATA_BYTES // mebi} MiB, {MOST_REGIONS:,}",
+        f"{messages.MAX_REASON:,} characters",
+        f"{messages.MAX_PIECES:,}, {MOST_HOLDERS:,}",
+        f"| {messages.MAX_PAGES:,} |",
+        f"| {messages.MAX_SEGMENTS:,} |",
+        f"{MOST_ENGINES:,}, {MOST_RANKS:,}",
+        f"{LARGEST_BODY_BYTES // 1024} KiB",
+        f"{LONGEST_NAME} characters",
+        f"{MOST_PAGE_BYTES // mebi} MiB of page numbers",
+        f"`KVFERRY_MAX_DECODE_RANKS`, {Settings().max_decode_ranks:,}",
+        f"`KVFERRY_MAX_EARLY_ROOMS`, {Settings().max_early_rooms:,}",
+    ):
+        assert bound in bounds, bound
 
 
 def test_documents_link_to_what_exists():

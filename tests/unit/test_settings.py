@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import traceback
+from pathlib import Path
+
 import pytest
 
 from kvferry import Settings
 from kvferry.errors import SettingsError
-from kvferry.settings import bracketed, default_nixl_threads, default_workers, is_wildcard
+from kvferry.settings import bracketed, default_nixl_threads, default_workers, is_loopback, is_wildcard
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +95,7 @@ def test_a_wildcard_host_needs_an_address_that_peers_can_reach(host: str, advert
         Settings(host=host, advertise_host=advertise_host)
     assert "KVFERRY_HOST" in str(caught.value)
     assert "set advertise_host (KVFERRY_ADVERTISE_HOST)" in str(caught.value)
-    assert Settings(host=host, advertise_host="10.0.0.7").advertise_host == "10.0.0.7"
+    assert Settings(host=host, advertise_host="10.0.0.7", secret="k" * 16).advertise_host == "10.0.0.7"
 
 
 @pytest.mark.parametrize(("peer_timeout_s", "heartbeat_interval_s"), [(1, 1), (1, 2)])
@@ -130,3 +134,107 @@ def test_there_are_no_more_queues_than_workers():
 @pytest.mark.parametrize(("host", "expected"), [("0.0.0.0", True), ("::", True), ("localhost", False), ("::1", False)])
 def test_wildcards_are_known(host: str, expected: bool):
     assert is_wildcard(host) is expected
+
+
+SECRET = "correct horse battery staple"
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    file = tmp_path / "secret"
+    file.write_text(SECRET + "\n")
+    file.chmod(0o600)
+    return file
+
+
+def refusal(**values: object) -> str:
+    with pytest.raises(SettingsError) as caught:
+        Settings(**values)
+    assert caught.value.__cause__ is None
+    return "".join(traceback.format_exception(caught.value))
+
+
+def test_a_secret_comes_from_a_file_or_the_environment(monkeypatch: pytest.MonkeyPatch, secret_file: Path):
+    assert Settings().shared_secret is None
+    assert not Settings().has_secret
+    assert Settings(secret_file=secret_file).shared_secret == SECRET
+    monkeypatch.setenv("KVFERRY_SECRET", f" {SECRET} ")
+    assert Settings().shared_secret == SECRET
+    assert pickle.loads(pickle.dumps(Settings())).shared_secret == SECRET  # on its way to a spawned process
+
+
+def test_a_secret_is_never_shown(secret_file: Path):
+    for settings in (Settings(secret=SECRET), Settings(secret_file=secret_file)):
+        assert SECRET not in f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()}"
+    # Whatever else is wrong, and wherever the secret was put by mistake.
+    for wrong in ({"workers": 0}, {"secrte": SECRET}, {"peer_timeout_s": 1}, {"host": "10.0.0.1", "secret": "x"}):
+        assert SECRET not in refusal(**{"secret": SECRET, **wrong})
+    assert SECRET not in refusal(secret=SECRET, secret_file=secret_file)
+    assert "x7x7" not in refusal(secret="x7x7")
+    assert "12345678901234567890" not in refusal(secret=12345678901234567890)
+
+
+@pytest.mark.parametrize("secret", ["", "   ", "short", "x" * 15, "x" * 5000])
+def test_a_secret_that_is_none_is_refused(tmp_path: Path, secret: str):
+    assert "KVFERRY_SECRET" in refusal(secret=secret)
+    file = tmp_path / "secret"
+    file.write_text(secret)
+    file.chmod(0o400)
+    said = refusal(secret_file=file)
+    assert str(file) in said
+    assert "openssl rand -hex 32" in said
+
+
+def test_a_file_that_others_may_read_is_refused(secret_file: Path):
+    for mode in (0o640, 0o604, 0o660, 0o644):
+        secret_file.chmod(mode)
+        said = refusal(secret_file=secret_file)
+        assert f"chmod 600 {secret_file}" in said
+        assert SECRET not in said
+    secret_file.chmod(0o400)
+    assert Settings(secret_file=secret_file).has_secret
+
+
+def test_a_file_that_is_not_there_or_no_file_is_refused(tmp_path: Path, secret_file: Path):
+    assert "KVFERRY_SECRET_FILE" in refusal(secret_file=tmp_path / "missing")
+    assert "No such file" in refusal(secret_file=tmp_path / "missing")
+    assert "KVFERRY_SECRET_FILE" in refusal(secret_file=tmp_path)
+    secret_file.write_bytes(b"\xff" * 32)
+    assert "not text" in refusal(secret_file=secret_file)
+    assert "leave one out" in refusal(secret_file=secret_file, secret=SECRET)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "192.0.2.1", "node-7", "0.0.0.0", "::", "fd00::1"])
+def test_nobody_listens_beyond_loopback_without_a_secret_unless_told_to(host: str):
+    for where in ("host", "registry_host"):
+        beyond = {where: host, "advertise_host": "10.0.0.1"}
+        said = refusal(**beyond)
+        assert f"{where} (KVFERRY_{where.upper()}) is {host!r}" in said
+        for remedy in ("KVFERRY_SECRET_FILE", "KVFERRY_ALLOW_UNAUTHENTICATED"):
+            assert remedy in said
+        assert Settings(**beyond, secret=SECRET).has_secret
+        assert not Settings(**beyond, allow_unauthenticated=True).has_secret
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_needs_no_secret(host: str):
+    assert is_loopback(host)
+    assert Settings(host=host, registry_host=host).host == host
+
+
+def test_nixl_stays_on_loopback_as_long_as_everything_else_does():
+    assert Settings().used_nixl_device == "lo"
+    assert Settings(registry_url="http://localhost:1").used_nixl_device == "lo"
+    assert Settings(registry_url="http://node-7:1").used_nixl_device is None
+    assert Settings(host="10.0.0.1", secret=SECRET).used_nixl_device is None
+    assert Settings(nixl_device="mlx5_0:1").used_nixl_device == "mlx5_0:1"
+    assert Settings(nixl_device="all").used_nixl_device is None
+    assert "KVFERRY_NIXL_DEVICE" in refusal(nixl_device="eth0,TLS=all")
+
+
+def test_a_registry_with_tls_is_found_by_https(tmp_path: Path):
+    assert Settings(registry_tls_ca=tmp_path / "ca.pem").registry_address == "https://127.0.0.1:8998"
+    both = {"registry_tls_certificate": tmp_path / "c.pem", "registry_tls_key": tmp_path / "k.pem"}
+    assert Settings(**both).registry_address == "https://127.0.0.1:8998"
+    for name in both:
+        assert "belong together" in refusal(**{name: both[name]})

@@ -62,11 +62,11 @@ def registry(
     By default the first rank of a prefill engine runs one itself; with several prefill engines, or to let engines come
     and go, run this once and point all ranks to it with KVFERRY_REGISTRY_URL.
     """
-    from kvferry.control.registry_server import RegistryServer
+    from kvferry.control.construction import create_registry
 
     given = {"registry_host": host, "registry_port": port, "registry_lease_s": lease_s}
     settings = Settings(**{name: value for name, value in given.items() if value is not None})
-    server = RegistryServer(settings.registry_host, settings.registry_port, lease_s=settings.registry_lease_s)
+    server = create_registry(settings)
 
     def started(url: str) -> None:
         typer.echo(f"The registry answers at {url}. Set KVFERRY_REGISTRY_URL={url} for every rank. Ctrl-C stops it.")

@@ -2,20 +2,35 @@
 
 A channel belongs to the thread that polls it. Other threads hand their messages to that thread and wake it up with
 `Wakeup`, the only thing here that may be called from anywhere.
+
+With credentials both ends speak CURVE: everything is encrypted, and each end proves that it has a key that comes of the
+shared secret, before a single message passes. ZMQ asks a handler in the same context (ZAP, ZeroMQ's RFC 27) whether it
+knows a client's key; the listening channel answers in the thread that polls it, whenever it receives. Without an answer
+no client comes in.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
+import re
 import socket
 
 import zmq
+from zmq.utils import z85
 
+from kvferry.control.credentials import Credentials
 from kvferry.errors import PeerDisconnectedError, SettingsError
 from kvferry.protocol.messages import MAX_MESSAGE_BYTES
 
 _LINGER_MS = 500
 _QUEUED_MESSAGES = 100_000
+_MOST_AT_A_TIME = 1000
+_LONGEST_HANDSHAKE_MS = 10_000
+_IDENTITY = re.compile(rb"[!-~]{1,255}")
+
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN = b"kvferry"
 
 
 class Wakeup:
@@ -54,16 +69,53 @@ def _configured(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     created.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
     created.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
     created.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + 1024)
+    created.setsockopt(zmq.HANDSHAKE_IVL, _LONGEST_HANDSHAKE_MS)
     return created
+
+
+class _Doorkeeper:
+    """Answers ZMQ's question whether a client may come in."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: bytes) -> None:
+        """Args:
+        allowed: the one public key that clients have, Z85.
+        """
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(_ZAP_ADDRESS)
+        self._allowed = z85.decode(allowed)
+
+    def answer(self) -> None:
+        """Answers every question that waits."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                version, request, *rest = self.socket.recv_multipart(zmq.NOBLOCK)
+                # domain, address, identity, mechanism, and the client's key
+                is_known = (
+                    len(rest) == 5
+                    and (version, rest[0], rest[3]) == (b"1.0", _ZAP_DOMAIN, b"CURVE")
+                    and hmac.compare_digest(rest[4], self._allowed)
+                )
+                status = (b"200", b"OK") if is_known else (b"400", b"unknown key")
+                self.socket.send_multipart([b"1.0", request, *status, b"", b""])
 
 
 class ListeningChannel:
     """A prefill rank's end: many decode ranks connect to it, each known by its endpoint's identity."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, host: str, port: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        host: str,
+        port: int,
+        credentials: Credentials | None = None,
+    ) -> None:
         """Args:
+        context: with credentials, no other listening channel may have any in the same one.
         host: address to bind to; IPv6 addresses in brackets.
         port: 0 takes any free one.
+        credentials: only peers with the same come in; None lets everyone in.
 
         Raises:
             SettingsError: if the address cannot be bound, saying why.
@@ -72,10 +124,17 @@ class ListeningChannel:
         # Tells us when a message has nobody to go to, and lets a reconnecting peer take its identity along.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._doorkeeper: _Doorkeeper | None = None
+        if credentials is not None:
+            self._doorkeeper = _Doorkeeper(context, credentials.connecting.public)
+            self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, credentials.listening.secret)
+            self.socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+            self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer nobody comes in
         try:
             self.socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
-            self.socket.close()
+            self.close()
             raise SettingsError(
                 f"the peer channel cannot listen on {host} port {port} (KVFERRY_HOST, KVFERRY_CONTROL_PORT): "
                 f"{error.strerror}. Choose another port, or 0 for any free one"
@@ -84,14 +143,31 @@ class ListeningChannel:
         assert isinstance(endpoint, bytes)
         self.port = int(endpoint.rstrip(b"\0").rpartition(b":")[2])
 
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """What to poll for input; `receive` takes care of all of them."""
+        return [self.socket] if self._doorkeeper is None else [self.socket, self._doorkeeper.socket]
+
+    def wait(self, timeout_ms: int) -> None:
+        """Waits until there may be something to receive, or so many milliseconds."""
+        poller = zmq.Poller()
+        for each in self.sockets:
+            poller.register(each, zmq.POLLIN)
+        poller.poll(timeout_ms)
+
     def receive(self) -> list[tuple[str, bytes]]:
-        """Everything that has come: (identity of the sender, message). Frames that are no message are dropped."""
+        """What has come: (identity of the sender, message). Frames that are no message are dropped.
+
+        Of very much there is more the next time, so that whoever polls has time for other things.
+        """
+        if self._doorkeeper is not None:
+            self._doorkeeper.answer()
         received = []
         with contextlib.suppress(zmq.Again):
-            while True:
+            for _ in range(_MOST_AT_A_TIME):
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
-                if len(frames) == 2:
-                    received.append((frames[0].decode("utf-8", "replace"), frames[1]))
+                if len(frames) == 2 and _IDENTITY.fullmatch(frames[0]):
+                    received.append((frames[0].decode("ascii"), frames[1]))
         return received
 
     def send(self, identity: str, message: bytes) -> None:
@@ -108,15 +184,25 @@ class ListeningChannel:
     def close(self) -> None:
         """Closes the socket; what was sent has half a second to leave."""
         self.socket.close()
+        if self._doorkeeper is not None:
+            self._doorkeeper.socket.close()
 
 
 class ConnectedChannel:
     """A decode rank's end: one connection to one prefill rank, made anew by ZMQ when it breaks."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, identity: str, address: str) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        identity: str,
+        address: str,
+        credentials: Credentials | None = None,
+    ) -> None:
         """Args:
-        identity: of this endpoint.
+        identity: of this endpoint: visible ASCII, no more than 255 characters.
         address: of the prefill rank, such as tcp://127.0.0.1:40000.
+        credentials: whoever listens there must have the same.
 
         Raises:
             PeerDisconnectedError: if the address makes no sense.
@@ -126,6 +212,10 @@ class ConnectedChannel:
         self.socket.setsockopt(zmq.IDENTITY, identity.encode())
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        if credentials is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, credentials.listening.public)
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, credentials.connecting.public)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, credentials.connecting.secret)
         try:
             self.socket.connect(address)
         except zmq.ZMQError as error:
@@ -133,10 +223,10 @@ class ConnectedChannel:
             raise PeerDisconnectedError(f"cannot connect to {address!r}: {error.strerror}") from error
 
     def receive(self) -> list[bytes]:
-        """Every message that has come."""
+        """The messages that have come; of very many there are more the next time."""
         received = []
         with contextlib.suppress(zmq.Again):
-            while True:
+            for _ in range(_MOST_AT_A_TIME):
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
                 if len(frames) == 1:
                     received.append(frames[0])
@@ -146,10 +236,15 @@ class ConnectedChannel:
         """Sends to the prefill rank.
 
         Raises:
-            PeerDisconnectedError: if so much waits for it already that it must be gone.
+            PeerDisconnectedError: if so much waits for it already that it must be gone, or it does not let us in.
         """
         try:
             self.socket.send(message, zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise PeerDisconnectedError(
+                f"cannot send to {self.address}: it is gone, or one of the two sides has a secret and the other has "
+                "none, or another (KVFERRY_SECRET_FILE, KVFERRY_SECRET)"
+            ) from error
         except zmq.ZMQError as error:
             raise PeerDisconnectedError(f"cannot send to {self.address}: {error.strerror}") from error
 

@@ -11,6 +11,7 @@ from collections.abc import Collection
 import zmq
 
 from kvferry.control.channel import ConnectedChannel, ListeningChannel, Wakeup
+from kvferry.control.credentials import Credentials
 
 
 class ListeningEnd(ABC):
@@ -100,10 +101,11 @@ class ConnectingEnd(ABC):
 class ZmqListeningEnd(ListeningEnd):
     """Over ZMQ."""
 
-    def __init__(self, *, host: str, port: int) -> None:
+    def __init__(self, *, host: str, port: int, credentials: Credentials | None = None) -> None:
         """Args:
         host: address to bind to; IPv6 addresses in brackets.
         port: 0 takes any free one.
+        credentials: only peers with the same come in; None lets everyone in.
 
         Raises:
             SettingsError: if the address cannot be bound, saying why.
@@ -111,13 +113,14 @@ class ZmqListeningEnd(ListeningEnd):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
         try:
-            self._channel = ListeningChannel(self._context, host=host, port=port)
+            self._channel = ListeningChannel(self._context, host=host, port=port, credentials=credentials)
         except BaseException:
             self._give_back()
             raise
         self.port = self._channel.port
         self._poller = zmq.Poller()
-        self._poller.register(self._channel.socket, zmq.POLLIN)
+        for socket in self._channel.sockets:
+            self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
 
     def wait(self, timeout_ms: int) -> None:
@@ -159,11 +162,13 @@ class ZmqConnection(Connection):
 class ZmqConnectingEnd(ConnectingEnd):
     """Over ZMQ."""
 
-    def __init__(self, identity: str) -> None:
+    def __init__(self, identity: str, credentials: Credentials | None = None) -> None:
         """Args:
         identity: this endpoint's name.
+        credentials: whoever listens must have the same.
         """
         self._identity = identity
+        self._credentials = credentials
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
         self._poller = zmq.Poller()
@@ -171,7 +176,9 @@ class ZmqConnectingEnd(ConnectingEnd):
         self._connections: dict[zmq.Socket[bytes], ZmqConnection] = {}
 
     def connect(self, address: str) -> Connection:
-        channel = ConnectedChannel(self._context, identity=self._identity, address=address)
+        channel = ConnectedChannel(
+            self._context, identity=self._identity, address=address, credentials=self._credentials
+        )
         self._poller.register(channel.socket, zmq.POLLIN)
         connection = self._connections[channel.socket] = ZmqConnection(channel)
         return connection

@@ -7,20 +7,24 @@ need no lock.
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry._version import __version__
 from kvferry.control.registry_messages import (
     API_VERSION,
     LARGEST_BODY_BYTES,
+    LONGEST_PROBLEM,
     UNKNOWN_ENGINE,
     EngineList,
     Health,
@@ -28,7 +32,7 @@ from kvferry.control.registry_messages import (
     Problem,
     Removal,
 )
-from kvferry.errors import ConfigurationError, MessageError, RegistrationRefusedError
+from kvferry.errors import ConfigurationError, MessageError, RegistrationRefusedError, RegistryAccessError, quoted
 from kvferry.protocol.registrations import RankRegistration, Registrations
 
 
@@ -50,12 +54,38 @@ _STATUS_OF_ERROR: dict[type[Exception], int] = {
 }
 
 
-def registry_app(registrations: Registrations, clock: Callable[[], float], *, body_timeout_s: float = 5.0) -> Starlette:
+class _TokenRequired:
+    """Lets nobody in, to no route, without the token; and looks at nothing else of a request before."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
+        # In a time that does not tell how much of it was right.
+        if len(given) == 1 and hmac.compare_digest(given[0], self._expected):
+            await self._app(scope, receive, send)
+            return
+        # What follows of the request is not read.
+        headers = {"www-authenticate": "Bearer", "connection": "close"}
+        message = "this registry answers only to those who know its secret (KVFERRY_SECRET_FILE, KVFERRY_SECRET)"
+        await _problem(401, RegistryAccessError.__name__, message, headers)(scope, receive, send)
+
+
+def registry_app(
+    registrations: Registrations,
+    clock: Callable[[], float],
+    *,
+    token: str | None = None,
+    body_timeout_s: float = 5.0,
+) -> Starlette:
     """The ASGI application of a registry that keeps its state in `registrations`.
 
     Args:
         registrations: the state; nothing else may use it while the application runs.
         clock: the present time in seconds; it never goes back.
+        token: what every request must carry; None lets everyone in.
         body_timeout_s: how long a client may take to send a request's body.
     """
     started_at = clock()
@@ -100,6 +130,7 @@ def registry_app(registrations: Registrations, clock: Callable[[], float], *, bo
             Route("/v1/engines", get_engines, methods=["GET"]),
             Route("/health", get_health, methods=["GET"]),
         ],
+        middleware=[] if token is None else [Middleware(_TokenRequired, token=token)],
         exception_handlers={
             **dict.fromkeys(_STATUS_OF_ERROR, _on_error),
             HTTPException: _on_http_exception,
@@ -138,7 +169,7 @@ def _decode_registration(body: bytes) -> RankRegistration:
     try:
         return msgspec.json.decode(body, type=RankRegistration)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MessageError(f"the request's body is no registration: {error}") from error
+        raise MessageError(f"the request's body is no registration: {quoted(error)}") from error
 
 
 def _rank_in_path(request: Request) -> int:
@@ -172,5 +203,5 @@ def _json(answer: msgspec.Struct) -> Response:
 
 
 def _problem(status: int, error: str, message: str, headers: Any = None) -> Response:
-    body = msgspec.json.encode(Problem(error=error, message=message))
+    body = msgspec.json.encode(Problem(error=error, message=message[:LONGEST_PROBLEM]))
     return Response(body, status_code=status, media_type="application/json", headers=headers)

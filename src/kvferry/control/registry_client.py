@@ -7,22 +7,26 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from kvferry.control.credentials import client_context
 from kvferry.control.registry_messages import UNKNOWN_ENGINE, EngineList, Health, Lease, Problem, Removal
 from kvferry.errors import (
     KVFerryError,
     RegistrationRefusedError,
+    RegistryAccessError,
     RegistryError,
     RegistryUnreachableError,
     SettingsError,
     UsageError,
 )
 from kvferry.protocol.registrations import EngineView, RankRegistration, check_engine_name
+from kvferry.settings import is_loopback
 
 if TYPE_CHECKING:
     import httpx
@@ -42,17 +46,35 @@ class RegistryClient:
         url: the registry's address, such as "http://127.0.0.1:8998"; a path stands before the registry's own.
         timeout_s: how long each step of a request may take: to connect, to send, to wait for the answer, to
             read it.
+        token: what the registry asks for, if it asks; see `credentials`.
+        trusted_certificates: PEM file of the certificates that may vouch for a registry with https; None trusts those
+            that httpx trusts.
+
+    Every method that asks the registry raises RegistryAccessError if that wants another token than this.
 
     Raises:
-        SettingsError: if the url is no http or https address, or the timeout is not positive and finite.
+        SettingsError: if the url is no http or https address, the timeout is not positive and finite, or the
+            certificates cannot be read.
     """
 
-    def __init__(self, url: str, timeout_s: float = 2.0) -> None:
+    def __init__(
+        self, url: str, timeout_s: float = 2.0, *, token: str | None = None, trusted_certificates: Path | None = None
+    ) -> None:
         _check_url(url)
         if not 0 < timeout_s <= threading.TIMEOUT_MAX:
             raise SettingsError(f"the registry's timeout_s is {timeout_s}: it must be positive and finite")
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
+        self._token = token
+        # Loading certificates takes long, and without TLS there is nothing to verify.
+        has_tls = self._url.lower().startswith("https:")
+        self._verify = client_context(trusted_certificates) if has_tls else False
+        if token is not None and not has_tls and not is_loopback(urlsplit(url).hostname or ""):
+            logging.getLogger(__name__).warning(
+                "the registry at %s is asked without TLS: whoever listens on that network can register there as well; "
+                "see docs/security.md",
+                self._url,
+            )
         self._lock = threading.Lock()
         self._http: httpx.Client | None = None
         self._is_closed = False
@@ -159,8 +181,8 @@ class RegistryClient:
                 self._http = httpx.Client(
                     timeout=self._timeout_s,
                     trust_env=False,
-                    # Loading certificates takes long, and without TLS there is nothing to verify.
-                    verify=self._url.lower().startswith("https:"),
+                    headers={} if self._token is None else {"authorization": f"Bearer {self._token}"},
+                    verify=self._verify,
                     limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S),
                 )
             return self._http
@@ -172,6 +194,8 @@ class RegistryClient:
 
         try:
             with connections.stream(method, self._url + path, **arguments) as response:
+                if response.status_code == 401:
+                    raise self._no_access()
                 return response.status_code, self._read(response)
         except (httpx.RemoteProtocolError, httpx.DecodingError) as error:
             # A registry that is stopped between request and answer looks like this. httpx has no class for
@@ -207,9 +231,23 @@ class RegistryClient:
 
     def _unreachable(self, error: Exception) -> RegistryUnreachableError:
         cause = str(error) or type(error).__name__
+        remedy = "check that it runs, that the url is right, and that no firewall stands between"
+        if "SSL" in cause:
+            remedy = (
+                "check that it speaks TLS, that its certificate names that host, and that KVFERRY_REGISTRY_TLS_CA "
+                "vouches for the certificate"
+            )
+        elif "disconnected" in cause:
+            remedy += "; one with TLS has an https url"
         return RegistryUnreachableError(
-            f"the registry at {self._url} cannot be reached ({type(error).__name__}: {cause}): check that it "
-            "runs, that the url is right, and that no firewall stands between"
+            f"the registry at {self._url} cannot be reached ({type(error).__name__}: {cause}): {remedy}"
+        )
+
+    def _no_access(self) -> RegistryAccessError:
+        mine = "this side knows none" if self._token is None else "this side knows another"
+        return RegistryAccessError(
+            f"the registry at {self._url} answers only to those who know its secret, and {mine}: give both the same "
+            "one, in a file (KVFERRY_SECRET_FILE) or as KVFERRY_SECRET"
         )
 
     def _answer(self, status: int, body: bytes, kind: type[Answer]) -> Answer:
@@ -346,7 +384,8 @@ class LeaseKeeper:
         try:
             lease_s = self._client.register(self._registration)
         except Exception as error:
-            if isinstance(error, RegistrationRefusedError) or self._now() >= self._lease_ends_at:
+            is_unwanted = isinstance(error, (RegistrationRefusedError, RegistryAccessError))
+            if is_unwanted or self._now() >= self._lease_ends_at:
                 self.registered.clear()
             self._report(error)
             wait_s = self._retry_s * self._jitter()

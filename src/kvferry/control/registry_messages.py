@@ -6,7 +6,8 @@
     GET    /v1/engines/{engine}                                   -> EngineView
     GET    /health                                                -> Health
 
-All bodies are JSON. Every answer that is not a success is a `Problem`.
+All bodies are JSON. Every answer that is not a success is a `Problem`. A registry with a secret answers nothing without
+`Authorization: Bearer` and the token that comes of it (`credentials`): status 401, and the connection ends.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.protocol.registrations import EngineView
+from kvferry.protocol.registrations import MOST_ENGINES, EngineView
 
 API_VERSION = 1
 """The `v1` of the routes. A client of another version does not find them."""
@@ -25,6 +26,9 @@ LARGEST_BODY_BYTES = 64 * 1024
 
 LONGEST_LEASE_S = 86400.0
 """A lease longer than a day would keep dead ranks listed for longer than anyone would wait."""
+
+LONGEST_PROBLEM = 16 * 1024
+"""Characters of a `Problem`'s message."""
 
 UNKNOWN_ENGINE = "UnknownEngine"
 """The `error` of a `Problem` that says that the engine has no live rank."""
@@ -45,7 +49,7 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True):
 class EngineList(msgspec.Struct, frozen=True, kw_only=True):
     """Every engine that has a live rank, by name."""
 
-    engines: tuple[EngineView, ...]
+    engines: Annotated[tuple[EngineView, ...], msgspec.Meta(max_length=MOST_ENGINES)]
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +61,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         uptime_s: seconds since it started; the registrations are no older.
     """
 
-    version: str
+    version: Annotated[str, msgspec.Meta(max_length=128)]
     api_version: int
     uptime_s: float
 
@@ -70,5 +74,5 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         message: a sentence for a person.
     """
 
-    error: str
-    message: str
+    error: Annotated[str, msgspec.Meta(max_length=128)]
+    message: Annotated[str, msgspec.Meta(max_length=LONGEST_PROBLEM)]

@@ -10,20 +10,29 @@ import errno
 import ipaddress
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from kvferry.control.credentials import ServerCertificate
 from kvferry.control.registry_messages import LONGEST_LEASE_S
 from kvferry.errors import RegistryError, SettingsError, UsageError
 from kvferry.protocol.registrations import Registrations
+from kvferry.settings import is_loopback
 
 if TYPE_CHECKING:
+    import asyncio
+
     import uvicorn
 
 _BACKLOG = 1024
+# A client has so long to ask something, and only so many may take their time: the file descriptors that connections
+# take are those of the whole process.
+_LONGEST_HEAD_S = 10
+_MOST_SILENT = 512
 # Longer than a renewal takes to come round, so that a rank's connection lives as long as the rank.
 _KEEP_ALIVE_S = 120
 _GRACEFUL_SHUTDOWN_S = 1
@@ -38,12 +47,22 @@ class RegistryServer:
         host: address or name to listen on; IPv6 without brackets.
         port: TCP port; 0 takes any that is free.
         lease_s: how long a registration lasts without being renewed, in seconds.
+        token: what every request must carry; None lets everyone in. See `credentials`.
+        certificate: with one, the registry speaks TLS.
 
     Raises:
         SettingsError: if a value is impossible.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 8998, lease_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 8998,
+        lease_s: float = 10.0,
+        *,
+        token: str | None = None,
+        certificate: ServerCertificate | None = None,
+    ) -> None:
         if not host:
             raise SettingsError("the registry's host is empty: name the address to listen on, such as '127.0.0.1'")
         if not 0 <= port <= 65535:
@@ -53,6 +72,14 @@ class RegistryServer:
         self._host = host
         self._port = port
         self._registrations = Registrations(lease_s)
+        self._token = token
+        self._tls = None if certificate is None else certificate.context()
+        if token is not None and certificate is None and not is_loopback(host):
+            logging.getLogger(__name__).warning(
+                "the registry listens on %s without TLS: whoever listens on that network can register there as well; "
+                "see docs/security.md",
+                host,
+            )
         # Guards the step from new to started, and the one to closed.
         self._lock = threading.Lock()
         self._is_used = False
@@ -79,7 +106,7 @@ class RegistryServer:
         Raises:
             UsageError: if the server was not started.
         """
-        return _url(self.address)
+        return _url(self.address, has_tls=self._tls is not None)
 
     def start(self, timeout_s: float = 10.0) -> None:
         """Serve from a daemon thread; return once requests are answered.
@@ -102,7 +129,7 @@ class RegistryServer:
                 # SystemExit is how uvicorn says that it could not start; in a thread it would vanish.
                 except BaseException as error:
                     self._failure = error
-                    logging.getLogger(__name__).exception("the registry at %s died", _url(self.address))
+                    logging.getLogger(__name__).exception("the registry at %s died", self.url)
                 finally:
                     listener.close()
                     is_up.set()
@@ -164,7 +191,7 @@ class RegistryServer:
         listener = _listen(self._host, self._port)
         try:
             host, port = listener.getsockname()[:2]
-            server = _quiet_server(self._registrations, on_up)
+            server = _quiet_server(self._registrations, on_up, token=self._token, tls=self._tls)
         except BaseException:
             listener.close()
             raise
@@ -205,27 +232,80 @@ def _remedy(error: Exception) -> str:
     return str(error)
 
 
-def _url(address: tuple[str, int]) -> str:
+def _url(address: tuple[str, int], *, has_tls: bool) -> str:
     host, port = address
+    scheme = "https" if has_tls else "http"
     ip = ipaddress.ip_address(host.partition("%")[0])
     if ip.is_unspecified:
         host = "127.0.0.1" if ip.version == 4 else "::1"
-    return f"http://{host}:{port}" if ip.version == 4 else f"http://[{host}]:{port}"
+    return f"{scheme}://{host}:{port}" if ip.version == 4 else f"{scheme}://[{host}]:{port}"
 
 
-def _quiet_server(registrations: Registrations, on_up: Callable[[], None]) -> uvicorn.Server:
+def _quiet_server(
+    registrations: Registrations, on_up: Callable[[], None], *, token: str | None, tls: ssl.SSLContext | None
+) -> uvicorn.Server:
     # Imported late: processes that only use a registry need not load a web server.
+    import h11
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     from kvferry.control.registry_app import registry_app
 
+    logger = logging.getLogger(f"{__name__}.requests")
+    logger.setLevel(logging.ERROR)
+    silent: dict[H11Protocol, asyncio.TimerHandle] = {}
+    """Connections that have not said what they want, oldest first. Of the server's one event loop."""
+
     class QuietProtocol(H11Protocol):
-        """Writes no access log. uvicorn's own switch for it would silence the host process's servers too."""
+        """Writes no logs of requests, and waits only so long for the head of one.
+
+        uvicorn's own switch for the access log would silence the host process's servers too, and so would the level of
+        its logger, which tells of every client that speaks no HTTP.
+        """
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.access_log = False
+            self.logger = logger
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._expect_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:
+                self._expect_nothing()
+            elif self not in silent and self.timeout_keep_alive_task is None:
+                self._expect_head()  # it began another request on a connection that was kept
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._expect_nothing()
+            super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            # What follows a good head may be no HTTP. Then the answer to the head comes too late, or has begun already.
+            if self.cycle is not None:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            try:
+                super().send_400_response(msg)
+            except h11.LocalProtocolError:
+                self.transport.abort()
+
+        def _expect_head(self) -> None:
+            silent[self] = self.loop.call_later(_LONGEST_HEAD_S, self._give_up)
+            if len(silent) > _MOST_SILENT:
+                next(iter(silent))._give_up()  # type: ignore[attr-defined]
+
+        def _expect_nothing(self) -> None:
+            timer = silent.pop(self, None)
+            if timer is not None:
+                timer.cancel()
+
+        def _give_up(self) -> None:
+            self._expect_nothing()
+            self.transport.abort()
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -237,20 +317,21 @@ def _quiet_server(registrations: Registrations, on_up: Callable[[], None]) -> uv
             self.force_exit = self.should_exit
             self.should_exit = True
 
-    return Server(
-        uvicorn.Config(
-            registry_app(registrations, time.monotonic),
-            http=QuietProtocol,
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            backlog=_BACKLOG,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
-        )
+    config = uvicorn.Config(
+        registry_app(registrations, time.monotonic, token=token),
+        http=QuietProtocol,
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
     )
+    config.load()
+    config.ssl = tls  # made by us: uvicorn would ask for the password of an encrypted key on the terminal
+    return Server(config)

@@ -39,6 +39,9 @@ def create_transport(settings: Settings, name: str, *, writes: bool = True) -> T
     if writes and settings.nixl_threads:
         # Whatever has several descriptors goes to the threads. One is a bulk write from staging memory, or little.
         parameters = {"num_threads": str(settings.nixl_threads), "split_batch_size": "2"}
+    if settings.used_nixl_device is not None and settings.nixl_backend == "UCX":
+        # Left alone, UCX listens on every interface of the machine. NIXL's device_list knows InfiniBand's only.
+        parameters["engine_config"] = f"NET_DEVICES={settings.used_nixl_device}"
     return NixlTransport(
         name,
         backend=settings.nixl_backend,

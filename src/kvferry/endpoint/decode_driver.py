@@ -27,12 +27,13 @@ from kvferry.errors import (
     KVFerryError,
     PeerDisconnectedError,
     PeerError,
+    RegistryAccessError,
     RegistryError,
     TransferTimeoutError,
 )
 from kvferry.protocol import messages
 from kvferry.protocol.credits import Span
-from kvferry.protocol.link import Identity, Link, LinkKey, LinkState
+from kvferry.protocol.link import Channel, Identity, Link, LinkKey, LinkState
 from kvferry.protocol.lost_ranks import LostRanks
 from kvferry.protocol.receiver import (
     Arrived,
@@ -394,6 +395,9 @@ class DecodeDriver(Loop):
                 f"the registry at {self._registry.url} knows {len(view.registrations)} of "
                 f"{view.world_size or 'an unknown number of'} ranks of engine {link.key.engine!r}"
             )
+        except RegistryAccessError as error:  # asking again would not help
+            self._submit(partial(self._fail_link, link, error))
+            return
         except RegistryError as error:
             problem = error
         except Exception as error:
@@ -445,11 +449,16 @@ class DecodeDriver(Loop):
                     case messages.RoomFailed() | messages.Drained():
                         self._room_message(channel, message, now)
                     case messages.SpanVoid():
-                        self._span_void(message)
+                        if channel in self._channels_of(message.endpoint):
+                            self._span_void(message)
                     case messages.Closed():
-                        self._rank_closed(message.endpoint, now)
+                        if channel in self._channels_of(message.endpoint):
+                            self._rank_closed(message.endpoint, now)
                     case messages.Gone(process):
-                        self._lost.gone(process, now)
+                        if link is not None and link.knows_machine(channel, process.machine):
+                            self._lost.gone(process, now)
+                    case messages.Welcome() if self._channels_of(message.endpoint) - {channel}:
+                        raise PeerError(f"at {channel.address} somebody answers under the name of another prefill rank")
                     case _ if link is not None:
                         if link.received(channel, message, now):
                             self._link_ready(link, now)
@@ -462,6 +471,11 @@ class DecodeDriver(Loop):
                     problem = PeerError(f"a message from {channel.address} met {type(error).__name__}: {error}")
                     problem.__cause__ = error
                     self._fail_link(link, problem, now)
+
+    def _channels_of(self, endpoint: str) -> set[Channel]:
+        """The connections behind which an endpoint has answered: one, or none. Nobody else may speak for it."""
+        links = [*self._links.values(), *self._retired_links]
+        return {channel for link in links if (channel := link.channel_of(endpoint)) is not None}
 
     def _rank_closed(self, endpoint: str, now: float) -> None:
         """A prefill rank has gone in order: it serves nobody any more, and will not write again."""
@@ -543,9 +557,16 @@ class DecodeDriver(Loop):
     def _why_not_ready(self, link: Link) -> KVFerryError:
         if link.state is LinkState.RESOLVING and link.problem is not None:
             return link.problem
+        hint = ""
+        if link.state is LinkState.GREETING:
+            mine = "has a secret" if self._settings.has_secret else "has no secret"
+            hint = (
+                ". Nobody answered, or whoever did has another secret: this side "
+                f"{mine} (KVFERRY_SECRET_FILE, KVFERRY_SECRET), and both need the same"
+            )
         return PeerDisconnectedError(
             f"prefill engine {link.key.engine!r}: still {link.state.value} after "
-            f"{self._settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
+            f"{self._settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S){hint}"
         )
 
     def _heartbeat(self, now: float) -> None:

@@ -174,6 +174,11 @@ class DecodePeers:
         self._peers: dict[str, DecodePeer] = {}
         self._leaving: dict[str, DecodePeer] = {}
 
+    def __len__(self) -> int:
+        """How many are connected, those that are being undone included."""
+        with self._lock:
+            return len(self._peers) + len(self._leaving)
+
     def get(self, name: str) -> DecodePeer | None:
         """The decode rank of that name, if it is known."""
         with self._lock:

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from kvferry.control.construction import create_registry, create_registry_client, credentials_of
 from kvferry.control.ends import ConnectingEnd, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
@@ -175,16 +176,18 @@ class SystemPlatform(Platform):
         return _Executor(name)
 
     def listen(self, settings: Settings) -> ListeningEnd:
-        return ZmqListeningEnd(host=bracketed(settings.host), port=settings.control_port)
+        return ZmqListeningEnd(
+            host=bracketed(settings.host), port=settings.control_port, credentials=credentials_of(settings)
+        )
 
     def connect_as(self, endpoint: str, settings: Settings) -> ConnectingEnd:
-        return ZmqConnectingEnd(endpoint)
+        return ZmqConnectingEnd(endpoint, credentials_of(settings))
 
     def registry(self, settings: Settings, url: str) -> RegistryClient:
-        return RegistryClient(url)
+        return create_registry_client(settings, url)
 
     def serve_registry(self, settings: Settings) -> RegistryServer:
-        server = RegistryServer(settings.registry_host, settings.registry_port, lease_s=settings.registry_lease_s)
+        server = create_registry(settings)
         server.start()
         return server
 

@@ -430,6 +430,13 @@ class PrefillEndpoint:
             )
             self.send(identity, refused)
             return
+        if self._peers.get(identity) is None and len(self._peers) >= self.settings.max_decode_ranks:
+            reason = f"{len(self._peers)} decode ranks are connected already (KVFERRY_MAX_DECODE_RANKS)"
+            refused = messages.Refused(
+                endpoint=self.transport.endpoint_name, attempt=message.attempt, error="PeerError", reason=reason
+            )
+            self.send(identity, refused)
+            return
         self._peers.attach(message)
 
     def _make_peer(self, name: str, attempt: int, earlier: DecodePeer | None) -> DecodePeer:

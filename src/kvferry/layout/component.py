@@ -8,11 +8,12 @@ ranks divide those axes and where the elements lie in memory is not said here: s
 from __future__ import annotations
 
 from enum import Enum
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from kvferry.errors import LayoutError
-from kvferry.layout.interval import Box, Interval
+from kvferry.layout.interval import LARGEST_INDEX, Box, Interval
 
 BYTES_PER_ELEMENT = {
     "float64": 8,
@@ -36,6 +37,16 @@ BYTES_PER_ELEMENT = {
 """The element types that caches are made of, by the name that torch and NumPy give them."""
 
 
+def check_name(what: str, name: str) -> None:
+    """Refuses a name that could not travel.
+
+    Raises:
+        LayoutError: if it is too long.
+    """
+    if len(name) > LONGEST_NAME:
+        raise LayoutError(f"{what} is called {name[:40]!r}... ({len(name)} characters): {LONGEST_NAME} at most")
+
+
 class Entry(str, Enum):
     """What has one entry of a component.
 
@@ -48,7 +59,12 @@ class Entry(str, Enum):
     REQUEST = "request"
 
 
-_MOST_AXES = 8
+MOST_AXES = 8
+LONGEST_NAME = 256
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
+"""The name of a component, an axis or a group, in characters."""
+
 _LARGEST_AXIS = 1 << 40  # products of a few sizes and strides stay far from what 64 bits hold
 
 
@@ -59,10 +75,11 @@ class Axis(msgspec.Struct, frozen=True, array_like=True):
         LayoutError: if the size is not positive.
     """
 
-    name: str
+    name: Name
     size: int
 
     def __post_init__(self) -> None:
+        check_name("an axis", self.name)
         if not 1 <= self.size <= _LARGEST_AXIS:
             raise LayoutError(
                 f"axis {self.name!r} has size {self.size}: a cache needs at least one {self.name}, and at most "
@@ -90,23 +107,25 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
         LayoutError: if there is no axis, an axis appears twice, the dtype is unknown, or the rest contradicts itself.
     """
 
-    name: str
-    axes: tuple[Axis, ...]
-    dtype: str
+    name: Name
+    axes: Annotated[tuple[Axis, ...], msgspec.Meta(max_length=MOST_AXES)]
+    dtype: Name
     entry: Entry = Entry.TOKEN
-    window_tokens: int | None = None
-    packing: str | None = None
+    window_tokens: Annotated[int, msgspec.Meta(le=LARGEST_INDEX)] | None = None
+    packing: Name | None = None
     is_optional: bool = False
 
     def __post_init__(self) -> None:
+        check_name("a component", self.name)
+        check_name("a packing", self.packing or "")
         names = [axis.name for axis in self.axes]
         if not names or len(set(names)) != len(names) or {"token", "page", "slot"} & set(names):
             raise LayoutError(
                 f"component {self.name!r} has axes {names}: it needs at least one, each name once; "
                 "the token, page or slot axis goes without saying"
             )
-        if len(names) > _MOST_AXES:
-            raise LayoutError(f"component {self.name!r} has {len(names)} axes: {_MOST_AXES} at most")
+        if len(names) > MOST_AXES:
+            raise LayoutError(f"component {self.name!r} has {len(names)} axes: {MOST_AXES} at most")
         if self.dtype not in BYTES_PER_ELEMENT:
             raise LayoutError(
                 f"component {self.name!r} has dtype {self.dtype!r}: known are {', '.join(BYTES_PER_ELEMENT)}"

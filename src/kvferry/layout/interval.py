@@ -7,11 +7,16 @@ cache is to choose the box that a rank holds; nothing here knows their names.
 from __future__ import annotations
 
 from math import prod
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from kvferry.errors import LayoutError
+
+LARGEST_INDEX = 1 << 48
+"""No axis is nearly that long. Numbers that travel are refused on arrival if they are larger."""
+
+WireIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INDEX)]
 
 
 class Interval(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -21,8 +26,8 @@ class Interval(msgspec.Struct, frozen=True, order=True, array_like=True):
         LayoutError: if start is negative or lies behind stop.
     """
 
-    start: int
-    stop: int
+    start: WireIndex
+    stop: WireIndex
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:

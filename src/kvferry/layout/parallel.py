@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvferry.errors import LayoutError
-from kvferry.layout.interval import Interval
+from kvferry.layout.interval import Interval, WireIndex
 
 
 class RankCoordinates(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,14 +25,14 @@ class RankCoordinates(msgspec.Struct, frozen=True, kw_only=True):
         LayoutError: if a size is not positive or a rank is outside its size.
     """
 
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    dp_rank: int = 0
-    dp_size: int = 1
-    cp_rank: int = 0
-    cp_size: int = 1
+    tp_rank: WireIndex = 0
+    tp_size: WireIndex = 1
+    pp_rank: WireIndex = 0
+    pp_size: WireIndex = 1
+    dp_rank: WireIndex = 0
+    dp_size: WireIndex = 1
+    cp_rank: WireIndex = 0
+    cp_size: WireIndex = 1
 
     def __post_init__(self) -> None:
         for axis in ("tp", "cp", "pp", "dp"):

@@ -8,21 +8,22 @@ entries share page numbers form a group; a request has one list of pages for eac
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import combinations, pairwise
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from kvferry.errors import LayoutError
-from kvferry.layout.component import Component, Entry
-from kvferry.layout.interval import Box, covers, overlap, volume
+from kvferry.layout.component import MOST_AXES, Component, Entry, Name, check_name
+from kvferry.layout.interval import Box, WireIndex, covers, overlap, volume
 from kvferry.layout.tokens import TokenShare
 
 _MOST_LAYERS = 2048
 _MOST_SHARDS = 512
 _MOST_DISTANCES = 4096
+_MOST_COMPARED = 1 << 17
 _LARGEST_PAGE = 1 << 20  # tokens
 _MOST_PAGES = (1 << 31) - 1  # descriptors are numbered in 32 bits
 """Layouts come from peers as well: none may take long to look at, or much memory."""
@@ -39,7 +40,7 @@ class Device(msgspec.Struct, frozen=True, array_like=True):
     """A kind of memory and, on machines with several of that kind, which one."""
 
     kind: MemoryKind = MemoryKind.DRAM
-    index: int = 0
+    index: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
 
     def __str__(self) -> str:
         return f"{self.kind.value}:{self.index}"
@@ -69,8 +70,8 @@ class Paging(msgspec.Struct, frozen=True, array_like=True):
 
     page_tokens: int
     num_pages: int
-    page_stride: int
-    token_stride: int
+    page_stride: WireIndex
+    token_stride: WireIndex
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -102,14 +103,15 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     component: Component
-    box: Box
-    addresses: tuple[int, ...]
-    strides: tuple[int, ...]
+    box: Annotated[Box, msgspec.Meta(max_length=MOST_AXES)]
+    addresses: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=_MOST_LAYERS)]
+    strides: Annotated[tuple[WireIndex, ...], msgspec.Meta(max_length=MOST_AXES)]
     paging: Paging
     device: Device = Device()
-    group: str = "kv"
+    group: Name = "kv"
 
     def __post_init__(self) -> None:
+        check_name("a group", self.group)
         name, axes = self.component.name, self.component.axes
         if len(self.box) != len(axes) or not covers(self.component.whole, self.box):
             raise LayoutError(
@@ -161,20 +163,21 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
             return
         nested = sorted(steps, key=lambda step: -step.stride)
         apart: set[int] = set()  # layers of one tensor have few distinct distances
-        for (low, one), (high, other) in combinations(placed, 2):
-            if high - low in apart:
-                continue
-            if _meets_itself(high - low, nested, self.component.element_bytes):
+        work = 0
+        for (low, one), (high, other) in _distances(placed):
+            is_known = high - low in apart
+            work += 1 if is_known else 1 << len(nested)
+            if not is_known and _meets_itself(high - low, nested, self.component.element_bytes):
                 first = self.component.axes[0].name
                 raise LayoutError(
                     f"shard of {self.component.name!r}: {first} {one} at {low:#x} and {first} {other} at {high:#x} "
                     f"share bytes: every {first} needs memory of its own"
                 )
             apart.add(high - low)
-            if len(apart) > _MOST_DISTANCES:
+            if len(apart) > _MOST_DISTANCES or work > _MOST_COMPARED:
                 raise LayoutError(
                     f"shard of {self.component.name!r}: its addresses lie inside each other in more than "
-                    f"{_MOST_DISTANCES} different ways; give every {self.component.axes[0].name} memory of its own"
+                    f"{len(apart) - 1} different ways; give every {self.component.axes[0].name} memory of its own"
                 )
 
     def steps(self) -> Iterator[Step]:
@@ -201,6 +204,16 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
             return []
         last = sum((step.count - 1) * step.stride for step in self.steps())
         return [Region(address, last + self.component.element_bytes) for address in self.addresses]
+
+
+_Placed: TypeAlias = tuple[int, int]
+"""An address, and the index whose memory begins there."""
+
+
+def _distances(placed: Sequence[_Placed]) -> Iterable[tuple[_Placed, _Placed]]:
+    """Pairs of addresses, in ascending order, among which is every distance between any two."""
+    gaps = {high - low for (low, _), (high, _) in pairwise(placed)}
+    return ((placed[0], each) for each in placed[1:]) if len(gaps) == 1 else combinations(placed, 2)
 
 
 def _meets_itself(distance: int, nested: Sequence[Step], element_bytes: int) -> bool:
@@ -262,7 +275,7 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
             devices differ, or two shards of a group start in the same place.
     """
 
-    shards: tuple[Shard, ...]
+    shards: Annotated[tuple[Shard, ...], msgspec.Meta(max_length=_MOST_SHARDS)]
     tokens: TokenShare = TokenShare()
 
     def __post_init__(self) -> None:

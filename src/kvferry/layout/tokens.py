@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import gcd, lcm
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -39,7 +40,7 @@ class Dealing(msgspec.Struct, frozen=True):
         LayoutError: if a part is missing from the pattern, or the block is empty.
     """
 
-    pattern: tuple[int, ...] = (0,)
+    pattern: Annotated[tuple[int, ...], msgspec.Meta(max_length=_LONGEST_PATTERN)] = (0,)
     block_tokens: int | None = 1
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise, product
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -18,8 +19,12 @@ from numpy.typing import NDArray
 
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import Box, Component, Dealing, Entry, Interval, RankLayout, TokenShare
-from kvferry.layout.interval import volume
+from kvferry.layout.component import MOST_AXES, Name
+from kvferry.layout.interval import WireIndex, volume
 from kvferry.layout.tokens import parts_met
+
+MOST_HOLDERS = 1 << 14
+"""Ranks that share a request, on one side."""
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -32,10 +37,10 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
         holders: group ranks on the source side that hold all of it, in ascending order. One of them sends it.
     """
 
-    component: str
-    box: Box
-    token_part: int | None
-    holders: tuple[int, ...]
+    component: Name
+    box: Annotated[Box, msgspec.Meta(max_length=MOST_AXES)]
+    token_part: WireIndex | None
+    holders: Annotated[tuple[WireIndex, ...], msgspec.Meta(max_length=MOST_HOLDERS)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ from kvferry.layout import Entry, PageGroup, RankLayout
 from kvferry.layout.interval import volume
 from kvferry.plan import Demand, needed_locally
 from kvferry.protocol.chunks import AnyPages, GroupPages, Pages, checked_pages, pages_by_group
-from kvferry.protocol.messages import MAX_POSITION, OpenGroup, OpenRoom, pack_pages, unpack_pages
+from kvferry.protocol.messages import MAX_PAGES, MAX_POSITION, OpenGroup, OpenRoom, pack_pages, unpack_pages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +55,8 @@ def demands_of(
             continue
         name = where if len(groups) == 1 else f"{where}, group {group.name!r}"
         numbers = checked_pages(given[group.name].pages, pool_pages=group.num_pages, where=name)
+        if len(numbers) > MAX_PAGES:
+            raise PageError(f"{name}: {len(numbers)} pages in one request: {MAX_PAGES} at most can be asked for")
         if group.has_slots:
             wanted.append(_slot(group, numbers, where=name))
         elif tokens is None:

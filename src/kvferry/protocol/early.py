@@ -1,18 +1,23 @@
 """Rooms that decode ranks opened before the prefill side's caller did.
 
 Either side may be first. What arrives early is kept, in order, until the caller opens the room or the bootstrap
-deadline passes; a newer generation from the same decode rank replaces the older one.
+deadline passes; a newer generation from the same decode rank replaces the older one. How much is kept is bounded, in
+all and for every decode rank: one of them that asks and asks leaves room for the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvferry.protocol.messages import AbortRoom, OpenRoom
 
 EarlyMessage: TypeAlias = OpenRoom | AbortRoom
+
+MOST_PAGE_BYTES = 256 * 1024 * 1024
+"""Of page numbers that are kept, in all."""
 
 
 @dataclass(slots=True)
@@ -21,15 +26,22 @@ class _EarlyRoom:
     messages: dict[str, list[EarlyMessage]] = field(default_factory=dict)  # by receiver
 
 
+def _page_bytes(message: EarlyMessage) -> int:
+    return sum(len(group.pages) for group in message.groups) if isinstance(message, OpenRoom) else 0
+
+
 class EarlyRooms:
     """Messages for rooms that are not open yet."""
 
     def __init__(self, *, limit: int, keep_s: float) -> None:
         """Args:
-        limit: how many rooms are kept at most.
+        limit: how many rooms are kept at most; no decode rank has more than half of them, rounded up.
         keep_s: how long, in seconds.
         """
         self._limit = limit
+        self._limit_of_one = -(-limit // 2)
+        self._page_bytes = 0
+        self._rooms_of: Counter[str] = Counter()  # by receiver
         self._keep_s = keep_s
         self._rooms: dict[int, _EarlyRoom] = {}
 
@@ -43,33 +55,54 @@ class EarlyRooms:
         there is nothing to stop, and it takes no place. Either way nothing was written: `Drained` may be sent at once.
         """
         room = self._rooms.get(message.room)
+        known = room.messages.get(receiver, []) if room is not None else []
         if isinstance(message, AbortRoom):
-            kept = room.messages.get(receiver, []) if room is not None else []
-            if kept and kept[-1].generation == message.generation:
-                kept[1:] = [message]
+            if known and known[-1].generation == message.generation:
+                known[1:] = [message]
             return True
+        if known and known[0].generation == message.generation:
+            return True
+        if not self._has_place(receiver, message, is_new_room=room is None, known=known):
+            return False
         if room is None:
-            if len(self._rooms) >= self._limit:
-                return False
             room = self._rooms[message.room] = _EarlyRoom(now)
-        known = room.messages.get(receiver)
-        if known is None or known[0].generation != message.generation:
-            room.messages[receiver] = [message]
-            if known is not None:
-                room.since = now
+        if known:
+            self._dropped(receiver, known)
+            room.since = now
+        room.messages[receiver] = [message]
+        self._rooms_of[receiver] += 1
+        self._page_bytes += _page_bytes(message)
         return True
+
+    def _has_place(self, receiver: str, message: OpenRoom, *, is_new_room: bool, known: Sequence[EarlyMessage]) -> bool:
+        return (
+            (not is_new_room or len(self._rooms) < self._limit)
+            and (bool(known) or self._rooms_of[receiver] < self._limit_of_one)
+            and self._page_bytes + _page_bytes(message) <= MOST_PAGE_BYTES
+        )
+
+    def _dropped(self, receiver: str, messages: Sequence[EarlyMessage]) -> None:
+        """Counts out what is not kept any more."""
+        self._page_bytes -= sum(map(_page_bytes, messages))
+        self._rooms_of[receiver] -= 1
+        if not self._rooms_of[receiver]:
+            del self._rooms_of[receiver]
 
     def take(self, room: int) -> list[tuple[str, EarlyMessage]]:
         """Everything kept for a room that is now open."""
         early = self._rooms.pop(room, None)
         if early is None:
             return []
+        for receiver, messages in early.messages.items():
+            self._dropped(receiver, messages)
         return [(receiver, message) for receiver, messages in early.messages.items() for message in messages]
 
     def forget(self, receiver: str) -> None:
         """Drops everything from a decode rank that is gone."""
         for number, room in list(self._rooms.items()):
-            room.messages.pop(receiver, None)
+            messages = room.messages.pop(receiver, None)
+            if messages is not None:
+                self._dropped(receiver, messages)
             if not room.messages:
                 del self._rooms[number]
 
@@ -80,5 +113,6 @@ class EarlyRooms:
                 continue
             del self._rooms[number]
             for receiver, messages in room.messages.items():
+                self._dropped(receiver, messages)
                 if isinstance(messages[-1], OpenRoom):
                     yield receiver, messages[-1]

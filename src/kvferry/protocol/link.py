@@ -146,6 +146,11 @@ class Link:
         """The engine rank that a connection goes to, if it is one of the group's."""
         return next((number for number, rank in self._ranks.items() if rank.channel is channel), None)
 
+    def channel_of(self, endpoint: str) -> Channel | None:
+        """The connection behind which an endpoint has answered, if it has."""
+        ranks = self._ranks.values()
+        return next((rank.channel for rank in ranks if rank.welcome and rank.welcome.endpoint == endpoint), None)
+
     def resolved(
         self, registrations: tuple[RankRegistration, ...], connect: Callable[[str], Channel], now: float
     ) -> None:
@@ -297,6 +302,13 @@ class Link:
     def peers(self) -> list[messages.Welcome]:
         """The ranks that have said who they are."""
         return [rank.welcome for rank in self._ranks.values() if rank.welcome is not None]
+
+    def knows_machine(self, channel: Channel, machine: str) -> bool:
+        """Whether the rank behind a connection is on that machine, and can say what became of processes there."""
+        ranks = self._ranks.values()
+        return any(
+            rank.channel is channel and rank.welcome and rank.welcome.process.machine == machine for rank in ranks
+        )
 
     def ask_whether_gone(self, process: messages.ProcessIdentity) -> None:
         """Asks the ranks on a process's machine whether it is still there."""

@@ -13,15 +13,25 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import ConfigurationError, MessageError, VersionError
+from kvferry.errors import ConfigurationError, MessageError, VersionError, quoted
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Path, Piece, Unit
 
 PROTOCOL_VERSION = 4
 MAGIC = b"kvfy"
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 MAX_AUX_BYTES = 1024 * 1024
 MAX_POSITION = 2**48
+MAX_PAGES = 2**21
+"""Page numbers in one list."""
+
+MAX_REASON = 8000
+"""Characters of a sentence that says why. What is longer is cut before it travels."""
+
+MAX_GROUPS = 512
+MAX_PIECES = 2**17
+MAX_SEGMENTS = 2**16
+MAX_METADATA_BYTES = 16 * 1024 * 1024
 
 _HEADER = struct.Struct("<4sH")
 
@@ -29,8 +39,34 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 """A number that is refused on arrival if it is negative."""
 
 
+Random: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number drawn at random, or a room's."""
+
+EndpointName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[!-~]+\Z")]
+"""What tells one start of an endpoint from all others: visible ASCII, as ZMQ wants it and as it may stand in a log."""
+
+ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
+"""A name for people."""
+
+Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+"""A sentence for people."""
+
 Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)]
 """A position in a request, in tokens or pages. No request is nearly that long, and none makes 64 bits overflow."""
+
+
+def shortened(text: str) -> str:
+    """A reason that can travel: cut if it is too long, and saying so."""
+    text = text.encode(errors="replace").decode()  # half a character, as in the names of some files, cannot
+    if len(text) <= MAX_REASON:
+        return text
+    ending = f"... ({len(text)} characters)"
+    return text[: MAX_REASON - len(ending)] + ending
+
+
+def _shorten(struct: msgspec.Struct, field: str) -> None:
+    """Makes a new struct's sentence one that can travel: for its own sake nothing else of it must be lost."""
+    msgspec.structs.force_setattr(struct, field, shortened(getattr(struct, field)))
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -47,7 +83,7 @@ class StagingRing(msgspec.Struct, frozen=True):
 
     address: Count
     num_bytes: Count
-    epoch: int
+    epoch: Random
 
 
 class Staging(msgspec.Struct, frozen=True):
@@ -62,8 +98,11 @@ class Staging(msgspec.Struct, frozen=True):
 
     path: Path | None = None
     ring: StagingRing | None = None
-    problem: str = ""
-    scatter_bytes_per_s: float = 0.0
+    problem: Reason = ""
+    scatter_bytes_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e18)] = 0.0
+
+    def __post_init__(self) -> None:
+        _shorten(self, "problem")
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
@@ -75,7 +114,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
         started: when it was started, in whatever unit the machine counts.
     """
 
-    machine: str
+    machine: ShortText
     pid: Count
     started: Count
 
@@ -83,19 +122,19 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 class Hello(Message, frozen=True):
     """Decode to prefill: who are you, and what do you hold?"""
 
-    endpoint: str
-    engine: str
+    endpoint: EndpointName
+    engine: ShortText
     coordinates: RankCoordinates
 
 
 class Welcome(Message, frozen=True):
     """Prefill to decode: the answer to `Hello`. `endpoint` is new at every start of the rank."""
 
-    endpoint: str
-    engine: str
+    endpoint: EndpointName
+    engine: ShortText
     coordinates: RankCoordinates
     layout: RankLayout
-    transport: str
+    transport: ShortText
     process: ProcessIdentity
 
 
@@ -110,15 +149,15 @@ class Attach(Message, frozen=True):
         staging: what it says about staged transfers.
     """
 
-    endpoint: str
+    endpoint: EndpointName
     attempt: Count
-    engine: str
+    engine: ShortText
     coordinates: RankCoordinates
     layout: RankLayout
-    pieces: tuple[Piece, ...]
-    transport: str
-    transport_metadata: bytes
-    host: str = ""
+    pieces: Annotated[tuple[Piece, ...], msgspec.Meta(max_length=MAX_PIECES)]
+    transport: ShortText
+    transport_metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
+    host: ShortText = ""
     staging: Staging = Staging()
 
 
@@ -130,7 +169,7 @@ class Attached(Message, frozen=True):
         only_staged: whether this rank will write to staging memory alone, and never to pages.
     """
 
-    endpoint: str
+    endpoint: EndpointName
     attempt: Count
     only_staged: bool
 
@@ -138,34 +177,37 @@ class Attached(Message, frozen=True):
 class Refused(Message, frozen=True):
     """Prefill to decode: we cannot exchange caches. `error` is the name of an exception of kvferry.errors."""
 
-    endpoint: str
+    endpoint: EndpointName
     attempt: Count
-    error: str
-    reason: str
+    error: ShortText
+    reason: Reason
+
+    def __post_init__(self) -> None:
+        _shorten(self, "reason")
 
 
 class Closed(Message, frozen=True):
     """Prefill to decode: this rank was closed. None of its writes is in flight, and none will be."""
 
-    endpoint: str
+    endpoint: EndpointName
 
 
 class Detach(Message, frozen=True):
     """Decode to prefill: forget me; I will not open rooms any more."""
 
-    endpoint: str
+    endpoint: EndpointName
 
 
 class Ping(Message, frozen=True):
     """Decode to prefill, at regular intervals: I am alive, are you?"""
 
-    endpoint: str
+    endpoint: EndpointName
 
 
 class Pong(Message, frozen=True):
     """Prefill to decode: the answer to `Ping`. `attached` is false where the prefill rank does not know the sender."""
 
-    endpoint: str
+    endpoint: EndpointName
     attached: bool
 
 
@@ -180,12 +222,12 @@ class OpenGroup(msgspec.Struct, frozen=True, array_like=True):
         pages: page numbers on the decode side, int64 little-endian, one after the other.
     """
 
-    name: str
+    name: ShortText
     held: Position
     start: Position
     stop: Position
     first_page: Position
-    pages: bytes
+    pages: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PAGES)]
 
 
 class OpenRoom(Message, frozen=True):
@@ -199,29 +241,35 @@ class OpenRoom(Message, frozen=True):
         groups: what is wanted, for every group of the decode rank's layout.
     """
 
-    room: Count
-    generation: int
-    receivers: int
+    room: Random
+    generation: Random
+    receivers: Annotated[int, msgspec.Meta(le=2**31)]
     tokens: Position | None
-    groups: tuple[OpenGroup, ...]
+    groups: Annotated[tuple[OpenGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 
 
 class AbortRoom(Message, frozen=True):
     """Decode to prefill: stop. Answered by `Drained` once no write of this generation can happen any more."""
 
-    room: Count
-    generation: int
-    reason: str
+    room: Random
+    generation: Random
+    reason: Reason
+
+    def __post_init__(self) -> None:
+        _shorten(self, "reason")
 
 
 class RoomFailed(Message, frozen=True):
     """Prefill to decode: this rank cannot complete the room. `Drained` follows."""
 
-    room: Count
-    generation: int
+    room: Random
+    generation: Random
     writer: Count
-    error: str
-    reason: str
+    error: ShortText
+    reason: Reason
+
+    def __post_init__(self) -> None:
+        _shorten(self, "reason")
 
 
 class Drained(Message, frozen=True):
@@ -231,9 +279,9 @@ class Drained(Message, frozen=True):
         endpoint: who says so. It holds for this start of the rank, not for earlier ones.
     """
 
-    endpoint: str
-    room: Count
-    generation: int
+    endpoint: EndpointName
+    room: Random
+    generation: Random
     writer: Count
 
 
@@ -252,8 +300,8 @@ class Gone(Message, frozen=True):
 class Credit(Message, frozen=True):
     """Decode to prefill: your ring of staging memory was read up to this position. Repeated now and then."""
 
-    endpoint: str
-    epoch: int
+    endpoint: EndpointName
+    epoch: Random
     position: Count
 
 
@@ -263,8 +311,8 @@ class SpanVoid(Message, frozen=True):
     Repeated until a credit shows that it is known.
     """
 
-    endpoint: str
-    epoch: int
+    endpoint: EndpointName
+    epoch: Random
     start: Count
     begin: Count
     stop: Count
@@ -273,8 +321,8 @@ class SpanVoid(Message, frozen=True):
 class ChunkArrived(Message, frozen=True):
     """Notification: all bytes of one chunk from one writer are in place. `sequence` counts from 0 per receiver."""
 
-    room: Count
-    generation: int
+    room: Random
+    generation: Random
     writer: Count
     sequence: Count
 
@@ -292,7 +340,7 @@ class StagedSegment(msgspec.Struct, frozen=True, array_like=True):
     piece: Count
     first_base: Count
     stop_base: Count
-    units: bytes
+    units: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PAGES)]
 
 
 class StagedArrived(Message, frozen=True):
@@ -306,18 +354,18 @@ class StagedArrived(Message, frozen=True):
         segments: what it is, in the order in which it is packed.
     """
 
-    room: Count
-    generation: int
+    room: Random
+    generation: Random
     writer: Count
     sequence: Count
     part: Count
     is_last: bool
-    epoch: int
+    epoch: Random
     start: Count
     begin: Count
     stop: Count
     unit: Unit
-    segments: tuple[StagedSegment, ...]
+    segments: Annotated[tuple[StagedSegment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)]
 
 
 class WriterFinished(Message, frozen=True):
@@ -328,11 +376,11 @@ class WriterFinished(Message, frozen=True):
         aux: the request's aux data, from the one rank that sends it; None from all others.
     """
 
-    room: Count
-    generation: int
+    room: Random
+    generation: Random
     writer: Count
     chunks: Count
-    aux: bytes | None = None
+    aux: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)] | None = None
 
 
 ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | IsGone | Credit
@@ -379,7 +427,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Body], data: bytes, what: str) -> 
     try:
         return decoder.decode(_body(data))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigurationError) as error:
-        raise MessageError(f"a malformed {what}: {error}") from error
+        raise MessageError(f"a malformed {what}: {quoted(error)}") from error
 
 
 def decode_to_prefill(data: bytes) -> ToPrefill:

@@ -24,6 +24,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -32,12 +33,17 @@ from kvferry.layout.parallel import RankCoordinates
 
 _ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _VISIBLE_ASCII = re.compile(r"[!-~]+")
+_LONGEST_ENGINE_NAME = 128
 _LONGEST_INCARNATION = 256
 _LONGEST_ADDRESS = 256
 _LONGEST_DIGEST = 128
 _LARGEST_PROTOCOL_VERSION = 2**31 - 1
 _LARGEST_PARALLEL_SIZE = 2**20
 _REPLACED_REMEMBERED = 8
+
+MOST_ENGINES = 1024
+MOST_RANKS = 16384
+"""How many engines and ranks a registry has room for; nobody's answer holds more."""
 
 
 def check_engine_name(engine: str) -> None:
@@ -111,8 +117,8 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
         complete: whether every rank of the engine is live.
     """
 
-    engine: str
-    registrations: tuple[RankRegistration, ...]
+    engine: Annotated[str, msgspec.Meta(max_length=_LONGEST_ENGINE_NAME)]
+    registrations: Annotated[tuple[RankRegistration, ...], msgspec.Meta(max_length=MOST_RANKS)]
     world_size: int
     complete: bool
 
@@ -136,7 +142,7 @@ class Registrations:
         SettingsError: if the lease is not a positive, finite time, or a limit is not positive.
     """
 
-    def __init__(self, lease_s: float, *, max_engines: int = 1024, max_ranks: int = 16384) -> None:
+    def __init__(self, lease_s: float, *, max_engines: int = MOST_ENGINES, max_ranks: int = MOST_RANKS) -> None:
         if not (math.isfinite(lease_s) and lease_s > 0):
             raise SettingsError(f"lease_s is {lease_s}: a lease lasts a positive, finite number of seconds")
         for name, limit in (("max_engines", max_engines), ("max_ranks", max_ranks)):

@@ -109,7 +109,10 @@ class RoomTable(Generic[RoomT]):
             failed.receivers.add(receiver)
             raise failed.error
         if not self._early.keep(receiver, message, now):
-            raise PageError(f"{len(self._early)} rooms wait for the prefill side already (KVFERRY_MAX_EARLY_ROOMS)")
+            raise PageError(
+                f"{len(self._early)} rooms wait for the prefill side already, as many as may or too many of this "
+                "decode rank's (KVFERRY_MAX_EARLY_ROOMS)"
+            )
         return None
 
     def abort(self, receiver: str, message: AbortRoom, now: float) -> RoomT | None:

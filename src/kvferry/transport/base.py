@@ -23,15 +23,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import MessageError, PeerDisconnectedError, RegistrationError, TransportError
+from kvferry.errors import MessageError, PeerDisconnectedError, RegistrationError, TransportError, quoted
 from kvferry.layout import Device, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
+from kvferry.protocol.messages import MAX_METADATA_BYTES, EndpointName
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +73,10 @@ class Flight:
     """One write on its way. Each transport has its own kind."""
 
 
+MOST_REGIONS = 1 << 17
+"""Of registered memory, that peers may write to."""
+
+
 class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """The wire form of an endpoint's transport: what a peer needs to connect.
 
@@ -82,10 +87,10 @@ class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True):
         private: the transport's own bytes.
     """
 
-    name: str
+    name: EndpointName
     device: Device
-    regions: tuple[Region, ...]
-    private: bytes
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MOST_REGIONS)]
+    private: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
 
     def encode(self) -> bytes:
         """As bytes that travel in `Attach`."""
@@ -100,8 +105,8 @@ class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             return msgspec.msgpack.decode(data, type=PeerMetadata)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MessageError(f"malformed transport metadata: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise MessageError(f"malformed transport metadata: {quoted(error)}") from error
 
 
 class Transport(ABC):

@@ -267,7 +267,7 @@ class TestServer:
             ({"incarnation": "x" * 257}, "SettingsError", "incarnation"),
             ({"protocol_version": 10**15}, "SettingsError", "protocol_version"),
             ({"protocol_version": 10**4000}, "SettingsError", "protocol_version"),
-            ({"coordinates": dict.fromkeys(("tp_size", "pp_size"), 10**4000)}, "SettingsError", "tp_size"),
+            ({"coordinates": dict.fromkeys(("tp_size", "pp_size"), 10**4000)}, "MessageError", "tp_size"),
         ],
         ids=lambda value: str(value)[:60],
     )

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
 from kvferry.protocol.early import EarlyMessage, EarlyRooms
-from kvferry.protocol.messages import AbortRoom, OpenRoom
+from kvferry.protocol.messages import AbortRoom, OpenGroup, OpenRoom
 
 
 def opened(room: int, generation: int = 1) -> OpenRoom:
@@ -83,12 +88,46 @@ def test_an_abort_of_one_receiver_says_nothing_of_another():
 def test_too_many_rooms_are_refused_but_known_ones_still_grow():
     rooms = early(limit=2)
     assert rooms.keep("a", opened(1), now=0.0)
-    assert rooms.keep("a", opened(2), now=0.0)
-    assert not rooms.keep("a", opened(3), now=0.0)
     assert rooms.keep("b", opened(2), now=0.0)
-    assert rooms.keep("a", aborted(2), now=0.0)
+    assert not rooms.keep("c", opened(3), now=0.0)
+    assert rooms.keep("c", opened(2), now=0.0)
+    assert rooms.keep("a", aborted(1), now=0.0)
     rooms.take(1)
     assert rooms.keep("a", opened(3), now=0.0)
+
+
+def test_a_decode_rank_leaves_half_of_the_places_to_others():
+    rooms = early(limit=4)
+    assert [rooms.keep("a", opened(room), now=0.0) for room in range(3)] == [True, True, False]
+    assert rooms.keep("a", opened(1, 9), now=0.0), "a newer generation takes the place of the older one"
+    assert [rooms.keep("b", opened(room), now=0.0) for room in range(3)] == [True, True, False]
+    # However places become free, they are counted.
+    rooms.take(0)
+    assert rooms.keep("a", opened(5), now=0.0)
+    rooms.forget("b")
+    assert [rooms.keep("b", opened(room), now=1.0) for room in (6, 7, 8)] == [True, True, False]
+    assert len(list(rooms.expired(now=100.0))) == 4
+    assert [rooms.keep("a", opened(room), now=0.0) for room in range(3)] == [True, True, False]
+
+
+def test_page_numbers_that_are_kept_have_a_bound(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvferry.protocol.early.MOST_PAGE_BYTES", 100)
+
+    def large(room: int) -> OpenRoom:
+        group = OpenGroup("kv", held=0, start=0, stop=5, first_page=0, pages=bytes(40))
+        return msgspec.structs.replace(opened(room), groups=(group,))
+
+    ends: list[Callable[[EarlyRooms], object]] = [
+        lambda rooms: rooms.take(1),
+        lambda rooms: rooms.forget("a"),
+        lambda rooms: list(rooms.expired(now=100.0)),
+    ]
+    for end in ends:
+        rooms = early(limit=100)
+        assert [rooms.keep("a", large(room), now=0.0) for room in (1, 2, 3)] == [True, True, False]
+        assert rooms.keep("a", opened(4), now=0.0)
+        end(rooms)
+        assert rooms.keep("b", large(3), now=0.0)
 
 
 def test_a_refused_room_leaves_nothing_behind():

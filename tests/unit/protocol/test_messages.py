@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from typing import Any, get_args
 
 import msgspec
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from kvferry.errors import MessageError, PeerError, VersionError
 from kvferry.layout import (
+    Axis,
+    Component,
     Device,
     Interval,
     MemoryKind,
@@ -26,6 +29,7 @@ from kvferry.layout import (
 from kvferry.plan import Path, Piece, Unit
 from kvferry.protocol import messages
 from kvferry.protocol.messages import (
+    MAX_MESSAGE_BYTES,
     AbortRoom,
     Attach,
     Attached,
@@ -62,6 +66,7 @@ from kvferry.protocol.messages import (
     pack_pages,
     unpack_pages,
 )
+from kvferry.transport import PeerMetadata
 
 DECODERS: dict[Any, Any] = {
     ToPrefill: decode_to_prefill,
@@ -107,8 +112,8 @@ EXAMPLES: list[Message] = [
     ),
     Detach(endpoint="d0"),
     Ping(endpoint="d0"),
-    OpenRoom(room=2**64 - 1, generation=2**63, receivers=2, tokens=70, groups=GROUPS),
-    AbortRoom(room=0, generation=-1, reason="the client went away: \N{SNOWMAN}"),
+    OpenRoom(room=2**63 - 1, generation=2**63 - 1, receivers=2, tokens=70, groups=GROUPS),
+    AbortRoom(room=0, generation=0, reason="the client went away: \N{SNOWMAN}"),
     Welcome(endpoint="p0", engine="prefill", coordinates=COORDINATES, layout=LAYOUT, transport="nixl", process=PROCESS),
     Attached(endpoint="p0", attempt=3, only_staged=True),
     Refused(endpoint="p0", attempt=3, error="IncompatiblePeerError", reason="page size 16 here, 32 there"),
@@ -118,7 +123,7 @@ EXAMPLES: list[Message] = [
     Drained(endpoint="p0", room=1, generation=2, writer=3),
     IsGone(process=PROCESS),
     Gone(process=PROCESS),
-    Credit(endpoint="d0", epoch=2**63, position=2**40),
+    Credit(endpoint="d0", epoch=2**63 - 1, position=2**40),
     SpanVoid(endpoint="p0", epoch=5, start=1, begin=64, stop=128),
     StagedArrived(
         room=1,
@@ -241,13 +246,164 @@ def test_the_largest_message_passes_and_a_byte_more_is_refused_on_both_sides(mon
     "message",
     [
         OpenRoom(room=2**64, generation=1, receivers=1, tokens=None, groups=()),
-        RoomFailed(room=1, generation=1, writer=0, error="OSError", reason="cannot open 'caf\udce9'"),
+        Hello(endpoint="d0", engine="caf\udce9", coordinates=COORDINATES),
     ],
     ids=["number", "surrogate"],
 )
 def test_what_cannot_be_encoded_is_a_message_error(message: Message):
     with pytest.raises(MessageError, match=type(message).__name__):
         encode(message)
+
+
+@pytest.mark.parametrize("kind", [Refused, RoomFailed, AbortRoom])
+def test_a_reason_always_arrives_as_far_as_it_can(kind: type[Message]):
+    """Whoever waits for the answer must get it, however long or odd the sentence in it is."""
+    message = msgspec.structs.replace(example_of(kind), reason="rank 7 holds " * 5000 + "caf\udce9")
+    arrived = decoder_of(message)(encode(message))
+    assert arrived == message
+    assert arrived.reason.startswith("rank 7 holds rank 7 holds")
+    assert arrived.reason.endswith("... (65004 characters)")
+    odd = msgspec.structs.replace(example_of(kind), reason="cannot open 'caf\udce9'")
+    assert decoder_of(odd)(encode(odd)).reason == "cannot open 'caf?'"
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        (Hello, ("endpoint",), "x" * 256),
+        (Hello, ("endpoint",), ""),
+        (Hello, ("endpoint",), "two words"),
+        (Hello, ("endpoint",), "line\n"),
+        (Hello, ("engine",), "x" * 257),
+        (Hello, ("coordinates", "tp_size"), 2**64 - 1),
+        (Attach, ("host",), "x" * 257),
+        (Attach, ("transport",), LONG),
+        (Attach, ("transport_metadata",), bytes(16 * 2**20 + 1)),
+        (Attach, ("staging", "problem"), LONG),
+        (Attach, ("staging", "scatter_bytes_per_s"), -1.0),
+        (Attach, ("staging", "scatter_bytes_per_s"), float("inf")),
+        (Attach, ("staging", "scatter_bytes_per_s"), float("nan")),
+        (Attach, ("staging", "ring", "epoch"), -1),
+        (Attach, ("pieces",), [["k", [], 0, [0]]] * (2**17 + 1)),
+        (Attach, ("pieces", 0, 0), LONG),
+        (Attach, ("pieces", 0, 1), [[0, 1]] * 9),
+        (Attach, ("pieces", 0, 1, 0), [0, 2**48 + 1]),
+        (Attach, ("pieces", 0, 3), [0] * (2**14 + 1)),
+        (Attach, ("layout", "shards", 0, "group"), LONG),
+        (Attach, ("layout", "shards", 0, "component", "name"), LONG),
+        (Attach, ("layout", "shards", 0, "component", "axes", 0), [LONG, 2]),
+        (Attach, ("layout", "shards", 0, "component", "axes"), [["layer", 1]] * 9),
+        (Attach, ("layout", "shards", 0, "addresses"), [0] * 2049),
+        (Attach, ("layout", "shards", 0, "addresses", 0), -1),
+        (Attach, ("layout", "shards", 0, "strides", 0), 2**48 + 1),
+        (Attach, ("layout", "shards", 0, "device"), ["DRAM", 2**20]),
+        (Attach, ("layout", "shards"), []),
+        (Attach, ("layout", "tokens"), {"dealing": {"pattern": [0] * (2**14 + 1)}}),
+        (OpenRoom, ("room",), 2**63),
+        (OpenRoom, ("generation",), -1),
+        (OpenRoom, ("receivers",), 2**40),
+        (OpenRoom, ("groups",), [["kv", 0, 0, 0, 0, b""]] * 513),
+        (OpenRoom, ("groups", 0, 0), LONG),
+        (OpenRoom, ("groups", 0, 5), bytes(8 * 2**21 + 8)),
+        (AbortRoom, ("reason",), LONG),
+        (Refused, ("reason",), LONG),
+        (Refused, ("error",), LONG),
+        (RoomFailed, ("reason",), LONG),
+        (StagedArrived, ("segments",), [[0, 0, 1, b""]] * (2**16 + 1)),
+        (StagedArrived, ("segments", 0, 3), bytes(8 * 2**21 + 16)),
+        (WriterFinished, ("aux",), bytes(2**20 + 1)),
+    ],
+)
+def test_what_is_larger_than_anything_real_is_refused(kind: type[Message], path: tuple[str | int, ...], value: object):
+    message = example_of(kind)
+    started_at = time.monotonic()
+    with pytest.raises(MessageError):
+        decoder_of(message)(changed(message, path, value))
+    assert time.monotonic() - started_at < 1
+
+
+@pytest.mark.parametrize("kind", ["x" * 1_000_000, "\x00" * 5000, "line\nfeed\u2028 and \x1b[31m more"])
+def test_what_a_peer_said_is_quoted_on_one_line_and_not_all_of_it(kind: str):
+    with pytest.raises(MessageError) as caught:
+        decode_to_prefill(with_body(msgspec.msgpack.encode({"type": kind})))
+    assert len(str(caught.value)) < 700
+    assert str(caught.value).isprintable()
+    assert "type" in str(caught.value) or "characters)" in str(caught.value)
+
+
+def test_lists_are_refused_by_their_length_before_they_are_made():
+    """Five bytes that announce four billion shards, pieces or pages."""
+    for path in (("layout", "shards"), ("pieces",), ("layout", "shards", 0, "addresses")):
+        data = changed(ATTACH, path, ["here"])
+        cut = data[: data.index(b"\x91\xa4here")] + b"\xdd\xff\xff\xff\xff"
+        with pytest.raises(MessageError):
+            decode_to_prefill(cut)
+
+
+def large_layout(rank: int) -> RankLayout:
+    """256 layers of keys, values and their scales, in 8 groups of pages, on one of 512 ranks."""
+    shards: list[Shard] = []
+    for group in range(8):
+        for name, dim, dtype in (("k", 256, "float8_e4m3fn"), ("v", 256, "float8_e4m3fn"), ("ks", 1, "float32")):
+            axes = (Axis("layer", 256), Axis("head", 512), Axis("dim", dim))
+            component = Component(name=f"{name} of kind {group}", axes=axes, dtype=dtype)
+            element = component.element_bytes
+            shards.append(
+                Shard(
+                    component=component,
+                    box=(Interval(0, 256), Interval(rank, rank + 1), Interval(0, dim)),
+                    addresses=tuple((1 << 44) + (len(shards) * 256 + layer << 32) for layer in range(256)),
+                    strides=(dim * element, element),
+                    paging=Paging(
+                        page_tokens=1, num_pages=2**20, page_stride=dim * element, token_stride=dim * element
+                    ),
+                    group=f"group {group}",
+                )
+            )
+    return RankLayout(shards=tuple(shards))
+
+
+def test_a_large_deployment_stays_far_below_the_limits():
+    layout = large_layout(3)
+    place = RankCoordinates(tp_rank=3, tp_size=512)
+    box = tuple(Interval(0, 1) for _ in range(3))
+    pieces = tuple(
+        Piece(f"{name} of kind {group}", box, 0, tuple(range(512)))
+        for group in range(8)
+        for name in ("k", "v", "ks")
+        for _ in range(64)  # of as many pipeline stages
+    )
+    regions = layout.regions()
+    metadata = PeerMetadata(name="decode-3", device=layout.device, regions=regions, private=bytes(400 * len(regions)))
+    pages = pack_pages(np.arange(1_000_000))  # tokens, one a page
+    large = [
+        Welcome(endpoint="p0", engine="prefill", coordinates=place, layout=layout, transport="nixl", process=PROCESS),
+        Attach(
+            endpoint="d0",
+            attempt=2**40,
+            engine="decode",
+            coordinates=place,
+            layout=layout,
+            pieces=pieces,
+            transport="nixl",
+            transport_metadata=metadata.encode(),
+        ),
+        OpenRoom(
+            room=1,
+            generation=1,
+            receivers=512,
+            tokens=1_000_000,
+            groups=tuple(OpenGroup(f"group {number}", 0, 0, 1_000_000, 0, pages) for number in range(2)),
+        ),
+    ]
+    for message in large:
+        data = encode(message)
+        assert decoder_of(message)(data) == message
+        assert len(data) < MAX_MESSAGE_BYTES / 2
+    assert PeerMetadata.decode(metadata.encode()) == metadata
 
 
 ATTACH = EXAMPLES[1]
@@ -259,7 +415,7 @@ SHARD = ("layout", "shards", 0)
     [
         (("coordinates", "tp_rank"), 2, "tp_rank is 2"),
         (("coordinates", "pp_size"), 0, "pp_size is 0"),
-        (("coordinates", "dp_rank"), -1, "dp_rank is -1"),
+        (("coordinates", "dp_rank"), -1, "`int` >= 0"),
         (("layout", "shards"), [], "at least one"),
         ((*SHARD, "component", "dtype"), "float7", "float7"),
         ((*SHARD, "component", "axes"), [], "at least one"),
@@ -270,7 +426,7 @@ SHARD = ("layout", "shards", 0)
         ((*SHARD, "strides"), [8, 1], "overlap"),
         ((*SHARD, "paging", 0), 0, "0 tokens"),
         ((*SHARD, "device", 0), "TAPE", "TAPE"),
-        (("pieces", 0, 1, 0), [-1, 1], r"\[-1, 1\)"),
+        (("pieces", 0, 1, 0), [-1, 1], "`int` >= 0"),
         (("pieces", 0, 3), ["one"], "Expected `int`"),
         (("pieces", 0, 2), "one", "Expected `int | null`"),
         (("layout", "tokens", "part"), 1, "part 1 does not exist"),

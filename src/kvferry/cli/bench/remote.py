@@ -20,11 +20,13 @@ import zmq
 from kvferry.cli.bench.options import BenchOptions
 from kvferry.cli.bench.teams import BenchError, LocalTeam, Pollable, listen
 from kvferry.control.channel import ConnectedChannel, ListeningChannel
-from kvferry.control.registry_client import LeaseKeeper, RegistryClient
+from kvferry.control.construction import create_registry_client, credentials_of
+from kvferry.control.registry_client import LeaseKeeper
 from kvferry.errors import (
     IncompatiblePeerError,
     PeerDisconnectedError,
     RegistrationRefusedError,
+    RegistryAccessError,
     RegistryError,
 )
 from kvferry.layout import RankCoordinates
@@ -199,12 +201,14 @@ def find_prefill_side(
     known: RankRegistration | None = None
     channel: ConnectedChannel | None = None
     problem = "it is not entered there"
-    with RegistryClient(registry_url) as registry:
+    with create_registry_client(settings, registry_url) as registry:
         try:
             while time.monotonic() < deadline:
                 found = known
                 try:
                     found = next(iter(registry.engine(ENGINE).registrations), known)
+                except RegistryAccessError:
+                    raise
                 except RegistryError as error:
                     problem = str(error)
                 if found is not None and found != known:
@@ -212,7 +216,10 @@ def find_prefill_side(
                     if channel is not None:
                         channel.close()
                     channel = ConnectedChannel(
-                        context, identity=f"bench-decode-{secrets.token_hex(8)}", address=found.control_address
+                        context,
+                        identity=f"bench-decode-{secrets.token_hex(8)}",
+                        address=found.control_address,
+                        credentials=credentials_of(settings),
                     )
                     channel.send(_encode(Lead(found.incarnation, dict(options))))
                 if channel is None:
@@ -258,7 +265,12 @@ def follow(
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        channel = ListeningChannel(context, host=bracketed(settings.host), port=settings.control_port)
+        channel = ListeningChannel(
+            context,
+            host=bracketed(settings.host),
+            port=settings.control_port,
+            credentials=credentials_of(settings),
+        )
         try:
             key = secrets.token_hex(16)
             registration = RankRegistration(
@@ -269,7 +281,10 @@ def follow(
                 layout_digest=ENGINE,
                 protocol_version=PROTOCOL_VERSION,
             )
-            with RegistryClient(registry_url) as registry, LeaseKeeper(registry, registration, lambda _: None) as lease:
+            with (
+                create_registry_client(settings, registry_url) as registry,
+                LeaseKeeper(registry, registration, lambda _: None) as lease,
+            ):
                 on_progress("waiting for the decode side")
                 leader = _leader(channel, key, options, settings, lease, registry_url)
             on_progress("the decode side leads")
@@ -292,9 +307,9 @@ def _leader(
     """Waits for a leader with the key; returns how the channel knows it."""
     deadline = time.monotonic() + settings.bootstrap_timeout_s
     while time.monotonic() < deadline:
-        if isinstance(lease.last_error, RegistrationRefusedError):
+        if isinstance(lease.last_error, (RegistrationRefusedError, RegistryAccessError)):
             raise lease.last_error
-        channel.socket.poll(_LOOK_MS)
+        channel.wait(_LOOK_MS)
         for identity, data in channel.receive():
             for message in _decoded_by(_TO_PREFILL, [data]):
                 if not isinstance(message, Lead) or not secrets.compare_digest(message.key, key):
@@ -343,7 +358,7 @@ class _Relay:
         self._heard_at = time.monotonic()
 
     def pollables(self) -> Collection[Pollable]:
-        return [self._channel.socket]
+        return list(self._channel.sockets)
 
     def hear(self, readable: Collection[Pollable]) -> list[tuple[int, bytes]]:
         now, commands = time.monotonic(), []

@@ -1,0 +1,50 @@
+"""What registries, their clients and channels are made with, as the settings say."""
+
+from __future__ import annotations
+
+from kvferry.control.credentials import Credentials, ServerCertificate
+from kvferry.control.registry_client import RegistryClient
+from kvferry.control.registry_server import RegistryServer
+from kvferry.settings import Settings
+
+
+def credentials_of(settings: Settings) -> Credentials | None:
+    """What peers and the registry know this endpoint by; None where there is no secret."""
+    secret = settings.shared_secret
+    return None if secret is None else Credentials.derived_from(secret)
+
+
+def create_registry(settings: Settings) -> RegistryServer:
+    """The registry that the settings ask for, not started.
+
+    Raises:
+        SettingsError: if its certificate or key cannot be used.
+    """
+    credentials = credentials_of(settings)
+    certificate = None
+    if settings.registry_tls_certificate is not None and settings.registry_tls_key is not None:
+        certificate = ServerCertificate(settings.registry_tls_certificate, settings.registry_tls_key)
+    return RegistryServer(
+        settings.registry_host,
+        settings.registry_port,
+        lease_s=settings.registry_lease_s,
+        token=credentials.registry_token if credentials else None,
+        certificate=certificate,
+    )
+
+
+def create_registry_client(settings: Settings, url: str | None = None) -> RegistryClient:
+    """A client that the registry lets in.
+
+    Args:
+        url: where the registry is; where the settings say, if None.
+
+    Raises:
+        SettingsError: if the url makes no sense.
+    """
+    credentials = credentials_of(settings)
+    return RegistryClient(
+        url or settings.registry_address,
+        token=credentials.registry_token if credentials else None,
+        trusted_certificates=settings.registry_tls_ca,
+    )

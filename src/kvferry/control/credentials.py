@@ -1,0 +1,117 @@
+"""What peers and the registry know one another by, all of it derived from one shared secret.
+
+Whoever knows the secret has everything here; whoever has one of the derived keys learns neither the secret nor the
+others (HKDF with SHA-256, a context each). The token goes to the registry, and over plain HTTP whoever listens on the
+wire has it then: it opens the registry and nothing else. The keys of the peer channel are CurveZMQ's and never travel.
+Nothing here has a value in its `repr`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from kvferry.errors import SettingsError
+
+_SALT = b"kvferry 1"
+"""Other derivations from the same secret, in other programs or later versions, have nothing in common with these."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A Curve25519 key pair, as ZMQ wants it (Z85)."""
+
+    public: bytes = field(repr=False)
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a shared secret becomes.
+
+    Attributes:
+        registry_token: what the registry asks for as a bearer token.
+        listening: keys of prefill ranks' end of the peer channel.
+        connecting: keys of decode ranks' end.
+    """
+
+    registry_token: str = field(repr=False)
+    listening: KeyPair = field(repr=False)
+    connecting: KeyPair = field(repr=False)
+
+    @staticmethod
+    def derived_from(secret: str) -> Credentials:
+        """The credentials of everyone who has this secret."""
+        return Credentials(
+            registry_token=_derived(secret, "registry bearer token").hex(),
+            listening=_key_pair(_derived(secret, "peer channel, listening side")),
+            connecting=_key_pair(_derived(secret, "peer channel, connecting side")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCertificate:
+    """A registry's certificate and private key, in PEM files."""
+
+    certificate: Path
+    key: Path
+
+    def context(self) -> ssl.SSLContext:
+        """What a server speaks TLS with.
+
+        Raises:
+            SettingsError: if the files are not what they should be.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            # Without a password of ours OpenSSL would ask for one on the terminal, and wait.
+            context.load_cert_chain(self.certificate, self.key, password=lambda: "")
+        except (OSError, ValueError) as error:
+            raise SettingsError(
+                f"the registry's certificate {self.certificate} (KVFERRY_REGISTRY_TLS_CERTIFICATE) and its key "
+                f"{self.key} (KVFERRY_REGISTRY_TLS_KEY) cannot be used: {_reason(error)}. Both must be PEM files, the "
+                "key unencrypted and the certificate's own"
+            ) from error
+        return context
+
+
+def client_context(certificates: Path | None) -> ssl.SSLContext | bool:
+    """What a client checks a registry's certificate with, as httpx wants it.
+
+    Args:
+        certificates: PEM file of those that are trusted; None trusts those that httpx trusts.
+
+    Raises:
+        SettingsError: if the file is not what it should be.
+    """
+    if certificates is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=str(certificates))
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"the certificates in {certificates} (KVFERRY_REGISTRY_TLS_CA) cannot be used: {_reason(error)}. It must "
+            "be a PEM file"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+def _derived(secret: str, purpose: str) -> bytes:
+    """32 bytes for one purpose: HKDF (RFC 5869), whose second half is a single block here."""
+    key = hmac.digest(_SALT, secret.encode(), hashlib.sha256)
+    return hmac.digest(key, purpose.encode() + b"\x01", hashlib.sha256)
+
+
+def _key_pair(secret: bytes) -> KeyPair:
+    encoded = z85.encode(secret)
+    return KeyPair(public=zmq.curve_public(encoded), secret=encoded)

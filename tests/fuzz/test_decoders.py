@@ -1,0 +1,178 @@
+"""Whatever bytes arrive: a decoder makes a message of them or says that it is none, soon and with little memory."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from tests.fuzz.conftest import Fuzz
+from tests.fuzz.mutation import HEADER, Corpus, Mutator, as_json, tree_of
+
+from kvferry.control.registry_app import _decode_registration
+from kvferry.control.registry_client import RegistryClient
+from kvferry.control.registry_messages import EngineList, Health, Lease, Problem
+from kvferry.errors import (
+    ConfigurationError,
+    IncompatiblePeerError,
+    MessageError,
+    PageError,
+    RegistryError,
+    VersionError,
+)
+from kvferry.layout import Device, RankCoordinates, RankLayout
+from kvferry.plan import check_exchangeable, pieces_for_receiver
+from kvferry.protocol import messages
+from kvferry.protocol.demands import wanted_groups
+from kvferry.protocol.loads import unpack_units
+from kvferry.protocol.registrations import EngineView, RankRegistration
+from kvferry.transport import PeerMetadata
+
+LONGEST_S = 10.0
+"""For one input: the largest layouts that are not refused at once take seconds."""
+
+MOST_MEMORY = 1 << 30
+
+DAMAGED = 10
+"""Inputs made of each message by damaging its bytes."""
+
+REGISTRATION = RankRegistration(
+    engine="prefill",
+    incarnation="first",
+    coordinates=RankCoordinates(tp_rank=1, tp_size=2),
+    control_address="tcp://127.0.0.1:1",
+    layout_digest="digest",
+    protocol_version=3,
+)
+ANSWERS: list[tuple[type[Any], Any]] = [
+    (Lease, Lease(lease_s=10.0)),
+    (EngineView, EngineView(engine="prefill", registrations=(REGISTRATION,), world_size=2, complete=False)),
+    (EngineList, EngineList(engines=())),
+    (Health, Health(version="0.1.0", api_version=1, uptime_s=5.0)),
+    (Problem, Problem(error="PageError", message="no reason")),
+]
+
+
+class Decoders:
+    """Every decoder, with the errors that it says it raises."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._client = RegistryClient("http://127.0.0.1:1")
+        self._layouts = [each.layout for each in corpus.messages if isinstance(each, messages.Welcome)]
+        regions = self._layouts[0].regions()
+        self.metadata = tree_of(PeerMetadata(name="hostile-0", device=Device(), regions=regions, private=b"private"))
+        self.registration = tree_of(REGISTRATION)
+        self.answers = [(kind, tree_of(answer)) for kind, answer in ANSWERS]
+        self.slowest_s = 0.0
+        self.accepted = 0
+
+    def feed(self, decode: Callable[[bytes], Any], data: bytes, *allowed: type[Exception]) -> Any:
+        """One input. None if it was refused as it should be."""
+        started_at = time.perf_counter()
+        refusal = ""
+        try:
+            decoded = decode(data)
+        except allowed as error:
+            decoded, refusal = None, str(error)
+        if VersionError in allowed:  # of bytes that just came: it goes into a log as it is
+            assert len(refusal) < 1000
+            assert "\n" not in refusal
+        took_s = time.perf_counter() - started_at
+        self.slowest_s = max(self.slowest_s, took_s)
+        assert took_s < LONGEST_S
+        self.accepted += decoded is not None
+        return decoded
+
+    def feed_message(self, data: bytes) -> int:
+        """One input for each of the three directions, and for what looks at messages next; returns how many."""
+        for decode in (messages.decode_to_prefill, messages.decode_to_decode, messages.decode_notification):
+            message = self.feed(decode, data, MessageError, VersionError)
+            if message is None:
+                continue
+            again = messages.encode(message)  # what was accepted can travel on
+            assert type(decode(again)) is type(message)
+            match message:
+                case messages.OpenRoom():
+                    for layout in self._layouts[:3]:
+                        self._look(lambda: wanted_groups(message, layout, where="fuzz"), PageError, MessageError)  # noqa: B023
+                case messages.Welcome():
+                    self._look(lambda: self._planned(message.layout), IncompatiblePeerError, ConfigurationError)  # noqa: B023
+        return 3
+
+    def _planned(self, layout: RankLayout) -> None:
+        mine = self._layouts[0]
+        check_exchangeable(layout, mine, source_name="hostile", destination_name="mine")
+        pieces_for_receiver({0: layout}, mine)
+
+    def _look(self, look: Callable[[], Any], *allowed: type[Exception]) -> None:
+        self.feed(lambda _: look(), b"", *allowed)
+
+    def feed_rest(self, mutator: Mutator) -> int:
+        """Metadata, page numbers, units, and what registries and their clients read."""
+        chance = mutator.random
+        metadata = msgspec.msgpack.encode(self.metadata)
+        for _ in range(5):
+            self.feed(PeerMetadata.decode, mutator.damaged(metadata), MessageError)
+        self.feed(PeerMetadata.decode, msgspec.msgpack.encode(_packable(mutator.changed(self.metadata))), MessageError)
+        numbers = chance.randbytes(chance.choice((0, 7, 8, 16, 48, 1600)))
+        self.feed(messages.unpack_pages, numbers, MessageError)
+        self.feed(lambda data: unpack_units(data, most=chance.choice((0, 1, 1000))), numbers, MessageError)
+        body = as_json(mutator.changed(self.registration))
+        for data in (body, mutator.damaged(body)):
+            self.feed(_decode_registration, data, MessageError, ConfigurationError)
+        kind, answer = chance.choice(self.answers)
+        body = as_json(mutator.changed(answer))
+        for data in (body, mutator.damaged(body)):
+            for status in (200, 400):
+                self.feed(lambda given: self._client._answer(status, given, kind), data, RegistryError)  # noqa: B023
+        return 14
+
+
+def _packable(tree: Any) -> Any:
+    try:
+        msgspec.msgpack.encode(tree)
+    except (OverflowError, RecursionError, UnicodeEncodeError):
+        return None
+    return tree
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return Corpus()
+
+
+def test_every_decoder_answers_or_refuses(fuzz: Fuzz, corpus: Corpus):
+    decoders = Decoders(corpus)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for chance in fuzz.rounds():
+        mutator = corpus.mutator(chance)
+        for _ in range(20):
+            data = mutator.message()
+            fuzz.inputs += decoders.feed_message(data)
+            for _ in range(DAMAGED):
+                fuzz.inputs += decoders.feed_message(mutator.damaged(data))
+            fuzz.inputs += decoders.feed_rest(mutator)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < MOST_MEMORY, f"{grown} bytes more memory at the peak"
+    assert decoders.accepted > fuzz.inputs / 200, "hardly any input was nearly right"
+
+
+def test_the_mutator_makes_what_is_right_from_the_types_alone(corpus: Corpus):
+    """Else a fuzzer would test the first check of every decoder and nothing behind it."""
+    mutator = corpus.mutator(random.Random(1))
+    for union, decode in (
+        (messages.ToPrefill, messages.decode_to_prefill),
+        (messages.ToDecode, messages.decode_to_decode),
+        (messages.Notification, messages.decode_notification),
+    ):
+        for kind in get_args(union):
+            right = 0
+            for _ in range(200):
+                with suppress(MessageError):
+                    right += type(decode(HEADER + msgspec.msgpack.encode(mutator.made(kind)))) is kind
+            assert right > 10, kind

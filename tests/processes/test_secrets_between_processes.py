@@ -1,0 +1,184 @@
+"""A shared secret between real processes, over NIXL; and commands that keep it to themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.processes.test_bench_roles import ended, side, wait_for_ranks
+from tests.support.caches import Model, Shape
+from tests.support.processes import Rank, RankProcess
+
+from kvferry.control.credentials import Credentials
+from kvferry.control.registry_client import RegistryClient
+from kvferry.control.registry_server import RegistryServer
+from kvferry.errors import RegistryAccessError
+from kvferry.layout import RankCoordinates
+from kvferry.transport.nixl import BINDINGS
+
+SECRET = "the secret of these tests"
+OTHER = "another secret than that"
+TOKEN = Credentials.derived_from(SECRET).registry_token
+MODEL = Model(layers=4, heads=4, head_dim=16, page_tokens=8, dtype="float32")
+SHAPE = Shape(pages=32)
+PAGES = list(range(12))
+DEADLINE_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[str]:
+    with RegistryServer(port=0, token=TOKEN) as running:
+        yield running.url
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[tuple[RankProcess, RankProcess]]:
+    pytest.importorskip(BINDINGS[0].partition(".")[0])
+    both = RankProcess(), RankProcess()
+    yield both
+    for each in both:
+        each.kill() if each.unanswered else each.close()
+
+
+def start(ranks: tuple[RankProcess, RankProcess], prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+    times = {"bootstrap_timeout_s": DEADLINE_S, "close_timeout_s": 1.0}
+    for rank, begin, settings in zip(ranks, (Rank.start_prefill, Rank.start_decode), (prefill, decode), strict=True):
+        rank.do(begin, MODEL, SHAPE, RankCoordinates(), "prefill", {**times, **settings})
+
+
+def test_two_with_one_secret_exchange_every_byte(registry: str, ranks: tuple[RankProcess, RankProcess], tmp_path: Path):
+    file = tmp_path / "secret"
+    file.write_text(SECRET + "\n")
+    file.chmod(0o600)
+    prefill, decode = ranks
+    start(ranks, {"registry_url": registry, "secret_file": str(file)}, {"registry_url": registry, "secret": SECRET})
+    for room in (1, 2, 3):
+        decode.do(Rank.receive, room, PAGES, "prefill")
+        prefill.do(Rank.send, room, PAGES[::-1], [5, 12])
+        assert [rank.do(Rank.wait, room) for rank in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("lets_everyone_in", [False, True], ids=["registry-with-secret", "registry-without"])
+@pytest.mark.parametrize("theirs", [OTHER, None], ids=["another", "none"])
+def test_with_another_secret_there_is_an_error_in_time_and_nothing_else(
+    registry: str, ranks: tuple[RankProcess, RankProcess], lets_everyone_in: bool, theirs: str | None
+):
+    prefill, decode = ranks
+    with RegistryServer(port=0, token=None if lets_everyone_in else TOKEN) as running:
+        start(ranks, {"registry_url": running.url, "secret": SECRET}, {"registry_url": running.url, "secret": theirs})
+        started_at = time.monotonic()
+        prefill.do(Rank.send, 1, PAGES, [12])
+        decode.do(Rank.receive, 1, PAGES, "prefill")
+        decode.ask(Rank.wait, 1)
+        answer = decode.answer()
+        assert time.monotonic() - started_at < DEADLINE_S + 2
+        assert "KVFERRY_SECRET_FILE" in str(answer.error)
+        for secret in (SECRET, OTHER):
+            assert secret not in str(answer.error)
+        assert decode.do(Rank.state, 1) == ("FAILED", True, 0)
+        with RegistryClient(running.url, token=TOKEN) as client:
+            assert [view.engine for view in client.engines()] == ["prefill"]
+        for rank in ranks:  # as long as there is a registry to sign off at
+            rank.do(Rank.stop)
+
+
+def test_nothing_listens_beyond_loopback_unless_told(registry: str, ranks: tuple[RankProcess, RankProcess]):
+    """Not NIXL either, which would otherwise listen on every interface."""
+
+    def listening() -> list[set[str]]:
+        connections = [psutil.Process(rank.pid).net_connections("inet") for rank in ranks]
+        return [
+            {each.laddr.ip.removeprefix("::ffff:") for each in of_rank if each.status == psutil.CONN_LISTEN}
+            for of_rank in connections
+        ]
+
+    settings: dict[str, Any] = {"registry_url": registry, "secret": SECRET}
+    start(ranks, settings, settings)
+    assert listening() == [{"127.0.0.1"}, {"127.0.0.1"}]
+
+
+def test_the_benchmark_of_two_commands_keeps_the_secret(registry: str):
+    pytest.importorskip(BINDINGS[0].partition(".")[0])
+    with (
+        side("prefill", registry, secret=SECRET) as prefill,
+        side("decode", registry, "--json", secret=SECRET) as decode,
+    ):
+        wait_for_ranks(prefill, 1)
+        for process in (prefill, decode):
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            for each in family:
+                assert SECRET not in " ".join(each.cmdline())
+        results = [ended(process) for process in (decode, prefill)]
+    assert [status for status, _, _ in results] == [0, 0], results
+    assert json.loads(results[0][1])
+    for _, output, errors in results:
+        assert SECRET not in output + errors
+        assert TOKEN not in output + errors
+
+
+def test_a_side_of_the_benchmark_with_another_secret_gives_up_at_once(registry: str):
+    pytest.importorskip(BINDINGS[0].partition(".")[0])
+    for role in ("prefill", "decode"):
+        with side(role, registry, secret=OTHER) as stranger:
+            status, _, errors = ended(stranger)
+        assert status == 2
+        assert "RegistryAccessError" in errors
+        assert "KVFERRY_SECRET_FILE" in errors
+        assert OTHER not in errors
+
+
+def registry_command(*flags: str, **settings: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    environment |= {f"KVFERRY_{name.upper()}": value for name, value in settings.items()}
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvferry", "registry", "--port", "0", *flags],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_registry_for_everyone_is_refused_and_says_what_to_do():
+    with registry_command("--host", "0.0.0.0") as process:
+        output, errors = process.communicate(timeout=30)
+    assert (process.returncode, output) == (2, "")
+    for words in ("KVFERRY_REGISTRY_HOST", "KVFERRY_SECRET_FILE", "KVFERRY_ALLOW_UNAUTHENTICATED"):
+        assert words in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("settings", [{"secret": "too short"}, {"secret": ""}, {"secret_file": "/nonexistent"}])
+def test_a_secret_that_is_none_is_one_clear_sentence(settings: dict[str, str]):
+    with registry_command(**settings) as process:
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "KVFERRY_SECRET" in errors
+    assert "Traceback" not in errors
+    assert "too short" not in errors
+
+
+def test_a_registry_with_a_secret_answers_only_to_those_who_know_it():
+    with registry_command(secret=SECRET) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", said)
+        assert found is not None
+        with RegistryClient(found[0], token=TOKEN) as friend:
+            assert friend.engines() == ()
+        with RegistryClient(found[0]) as stranger, pytest.raises(RegistryAccessError):
+            stranger.engines()
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert SECRET not in said + output + errors

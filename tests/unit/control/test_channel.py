@@ -1,0 +1,153 @@
+"""The peer channel: who comes in, who does not, and what is dropped."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from kvferry.control.channel import ConnectedChannel, ListeningChannel
+from kvferry.control.credentials import Credentials, KeyPair
+from kvferry.errors import SettingsError
+
+FRIENDS = Credentials.derived_from("the secret of this test")
+STRANGERS = Credentials.derived_from("another secret than that")
+WITHIN_S = 10.0
+REFUSED_FOR_S = 1.0
+"""How long a stranger tries: a friend is in after a few milliseconds."""
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    with zmq.Context() as made:
+        yield made
+
+
+@pytest.fixture
+def listen(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Callable[..., ListeningChannel]]:
+    opened: list[ListeningChannel] = []
+
+    def make(credentials: Credentials | None) -> ListeningChannel:
+        opened.append(ListeningChannel(context, host="127.0.0.1", port=0, credentials=credentials))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., ConnectedChannel]]:
+    """In a context of their own, as they are in another process."""
+    with zmq.Context() as context:
+        opened: list[ConnectedChannel] = []
+
+        def make(channel: ListeningChannel, credentials: Credentials | None, name: str = "decode") -> ConnectedChannel:
+            address = f"tcp://127.0.0.1:{channel.port}"
+            opened.append(ConnectedChannel(context, identity=name, address=address, credentials=credentials))
+            opened[-1].socket.setsockopt(zmq.LINGER, 0)
+            return opened[-1]
+
+        yield make
+        for each in opened:
+            each.close()
+
+
+def received(channel: ListeningChannel, within_s: float) -> list[tuple[str, bytes]]:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        channel.wait(50)
+        if found := channel.receive():
+            return found
+    return []
+
+
+def test_two_with_the_same_secret_talk(listen, connect):
+    prefill = listen(FRIENDS)
+    decode = connect(prefill, FRIENDS)
+    decode.send(b"question")
+    assert received(prefill, WITHIN_S) == [("decode", b"question")]
+    prefill.send("decode", b"answer")
+    assert decode.socket.poll(WITHIN_S * 1000)
+    assert decode.receive() == [b"answer"]
+
+
+OTHER_CLIENT_KEY = Credentials(
+    registry_token=FRIENDS.registry_token, listening=FRIENDS.listening, connecting=STRANGERS.connecting
+)
+"""Of somebody who learned the listening side's public key, and has no key of ours."""
+
+
+@pytest.mark.parametrize(
+    "stranger", [None, STRANGERS, OTHER_CLIENT_KEY], ids=["no-security", "another-secret", "another-client-key"]
+)
+def test_nobody_else_says_or_hears_anything(listen, connect, stranger: Credentials | None):
+    prefill = listen(FRIENDS)
+    outside, friend = connect(prefill, stranger, "stranger"), connect(prefill, FRIENDS)
+    outside.send(b"question")
+    friend.send(b"question")
+    deadline, heard = time.monotonic() + REFUSED_FOR_S, []
+    while time.monotonic() < deadline:
+        heard += received(prefill, 0.05)
+    assert heard == [("decode", b"question")]
+    with pytest.raises(Exception, match="no connection to stranger"):
+        prefill.send("stranger", b"answer")
+    assert outside.receive() == []
+
+
+def test_a_listener_that_knows_the_secret_no_more_than_a_stranger_hears_nothing(listen, connect):
+    """The connecting side, too, asks who is there: a registry may have been told a wrong address."""
+    for impostor in (None, STRANGERS):
+        listening = listen(impostor)
+        connect(listening, FRIENDS).send(b"question")
+        assert received(listening, REFUSED_FOR_S) == []
+        listening.close()
+
+
+def test_nobody_comes_in_if_nobody_answers_for_them(context, listen, connect):
+    """The question whether a client is known is not skipped when its answer is missing."""
+    prefill = listen(FRIENDS)
+    assert prefill._doorkeeper is not None
+    connect(prefill, FRIENDS).send(b"question")
+    deadline = time.monotonic() + REFUSED_FOR_S
+    while time.monotonic() < deadline:
+        assert not prefill.socket.poll(50)  # without `receive`, which answers
+    assert received(prefill, WITHIN_S) == [("decode", b"question")]
+    prefill._doorkeeper.socket.close()
+    connect(prefill, FRIENDS, "late").send(b"question")
+    assert not prefill.socket.poll(REFUSED_FOR_S * 1000)
+
+
+def test_credentials_with_a_wrong_key_of_ours_do_not_even_start(context):
+    broken = Credentials(registry_token="", listening=KeyPair(b"x", b"x"), connecting=FRIENDS.connecting)
+    with pytest.raises((ValueError, zmq.ZMQError)):
+        ListeningChannel(context, host="127.0.0.1", port=0, credentials=broken)
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("name", [b"\xff\xfe", b"two words", b"line\nfeed", b""])
+def test_a_sender_whose_name_could_not_stand_in_a_log_is_dropped(listen, connect, name: bytes):
+    prefill = listen(None)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        if name:
+            stranger.setsockopt(zmq.IDENTITY, name)
+        stranger.connect(f"tcp://127.0.0.1:{prefill.port}")
+        stranger.send(b"question")
+        friend = connect(prefill, None)
+        deadline = time.monotonic() + REFUSED_FOR_S / 2
+        heard = []
+        friend.send(b"question")
+        while time.monotonic() < deadline:
+            heard += received(prefill, 0.05)
+    assert heard == [("decode", b"question")]
+
+
+def test_a_port_that_is_taken_leaves_nothing_behind(context):
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # noqa: SIM117
+        with pytest.raises(SettingsError, match="KVFERRY_CONTROL_PORT"):
+            ListeningChannel(context, host="127.0.0.1", port=taken.getsockname()[1], credentials=FRIENDS)
+    context.term()  # would wait for ever for a socket that was left open
