@@ -204,7 +204,7 @@ class DecodeEndpoint:
 
     @property
     def open_rooms(self) -> int:
-        """How many rooms have not ended, or still quarantine their pages."""
+        """How many rooms have not ended, still quarantine their pages, or may still be known to a prefill rank."""
         with self._lock:
             return len(self._rooms)
 

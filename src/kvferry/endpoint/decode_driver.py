@@ -252,7 +252,7 @@ class DecodeDriver(Loop):
             log.exception("room %d met an unexpected error", room.room)
             commands = room.handle(ReceiverBroke(error), now)
         link = self._room_links.get(room.room)
-        if room.machine.are_pages_reusable and self._rooms.get(room.room) is room:
+        if room.machine.is_done and self._rooms.get(room.room) is room:
             del self._rooms[room.room]
             self._room_links.pop(room.room, None)
             self._forget_room(room.room)  # before the caller learns of the end, who may use the number again then
@@ -619,5 +619,5 @@ class DecodeDriver(Loop):
         for number, link in list(self._room_links.items()):
             room = self._rooms[number]
             if room.machine.state.is_final:
-                for rank in room.machine.undrained:
+                for rank in room.machine.unanswered:
                     self._execute(room, link, SendAbort(rank, str(room.machine.error)), now)

@@ -227,6 +227,7 @@ class ReceiverMachine:
         self._ranks: frozenset[int] = frozenset()
         self._expected: dict[int, _Writer] = {}
         self._into_pages: frozenset[int] = frozenset()
+        self._unanswered: set[int] = set()  # ranks that were asked to stop, and have not said that they have
         self._scattering = 0  # parts that are on their way from staging memory into the pages
 
     @property
@@ -237,6 +238,11 @@ class ReceiverMachine:
         return not self.undrained
 
     @property
+    def is_done(self) -> bool:
+        """Whether the room can be forgotten, and its number be used again: nothing of it can reach a rank any more."""
+        return self.are_pages_reusable and not self._unanswered
+
+    @property
     def chunks(self) -> int:
         """How many chunks have arrived, over all writers."""
         return sum(len(writer.arrived) for writer in self._expected.values())
@@ -245,6 +251,11 @@ class ReceiverMachine:
     def undrained(self) -> list[int]:
         """Ranks that may still write to the pages."""
         return [rank for rank in sorted(self._into_pages) if self._expected[rank].may_write]
+
+    @property
+    def unanswered(self) -> list[int]:
+        """Ranks that were asked to stop and have not answered. They may be asked again."""
+        return sorted(self._unanswered)
 
     @property
     def deadline(self) -> float | None:
@@ -261,6 +272,7 @@ class ReceiverMachine:
             case Connected():
                 return self._connected(event, now)
             case ConnectFailed(error):
+                self._unanswered &= set(self.undrained)  # the others have forgotten us, or will not be heard again
                 return self._fail(caused(f"room {self.room}: connecting failed", error))
             case Arrived(rank, sequence):
                 return self._arrived(rank, sequence, now)
@@ -276,6 +288,8 @@ class ReceiverMachine:
             case SenderDrained(rank):
                 return self._drained(rank)
             case SenderLost(rank, error):
+                if self._may_be_silent(rank):
+                    self._unanswered.discard(rank)
                 return self._fail(caused(f"room {self.room}: prefill rank {rank} is gone", error))
             case ReceiverAbortRequested(reason):
                 return self._fail(TransferAbortedError(f"room {self.room} was aborted by the decode side: {reason}"))
@@ -283,6 +297,10 @@ class ReceiverMachine:
                 return self._fail(caused(f"room {self.room} met an unexpected error", error))
             case ReceiverTick():
                 return self._tick(now)
+
+    def _may_be_silent(self, rank: int) -> bool:
+        """Whether nothing depends on what a rank that is gone does."""
+        return rank not in self.undrained
 
     def _move(self, trigger: ReceiverTrigger) -> None:
         self.state = RECEIVER_TRANSITIONS[self.state][trigger]
@@ -355,6 +373,7 @@ class ReceiverMachine:
         return self._maybe_succeed(event.writer, writer)
 
     def _drained(self, rank: int) -> list[ReceiverCommand]:
+        self._unanswered.discard(rank)
         writer = self._expected.get(rank)
         if writer is None:
             return []
@@ -396,4 +415,7 @@ class ReceiverMachine:
             return []
         self.error = error
         self._move(ReceiverTrigger.FAILURE)
+        self._unanswered = {
+            rank for rank in self._ranks if rank not in self._expected or self._expected[rank].may_write
+        }
         return [SendAbort(rank, str(error)) for rank in sorted(self._ranks)]

@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.endpoint import Receiver, Sender
+from kvferry.endpoint import DecodeEndpoint, Receiver, Sender
+from kvferry.errors import UnknownRoomError
 from kvferry.protocol.states import TransferState
 from kvferry.simulation.memory import HEAD_DIM, HEADS, KINDS, Contents
 from kvferry.simulation.processes import Process
@@ -66,6 +67,17 @@ class ReceiveSide:
     state: TransferState | None = None
 
     @property
+    def is_known(self) -> bool:
+        """Whether the endpoint still has a use for the room: nobody may use its number for another request."""
+        endpoint = self.process.endpoint
+        if self.receiver is None or not self.process.is_alive or not isinstance(endpoint, DecodeEndpoint):
+            return False
+        try:
+            return endpoint.receiver(self.request.room) is self.receiver
+        except UnknownRoomError:
+            return False
+
+    @property
     def transfer(self) -> Receiver | None:
         """What its caller holds."""
         return self.receiver
@@ -114,7 +126,11 @@ class Request:
     @property
     def is_over(self) -> bool:
         """Whether no side has to do with it any more."""
-        return not self.is_abandoned and all(side.is_released for side in self.sides)
+        return (
+            not self.is_abandoned
+            and all(side.is_released for side in self.sides)
+            and not any(side.is_known for side in self.receivers)
+        )
 
     def excused(self, why: str) -> None:
         """Says that it may fail."""
