@@ -212,6 +212,8 @@ class ConnectedChannel:
         self.socket.setsockopt(zmq.IDENTITY, identity.encode())
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        # ZMQ connects anew by itself, and says nothing of what was on its way when the connection broke.
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         if credentials is not None:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, credentials.listening.public)
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, credentials.connecting.public)
@@ -219,7 +221,7 @@ class ConnectedChannel:
         try:
             self.socket.connect(address)
         except zmq.ZMQError as error:
-            self.socket.close()
+            self.close()
             raise PeerDisconnectedError(f"cannot connect to {address!r}: {error.strerror}") from error
 
     def receive(self) -> list[bytes]:
@@ -231,6 +233,15 @@ class ConnectedChannel:
                 if len(frames) == 1:
                     received.append(frames[0])
         return received
+
+    def take_break(self) -> bool:
+        """Whether the connection broke since this was asked last: what was on its way may be lost."""
+        has_broken = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self.monitor.recv_multipart(zmq.NOBLOCK)
+                has_broken = True
+        return has_broken
 
     def send(self, message: bytes) -> None:
         """Sends to the prefill rank.
@@ -250,4 +261,6 @@ class ConnectedChannel:
 
     def close(self) -> None:
         """Closes the socket; what was sent has half a second to leave."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
         self.socket.close()

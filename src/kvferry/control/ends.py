@@ -62,6 +62,10 @@ class Connection(ABC):
         """Every message that has come."""
 
     @abstractmethod
+    def take_break(self) -> bool:
+        """Whether the connection broke since this was asked last: messages of either side may be lost."""
+
+    @abstractmethod
     def send(self, message: bytes) -> None:
         """Sends to the prefill rank.
 
@@ -87,7 +91,7 @@ class ConnectingEnd(ABC):
 
     @abstractmethod
     def wait(self, timeout_ms: int) -> Collection[Connection]:
-        """Waits as `ListeningEnd.wait` does; returns the connections on which something has come."""
+        """Waits as `ListeningEnd.wait` does; returns the connections on which something has come, or that broke."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -155,6 +159,9 @@ class ZmqConnection(Connection):
     def receive(self) -> list[bytes]:
         return self.channel.receive()
 
+    def take_break(self) -> bool:
+        return self.channel.take_break()
+
     def send(self, message: bytes) -> None:
         self.channel.send(message)
 
@@ -179,21 +186,24 @@ class ZmqConnectingEnd(ConnectingEnd):
         channel = ConnectedChannel(
             self._context, identity=self._identity, address=address, credentials=self._credentials
         )
-        self._poller.register(channel.socket, zmq.POLLIN)
-        connection = self._connections[channel.socket] = ZmqConnection(channel)
+        connection = ZmqConnection(channel)
+        for socket in (channel.socket, channel.monitor):
+            self._poller.register(socket, zmq.POLLIN)
+            self._connections[socket] = connection
         return connection
 
     def disconnect(self, connection: Connection) -> None:
         assert isinstance(connection, ZmqConnection)
-        del self._connections[connection.channel.socket]
-        self._poller.unregister(connection.channel.socket)
+        for socket in (connection.channel.socket, connection.channel.monitor):
+            del self._connections[socket]
+            self._poller.unregister(socket)
         connection.channel.close()
 
     def wait(self, timeout_ms: int) -> Collection[Connection]:
         ready = dict(self._poller.poll(timeout_ms))
         if ready.pop(self._wakeup.fileno(), None) is not None:
             self._wakeup.clear()
-        return [self._connections[socket] for socket in ready if socket in self._connections]
+        return {self._connections[socket] for socket in ready if socket in self._connections}
 
     def wake(self) -> None:
         self._wakeup.wake()

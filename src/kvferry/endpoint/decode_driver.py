@@ -438,7 +438,26 @@ class DecodeDriver(Loop):
             log.debug("no goodbye to %s: %s", channel.address, error)
         self._end.disconnect(channel)
 
+    def _say_again(self, channel: Connection, now: float) -> None:
+        """Repeats what may have been lost with a connection, or whose answer may. Nobody minds hearing it twice."""
+        for link in {id(link): link for link in (*self._links.values(), *self._room_links.values())}.values():
+            rank = link.rank_behind(channel)
+            if rank is None:
+                continue
+            with contextlib.suppress(KVFerryError):
+                link.ask(now)  # first: a later start of the rank says so, and the link ends
+            for number in [number for number, its_link in self._room_links.items() if its_link is link]:
+                room = self._rooms.get(number)
+                if room is None:
+                    continue
+                if not room.machine.state.is_final:
+                    self._execute(room, link, SendOpen(rank), now)
+                elif rank in room.machine.unanswered:
+                    self._execute(room, link, SendAbort(rank, str(room.machine.error)), now)
+
     def _receive(self, channel: Connection, now: float) -> None:
+        if channel.take_break():
+            self._say_again(channel, now)
         for data in channel.receive():
             link = next((link for link in self._links.values() if link.rank_behind(channel) is not None), None)
             if link is not None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from kvferry.errors import EndpointClosedError, KVFerryError, PageError
+from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError
 from kvferry.protocol.early import EarlyMessage, EarlyRooms
 from kvferry.protocol.messages import AbortRoom, OpenRoom
 
@@ -55,6 +55,20 @@ class _FailedAlone:
     until: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """A use of a number that is over.
+
+    Attributes:
+        error: why it failed, if it did.
+        until: when to forget it.
+    """
+
+    generation: int
+    error: KVFerryError | None
+    until: float
+
+
 class RoomTable(Generic[RoomT]):
     """Rooms by number. Several threads use it, one at a time: its owner has a lock.
 
@@ -73,8 +87,8 @@ class RoomTable(Generic[RoomT]):
         self._early = EarlyRooms(limit=max_early, keep_s=keep_s)
         self._failed_alone: dict[int, _FailedAlone] = {}
         # Uses of numbers that are over: a wish may come twice, or later than the abort that takes it back, where a
-        # connection broke in between. By receiver and number: the generation, and until when to remember it.
-        self._over: dict[tuple[str, int], tuple[int, float]] = {}
+        # connection broke in between. By receiver and number.
+        self._over: dict[tuple[str, int], _Over] = {}
         self._is_closed = False
 
     @property
@@ -91,15 +105,18 @@ class RoomTable(Generic[RoomT]):
     def wish(self, receiver: str, message: OpenRoom, now: float) -> RoomT | None:
         """Takes a decode rank's wish; returns the room that it is for.
 
-        None if there is nothing to do: it is kept until our caller opens the room, or belongs to a use that is over.
+        None if there is nothing to do: it is kept until our caller opens the room, or belongs to a use that ended well.
 
         Raises:
             KVFerryError: if it must be refused, saying why.
         """
         room = self.rooms.get(message.room)
-        over, _ = self._over.get((receiver, message.room), (None, 0.0))
-        if over == message.generation and (room is None or room.generations.get(receiver) != over):
-            return None  # whoever asks knows how it ended, or is being told
+        over = self._over.get((receiver, message.room))
+        is_known = room is not None and room.generations.get(receiver) == message.generation
+        if over is not None and over.generation == message.generation and not is_known:
+            if over.error is not None:  # whoever asks may not have heard
+                raise over.error
+            return None
         if room is not None:
             return room
         if self._is_closed:
@@ -117,7 +134,8 @@ class RoomTable(Generic[RoomT]):
 
     def abort(self, receiver: str, message: AbortRoom, now: float) -> RoomT | None:
         """Takes a wish back; returns the room that has to stop, None if nothing was written for it."""
-        self._is_over(receiver, message.room, message.generation, now)
+        gave_up = TransferAbortedError(f"room {message.room} was aborted by {receiver}: {message.reason}")
+        self._is_over(receiver, message.room, message.generation, gave_up, now)
         room = self.rooms.get(message.room)
         if room is None:
             self._early.keep(receiver, message, now)
@@ -129,15 +147,15 @@ class RoomTable(Generic[RoomT]):
             return
         del self.rooms[room.room]
         for receiver, generation in room.generations.items():
-            self._is_over(receiver, room.room, generation, now)
+            self._is_over(receiver, room.room, generation, room.error, now)
         if room.failed_alone and room.error is not None:
             self._failed_alone[room.room] = _FailedAlone(room.error, set(room.generations), now + self._keep_s)
             while len(self._failed_alone) > self._max_early:
                 del self._failed_alone[next(iter(self._failed_alone))]
 
-    def _is_over(self, receiver: str, room: int, generation: int, now: float) -> None:
+    def _is_over(self, receiver: str, room: int, generation: int, error: KVFerryError | None, now: float) -> None:
         self._over.pop((receiver, room), None)  # so that it is the youngest
-        self._over[receiver, room] = generation, now + self._keep_s
+        self._over[receiver, room] = _Over(generation, error, now + self._keep_s)
         while len(self._over) > _REMEMBERED:
             del self._over[next(iter(self._over))]
 
@@ -149,7 +167,7 @@ class RoomTable(Generic[RoomT]):
         """Drops what our caller did not open in time; returns whom to tell."""
         for number in [number for number, failed in self._failed_alone.items() if now >= failed.until]:
             del self._failed_alone[number]
-        while self._over and now >= next(iter(self._over.values()))[1]:  # the oldest stand first
+        while self._over and now >= next(iter(self._over.values())).until:  # the oldest stand first
             del self._over[next(iter(self._over))]
         return list(self._early.expired(now))
 

@@ -310,7 +310,7 @@ class SenderMachine:
     def _receiver_opened(self, event: ReceiverOpened, now: float) -> list[SenderCommand]:
         known = self._receivers.get(event.receiver)
         if known is not None and known.opened.generation == event.generation:
-            return []  # the same message twice
+            return self._say_again(event.receiver, known)  # the same message twice
         if self.state.is_final:
             complete = TransferFailedError(f"room {self.room} is already complete on prefill rank {self._rank}")
             return self._refuse(event, self.error or complete)
@@ -350,6 +350,14 @@ class SenderMachine:
         for chunk in waiting:
             if not self.state.is_final:
                 commands += self._send_chunk(chunk, now)
+        return commands
+
+    def _say_again(self, name: str, receiver: _Receiver) -> list[SenderCommand]:
+        """What a receiver that asks twice may not have heard."""
+        commands: list[SenderCommand] = []
+        if self.state is TransferState.FAILED and self.error is not None:
+            commands.append(SendFailed(name, receiver.opened.generation, self.error))
+            receiver.told_drained = False  # it is told again, as soon as it is true
         return commands
 
     def _refuse(self, event: ReceiverOpened, error: KVFerryError) -> list[SenderCommand]:

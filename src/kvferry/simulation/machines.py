@@ -265,7 +265,7 @@ class SimulatedPlatform(Platform):
         """Whether messages wait to be read."""
         if self.listening is not None:
             return bool(self.listening.arrived)
-        return self.connecting is not None and any(line.arrived for line in self.connecting.lines)
+        return self.connecting is not None and any(line.arrived or line.has_broken for line in self.connecting.lines)
 
     def listen(self, settings: Settings) -> ListeningEnd:
         self.listening = SimulatedListeningEnd(self._office, self._address)

@@ -20,6 +20,7 @@ class Line(Connection):
         identity: the decode rank's name.
         up, down: messages on their way to the prefill rank and from it.
         is_cut: whether nothing gets through at present.
+        has_broken: whether it broke, and the decode rank does not know yet.
         is_closed: whether the decode rank has ended it; what it sent before still leaves.
         arrived: messages that the decode rank has not read.
     """
@@ -31,12 +32,17 @@ class Line(Connection):
     down: deque[bytes] = field(default_factory=deque)
     arrived: deque[bytes] = field(default_factory=deque)
     is_cut: bool = False
+    has_broken: bool = False
     is_closed: bool = False
 
     def receive(self) -> list[bytes]:
         taken = list(self.arrived)
         self.arrived.clear()
         return taken
+
+    def take_break(self) -> bool:
+        has_broken, self.has_broken = self.has_broken, False
+        return has_broken
 
     def send(self, message: bytes) -> None:
         if self.office.fails_to_send():
@@ -97,7 +103,7 @@ class SimulatedConnectingEnd(ConnectingEnd):
         connection.is_closed = True
 
     def wait(self, timeout_ms: int) -> Collection[Connection]:
-        return [line for line in self.lines if line.arrived]
+        return [line for line in self.lines if line.arrived or line.has_broken]
 
     def wake(self) -> None:
         pass
@@ -148,6 +154,7 @@ class Office:
 
         The prefill rank cannot reach the other side until that has sent something again.
         """
+        line.has_broken = True
         while len(line.up) > kept_up:
             line.up.pop()
         while len(line.down) > kept_down:

@@ -922,9 +922,12 @@ class World:
                 continue
             if not transfer.state.is_final:
                 return Law.ENDS, f"{side.process.name}: {side.request} is still {transfer.state.value}"
-            # Whoever is frozen may write or be written to when it thaws; and nothing says when.
+            # Whoever is frozen may write or be written to when it thaws, and nothing says when.
             if not (but_for_frozen and is_someone_frozen):
                 return Law.GIVES_BACK, f"{side.process.name}: {side.request} ended, but keeps its pages"
+        for process in self.processes:
+            if process.is_alive and process.endpoint.open_rooms and not is_someone_frozen:
+                return Law.LEAVES_NOTHING, f"{process.name}: {process.endpoint.open_rooms} rooms are left"
         return None
 
     def _check_over(self, *, but_for_frozen: bool) -> None:
