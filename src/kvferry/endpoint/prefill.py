@@ -144,7 +144,8 @@ class PrefillEndpoint:
         self._staging = SendingStaging(settings, self.layout, self.transport)
         self.transport.register(self.layout.regions(), self.layout.device)
         self._channel = ListeningChannel(self._context, host=bracketed(settings.host), port=settings.control_port)
-        self.control_address = f"tcp://{bracketed(settings.advertise_host or settings.host)}:{self._channel.port}"
+        advertised_port = settings.advertise_port or self._channel.port
+        self.control_address = f"tcp://{bracketed(settings.advertise_host or settings.host)}:{advertised_port}"
         if host_registry is None:
             host_registry = self.engine_rank == 0 and settings.registry_url is None
         if host_registry:
