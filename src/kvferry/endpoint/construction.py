@@ -9,6 +9,7 @@ import uuid
 
 from kvferry.errors import LayoutError, UsageError
 from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.plan import Path
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.settings import Settings
 from kvferry.transport import NixlTransport, Transport
@@ -37,8 +38,9 @@ def create_transport(settings: Settings, name: str, *, writes: bool = True) -> T
         TransportUnavailableError: if it is not installed.
     """
     parameters = {}
-    if writes and settings.nixl_threads:
-        # Whatever has several descriptors goes to the threads. One is a bulk write from staging memory, or little.
+    if writes and settings.nixl_threads and settings.forced_path is not Path.STAGED:
+        # Whatever has several descriptors goes to the threads. One is a bulk write from staging memory, or little. Where
+        # all are, threads would only do harm: one without work leaves a socket behind for every peer that dies.
         parameters = {"num_threads": str(settings.nixl_threads), "split_batch_size": "2"}
     return NixlTransport(
         name,
