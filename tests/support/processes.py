@@ -67,15 +67,24 @@ class Rank:
         self.gates = Gates()
 
     def start_prefill(
-        self, model: Model, shape: Shape, coordinates: RankCoordinates, engine: str, settings: dict[str, Any]
+        self,
+        model: Model,
+        shape: Shape,
+        coordinates: RankCoordinates,
+        engine: str,
+        settings: dict[str, Any],
+        *,
+        is_registered: bool = True,
     ) -> None:
+        """Starts it, and waits until the registry knows it unless told otherwise."""
         self.stop()
         self.pool = pool(model, shape, coordinates)
         endpoint = PrefillEndpoint(
             self.pool.layout, engine=engine, coordinates=coordinates, settings=Settings(**{"workers": 2} | settings)
         )
         self.endpoint = endpoint
-        assert endpoint.wait_registered(ANSWER_S / 2), endpoint.registry_error
+        if is_registered:
+            assert endpoint.wait_registered(ANSWER_S / 2), endpoint.registry_error
 
     def start_decode(
         self, model: Model, shape: Shape, coordinates: RankCoordinates, engine: str, settings: dict[str, Any]

@@ -39,7 +39,7 @@ class ControlProxy:
         self.target: int | None = None
         self._connections: set[_Connection] = set()
         self._is_cut = False
-        self._cut_name: bytes | None = None  # only clients that call themselves so; None means everybody
+        self._struck: bytes | None = None  # only clients that call themselves so; None means everybody
         self._loop = asyncio.new_event_loop()
         self._flows = asyncio.Event()
         self._flows.set()
@@ -64,13 +64,13 @@ class ControlProxy:
         """
         self._do(self._cut(None if name is None else name.encode()))
 
-    def hold(self) -> None:
-        """Forwards nothing until healed; nothing is lost, as when a network drops packets for a while."""
-        self._do(self._set(flows=False))
+    def hold(self, name: str | None = None) -> None:
+        """Forwards nothing until healed; nothing is lost, as when a network drops packets. Else as `cut`."""
+        self._do(self._hold(None if name is None else name.encode()))
 
     def heal(self) -> None:
         """Lets everything through again."""
-        self._do(self._set(flows=True))
+        self._do(self._heal())
 
     @property
     def connections(self) -> int:
@@ -88,17 +88,18 @@ class ControlProxy:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
     async def _cut(self, name: bytes | None) -> None:
-        self._is_cut, self._cut_name = True, name
+        self._is_cut, self._struck = True, name
         for connection in list(self._connections):
             if self._refuses(connection.head):
                 connection.end()
 
-    async def _set(self, *, flows: bool) -> None:
+    async def _hold(self, name: bytes | None) -> None:
+        self._struck = name
+        self._flows.clear()
+
+    async def _heal(self) -> None:
         self._is_cut = False
-        if flows:
-            self._flows.set()
-        else:
-            self._flows.clear()
+        self._flows.set()
 
     async def _close(self) -> None:
         self._server.close()
@@ -108,8 +109,11 @@ class ControlProxy:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         await asyncio.wait(others, timeout=5) if others else None
 
+    def _is_struck(self, head: bytes) -> bool:
+        return self._struck is None or self._struck in head
+
     def _refuses(self, head: bytes) -> bool:
-        return self._is_cut and (self._cut_name is None or self._cut_name in head)
+        return self._is_cut and self._is_struck(head)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -136,7 +140,8 @@ class ControlProxy:
             while piece := await reader.read(_PIECE_BYTES):
                 if is_client and len(connection.head) < _HEAD_BYTES:
                     connection.head += piece
-                await self._flows.wait()
+                if self._is_struck(connection.head):
+                    await self._flows.wait()
                 if self._refuses(connection.head):
                     break
                 writer.write(piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,35 +16,40 @@ class Resources:
 
     Attributes:
         threads: by name.
-        descriptors: by what they are: files by their path, sockets and the like by their kind.
-        mapped_files: paths of files that are mapped into memory.
+        descriptors: by what they are: files by their path, sockets and the like by their kind; as below.
+        mapped_files: files that are mapped into memory, by path without what is drawn at random in it.
         resident_bytes: memory in use.
     """
 
     threads: Counter[str]
     descriptors: Counter[str]
-    mapped_files: frozenset[str]
+    mapped_files: Counter[str]
     resident_bytes: int
 
-    def beyond(self, before: Resources, *, resident_bytes: int) -> str:
+    def beyond(self, before: Resources, *, resident_bytes: int, sockets: int = 0) -> str:
         """What there is more of than before, in words; empty if nothing.
 
         Args:
             resident_bytes: growth of memory that is not mentioned.
+            sockets: as many more sockets are not mentioned either.
         """
         found = []
         for what, now, then in (
             ("threads", self.threads, before.threads),
-            ("descriptors", self.descriptors, before.descriptors),
+            ("descriptors", self.descriptors, before.descriptors + Counter(socket=sockets)),
+            ("mapped files", self.mapped_files, before.mapped_files),
         ):
-            if now.total() > then.total():
-                found.append(f"{now.total() - then.total()} {what}: {dict(now - then)}")
-        if new := self.mapped_files - before.mapped_files:
-            found.append(f"mapped files: {sorted(new)}")
+            if more := now - then:
+                found.append(f"{more.total()} {what}: {dict(more)}")
         grown = self.resident_bytes - before.resident_bytes
         if grown > resident_bytes:
             found.append(f"{grown / 2**20:.1f} MiB of memory")
         return "; ".join(found)
+
+
+def _shape(path: str) -> str:
+    """A path without what is drawn at random in it."""
+    return re.sub(r"[0-9a-f]{6,}", "*", path)
 
 
 def resources(pid: int | str = "self") -> Resources:
@@ -57,13 +63,14 @@ def resources(pid: int | str = "self") -> Resources:
             target = os.readlink(entry)
         except FileNotFoundError:  # the listing's own
             continue
-        descriptors[target.split(":[")[0]] += 1
+        descriptors[_shape(target.split(":[")[0])] += 1
     threads: Counter[str] = Counter()
     for task in (root / "task").iterdir():
         try:
             threads[(task / "comm").read_text().strip()] += 1
         except (FileNotFoundError, ProcessLookupError):  # it ended just now
             continue
-    mapped = {line.split(maxsplit=5)[5].strip() for line in (root / "maps").read_text().splitlines() if "/" in line}
+    paths = {line.split(maxsplit=5)[5].strip() for line in (root / "maps").read_text().splitlines() if "/" in line}
+    mapped = Counter(map(_shape, paths))
     pages = int((root / "statm").read_text().split()[1])
-    return Resources(threads, descriptors, frozenset(mapped), pages * os.sysconf("SC_PAGE_SIZE"))
+    return Resources(threads, descriptors, mapped, pages * os.sysconf("SC_PAGE_SIZE"))

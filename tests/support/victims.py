@@ -47,6 +47,11 @@ MEMORY_TOLERANCE_BYTES = 12 << 20
 NIXL buffers of connections that were made anew; a leak of a ring, or of a room's pages, is more after a few cells,
 since every cell is compared with the state after the first."""
 
+RECONNECT_SOCKETS = 4
+"""What a survivor may have more of after a cell in which two agents of NIXL lose each other and meet again, and both
+live: NIXL 1.5.1 closes no connection to an agent that lives, so that either side keeps one socket, or one for each of
+its threads, for every time, until one of the two agents ends."""
+
 MODEL = Model(layers=4, heads=4, head_dim=64, page_tokens=16, dtype="float32")
 """128 KiB stand behind every page number."""
 
@@ -78,6 +83,16 @@ class Step(Enum):
     BEFORE_FINISH = "all is written, the decode rank has not been told"
     SUCCEEDED = "it has succeeded on both sides"
     ABORTING = "the decode rank has given it up, the prefill rank has not answered"
+
+
+class Fault(Enum):
+    """What happens to a process."""
+
+    KILL = "killed"
+    RESTART = "killed, and started again at once under the same name"
+    SHORT_FREEZE = "frozen, but not so long that anybody gives it up"
+    LONG_FREEZE = "frozen until the other side has given it up"
+    FREEZE = "frozen for ever"
 
 
 class Engine:
@@ -114,6 +129,11 @@ class Room:
     is_open: set[str] = field(default_factory=set)
 
 
+def noticed(since: float) -> None:
+    """Waits until every survivor must have noticed what happened at that time."""
+    time.sleep(max(0.0, since + PEER_TIMEOUT_S + 0.8 - time.monotonic()))
+
+
 class Cluster:
     """The processes."""
 
@@ -128,14 +148,12 @@ class Cluster:
         self._rooms = itertools.count(1)
         self._small_pages = itertools.count()
         self._random = np.random.default_rng(5)
-        self._is_linked = False
         self.registry = RegistryProcess(lease_s=LEASE_S)
         self.proxy = ControlProxy()
         self.struck_prefill, self.other_prefill = (self._engine(f"prefill-{n}", is_prefill=True) for n in "ab")
         self.struck_decode, self.other_decode = (self._engine(f"decode-{n}", is_prefill=False) for n in "ab")
-        for _ in range(2):
-            for source, target in itertools.product(self.prefills, self.decodes):
-                self.run(source, target)
+        for _ in range(3):
+            self.served()
 
     @property
     def prefills(self) -> tuple[Engine, Engine]:
@@ -162,7 +180,7 @@ class Cluster:
         self._begin(engine)
         return engine
 
-    def _begin(self, engine: Engine) -> None:
+    def _begin(self, engine: Engine, *, is_registered: bool = True) -> None:
         settings = SETTINGS[self.path] | TIMES | {"registry_url": self.registry.url}
         is_behind_proxy = engine.is_prefill and engine.name.startswith("prefill-a")
         if engine.is_prefill:
@@ -171,28 +189,32 @@ class Cluster:
         if is_behind_proxy:
             self.proxy.target = None
             settings |= {"advertise_port": self.proxy.port}
-        start = Rank.start_prefill if engine.is_prefill else Rank.start_decode
-        engine.do(start, MODEL, Shape(pages=POOL_PAGES), RankCoordinates(), engine.name, settings)
+        what = MODEL, Shape(pages=POOL_PAGES), RankCoordinates(), engine.name, settings
+        if engine.is_prefill:
+            engine.do(Rank.start_prefill, *what, is_registered=is_registered)
+        else:
+            engine.do(Rank.start_decode, *what)
         if is_behind_proxy:
             self.proxy.target = engine.do(Rank.control_port)
 
-    def restart(self, engine: Engine) -> None:
-        """Starts an engine that was killed again, under the same name, in a process of its own."""
+    def restart(self, engine: Engine, *, is_registered: bool = True) -> None:
+        """Starts an engine that was killed again, under the same name, in a process of its own.
+
+        Args:
+            is_registered: whether to wait until the registry knows it, if it is a prefill engine.
+        """
         engine.process = self._process()
-        self._begin(engine)
-        self._is_linked = False
+        self._begin(engine, is_registered=is_registered)
 
     def begin_anew(self, engine: Engine) -> None:
         """The same process, with an endpoint that has met nobody yet."""
         engine.do(Rank.stop)
         self._begin(engine)
-        self._is_linked = False
 
-    def link(self) -> None:
-        """Makes sure that the struck ranks know each other."""
-        if not self._is_linked:
-            self.run(self.struck_prefill, self.struck_decode)
-            self._is_linked = True
+    def served(self) -> None:
+        """A room between every pair."""
+        for source, target in itertools.product(self.prefills, self.decodes):
+            self.run(source, target)
 
     def close(self) -> None:
         """Ends everything."""
@@ -270,14 +292,15 @@ class Cluster:
 
     # ---- steps --------------------------------------------------------------------------------------------------
 
-    def reach(self, step: Step) -> Room:
-        """A room between the two that may be struck, at that step."""
-        source, target = self.struck_prefill, self.struck_decode
+    def prepare(self, step: Step) -> None:
+        """What must be so before rooms are begun."""
         if step in (Step.NOT_CONNECTED, Step.ATTACHING):
-            self.begin_anew(target)
-        else:
-            self.link()
-        room = self.new_room(source, target, pages=LARGE_ROOM_PAGES[self.path] if step is Step.WRITING else ROOM_PAGES)
+            self.begin_anew(self.struck_decode)
+
+    def reach(self, step: Step) -> Room:
+        """A room between the two that may be struck, at that step. At one step that leaves the decode rank frozen."""
+        pages = LARGE_ROOM_PAGES[self.path] if step is Step.WRITING else ROOM_PAGES
+        room = self.new_room(self.struck_prefill, self.struck_decode, pages=pages)
         getattr(self, f"_reach_{step.name.lower()}")(room)
         return room
 
@@ -339,19 +362,23 @@ class Cluster:
     # ---- afterwards ---------------------------------------------------------------------------------------------
 
     @contextmanager
-    def nothing_left_over(self, *survivors: Engine) -> Iterator[None]:
-        """Compares what processes hold after with what they held before."""
+    def nothing_left_over(self, *survivors: Engine, sockets: int = 0) -> Iterator[None]:
+        """Compares what processes hold after with what they held before.
+
+        Args:
+            sockets: how many more may be open.
+        """
         before = {each.name: each.do(Rank.resources) for each in survivors}
         yield
         for each in survivors:
             assert each.do(Rank.is_healthy)
             deadline = time.monotonic() + 8.0
-            while problem := self._left_over(each, before[each.name]):
+            while problem := self._left_over(each, before[each.name], sockets):
                 assert time.monotonic() < deadline, f"{each.name} has more than before: {problem}"
                 time.sleep(0.05)
 
-    def _left_over(self, engine: Engine, before: Resources) -> str:
+    def _left_over(self, engine: Engine, before: Resources, sockets: int) -> str:
         rooms = engine.do(Rank.open_rooms)
         now: Resources = engine.do(Rank.resources)
-        problem = now.beyond(before, resident_bytes=MEMORY_TOLERANCE_BYTES)
+        problem = now.beyond(before, resident_bytes=MEMORY_TOLERANCE_BYTES, sockets=sockets)
         return f"{rooms} open rooms; {problem}" if rooms else problem

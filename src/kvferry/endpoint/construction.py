@@ -39,8 +39,8 @@ def create_transport(settings: Settings, name: str, *, writes: bool = True) -> T
     """
     parameters = {}
     if writes and settings.nixl_threads and settings.forced_path is not Path.STAGED:
-        # Whatever has several descriptors goes to the threads. One is a bulk write from staging memory, or little. Where
-        # all are, threads would only do harm: one without work leaves a socket behind for every peer that dies.
+        # Whatever has several descriptors goes to the threads. One is a bulk write from staging memory, or little.
+        # Where all are, threads would do harm: one without work leaves a socket behind for every peer that dies.
         parameters = {"num_threads": str(settings.nixl_threads), "split_batch_size": "2"}
     return NixlTransport(
         name,

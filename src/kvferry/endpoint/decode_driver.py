@@ -452,6 +452,8 @@ class DecodeDriver:
                     case _ if link is not None:
                         if link.received(channel, message, now):
                             self._link_ready(link, now)
+                        elif link.state is LinkState.RESOLVING:
+                            self._close_unused_channels()
             except KVFerryError as error:
                 if link is not None:
                     self._fail_link(link, error, now)

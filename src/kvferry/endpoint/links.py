@@ -137,6 +137,8 @@ class Link:
                 rank.welcome = message
                 if all(each.welcome is not None for each in self._ranks.values()):
                     self._attach()
+            case messages.Welcome() if self.state is LinkState.ATTACHING and self._is_another(rank, message):
+                self.start_over(now)  # it was restarted, and will not answer what its predecessor was asked
             case messages.Attached() if rank.welcome is None or rank.welcome.endpoint != message.endpoint:
                 pass  # of an earlier start
             case messages.Attached() if self.state is LinkState.ATTACHING:
@@ -157,6 +159,9 @@ class Link:
                     "any more: it was restarted, or had lost it"
                 )
         return False
+
+    def _is_another(self, rank: _RankLink, message: messages.Welcome) -> bool:
+        return rank.welcome is not None and rank.welcome.endpoint != message.endpoint
 
     def _check_welcome(self, rank: _RankLink, message: messages.Welcome) -> None:
         registration = rank.registration
