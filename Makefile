@@ -6,8 +6,10 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 DEMO_FLAGS ?=
+MINUTES ?= 10
+SOAK_FLAGS ?=
 
-.PHONY: help demo test test-gpu check format docs bench bench-memory bench-gpu clean
+.PHONY: help demo test test-gpu check format docs bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -19,6 +21,7 @@ help:
 	@echo "make bench   set up, then measure the standard set and write docs/benchmarks.md"
 	@echo "make bench-memory  set up, then see whether memory grows over 100,000 transfers"
 	@echo "make bench-gpu     the standard set on one GPU, with the Python that is there"
+	@echo "make soak    set up, then 1,000 rooms in flight and random faults (MINUTES=10 SOAK_FLAGS='--seed 1')"
 	@echo "make clean   remove the environment and all caches"
 
 $(INSTALLED): pyproject.toml
@@ -63,6 +66,9 @@ bench-memory: $(INSTALLED)
 # Installs nothing: machines with a GPU may have no network. What $(PYTHON) has must do.
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.standard --device cuda
+
+soak: $(INSTALLED)
+	$(VENV)/bin/python -m benchmarks.soak --minutes $(MINUTES) $(SOAK_FLAGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

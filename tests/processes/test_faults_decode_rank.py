@@ -20,6 +20,8 @@ from tests.support.clusters import Clusters
 from tests.support.processes import Rank
 from tests.support.victims import (
     DEADLINE_S,
+    FAILED_CONNECT_SOCKETS,
+    HEARTBEAT_S,
     PEER_TIMEOUT_S,
     RECONNECT_SOCKETS,
     TOLERANCE_S,
@@ -149,7 +151,10 @@ def frozen_for_long(cell: Cell) -> None:
     noticed(struck_at)
     decode.process.thaw()
     decode.do(Rank.open_gates)
-    if cell.step in (Step.NOT_CONNECTED, Step.OPEN_ON_PREFILL):
+    if cell.step is Step.NOT_CONNECTED:
+        cluster.finish(room)
+    elif cell.step is Step.OPEN_ON_PREFILL:
+        time.sleep(3 * HEARTBEAT_S)  # it must learn first that it was given up
         cluster.finish(room)
     elif cell.step is Step.BEFORE_FINISH:  # it hears that all is there, or first that it was given up
         assert decode.do(Rank.end, room.number, DEADLINE_S + TOLERANCE_S).state in ("SUCCESS", "FAILED")
@@ -171,7 +176,7 @@ def frozen_for_ever(cell: Cell) -> None:
     cell.prefill_fails()
     if cell.cluster.path == "direct" and cell.step is Step.WRITING:
         cell.stays_away()
-    else:
+    elif cell.step is not Step.OPEN_ON_DECODE:  # there a write was begun while it was frozen: it may have ended or not
         cell.comes_back()
     noticed(struck_at)
     cell.decode.process.kill()
@@ -196,6 +201,8 @@ def test_a_decode_rank_is_struck(clusters: Clusters, path: str, step: Step, faul
     survivors = (cluster.struck_prefill, cluster.other_prefill, cluster.other_decode)
     try:
         sockets = RECONNECT_SOCKETS if fault is Fault.LONG_FREEZE else 0
+        if step is Step.ATTACHING and fault in (Fault.KILL, Fault.RESTART):
+            sockets = FAILED_CONNECT_SOCKETS
         with cluster.nothing_left_over(*survivors, sockets=sockets):
             cell = Cell(cluster, step)
             CELLS[fault](cell)

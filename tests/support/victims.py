@@ -24,6 +24,7 @@ from tests.support.waiting import eventually
 
 from kvferry import RankCoordinates
 
+HEARTBEAT_S = 0.2
 PEER_TIMEOUT_S = 1.2
 LEASE_S = 1.0
 DEADLINE_S = 4.0
@@ -33,7 +34,7 @@ TOLERANCE_S = 1.5
 """How much later than its deadline a room may end: ticks, heartbeats, and a machine that does something else."""
 
 TIMES = {
-    "heartbeat_interval_s": 0.2,
+    "heartbeat_interval_s": HEARTBEAT_S,
     "peer_timeout_s": PEER_TIMEOUT_S,
     "registry_lease_s": LEASE_S,
     "bootstrap_timeout_s": DEADLINE_S,
@@ -51,6 +52,10 @@ RECONNECT_SOCKETS = 4
 """What a survivor may have more of after a cell in which two agents of NIXL lose each other and meet again, and both
 live: NIXL 1.5.1 closes no connection to an agent that lives, so that either side keeps one socket, or one for each of
 its threads, for every time, until one of the two agents ends."""
+
+FAILED_CONNECT_SOCKETS = 2
+"""What a survivor may have more of after it tried to connect to an agent whose process had just died: NIXL keeps what
+it had made until then, one socket for each of its workers."""
 
 MODEL = Model(layers=4, heads=4, head_dim=64, page_tokens=16, dtype="float32")
 """128 KiB stand behind every page number."""
@@ -152,6 +157,9 @@ class Cluster:
         self.proxy = ControlProxy()
         self.struck_prefill, self.other_prefill = (self._engine(f"prefill-{n}", is_prefill=True) for n in "ab")
         self.struck_decode, self.other_decode = (self._engine(f"decode-{n}", is_prefill=False) for n in "ab")
+        for each in self.decodes:  # both look-ups at once, so that there are as many threads for them as there ever are
+            for room in [self.begin(prefill, each) for prefill in self.prefills]:
+                self.finish(room)
         for _ in range(3):
             self.served()
 
