@@ -203,7 +203,7 @@ def test_a_decode_rank_is_struck(clusters: Clusters, path: str, step: Step, faul
         sockets = RECONNECT_SOCKETS if fault is Fault.LONG_FREEZE else 0
         if step is Step.ATTACHING and fault in (Fault.KILL, Fault.RESTART):
             sockets = FAILED_CONNECT_SOCKETS
-        with cluster.nothing_left_over(*survivors, sockets=sockets):
+        with cluster.nothing_left_over(*survivors, step=step, sockets=sockets):
             cell = Cell(cluster, step)
             CELLS[fault](cell)
             cell.others_go_on()

@@ -11,8 +11,10 @@ struck: before the two have connected, and where only the prefill rank had it op
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from tests.support.clusters import Clusters
@@ -39,6 +41,12 @@ NEVER_ASKED = (Step.NOT_CONNECTED, Step.ATTACHING)
 QUARANTINED = (
     "the decode side does not learn yet that a prefill rank's process is gone, or that a frozen one can only write to "
     "staging memory: its pages stay in quarantine"
+)
+
+
+RING_KEPT = (
+    "the decode side keeps the staging ring of a prefill rank that died without a farewell, and makes its successor "
+    "another, until KVFERRY_STAGING_MEMORY_MIB is used up"
 )
 
 
@@ -219,7 +227,7 @@ def test_a_prefill_rank_is_struck(clusters: Clusters, path: str, step: Step, fau
     survivors = (cluster.struck_decode, cluster.other_decode, cluster.other_prefill)
     try:
         sockets = RECONNECT_SOCKETS if fault is Fault.LONG_FREEZE else 0
-        with cluster.nothing_left_over(*survivors, sockets=sockets):
+        with cluster.nothing_left_over(*survivors, step=step, sockets=sockets):
             cell = Cell(cluster, step)
             CELLS[fault](cell)
             cell.others_go_on()
@@ -231,3 +239,21 @@ def test_a_prefill_rank_is_struck(clusters: Clusters, path: str, step: Step, fau
         raise
     if cell.awaited:
         pytest.xfail(QUARANTINED)
+
+
+@pytest.mark.parametrize(
+    "path", ["direct", pytest.param("staged", marks=pytest.mark.xfail(strict=True, reason=RING_KEPT))]
+)
+def test_prefill_ranks_that_die_one_after_the_other_leave_no_memory_behind(clusters: Clusters, path: str):
+    """A ring has 1 MiB. What is made once, such as a part of the heap, does not come again every time."""
+    cluster, rounds = clusters.get(path), 5
+    held = []
+    for _ in range(rounds + 1):
+        held.append(cluster.other_decode.do(Rank.resources).resident_bytes)
+        struck_at = time.monotonic()
+        cluster.struck_prefill.process.kill()
+        noticed(struck_at)
+        cluster.restart(cluster.struck_prefill)
+        cluster.served()
+    steps = [after - before for before, after in pairwise(held)]
+    assert statistics.median(steps) < 0.5 * 2**20, [f"{step / 2**20:.2f} MiB" for step in steps]

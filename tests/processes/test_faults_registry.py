@@ -87,7 +87,7 @@ def test_rooms_between_ranks_that_know_each_other_do_not_notice(clusters: Cluste
 def test_a_decode_rank_that_looks_an_engine_up_waits_or_says_why(clusters: Clusters, path: str, fault: Fault):
     cluster = clusters.get(path)
     try:
-        with cluster.nothing_left_over(*cluster.engines):
+        with cluster.nothing_left_over(*cluster.engines, step=Step.NOT_CONNECTED):
             cluster.prepare(Step.NOT_CONNECTED)
             standing = [cluster.begin(each, cluster.other_decode) for each in cluster.prefills]
             room = cluster.reach(Step.NOT_CONNECTED)

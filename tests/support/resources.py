@@ -26,16 +26,16 @@ class Resources:
     mapped_files: Counter[str]
     resident_bytes: int
 
-    def beyond(self, before: Resources, *, resident_bytes: int, sockets: int = 0) -> str:
+    def beyond(self, before: Resources, *, resident_bytes: int, sockets: int = 0, threads: int = 0) -> str:
         """What there is more of than before, in words; empty if nothing.
 
         Args:
             resident_bytes: growth of memory that is not mentioned.
-            sockets: as many more sockets are not mentioned either.
+            sockets, threads: as many more are not mentioned either.
         """
         found = []
         for what, now, then in (
-            ("threads", self.threads, before.threads),
+            ("threads", self.threads, before.threads + Counter(python=threads)),
             ("descriptors", self.descriptors, before.descriptors + Counter(socket=sockets)),
             ("mapped files", self.mapped_files, before.mapped_files),
         ):

@@ -53,6 +53,10 @@ RECONNECT_SOCKETS = 4
 live: NIXL 1.5.1 closes no connection to an agent that lives, so that either side keeps one socket, or one for each of
 its threads, for every time, until one of the two agents ends."""
 
+LOOK_UPS = 1
+"""Threads, and their connections to the registry, that a survivor may have more of after a cell that begins with a
+decode rank that knows nobody: two look engines up at most, and the second is made when both are wanted at once."""
+
 FAILED_CONNECT_SOCKETS = 2
 """What a survivor may have more of after it tried to connect to an agent whose process had just died: NIXL keeps what
 it had made until then, one socket for each of its workers."""
@@ -67,8 +71,15 @@ HALF = ROOM_PAGES // 2
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "direct": {"path": "direct"},
-    # A ring of four sub-chunks, so that a large room soon waits for credit.
-    "staged": {"path": "staged", "staging_ring_mib": 1.0, "staging_chunk_mib": 0.25, "scatter_workers": 1},
+    # A ring of four sub-chunks, so that a large room soon waits for credit. More than one thread of a kind, so that
+    # one which a gate holds up holds up no other room.
+    "staged": {
+        "path": "staged",
+        "staging_ring_mib": 1.0,
+        "staging_chunk_mib": 0.25,
+        "scatter_workers": 3,
+        "gather_workers": 3,
+    },
 }
 
 LARGE_ROOM_PAGES = {"direct": 256, "staged": 64}
@@ -88,6 +99,10 @@ class Step(Enum):
     BEFORE_FINISH = "all is written, the decode rank has not been told"
     SUCCEEDED = "it has succeeded on both sides"
     ABORTING = "the decode rank has given it up, the prefill rank has not answered"
+
+
+BEGIN_ANEW = (Step.NOT_CONNECTED, Step.ATTACHING)
+"""The decode rank must not know anybody yet."""
 
 
 class Fault(Enum):
@@ -160,6 +175,8 @@ class Cluster:
         for each in self.decodes:  # both look-ups at once, so that there are as many threads for them as there ever are
             for room in [self.begin(prefill, each) for prefill in self.prefills]:
                 self.finish(room)
+        for source, target in itertools.product(self.prefills, self.decodes):
+            self.finish(self.new_room(source, target, pages=LARGE_ROOM_PAGES[path]))
         for _ in range(3):
             self.served()
 
@@ -302,7 +319,7 @@ class Cluster:
 
     def prepare(self, step: Step) -> None:
         """What must be so before rooms are begun."""
-        if step in (Step.NOT_CONNECTED, Step.ATTACHING):
+        if step in BEGIN_ANEW:
             self.begin_anew(self.struck_decode)
 
     def reach(self, step: Step) -> Room:
@@ -370,23 +387,25 @@ class Cluster:
     # ---- afterwards ---------------------------------------------------------------------------------------------
 
     @contextmanager
-    def nothing_left_over(self, *survivors: Engine, sockets: int = 0) -> Iterator[None]:
+    def nothing_left_over(self, *survivors: Engine, step: Step | None = None, sockets: int = 0) -> Iterator[None]:
         """Compares what processes hold after with what they held before.
 
         Args:
             sockets: how many more may be open.
         """
+        threads = LOOK_UPS if step in BEGIN_ANEW else 0
+        sockets += threads
         before = {each.name: each.do(Rank.resources) for each in survivors}
         yield
         for each in survivors:
             assert each.do(Rank.is_healthy)
             deadline = time.monotonic() + 8.0
-            while problem := self._left_over(each, before[each.name], sockets):
+            while problem := self._left_over(each, before[each.name], sockets, threads):
                 assert time.monotonic() < deadline, f"{each.name} has more than before: {problem}"
                 time.sleep(0.05)
 
-    def _left_over(self, engine: Engine, before: Resources, sockets: int) -> str:
+    def _left_over(self, engine: Engine, before: Resources, sockets: int, threads: int) -> str:
         rooms = engine.do(Rank.open_rooms)
         now: Resources = engine.do(Rank.resources)
-        problem = now.beyond(before, resident_bytes=MEMORY_TOLERANCE_BYTES, sockets=sockets)
+        problem = now.beyond(before, resident_bytes=MEMORY_TOLERANCE_BYTES, sockets=sockets, threads=threads)
         return f"{rooms} open rooms; {problem}" if rooms else problem
