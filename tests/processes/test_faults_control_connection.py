@@ -141,9 +141,8 @@ def test_a_control_connection_is_struck(clusters: Clusters, path: str, step: Ste
             for bystander in standing:
                 cluster.finish(bystander)
             (away_for_a_moment if fault is Fault.SHORT_CUT else away_for_long)(cluster, room, step)
-            for each in (room.source, room.target):
-                assert each.do(Rank.wait_reusable, room.number, 5.0), each.name
-            room.target.do(Rank.wipe, room.number)
+            assert room.target.do(Rank.reuse, room.number, 5.0)
+            assert room.source.do(Rank.wait_reusable, room.number, 5.0)
             cluster.run(cluster.other_prefill, cluster.struck_decode)
             cluster.run(cluster.struck_prefill, cluster.other_decode)
             time.sleep(0.3)

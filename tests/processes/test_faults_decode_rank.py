@@ -150,6 +150,9 @@ def frozen_for_long(cell: Cell) -> None:
         cell.prefill_fails()
     noticed(struck_at)
     decode.process.thaw()
+    is_writing = cell.step is Step.WRITING and cluster.path == "direct"
+    if is_writing:  # before the rest of the write has come, if they are given back too soon
+        assert decode.do(Rank.reuse, room.number, 3.0)
     decode.do(Rank.open_gates)
     if cell.step is Step.NOT_CONNECTED:
         cluster.finish(room)
@@ -164,8 +167,8 @@ def frozen_for_long(cell: Cell) -> None:
         if cell.step is Step.ATTACHING:
             cell.prefill_fails()
     cell.comes_back()
-    assert decode.do(Rank.wait_reusable, room.number, 3.0)
-    decode.do(Rank.wipe, room.number)
+    if not is_writing:
+        assert decode.do(Rank.reuse, room.number, 3.0)
     time.sleep(0.3)
 
 

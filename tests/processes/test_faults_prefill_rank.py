@@ -174,8 +174,11 @@ def frozen_for_long(cell: Cell) -> None:
     if cell.step is not Step.NOT_CONNECTED:
         cell.decode_fails()
     noticed(struck_at)
+    is_reused = cell.step is not Step.NOT_CONNECTED and cell.decode.do(Rank.reuse, room.number, 0.0)
     prefill.process.thaw()
     prefill.do(Rank.open_gates)
+    if cell.step is not Step.NOT_CONNECTED:
+        is_reused = is_reused or cell.decode.do(Rank.reuse, room.number, 3.0)
     if cell.step is Step.NOT_CONNECTED:
         cluster.finish(room)
     elif cell.step is Step.BEFORE_FINISH:  # it tells a decode rank that does not care any more
@@ -191,7 +194,7 @@ def frozen_for_long(cell: Cell) -> None:
         assert prefill.do(Rank.wait_reusable, room.number, 2.0)
     cell.comes_back()
     assert not cell.awaited, "it is there again, and can say that it is through"
-    cell.decode.do(Rank.wipe, room.number)
+    assert is_reused or cell.decode.do(Rank.reuse, room.number, 1.0)
     time.sleep(0.3)
 
 

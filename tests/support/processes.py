@@ -159,13 +159,16 @@ class Rank:
         """Waits until the room's pages may be used again; whether they may."""
         return self.transfers[room][0].wait_pages_reusable(timeout_s)
 
-    def wipe(self, room: int) -> None:
-        """Uses the room's pages for something else."""
+    def reuse(self, room: int, timeout_s: float) -> bool:
+        """Waits until the room's pages may be used again, and uses them for something else at once; whether it did."""
         assert self.pool is not None
-        self.pool.wipe_pages(np.array(self.transfers[room][1]))
+        may = self.wait_reusable(room, timeout_s)
+        if may:
+            self.pool.wipe_pages(np.array(self.transfers[room][1]))
+        return may
 
     def changed(self, room: int) -> int:
-        """How many bytes of the room's pages have changed since they were wiped."""
+        """How many bytes of the room's pages have changed since they were reused."""
         assert self.pool is not None
         return self.pool.touched(np.array(self.transfers[room][1]))
 
