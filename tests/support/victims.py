@@ -25,7 +25,7 @@ from tests.support.waiting import eventually
 from kvferry import RankCoordinates
 
 HEARTBEAT_S = 0.2
-PEER_TIMEOUT_S = 1.2
+PEER_TIMEOUT_S = 1.5
 LEASE_S = 1.0
 DEADLINE_S = 4.0
 """Every longest wait of the protocol's: bootstrap, waiting for input, one write."""
@@ -45,13 +45,12 @@ TIMES = {
 
 MEMORY_TOLERANCE_BYTES = 12 << 20
 """What a survivor may have more of after a cell. The allocator keeps some of what filling and checking pages takes, and
-NIXL buffers of connections that were made anew; a leak of a ring, or of a room's pages, is more after a few cells,
-since every cell is compared with the state after the first."""
+NIXL some buffers; what is less than this in one cell, and more after many, has a test of its own."""
 
-RECONNECT_SOCKETS = 4
+RECONNECT_SOCKETS = 8
 """What a survivor may have more of after a cell in which two agents of NIXL lose each other and meet again, and both
 live: NIXL 1.5.1 closes no connection to an agent that lives, so that either side keeps one socket, or one for each of
-its threads, for every time, until one of the two agents ends."""
+its threads, for every time, until one of the two agents ends. Enough for two reunions of two workers."""
 
 LOOK_UPS = 1
 """Threads, and their connections to the registry, that a survivor may have more of after a cell that begins with a
@@ -395,6 +394,7 @@ class Cluster:
         """
         threads = LOOK_UPS if step in BEGIN_ANEW else 0
         sockets += threads
+        self.served()  # a link that was lost between two tests, since the machine was busy, must not be missing here
         before = {each.name: each.do(Rank.resources) for each in survivors}
         yield
         for each in survivors:
