@@ -10,13 +10,14 @@ struck: before the two have connected, and where only the prefill rank had it op
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
+from _pytest.mark import ParameterSet
 from tests.support.clusters import Clusters
 from tests.support.processes import End, Rank
 from tests.support.victims import (
@@ -222,9 +223,20 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize("fault", CELLS, ids=lambda fault: fault.name.lower())
-@pytest.mark.parametrize("step", Step, ids=lambda step: step.name.lower())
-@pytest.mark.parametrize("path", ["direct", "staged"])
+class QuarantinedError(AssertionError):
+    """Pages did not come back that nobody can write to any more."""
+
+
+def cases() -> Iterator[ParameterSet]:
+    """Every cell. Those that await the change have a mark, which goes with it: then they must pass."""
+    for path, step, fault in itertools.product(("direct", "staged"), Step, CELLS):
+        awaits = fault in (Fault.KILL, Fault.FREEZE) and step not in (*NEVER_ASKED, Step.SUCCEEDED)
+        mark = pytest.mark.xfail(strict=True, raises=QuarantinedError, reason=QUARANTINED)
+        name = f"{path}-{step.name}-{fault.name}".lower()
+        yield pytest.param(path, step, fault, id=name, marks=[mark] if awaits else [])
+
+
+@pytest.mark.parametrize(("path", "step", "fault"), list(cases()))
 def test_a_prefill_rank_is_struck(clusters: Clusters, path: str, step: Step, fault: Fault):
     cluster = clusters.get(path, step)
     survivors = (cluster.struck_decode, cluster.other_decode, cluster.other_prefill)
@@ -241,7 +253,7 @@ def test_a_prefill_rank_is_struck(clusters: Clusters, path: str, step: Step, fau
         clusters.drop(cluster)
         raise
     if cell.awaited:
-        pytest.xfail(QUARANTINED)
+        raise QuarantinedError
 
 
 @pytest.mark.parametrize(
@@ -258,5 +270,5 @@ def test_prefill_ranks_that_die_one_after_the_other_leave_no_memory_behind(clust
         noticed(struck_at)
         cluster.restart(cluster.struck_prefill)
         cluster.served()
-    steps = [after - before for before, after in pairwise(held)]
+    steps = [after - before for before, after in itertools.pairwise(held)]
     assert statistics.median(steps) < 0.5 * 2**20, [f"{step / 2**20:.2f} MiB" for step in steps]
