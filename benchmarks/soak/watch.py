@@ -21,8 +21,8 @@ SOCKETS_FOR_REUNION = 6
 """NIXL 1.5.1 closes no connection to an agent that lives: two that lose each other and meet again, as after a long
 freeze, keep the sockets of before, until one of them ends."""
 
-_SHORTEST_LIFE = 12
-"""Looks at a process, before anything is said of it."""
+_SHORTEST_LIFE = 20
+"""Looks at a process, before anything is said of it: it must have warmed up in a quarter of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ def look(pid: int, at: float) -> Look | None:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """What a process held when it had warmed up, and at the end of its life: medians over a sixth of its looks."""
+    """What a process held when it had warmed up, and at the end of its life: medians over a quarter of its looks,
+    the second and the last."""
 
     name: str
     looks: int
@@ -80,7 +81,7 @@ def trend(name: str, looks: Sequence[Look]) -> Trend | None:
     """The trend of one process; None if it lived too short."""
     if len(looks) < _SHORTEST_LIFE:
         return None
-    part = max(2, len(looks) // 6)
+    part = len(looks) // 4
     return Trend(name, len(looks), _median(looks[part : 2 * part]), _median(looks[-part:]))
 
 

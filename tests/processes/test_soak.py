@@ -35,7 +35,7 @@ def test_rooms_survive_random_faults_or_say_why():
     assert found["most_in_flight"] == 200
     assert len(found["faults"]) == len(Kind)
     assert set(found["failures"]) == {"prefill", "decode"}
-    assert len(found["trends"]) >= 4
+    assert len(found["trends"]) >= 2
 
 
 def test_causes_are_told_apart():
@@ -74,7 +74,7 @@ def test_what_grows_is_seen_and_what_stays_is_not(grown: Look, what: str):
             for at in range(60)
         ]
 
-    flat, growing = trend("rank", looks(0.0)), trend("rank", looks(1.5))
+    flat, growing = trend("rank", looks(0.0)), trend("rank", looks(2.0))
     assert flat is not None
     assert growing is not None
     assert flat.problem(reunions=0) == ""
