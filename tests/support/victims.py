@@ -70,13 +70,13 @@ HALF = ROOM_PAGES // 2
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "direct": {"path": "direct"},
-    # A ring of four sub-chunks, so that a large room soon waits for credit. More than one thread of a kind, so that
-    # one which a gate holds up holds up no other room.
+    # A ring of four sub-chunks, so that a large room soon waits for credit. More threads than those, so that
+    # one room that a gate holds up holds up no other.
     "staged": {
         "path": "staged",
         "staging_ring_mib": 1.0,
         "staging_chunk_mib": 0.25,
-        "scatter_workers": 3,
+        "scatter_workers": 6,
         "gather_workers": 3,
     },
 }
