@@ -9,9 +9,11 @@ DEMO_FLAGS ?=
 # How many schedules `make sim` runs, and the first seed: a fresh one if empty.
 SEEDS ?= 20000
 SEED ?=
+# How long `make fuzz` and `make soak` take.
 MINUTES ?= 5
+SOAK_FLAGS ?=
 
-.PHONY: help sim demo test test-gpu fuzz check format docs bench bench-memory bench-gpu clean
+.PHONY: help sim demo test test-gpu fuzz check format docs bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -25,6 +27,7 @@ help:
 	@echo "make bench   set up, then measure the standard set and write docs/benchmarks.md"
 	@echo "make bench-memory  set up, then see whether memory grows over 100,000 transfers"
 	@echo "make bench-gpu     the standard set on one GPU, with the Python that is there"
+	@echo "make soak    set up, then 1,000 rooms in flight and random faults (MINUTES=10 SOAK_FLAGS='--seed 1')"
 	@echo "make clean   remove the environment and all caches"
 
 $(INSTALLED): pyproject.toml
@@ -75,6 +78,9 @@ bench-memory: $(INSTALLED)
 # Installs nothing: machines with a GPU may have no network. What $(PYTHON) has must do.
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.standard --device cuda
+
+soak: $(INSTALLED)
+	$(VENV)/bin/python -m benchmarks.soak --minutes $(MINUTES) $(SOAK_FLAGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

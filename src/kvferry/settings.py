@@ -64,6 +64,13 @@ class Settings(BaseSettings):
         None, description="Address that peers are told; needed where host is a wildcard such as 0.0.0.0 or ::."
     )
     control_port: int = Field(0, ge=0, le=65535, description="Port of the peer channel; 0 takes any free one.")
+    advertise_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="Port that peers are told; needed where they reach the peer channel through another one, as behind "
+        "a container's port mapping or a proxy.",
+    )
 
     registry_host: str = Field("127.0.0.1", description="Address that an embedded registry binds to.")
     registry_port: int = Field(8998, ge=0, le=65535, description="Port of an embedded registry; 0 takes any free one.")

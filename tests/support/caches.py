@@ -239,6 +239,12 @@ class Pool:
         """How many bytes of these pages are not as they were in the beginning."""
         return sum(int(np.count_nonzero(_bytes(view[pages]) != UNTOUCHED)) for each in self.views for view in each)
 
+    def wipe_pages(self, pages: Pages) -> None:
+        """Makes these pages untouched again."""
+        for views in self.views:
+            for view in views:
+                view[pages] = np.full(view.dtype.itemsize, UNTOUCHED, np.uint8).view(view.dtype)[0]
+
     def wipe(self) -> None:
         """Makes everything untouched again."""
         for array in self.memory:

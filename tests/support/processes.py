@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from tests.support.caches import Model, Pool, Shape, pool
+from tests.support.gates import Gates
+from tests.support.resources import Resources, resources
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, RankCoordinates, Receiver, Sender, Settings
+from kvferry.errors import KVFerryError
 
 Pages: TypeAlias = list[int]
 
@@ -37,6 +43,19 @@ class Answer:
     error_type: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a transfer ended.
+
+    Attributes:
+        state: its name; of one that has not ended, where it stands.
+        error: the exception's type and text, if it failed.
+    """
+
+    state: str
+    error: str = ""
+
+
 class Rank:
     """What runs in the process: one endpoint at a time."""
 
@@ -45,17 +64,27 @@ class Rank:
         self.endpoint: PrefillEndpoint | DecodeEndpoint | None = None
         self.transfers: dict[int, tuple[Sender | Receiver, Pages]] = {}
         self.prefixes: dict[int, int] = {}
+        self.gates = Gates()
 
     def start_prefill(
-        self, model: Model, shape: Shape, coordinates: RankCoordinates, engine: str, settings: dict[str, Any]
+        self,
+        model: Model,
+        shape: Shape,
+        coordinates: RankCoordinates,
+        engine: str,
+        settings: dict[str, Any],
+        *,
+        is_registered: bool = True,
     ) -> None:
+        """Starts it, and waits until the registry knows it unless told otherwise."""
         self.stop()
         self.pool = pool(model, shape, coordinates)
         endpoint = PrefillEndpoint(
-            self.pool.layout, engine=engine, coordinates=coordinates, settings=Settings(workers=2, **settings)
+            self.pool.layout, engine=engine, coordinates=coordinates, settings=Settings(**{"workers": 2} | settings)
         )
         self.endpoint = endpoint
-        assert endpoint.wait_registered(ANSWER_S / 2), endpoint.registry_error
+        if is_registered:
+            assert endpoint.wait_registered(ANSWER_S / 2), endpoint.registry_error
 
     def start_decode(
         self, model: Model, shape: Shape, coordinates: RankCoordinates, engine: str, settings: dict[str, Any]
@@ -101,12 +130,103 @@ class Rank:
             prefix_tokens=prefix_tokens,
         )
 
+    def open_sender(self, room: int, pages: Pages) -> None:
+        """Fills the pages and opens the room, without submitting anything."""
+        assert isinstance(self.endpoint, PrefillEndpoint)
+        assert self.pool is not None
+        self.pool.fill(room, np.array(pages))
+        self.transfers[room] = self.endpoint.open(room), pages
+
+    def submit(self, room: int, start: int, stop: int, *, last: bool) -> None:
+        """Submits some of the pages."""
+        sender, pages = self.transfers[room]
+        assert isinstance(sender, Sender)
+        sender.submit(np.array(pages[start:stop]), last=last, aux=b"token %d" % room if last else None)
+
+    def abort(self, room: int) -> None:
+        """Gives it up."""
+        self.transfers[room][0].abort("the test wants it so")
+
+    def end(self, room: int, timeout_s: float) -> End:
+        """Waits for a transfer's end, whatever it is, and no longer than told."""
+        transfer, _ = self.transfers[room]
+        with contextlib.suppress(TimeoutError, KVFerryError):
+            transfer.wait(timeout_s)
+        error = transfer.error
+        return End(transfer.state.name, "" if error is None else f"{type(error).__name__}: {error}")
+
+    def wait_reusable(self, room: int, timeout_s: float) -> bool:
+        """Waits until the room's pages may be used again; whether they may."""
+        return self.transfers[room][0].wait_pages_reusable(timeout_s)
+
+    def reuse(self, room: int, timeout_s: float) -> bool:
+        """Waits until the room's pages may be used again, and uses them for something else at once; whether it did."""
+        assert self.pool is not None
+        may = self.wait_reusable(room, timeout_s)
+        if may:
+            self.pool.wipe_pages(np.array(self.transfers[room][1]))
+        return may
+
+    def changed(self, room: int) -> int:
+        """How many bytes of the room's pages have changed since they were reused."""
+        assert self.pool is not None
+        return self.pool.touched(np.array(self.transfers[room][1]))
+
+    def open_rooms(self) -> int:
+        """How many the endpoint still knows."""
+        assert self.endpoint is not None
+        return self.endpoint.open_rooms
+
+    def early_rooms(self) -> int:
+        """How many rooms decode ranks have asked a prefill rank for that it has not opened."""
+        assert isinstance(self.endpoint, PrefillEndpoint)
+        return len(self.endpoint._table._early)
+
+    def waits_for_credit(self) -> bool:
+        """Whether any room of a prefill rank waits for a decode rank's staging memory."""
+        assert isinstance(self.endpoint, PrefillEndpoint)
+        attachments = [peer.attachment for peer in self.endpoint._peers.all()]
+        staged = [each.paths.staged for each in attachments if each is not None]
+        return any(each.peer.ring._waiting for each in staged if each is not None)
+
+    def control_port(self) -> int:
+        """Where a prefill rank listens."""
+        assert isinstance(self.endpoint, PrefillEndpoint)
+        assert self.endpoint._channel is not None
+        return self.endpoint._channel.port
+
+    def registered(self, timeout_s: float) -> bool:
+        """Waits until the registry knows a prefill rank."""
+        assert isinstance(self.endpoint, PrefillEndpoint)
+        return self.endpoint.wait_registered(timeout_s)
+
+    def shut_gate(self, place: str, key: Any) -> None:
+        """See `Gates`."""
+        self.gates.shut(place, key)
+
+    def gate_reached(self, place: str, key: Any) -> bool:
+        """See `Gates`."""
+        return self.gates.reached(place, key, ANSWER_S / 2)
+
+    def open_gates(self) -> None:
+        """See `Gates`."""
+        self.gates.open_all()
+
+    def resources(self) -> Resources:
+        """What the process holds."""
+        return resources()
+
+    def is_healthy(self) -> bool:
+        """Whether every thread of the endpoint runs."""
+        return self.endpoint is not None and self.endpoint.is_healthy
+
     def state(self, room: int) -> tuple[str, bool, int]:
         transfer, _ = self.transfers[room]
         chunks = transfer.stats.chunks if isinstance(transfer, Receiver) else 0
         return transfer.state.name, transfer.pages_reusable, chunks
 
     def stop(self) -> None:
+        self.gates.open_all()
         if self.endpoint is not None:
             self.endpoint.close()
         self.endpoint, self.pool = None, None
@@ -114,7 +234,8 @@ class Rank:
         self.prefixes.clear()
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     rank = Rank()
     while True:
         try:
@@ -130,13 +251,24 @@ def _serve(connection: Connection) -> None:
         connection.send(answer)
 
 
+def _quick_context() -> multiprocessing.context.ForkServerContext:
+    """Where processes are copies of one that has everything imported and nothing started."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.processes", "torch", "httpx", "nixl_cu13._bindings"])
+    return context
+
+
 class RankProcess:
     """The process, as the test sees it."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, *, is_quick: bool = False, environment: dict[str, str] | None = None) -> None:
+        """Args:
+        is_quick: forks it from a server that has imported everything, which takes milliseconds instead of seconds.
+        environment: variables to set there.
+        """
+        context = _quick_context() if is_quick else multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, environment or {}), daemon=True)
         self._process.start()
         self.unanswered = 0
         theirs.close()
@@ -168,9 +300,18 @@ class RankProcess:
 
     def kill(self) -> None:
         """Ends it in the middle of whatever it does."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
         self._process.join(10)
+
+    def freeze(self) -> None:
+        """Stops it in the middle of whatever it does; returns when it stands still."""
+        os.kill(self.pid, signal.SIGSTOP)
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
+
+    def thaw(self) -> None:
+        """Lets it go on."""
+        os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
         """Lets it end in order, and makes sure that it does."""

@@ -61,6 +61,7 @@ def test_an_argument_wins_over_the_environment_which_wins_over_the_default(monke
         ("heartbeat_interval_s", "0", "greater than 0"),
         ("peer_timeout_s", "inf", "finite"),
         ("close_timeout_s", "-1", "greater than or equal to 0"),
+        ("advertise_port", "0", "greater than or equal to 1"),
         ("max_early_rooms", "0", "greater than or equal to 1"),
     ],
 )

@@ -8,6 +8,7 @@ import secrets
 import uuid
 
 from kvferry.errors import UsageError
+from kvferry.plan import Path
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.settings import Settings
 from kvferry.transport import NixlTransport, Transport
@@ -36,8 +37,9 @@ def create_transport(settings: Settings, name: str, *, writes: bool = True) -> T
         TransportUnavailableError: if it is not installed.
     """
     parameters = {}
-    if writes and settings.nixl_threads:
+    if writes and settings.nixl_threads and settings.forced_path is not Path.STAGED:
         # Whatever has several descriptors goes to the threads. One is a bulk write from staging memory, or little.
+        # Where all are, threads would do harm: one without work leaves a socket behind for every peer that dies.
         parameters = {"num_threads": str(settings.nixl_threads), "split_batch_size": "2"}
     if settings.used_nixl_device is not None and settings.nixl_backend == "UCX":
         # Left alone, UCX listens on every interface of the machine. NIXL's device_list knows InfiniBand's only.

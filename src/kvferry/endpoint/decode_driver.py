@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
+from itertools import count
 
 from kvferry.control.ends import Connection
 from kvferry.control.registry_client import RegistryClient
@@ -108,11 +109,12 @@ class DecodeDriver(Loop):
         self._rooms: dict[int, ReceivingRoom] = {}
         self._room_links: dict[int, Link] = {}
         self._lost = LostRanks(settle_s=settings.quarantine_s)
-        self._attempts = 0
+        self._attempts = count(1)
         self._arriving: ScatterTask | None = None  # while its room is told of it
         self._hot_until = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
+        self._last_heartbeat_at = float("inf")
         self._is_stopping = threading.Event()
         name = f"kvferry-decode-{identity.coordinates.engine_rank}"
         self._scatterers: Scatterers | None = None
@@ -378,8 +380,9 @@ class DecodeDriver(Loop):
     def _link(self, key: LinkKey, deadline: float) -> Link:
         """The link of that key, begun if there is none. Whoever waits for it has no earlier deadline."""
         if key not in self._links:
-            self._attempts += 1
-            self._links[key] = Link(key, self._identity, self._staging, attempt=self._attempts, deadline=deadline)
+            self._links[key] = Link(
+                key, self._identity, self._staging, next_attempt=partial(next, self._attempts), deadline=deadline
+            )
             self._resolvers.submit(partial(self._look_up, self._links[key]))
         return self._links[key]
 
@@ -481,6 +484,8 @@ class DecodeDriver(Loop):
                     case _ if link is not None:
                         if link.received(channel, message, now):
                             self._link_ready(link, now)
+                        elif link.state is LinkState.RESOLVING:
+                            self._started_over(link)
             except KVFerryError as error:
                 if link is not None:
                     self._fail_link(link, error, now)
@@ -528,6 +533,13 @@ class DecodeDriver(Loop):
         for room in self._waiting.pop(link.key, []):
             if self._rooms.get(room.room) is room:
                 self._connect_room(room, link, now)
+
+    def _started_over(self, link: Link) -> None:
+        """What the ranks were offered before may be written to until they are connected anew, or known to be gone."""
+        while link.left_behind:
+            peer = link.left_behind.pop()
+            self._lost.add(peer.endpoint, peer.process)
+        self._close_unused_channels()
 
     def _fail_link(self, link: Link, error: KVFerryError, now: float) -> None:
         """Fails everything that relies on a link. It stays connected for as long as a rank may still write."""
@@ -589,12 +601,17 @@ class DecodeDriver(Loop):
         )
 
     def _heartbeat(self, now: float) -> None:
+        # While this process was frozen, or had no processor, it heard nobody: that is not their fault.
+        late_s = max(0.0, now - self._last_heartbeat_at - 2 * self._settings.heartbeat_interval_s - _IDLE_MS / 1000)
+        self._last_heartbeat_at = now
+        for link in self._links.values():
+            link.forgive(late_s)
         for link in list(self._links.values()):
             silent = link.silent_rank(now, self._settings.peer_timeout_s)
             try:
                 if silent is not None and link.state is LinkState.GREETING:
                     link.start_over(now)
-                    self._close_unused_channels()
+                    self._started_over(link)
                 elif silent is not None:
                     raise PeerDisconnectedError(
                         f"prefill rank {silent[0]} of {link.key.engine!r} has been silent for {silent[1]:.1f} s "

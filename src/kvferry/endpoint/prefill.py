@@ -105,6 +105,8 @@ class PrefillEndpoint:
         self._outbox: deque[tuple[str, messages.Message]] = deque()
         self._is_closed = False
         self._next_tick_at = 0.0
+        self._last_tick_at = float("inf")
+        self._longest_wait_s = 0.0
         self._registry: RegistryServer | None = None
         self._registry_client: RegistryClient | None = None
         self._lease: LeaseKeeper | None = None
@@ -135,7 +137,8 @@ class PrefillEndpoint:
         self._staging = SendingStaging(settings, self.layout, self.transport, self._platform)
         self.transport.register(self.layout.regions(), self.layout.device)
         self._channel = self._platform.listen(settings)
-        self.control_address = f"tcp://{bracketed(settings.advertise_host or settings.host)}:{self._channel.port}"
+        advertised_port = settings.advertise_port or self._channel.port
+        self.control_address = f"tcp://{bracketed(settings.advertise_host or settings.host)}:{advertised_port}"
         if host_registry is None:
             host_registry = self.engine_rank == 0 and settings.registry_url is None
         if host_registry:
@@ -337,7 +340,9 @@ class PrefillEndpoint:
     def control(self, *, may_wait: bool) -> None:
         """One turn of the control thread."""
         assert self._channel is not None
-        self._channel.wait((_IDLE_MS if self._table.is_quiet else _ROOMS_OPEN_MS) if may_wait else 0)
+        wait_ms = _IDLE_MS if self._table.is_quiet else _ROOMS_OPEN_MS
+        self._longest_wait_s = wait_ms / 1000
+        self._channel.wait(wait_ms if may_wait else 0)
         now = self.now()
         for identity, data in self._channel.receive():
             self._receive_one(identity, data, now)
@@ -520,7 +525,11 @@ class PrefillEndpoint:
                 f"{self.settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
             )
             self._refuse_room(receiver, message, UnknownRoomError(reason))
+        # While this process was frozen, or had no processor, it heard nobody: that is not their fault.
+        late_s = max(0.0, now - self._last_tick_at - self._longest_wait_s - 2 * _TICK_S)
+        self._last_tick_at = now
         for peer in self._peers.all():
+            peer.last_heard_at += late_s
             silence_s = now - peer.last_heard_at
             if silence_s > self.settings.peer_timeout_s:
                 log.error("lost decode rank %s: silent for %.1f s", peer.name, silence_s)

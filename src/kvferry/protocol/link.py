@@ -108,16 +108,31 @@ class Link:
 
     Attributes:
         key: where it goes.
-        attempt: tells it from all other links of this endpoint; later ones have higher numbers.
+        attempt: tells what ranks were asked for last from all that they were asked for before, by any link.
+        left_behind: ranks that had said who they are when it started over; whoever owns the link takes them out.
         state: how far it is.
         deadline: when it must be ready.
         problem: why the look-up at the registry has not succeeded so far.
         look_up_at: when to ask the registry again; None while it is being asked.
     """
 
-    def __init__(self, key: LinkKey, identity: Identity, staging: RingOffers, *, attempt: int, deadline: float) -> None:
+    def __init__(
+        self,
+        key: LinkKey,
+        identity: Identity,
+        staging: RingOffers,
+        *,
+        next_attempt: Callable[[], int],
+        deadline: float,
+    ) -> None:
+        """Args:
+        next_attempt: gives a number that is higher than all before.
+        deadline: when it must be ready.
+        """
         self.key = key
-        self.attempt = attempt
+        self.attempt = next_attempt()
+        self.left_behind: list[messages.Welcome] = []
+        self._next_attempt = next_attempt
         self.state = LinkState.RESOLVING
         self.deadline = deadline
         self.problem: KVFerryError | None = None
@@ -196,6 +211,8 @@ class Link:
                     self._attach()
             case messages.Attached() | messages.Refused() if message.attempt != self.attempt:
                 pass  # meant for another link
+            case messages.Welcome() if self.state is LinkState.ATTACHING and self._is_another(rank, message):
+                self.start_over(now)  # it was restarted, and will not answer what its predecessor was asked
             case messages.Attached() if rank.welcome is None or rank.welcome.endpoint != message.endpoint:
                 pass  # of an earlier start
             case messages.Attached() if self.state is LinkState.ATTACHING:
@@ -219,6 +236,9 @@ class Link:
                     "any more: it was restarted, or had lost it"
                 )
         return False
+
+    def _is_another(self, rank: _RankLink, message: messages.Welcome) -> bool:
+        return rank.welcome is not None and rank.welcome.endpoint != message.endpoint
 
     def _check_welcome(self, rank: _RankLink, message: messages.Welcome) -> None:
         registration = rank.registration
@@ -345,6 +365,12 @@ class Link:
             if rank.request is not None and not rank.is_attached:  # a connection that broke may have lost it
                 rank.channel.send(rank.request)
 
+    def forgive(self, seconds: float) -> None:
+        """Does not count so much of the ranks' silence."""
+        for rank in self._ranks.values():
+            if rank.asked_at is not None:
+                rank.asked_at += seconds
+
     def silent_rank(self, now: float, limit_s: float) -> tuple[int, float] | None:
         """A rank that has not answered for too long, and for how long."""
         for number, rank in self._ranks.items():
@@ -355,5 +381,7 @@ class Link:
     def start_over(self, now: float) -> None:
         """Forgets the ranks, to look them up again: those that were registered may be of an earlier start."""
         self.state = LinkState.RESOLVING
+        self.attempt = self._next_attempt()  # a rank that lives might confirm what it was asked for before
         self.look_up_at = now
+        self.left_behind += self.peers
         self._ranks.clear()

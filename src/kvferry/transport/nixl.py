@@ -314,6 +314,9 @@ class NixlTransport(Transport):
             if not self._is_done(self._agent.getXferStatus(flight.handle), flight.peer):
                 return
             telemetry = self._agent.getXferTelemetry(flight.handle)
+        except self._nixl.nixlNotFoundError as error:
+            # NIXL forgot the peer, not the write, which may go on: this must not pass for an end.
+            raise RuntimeError(f"a write to {flight.peer} is not known to NIXL any more, and may go on") from error
         except Exception as error:  # rather than around all of it: looking happens many times for every write
             with self._translated(f"writing to {flight.peer}", flight.peer):
                 raise error

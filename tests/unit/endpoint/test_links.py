@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tests.support.caches import Model, Shape, pool
 from tests.support.engines import WAIT_S, Engines, PrefillEngine, Requests, new_engine_name
+from tests.support.proxy import ControlProxy
 from tests.support.waiting import eventually
 
 from kvferry import DecodeEndpoint, InProcessTransport, TokenShare, TransferState, interleaved
@@ -516,3 +517,29 @@ def test_a_restarted_engine_is_found_although_the_registry_still_knew_the_old_on
         prefill = both.prefill(Model(), name=name)
         prefill.endpoints[0].open(1).submit(np.arange(3), last=True)
         receiver.wait(WAIT_S)
+
+
+def test_a_rank_that_is_restarted_while_it_prepares_is_met_again(engines: Callable[..., Engines]):
+    with ControlProxy() as proxy:  # as a rank that keeps its port
+        both = engines(**QUICK, advertise_port=proxy.port)
+        name = new_engine_name("restarted")
+        prepares, goes_on = threading.Event(), threading.Event()
+
+        def prepare(_: Any) -> None:
+            prepares.set()
+            goes_on.wait(2 * WAIT_S)
+
+        first = both.prefill(Model(), name=name)
+        first.transports[0].on_prepare = prepare
+        proxy.target = first.endpoints[0]._channel.port  # type: ignore[union-attr]
+        receiver = both.decode(Model()).endpoints[0].open(1, np.arange(3), engine=name)
+        assert prepares.wait(WAIT_S)
+        second = both.prefill(Model(), name=name)
+        proxy.target = second.endpoints[0]._channel.port  # type: ignore[union-attr]
+        proxy.cut()
+        proxy.heal()
+        second.endpoints[0].open(1).submit(np.arange(3), last=True)
+        try:
+            receiver.wait(WAIT_S)
+        finally:
+            goes_on.set()

@@ -277,7 +277,10 @@ def follow(
                 engine=ENGINE,
                 incarnation=key,
                 coordinates=RankCoordinates(),
-                control_address=f"tcp://{bracketed(settings.advertise_host or settings.host)}:{channel.port}",
+                control_address=(
+                    f"tcp://{bracketed(settings.advertise_host or settings.host)}:"
+                    f"{settings.advertise_port or channel.port}"
+                ),
                 layout_digest=ENGINE,
                 protocol_version=PROTOCOL_VERSION,
             )

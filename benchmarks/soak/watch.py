@@ -1,0 +1,94 @@
+"""What the processes hold over time, and whether it grows."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MEMORY_TOLERANCE_MIB = 16.0
+"""By how much a process' memory may end above where it was when it had warmed up: what the allocator keeps."""
+
+THREADS_TOLERANCE = 1
+"""One aborts and submits at the same time, now and then; it may be seen at one look and not at another."""
+
+DESCRIPTORS_TOLERANCE = 8
+"""Connections that are just being made or given up."""
+
+SOCKETS_FOR_REUNION = 6
+"""NIXL 1.5.1 closes no connection to an agent that lives: two that lose each other and meet again, as after a long
+freeze, keep the sockets of before, until one of them ends."""
+
+_SHORTEST_LIFE = 20
+"""Looks at a process, before anything is said of it: it must have warmed up in a quarter of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a process held at one moment.
+
+    Attributes:
+        at: seconds since the soak began.
+    """
+
+    at: float
+    memory_mib: float
+    threads: int
+    descriptors: int
+
+
+def look(pid: int, at: float) -> Look | None:
+    """At a process of this machine; None if it is gone."""
+    root = Path("/proc") / str(pid)
+    try:
+        pages = int((root / "statm").read_text(encoding="ascii").split()[1])
+        threads, descriptors = (sum(1 for _ in (root / each).iterdir()) for each in ("task", "fd"))
+    except OSError:
+        return None
+    return Look(at, pages * os.sysconf("SC_PAGE_SIZE") / 2**20, threads, descriptors)
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """What a process held when it had warmed up, and at the end of its life: medians over a quarter of its looks,
+    the second and the last."""
+
+    name: str
+    looks: int
+    early: Look
+    late: Look
+
+    def problem(self, *, reunions: int) -> str:
+        """What has grown, in words; empty if nothing.
+
+        Args:
+            reunions: how often it lost a peer that lived.
+        """
+        grown = []
+        if self.late.memory_mib > self.early.memory_mib + MEMORY_TOLERANCE_MIB:
+            grown.append(f"memory from {self.early.memory_mib:.1f} to {self.late.memory_mib:.1f} MiB")
+        if self.late.threads > self.early.threads + THREADS_TOLERANCE:
+            grown.append(f"threads from {self.early.threads} to {self.late.threads}")
+        allowed = DESCRIPTORS_TOLERANCE + SOCKETS_FOR_REUNION * reunions
+        if self.late.descriptors > self.early.descriptors + allowed:
+            grown.append(f"descriptors from {self.early.descriptors} to {self.late.descriptors}, {allowed} allowed")
+        return f"{self.name}: {', '.join(grown)}" if grown else ""
+
+
+def trend(name: str, looks: Sequence[Look]) -> Trend | None:
+    """The trend of one process; None if it lived too short."""
+    if len(looks) < _SHORTEST_LIFE:
+        return None
+    part = len(looks) // 4
+    return Trend(name, len(looks), _median(looks[part : 2 * part]), _median(looks[-part:]))
+
+
+def _median(looks: Sequence[Look]) -> Look:
+    return Look(
+        at=looks[0].at,
+        memory_mib=statistics.median(each.memory_mib for each in looks),
+        threads=round(statistics.median(each.threads for each in looks)),
+        descriptors=round(statistics.median(each.descriptors for each in looks)),
+    )

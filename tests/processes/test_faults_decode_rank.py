@@ -1,0 +1,219 @@
+"""A decode rank is killed, restarted or frozen at every step of a room; the prefill rank and everybody else survive.
+
+Every cell is a step and a fault, on either path. In each, rooms between survivors are half-way when the fault strikes
+and more are run meanwhile; the prefill rank's room ends in time and says why; its pages come back once nothing reads
+them; the decode rank, or its successor of the same name, is served by everybody again; and no survivor holds more than
+before.
+
+Every pair of step and fault makes sense here. At two steps the prefill rank opens the room only after the fault has
+struck: before the two have connected, and where only the decode rank had it open.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.support.clusters import Clusters
+from tests.support.processes import Rank
+from tests.support.victims import (
+    DEADLINE_S,
+    FAILED_CONNECT_SOCKETS,
+    HEARTBEAT_S,
+    PEER_TIMEOUT_S,
+    RECONNECT_SOCKETS,
+    TOLERANCE_S,
+    Cluster,
+    Fault,
+    Room,
+    Step,
+    noticed,
+)
+
+pytest.importorskip("nixl_cu13")
+pytestmark = pytest.mark.timeout(60)
+
+OPENED_AFTERWARDS = (Step.NOT_CONNECTED, Step.OPEN_ON_DECODE)
+STILL_WAITED_FOR = (Step.NOT_CONNECTED, Step.ATTACHING, Step.OPEN_ON_PREFILL)
+"""No decode rank has opened the room: whoever does so in time is served."""
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[Clusters]:
+    begun = Clusters()
+    yield begun
+    begun.close()
+
+
+class Cell:
+    """One cell."""
+
+    def __init__(self, cluster: Cluster, step: Step) -> None:
+        self.cluster, self.step = cluster, step
+        self.prefill, self.decode = cluster.struck_prefill, cluster.struck_decode
+        cluster.prepare(step)
+        self.standing = [cluster.begin(each, cluster.other_decode) for each in cluster.prefills]
+        self.room: Room = cluster.reach(step)
+
+    def struck(self) -> None:
+        """After the fault: the prefill rank lives, and opens the room if it has not."""
+        self.prefill.do(Rank.open_gates)
+        if self.step in OPENED_AFTERWARDS:
+            self.cluster.open_source(self.room)
+            self.cluster.submit(self.room, 1)
+        self.others_go_on()
+
+    def others_go_on(self) -> None:
+        """Rooms of survivors, those that were half-way and new ones, end well."""
+        while self.standing:
+            self.cluster.finish(self.standing.pop())
+        for each in self.cluster.prefills:
+            self.cluster.run(each, self.cluster.other_decode)
+
+    def prefill_fails(self) -> None:
+        """The prefill rank's room ends in time, with the cause."""
+        if self.step is Step.SUCCEEDED:
+            return
+        if self.step is Step.BEFORE_FINISH:  # all is written: it may or may not learn that nobody is told
+            end = self.prefill.do(Rank.end, self.room.number, PEER_TIMEOUT_S + TOLERANCE_S)
+            assert end.state in ("SUCCESS", "FAILED")
+            return
+        is_found = self.step not in STILL_WAITED_FOR
+        limit_s = (PEER_TIMEOUT_S if is_found else DEADLINE_S) + TOLERANCE_S
+        end = self.cluster.fails(self.prefill, self.room, within_s=limit_s)
+        if self.step is Step.ABORTING:
+            cause = f"aborted by {self.decode.name}.*the test wants it so"
+        elif not is_found:
+            cause = rf"0 of an unknown number of decode ranks opened it within {DEADLINE_S:g} s"
+        else:
+            gone = "PeerDisconnectedError: .*(silent for|connection to .* is gone)"
+            cause = rf"{self.decode.name}\S* (is gone|failed): {gone}"
+        assert re.search(cause, end.error), end
+
+    def comes_back(self) -> None:
+        """The prefill rank's pages may be used again."""
+        if self.prefill.name in self.room.is_open:
+            assert self.prefill.do(Rank.wait_reusable, self.room.number, 1.5)
+
+    def stays_away(self) -> None:
+        """They may not."""
+        assert not self.prefill.do(Rank.wait_reusable, self.room.number, 0.5), "the transport still reads them"
+
+
+def killed(cell: Cell) -> None:
+    struck_at = time.monotonic()
+    cell.decode.process.kill()
+    cell.struck()
+    cell.prefill_fails()
+    cell.comes_back()
+    noticed(struck_at)
+    cell.cluster.restart(cell.decode)
+
+
+def restarted(cell: Cell) -> None:
+    cluster, room = cell.cluster, cell.room
+    struck_at = time.monotonic()
+    cell.decode.process.kill()
+    cluster.restart(cell.decode)
+    cell.struck()
+    if cell.step in STILL_WAITED_FOR:  # the successor asks for it
+        room.is_open.discard(cell.decode.name)
+        cluster.finish(room)
+    else:
+        cell.prefill_fails()
+    cell.comes_back()
+    noticed(struck_at)
+
+
+def frozen_for_a_moment(cell: Cell) -> None:
+    cell.decode.process.freeze()
+    cell.struck()
+    time.sleep(0.4)
+    cell.decode.process.thaw()
+    cell.decode.do(Rank.open_gates)
+    if cell.step is Step.ABORTING:
+        cell.prefill_fails()
+        assert cell.decode.do(Rank.wait_reusable, cell.room.number, TOLERANCE_S)
+    else:
+        cell.cluster.finish(cell.room)
+    cell.comes_back()
+
+
+def frozen_for_long(cell: Cell) -> None:
+    cluster, room, decode = cell.cluster, cell.room, cell.decode
+    struck_at = time.monotonic()
+    decode.process.freeze()
+    cell.struck()
+    if cell.step not in STILL_WAITED_FOR:
+        cell.prefill_fails()
+    noticed(struck_at)
+    decode.process.thaw()
+    is_writing = cell.step is Step.WRITING and cluster.path == "direct"
+    if is_writing:  # before the rest of the write has come, if they are given back too soon
+        assert decode.do(Rank.reuse, room.number, 3.0)
+    decode.do(Rank.open_gates)
+    if cell.step is Step.NOT_CONNECTED:
+        cluster.finish(room)
+    elif cell.step is Step.OPEN_ON_PREFILL:
+        time.sleep(3 * HEARTBEAT_S)  # it must learn first that it was given up
+        cluster.finish(room)
+    elif cell.step is Step.BEFORE_FINISH:  # it hears that all is there, or first that it was given up
+        assert decode.do(Rank.end, room.number, DEADLINE_S + TOLERANCE_S).state in ("SUCCESS", "FAILED")
+    elif cell.step is not Step.SUCCEEDED:
+        end = cluster.fails(decode, room, within_s=DEADLINE_S + TOLERANCE_S)
+        assert re.search("silent for|does not know this endpoint any more|the test wants it so|must attach", end.error)
+        if cell.step is Step.ATTACHING:
+            cell.prefill_fails()
+    cell.comes_back()
+    if not is_writing:
+        assert decode.do(Rank.reuse, room.number, 3.0)
+    time.sleep(0.3)
+
+
+def frozen_for_ever(cell: Cell) -> None:
+    struck_at = time.monotonic()
+    cell.decode.process.freeze()
+    cell.struck()
+    cell.prefill_fails()
+    if cell.cluster.path == "direct" and cell.step is Step.WRITING:
+        cell.stays_away()
+    elif cell.step is not Step.OPEN_ON_DECODE:  # there a write was begun while it was frozen: it may have ended or not
+        cell.comes_back()
+    noticed(struck_at)
+    cell.decode.process.kill()
+    cell.comes_back()
+    cell.cluster.restart(cell.decode)
+
+
+CELLS = {
+    Fault.KILL: killed,
+    Fault.RESTART: restarted,
+    Fault.SHORT_FREEZE: frozen_for_a_moment,
+    Fault.LONG_FREEZE: frozen_for_long,
+    Fault.FREEZE: frozen_for_ever,
+}
+
+
+@pytest.mark.parametrize("fault", CELLS, ids=lambda fault: fault.name.lower())
+@pytest.mark.parametrize("step", Step, ids=lambda step: step.name.lower())
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_a_decode_rank_is_struck(clusters: Clusters, path: str, step: Step, fault: Fault):
+    cluster = clusters.get(path, step)
+    survivors = (cluster.struck_prefill, cluster.other_prefill, cluster.other_decode)
+    try:
+        sockets = RECONNECT_SOCKETS if fault is Fault.LONG_FREEZE else 0
+        if step is Step.ATTACHING and fault in (Fault.KILL, Fault.RESTART):
+            sockets = FAILED_CONNECT_SOCKETS
+        with cluster.nothing_left_over(*survivors, step=step, sockets=sockets):
+            cell = Cell(cluster, step)
+            CELLS[fault](cell)
+            cell.others_go_on()
+            cluster.served()
+            if fault is Fault.LONG_FREEZE:
+                changed = cluster.struck_decode.do(Rank.changed, cell.room.number)
+                assert changed == 0, "a late write changed pages that were given back"
+    except BaseException:
+        clusters.drop(cluster)
+        raise

@@ -1,0 +1,243 @@
+"""A prefill rank is killed, restarted or frozen at every step of a room; the decode rank and everybody else survive.
+
+Every cell is a step and a fault, on either path. In each, rooms between survivors are half-way when the fault strikes
+and more are run meanwhile; the decode rank's room ends in time and says why; its pages come back; the prefill rank, or
+its successor of the same name, serves everybody again; and no survivor holds more than before.
+
+Every pair of step and fault makes sense here. At two steps the decode rank opens the room only after the fault has
+struck: before the two have connected, and where only the prefill rank had it open.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+import time
+from collections.abc import Iterator
+
+import pytest
+from _pytest.mark import ParameterSet
+from tests.support.clusters import Clusters
+from tests.support.processes import End, Rank
+from tests.support.victims import (
+    DEADLINE_S,
+    PEER_TIMEOUT_S,
+    RECONNECT_SOCKETS,
+    TOLERANCE_S,
+    Cluster,
+    Fault,
+    Room,
+    Step,
+    noticed,
+)
+
+pytest.importorskip("nixl_cu13")
+pytestmark = pytest.mark.timeout(60)
+
+OPENED_AFTERWARDS = (Step.NOT_CONNECTED, Step.OPEN_ON_PREFILL)
+NEVER_ASKED = (Step.NOT_CONNECTED, Step.ATTACHING)
+"""The prefill rank has not been asked for the room, so that it cannot write."""
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[Clusters]:
+    begun = Clusters()
+    yield begun
+    begun.close()
+
+
+class Cell:
+    """One cell."""
+
+    def __init__(self, cluster: Cluster, step: Step) -> None:
+        self.cluster, self.step = cluster, step
+        self.prefill, self.decode = cluster.struck_prefill, cluster.struck_decode
+        cluster.prepare(step)
+        self.standing = [cluster.begin(cluster.other_prefill, each) for each in cluster.decodes]
+        self.room: Room = cluster.reach(step)
+
+    def struck(self) -> None:
+        """After the fault: the decode rank lives, and opens the room if it has not."""
+        if self.step is Step.WRITING:
+            self.decode.process.thaw()
+        self.decode.do(Rank.open_gates)
+        if self.step in OPENED_AFTERWARDS:
+            self.cluster.open_target(self.room)
+        self.others_go_on()
+
+    def others_go_on(self) -> None:
+        """Rooms of survivors, those that were half-way and new ones, end well."""
+        while self.standing:
+            self.cluster.finish(self.standing.pop())
+        for each in self.cluster.decodes:
+            self.cluster.run(self.cluster.other_prefill, each)
+
+    def decode_fails(self) -> None:
+        """The decode rank's room ends in time, with the cause."""
+        if self.step is Step.SUCCEEDED:
+            return
+        is_found = self.step is not Step.NOT_CONNECTED
+        limit_s = (PEER_TIMEOUT_S if is_found else DEADLINE_S) + TOLERANCE_S
+        end = self.cluster.fails(self.decode, self.room, within_s=limit_s)
+        self.says_why(end)
+
+    def says_why(self, end: End) -> None:
+        name = re.escape(self.prefill.name)
+        if self.step is Step.ABORTING:
+            cause = "aborted by the decode side: the test wants it so"
+        elif self.step is Step.NOT_CONNECTED:
+            cause = rf"knows 0 of an unknown number of ranks of engine '{name}'|'{name}'.*still asking the ranks"
+        else:
+            cause = (
+                rf"prefill rank 0 of '{name}' (has been silent for|does not know this endpoint any more)"
+                "|must attach before it opens rooms"
+            )
+        assert re.search(cause, end.error), end
+
+    def comes_back(self, *, within_s: float = 3.0) -> None:
+        """The decode rank's pages may be used again."""
+        assert self.decode.do(Rank.wait_reusable, self.room.number, within_s), "pages are kept that nobody can write to"
+
+    def stays_away(self) -> None:
+        """They may not."""
+        assert not self.decode.do(Rank.wait_reusable, self.room.number, 0.5), "a frozen rank may still write"
+
+    def stays_as_it_is(self) -> None:
+        """Whatever the decode rank does with pages that it was given back, nobody else changes."""
+        assert self.decode.do(Rank.changed, self.room.number) == 0, "a late write changed pages that were given back"
+
+
+def killed(cell: Cell) -> None:
+    struck_at = time.monotonic()
+    cell.prefill.process.kill()
+    cell.struck()
+    cell.decode_fails()
+    cell.comes_back(within_s=1.5)
+    noticed(struck_at)
+    cell.cluster.restart(cell.prefill)
+
+
+def restarted(cell: Cell) -> None:
+    cluster, room = cell.cluster, cell.room
+    cell.prefill.process.kill()
+    cluster.restart(cell.prefill)
+    restarted_at = time.monotonic()
+    cell.struck()
+    if cell.step in NEVER_ASKED:
+        room.is_open.discard(cell.prefill.name)
+        room.submitted = 0
+        cluster.finish(room)  # by the successor
+    else:
+        cell.decode_fails()
+    cell.comes_back()
+    noticed(restarted_at)
+
+
+def frozen_for_a_moment(cell: Cell) -> None:
+    cell.prefill.process.freeze()
+    cell.struck()
+    time.sleep(0.4)
+    cell.prefill.process.thaw()
+    cell.prefill.do(Rank.open_gates)
+    if cell.step is Step.ABORTING:
+        cell.decode_fails()
+        assert "aborted by" in cell.cluster.fails(cell.prefill, cell.room, within_s=TOLERANCE_S).error
+    else:
+        cell.cluster.finish(cell.room)
+    cell.comes_back()
+
+
+def frozen_for_long(cell: Cell) -> None:
+    cluster, room, prefill = cell.cluster, cell.room, cell.prefill
+    struck_at = time.monotonic()
+    prefill.process.freeze()
+    cell.struck()
+    if cell.step is not Step.NOT_CONNECTED:
+        cell.decode_fails()
+    noticed(struck_at)
+    is_reused = cell.step is not Step.NOT_CONNECTED and cell.decode.do(Rank.reuse, room.number, 0.0)
+    prefill.process.thaw()
+    prefill.do(Rank.open_gates)
+    if cell.step is not Step.NOT_CONNECTED:
+        is_reused = is_reused or cell.decode.do(Rank.reuse, room.number, 3.0)
+    if cell.step is Step.NOT_CONNECTED:
+        cluster.finish(room)
+    elif cell.step is Step.BEFORE_FINISH:  # it tells a decode rank that does not care any more
+        assert prefill.do(Rank.end, room.number, DEADLINE_S + TOLERANCE_S).state in ("SUCCESS", "FAILED")
+    elif prefill.name in room.is_open and cell.step is not Step.SUCCEEDED:
+        end = cluster.fails(prefill, room, within_s=DEADLINE_S + TOLERANCE_S)
+        # Which of them it hears of first, when it thaws, is chance: the messages that came meanwhile, or the time.
+        causes = (
+            f"aborted by {cell.decode.name}|{cell.decode.name}.* is gone: .*silent for|decode ranks opened it within"
+        )
+        assert re.search(causes, end.error), end
+    if prefill.name in room.is_open:
+        assert prefill.do(Rank.wait_reusable, room.number, 2.0)
+    cell.comes_back()
+    assert is_reused or cell.decode.do(Rank.reuse, room.number, 1.0)
+    time.sleep(0.3)
+
+
+def frozen_for_ever(cell: Cell) -> None:
+    struck_at = time.monotonic()
+    cell.prefill.process.freeze()
+    cell.struck()
+    cell.decode_fails()
+    if cell.cluster.path == "staged" or cell.step in (*NEVER_ASKED, Step.SUCCEEDED):
+        cell.comes_back(within_s=1.0)
+    else:
+        cell.stays_away()
+    noticed(struck_at)
+    cell.prefill.process.kill()
+    cell.comes_back(within_s=1.5)
+    cell.cluster.restart(cell.prefill)
+
+
+CELLS = {
+    Fault.KILL: killed,
+    Fault.RESTART: restarted,
+    Fault.SHORT_FREEZE: frozen_for_a_moment,
+    Fault.LONG_FREEZE: frozen_for_long,
+    Fault.FREEZE: frozen_for_ever,
+}
+
+
+def cases() -> Iterator[ParameterSet]:
+    """Every cell."""
+    for path, step, fault in itertools.product(("direct", "staged"), Step, CELLS):
+        yield pytest.param(path, step, fault, id=f"{path}-{step.name}-{fault.name}".lower())
+
+
+@pytest.mark.parametrize(("path", "step", "fault"), list(cases()))
+def test_a_prefill_rank_is_struck(clusters: Clusters, path: str, step: Step, fault: Fault):
+    cluster = clusters.get(path, step)
+    survivors = (cluster.struck_decode, cluster.other_decode, cluster.other_prefill)
+    try:
+        sockets = RECONNECT_SOCKETS if fault is Fault.LONG_FREEZE else 0
+        with cluster.nothing_left_over(*survivors, step=step, sockets=sockets):
+            cell = Cell(cluster, step)
+            CELLS[fault](cell)
+            cell.others_go_on()
+            cluster.served()
+            if fault is Fault.LONG_FREEZE:
+                cell.stays_as_it_is()
+    except BaseException:
+        clusters.drop(cluster)
+        raise
+
+
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_prefill_ranks_that_die_one_after_the_other_leave_no_memory_behind(clusters: Clusters, path: str):
+    """A ring has 1 MiB. What is made once, such as a part of the heap, does not come again every time."""
+    cluster, rounds = clusters.get(path), 5
+    held = []
+    for _ in range(rounds + 1):
+        held.append(cluster.other_decode.do(Rank.resources).resident_bytes)
+        struck_at = time.monotonic()
+        cluster.struck_prefill.process.kill()
+        noticed(struck_at)
+        cluster.restart(cluster.struck_prefill)
+        cluster.served()
+    steps = [after - before for before, after in itertools.pairwise(held)]
+    assert statistics.median(steps) < 0.5 * 2**20, [f"{step / 2**20:.2f} MiB" for step in steps]

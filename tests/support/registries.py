@@ -1,0 +1,64 @@
+"""`kvferry registry` as a process that can be killed, frozen, and started again on the same port."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from types import TracebackType
+
+
+class RegistryProcess:
+    """The process.
+
+    Attributes:
+        url: where it answers; the same after every start.
+    """
+
+    def __init__(self, *, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._port = 0
+        self._start()
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "kvferry", "registry", "--port", str(self._port)]
+        command += ["--lease-s", str(self._lease_s)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        said = re.search(r"http://127\.0\.0\.1:(\d+)", self._process.stdout.readline())
+        assert said is not None, "the registry did not start"
+        self.url, self._port = said[0], int(said[1])
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Ends it at once. May be called again."""
+        self._process.kill()
+        self._process.wait(10)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def restart(self) -> None:
+        """Starts it again, without anything that it knew."""
+        self._start()
+
+    def freeze(self) -> None:
+        """Stops it."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Lets it go on."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def __enter__(self) -> RegistryProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kill()

@@ -1,0 +1,34 @@
+"""Prefill ranks that decode ranks reach under another address than the one they listen on."""
+
+from __future__ import annotations
+
+import numpy as np
+from tests.support.caches import Model, Shape, pool
+from tests.support.proxy import ControlProxy
+
+from kvferry import DecodeEndpoint, InProcessNetwork, InProcessTransport, PrefillEndpoint, RankCoordinates, Settings
+
+WAIT_S = 10.0
+PAGES = np.arange(4)
+
+
+def test_decode_ranks_connect_to_the_port_that_is_advertised():
+    network, model = InProcessNetwork(), Model()
+    source, target = (pool(model, Shape(), RankCoordinates()) for _ in range(2))
+    source.fill(1, PAGES)
+    with ControlProxy() as proxy:
+        settings = Settings(registry_port=0, registry_url=None, advertise_port=proxy.port)
+        transport = InProcessTransport(network)
+        with PrefillEndpoint(source.layout, settings=settings, transport=transport) as prefill:
+            assert prefill.control_address == f"tcp://127.0.0.1:{proxy.port}"
+            assert prefill._channel is not None
+            assert prefill._channel.port != proxy.port
+            proxy.target = prefill._channel.port
+            settings = Settings(registry_url=prefill.registry_url)
+            transport = InProcessTransport(network)
+            with DecodeEndpoint(target.layout, settings=settings, transport=transport) as decode:
+                receiver = decode.open(1, PAGES)
+                prefill.open(1).submit(PAGES, last=True)
+                receiver.wait(WAIT_S)
+                assert target.wrong(1, PAGES) == 0
+                assert proxy.connections == 1
