@@ -73,24 +73,29 @@ class Cell:
         for each in self.cluster.decodes:
             self.cluster.run(self.cluster.other_prefill, each)
 
-    def decode_fails(self) -> None:
-        """The decode rank's room ends in time, with the cause."""
+    def decode_fails(self, *, is_dead: bool = False) -> None:
+        """The decode rank's room ends in time, with the cause.
+
+        Args:
+            is_dead: whether the prefill rank's process has ended: rooms that it has not been asked for wait for another.
+        """
         if self.step is Step.SUCCEEDED:
             return
-        is_found = self.step is not Step.NOT_CONNECTED
+        is_found = self.step is not Step.NOT_CONNECTED and not (is_dead and self.step is Step.ATTACHING)
         limit_s = (PEER_TIMEOUT_S if is_found else DEADLINE_S) + TOLERANCE_S
         end = self.cluster.fails(self.decode, self.room, within_s=limit_s)
-        self.says_why(end)
+        self.says_why(end, is_found=is_found)
 
-    def says_why(self, end: End) -> None:
+    def says_why(self, end: End, *, is_found: bool) -> None:
         name = re.escape(self.prefill.name)
         if self.step is Step.ABORTING:
             cause = "aborted by the decode side: the test wants it so"
-        elif self.step is Step.NOT_CONNECTED:
+        elif not is_found:
             cause = rf"knows 0 of an unknown number of ranks of engine '{name}'|'{name}'.*still asking the ranks"
         else:
             cause = (
-                rf"prefill rank 0 of '{name}' (has been silent for|does not know this endpoint any more)"
+                rf"prefill rank 0 of '{name}' "
+                "(has been silent for|has ended: its process|does not know this endpoint any more)"
                 "|must attach before it opens rooms"
             )
         assert re.search(cause, end.error), end
@@ -112,7 +117,7 @@ def killed(cell: Cell) -> None:
     struck_at = time.monotonic()
     cell.prefill.process.kill()
     cell.struck()
-    cell.decode_fails()
+    cell.decode_fails(is_dead=True)
     cell.comes_back(within_s=1.5)
     noticed(struck_at)
     cell.cluster.restart(cell.prefill)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.endpoint import decode_peers, sending
-from kvferry.endpoint.scattering import Scatterers
+from kvferry.endpoint.scattering import ScatterTask
 from kvferry.protocol.messages import decode_notification
 from kvferry.transport import NixlTransport
 
@@ -31,7 +31,7 @@ PLACES = {
     # On a prefill rank: a decode rank has given a room up. By room.
     "abort": _Place(sending.SendingRoom, "_aborted", lambda room, event, worker: room.room),
     # On a decode rank: a part is in staging memory and belongs into its pages. By room.
-    "scatter": _Place(Scatterers, "_scatter", lambda _, task: task.room.room),
+    "scatter": _Place(ScatterTask, "run", lambda task, _: task.room.room),
 }
 
 

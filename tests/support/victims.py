@@ -300,7 +300,7 @@ class Cluster:
     def succeeds(self, room: Room) -> None:
         """It ends well on both sides, and every byte is right."""
         ends = [each.do(Rank.end, room.number, DEADLINE_S + TOLERANCE_S) for each in (room.source, room.target)]
-        assert ends == [End("SUCCESS"), End("SUCCESS")]
+        assert ends == [End("SUCCESS"), End("SUCCESS")], ends
         assert room.target.do(Rank.wait, room.number) == 0, "bytes are wrong"
         for each in (room.source, room.target):
             assert each.do(Rank.wait_reusable, room.number, 1.0)

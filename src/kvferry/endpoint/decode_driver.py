@@ -447,8 +447,13 @@ class DecodeDriver(Loop):
             rank = link.rank_behind(channel)
             if rank is None:
                 continue
-            with contextlib.suppress(KVFerryError):
-                link.ask(now)  # first: a later start of the rank says so, and the link ends
+            if self._links.get(link.key) is link:
+                try:
+                    self._refuse_the_dead(link, now)
+                    link.ask(now)  # first: a later start of the rank says so, and the link ends
+                except KVFerryError as error:
+                    self._fail_link(link, error, now)
+                    continue
             for number in [number for number, its_link in self._room_links.items() if its_link is link]:
                 room = self._rooms.get(number)
                 if room is None:
@@ -609,6 +614,7 @@ class DecodeDriver(Loop):
         for link in list(self._links.values()):
             silent = link.silent_rank(now, self._settings.peer_timeout_s)
             try:
+                self._refuse_the_dead(link, now)
                 if silent is not None and link.state is LinkState.GREETING:
                     link.start_over(now)
                     self._started_over(link)
@@ -637,6 +643,24 @@ class DecodeDriver(Loop):
             if rank is not None:
                 self._handle(self._rooms[number], SenderDrained(rank), now)
         self._close_retired_links()
+
+    def _refuse_the_dead(self, link: Link, now: float) -> None:
+        """Starts a link over whose rank's process is known to have ended, as long as no room relies on it.
+
+        Raises:
+            PeerDisconnectedError: if rooms do.
+        """
+        for peer in link.peers:
+            if not self._platform.is_gone(peer.process):
+                continue
+            if link.state is LinkState.READY:
+                raise PeerDisconnectedError(
+                    f"prefill rank {link.rank_of(peer.endpoint)} of {link.key.engine!r} has ended: its process "
+                    f"{peer.process.pid} is gone"
+                )
+            link.start_over(now)
+            self._started_over(link)
+            return
 
     def _repeat(self, now: float) -> None:
         """Says again what was not answered: a connection that broke may have lost it, or the answer."""
