@@ -77,7 +77,7 @@ class Cell:
         """The decode rank's room ends in time, with the cause.
 
         Args:
-            is_dead: whether the prefill rank's process has ended: rooms that it has not been asked for wait for another.
+            is_dead: whether the prefill rank has ended: rooms that it was not asked for wait for its successor.
         """
         if self.step is Step.SUCCEEDED:
             return
