@@ -1,7 +1,7 @@
 """Writes what the documents say about the code from the code: `make docs`.
 
-The state diagrams of docs/protocol.md come from the transition tables, docs/settings.md from `Settings`. A test checks
-that neither has fallen behind.
+The state diagrams of docs/protocol.md come from the transition tables, docs/settings.md from `Settings`, the
+table of docs/reliability.md from `protocol/holding.py`. A test checks that none has fallen behind.
 """
 
 from __future__ import annotations
@@ -11,10 +11,27 @@ from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
+from kvferry.protocol.holding import Waits, markdown
 from kvferry.protocol.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, mermaid
 from kvferry.settings import PREFIX, Settings
 
 DOCS = Path(__file__).parent
+
+
+def reliability_page() -> str:
+    """docs/reliability.md with its table of what holds pages made anew."""
+    settings = Settings()
+    waits = Waits(
+        bootstrap_s=settings.bootstrap_timeout_s,
+        waiting_s=settings.waiting_timeout_s,
+        write_s=settings.write_timeout_s,
+        peer_s=settings.peer_timeout_s,
+        heartbeat_s=settings.heartbeat_interval_s,
+        quarantine_s=settings.quarantine_s,
+    )
+    before, rest = (DOCS / "reliability.md").read_text().split("<!-- holding -->\n")
+    _, after = rest.split("<!-- /holding -->")
+    return f"{before}<!-- holding -->\n{markdown(waits)}\n<!-- /holding -->{after}"
 
 
 def protocol_page() -> str:
@@ -46,9 +63,10 @@ def settings_page() -> str:
 
 
 def main() -> None:
-    """Writes both pages."""
+    """Writes all of them."""
     (DOCS / "protocol.md").write_text(protocol_page())
     (DOCS / "settings.md").write_text(settings_page())
+    (DOCS / "reliability.md").write_text(reliability_page())
 
 
 if __name__ == "__main__":

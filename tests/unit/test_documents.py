@@ -40,6 +40,10 @@ def test_the_state_diagrams_are_those_of_the_tables():
     assert (ROOT / "docs/protocol.md").read_text() == generator().protocol_page(), "run `make docs`"
 
 
+def test_the_page_on_reliability_has_the_table_of_what_holds_pages():
+    assert (ROOT / "docs/reliability.md").read_text() == generator().reliability_page(), "run `make docs`"
+
+
 def test_the_settings_page_lists_every_setting():
     assert (ROOT / "docs/settings.md").read_text() == generator().settings_page(), "run `make docs`"
 
