@@ -100,6 +100,7 @@ class Identity:
     layout: RankLayout
     transport: str
     host: str
+    checksums: bool = False
 
 
 class Link:
@@ -251,6 +252,7 @@ class Link:
                 transport_metadata=metadata,
                 host=self._identity.host,
                 staging=offers[number],
+                checksums=self._identity.checksums,
             )
             rank.channel.send(messages.encode(attach))
 
@@ -272,6 +274,7 @@ class Link:
             writers=frozenset(writers),
             into_pages=frozenset(writer for writer in writers if not self._ranks[writer].only_staged),
             aux_writer=aux_writer,
+            verifies=self._identity.checksums,
         )
 
     def send(self, engine_rank: int, message: messages.Message) -> None:

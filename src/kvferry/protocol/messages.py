@@ -108,6 +108,7 @@ class Attach(Message, frozen=True):
         transport: the transport's name, `transport_metadata` what it needs to connect.
         host: what tells the decode rank's machine from others.
         staging: what it says about staged transfers.
+        checksums: whether what is sent must be digested.
     """
 
     endpoint: str
@@ -120,6 +121,7 @@ class Attach(Message, frozen=True):
     transport_metadata: bytes
     host: str = ""
     staging: Staging = Staging()
+    checksums: bool = False
 
 
 class Attached(Message, frozen=True):
@@ -207,11 +209,23 @@ class OpenRoom(Message, frozen=True):
 
 
 class AbortRoom(Message, frozen=True):
-    """Decode to prefill: stop. Answered by `Drained` once no write of this generation can happen any more."""
+    """Decode to prefill: stop. Answered by `Drained` once no write of this generation can happen any more.
+
+    Attributes:
+        error: the name of an exception of kvferry.errors where more than our caller's wish is behind it, else "".
+    """
 
     room: Count
     generation: int
     reason: str
+    error: str = ""
+
+
+class RoomVerified(Message, frozen=True):
+    """Decode to prefill: all that came for this generation has the digests that it should have."""
+
+    room: Count
+    generation: int
 
 
 class RoomFailed(Message, frozen=True):
@@ -267,13 +281,16 @@ class SpanVoid(Message, frozen=True):
     stop: Count
 
 
-class ChunkArrived(Message, frozen=True):
-    """Notification: all bytes of one chunk from one writer are in place. `sequence` counts from 0 per receiver."""
+class Digests(msgspec.Struct, frozen=True, array_like=True):
+    """Digests of packed blocks, page by page; see `protocol.digests`.
 
-    room: Count
-    generation: int
-    writer: Count
-    sequence: Count
+    Attributes:
+        row_bytes: how many bytes a digest is of, at least, where pages are small.
+        values: the digests, 8 bytes each, one after the other.
+    """
+
+    row_bytes: Count
+    values: bytes
 
 
 class StagedSegment(msgspec.Struct, frozen=True, array_like=True):
@@ -284,12 +301,30 @@ class StagedSegment(msgspec.Struct, frozen=True, array_like=True):
         first_base, stop_base: indices of the piece's first axis.
         units: which units they are on the decode side, as ranges of numbers (local position divided by the unit's
             tokens): first and count of each, int64 little-endian.
+        digests: of the packed bytes, where the decode rank asked for them.
     """
 
     piece: Count
     first_base: Count
     stop_base: Count
     units: bytes
+    digests: Digests | None = None
+
+
+class ChunkArrived(Message, frozen=True, omit_defaults=True):
+    """Notification: all bytes of one chunk from one writer are in place.
+
+    Attributes:
+        sequence: counts from 0 per receiver.
+        unit, segments: what the chunk consists of, with its digests, where the decode rank asked for them.
+    """
+
+    room: Count
+    generation: int
+    writer: Count
+    sequence: Count
+    unit: Unit = Unit.GRANULE
+    segments: tuple[StagedSegment, ...] = ()
 
 
 class StagedArrived(Message, frozen=True):
@@ -332,7 +367,7 @@ class WriterFinished(Message, frozen=True):
     aux: bytes | None = None
 
 
-ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | IsGone | Credit
+ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | RoomVerified | IsGone | Credit
 ToDecode: TypeAlias = Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained | Gone | SpanVoid
 Notification: TypeAlias = ChunkArrived | StagedArrived | WriterFinished
 
