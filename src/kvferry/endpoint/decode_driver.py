@@ -20,7 +20,7 @@ from kvferry.control.ends import Connection
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.platform import Platform
 from kvferry.endpoint.receiving import ReceivingRoom
-from kvferry.endpoint.scattering import Scatterers, ScatterTask
+from kvferry.endpoint.scattering import ArrivalTask, Scatterers, ScatterTask, VerifyTask
 from kvferry.endpoint.threads import Loop, ThreadHealth
 from kvferry.errors import (
     EndpointClosedError,
@@ -36,10 +36,10 @@ from kvferry.protocol.link import Identity, Link, LinkKey, LinkState
 from kvferry.protocol.lost_ranks import LostRanks
 from kvferry.protocol.receiver import (
     Arrived,
+    ArrivedUnverified,
     ConnectFailed,
     Finished,
     PartArrived,
-    PartScattered,
     ReceiverBroke,
     ReceiverCommand,
     ReceiverEvent,
@@ -50,6 +50,8 @@ from kvferry.protocol.receiver import (
     SenderFailed,
     SenderLost,
     SendOpen,
+    SendVerified,
+    Verify,
 )
 from kvferry.protocol.registrations import RankRegistration
 from kvferry.settings import Settings
@@ -108,17 +110,19 @@ class DecodeDriver(Loop):
         self._room_links: dict[int, Link] = {}
         self._lost = LostRanks(settle_s=settings.quarantine_s)
         self._attempts = 0
-        self._arriving: ScatterTask | None = None  # while its room is told of it
+        self._arriving: ArrivalTask | None = None  # while its room is told of it
         self._hot_until = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
         self._is_stopping = threading.Event()
         name = f"kvferry-decode-{identity.coordinates.engine_rank}"
         self._scatterers: Scatterers | None = None
-        if staging.kernels is not None:
-            self._scatterers = Scatterers(
-                settings.scatter_workers, staging.kernels, self._on_scattered, platform=platform, name=name
-            )
+        checks = staging.checks
+        kernels = checks.memory.kernels if checks is not None else staging.kernels
+        if kernels is not None:
+            # To verify all that came in one direct write takes longer than our own thread may be away.
+            count = settings.scatter_workers if checks is None else max(1, settings.scatter_workers)
+            self._scatterers = Scatterers(count, kernels, self._on_task_done, platform=platform, name=name)
         self._thread = platform.start(name, self)
 
     # ---- from any thread ----------------------------------------------------------------------------------------
@@ -273,10 +277,12 @@ class DecodeDriver(Loop):
                     tokens=room.tokens,
                     groups=room.groups,
                 )
-            case SendAbort(rank, reason):
-                message = messages.AbortRoom(room=room.room, generation=room.generation, reason=reason)
-            case Scatter():
-                self._scatter()
+            case SendAbort(rank, reason, error):
+                message = messages.AbortRoom(room=room.room, generation=room.generation, reason=reason, error=error)
+            case SendVerified(rank):
+                message = messages.RoomVerified(room=room.room, generation=room.generation)
+            case Scatter() | Verify():
+                self._begin_task()
                 return
         try:
             link.send(rank, message)
@@ -317,7 +323,15 @@ class DecodeDriver(Loop):
             return
         match message:
             case messages.ChunkArrived(writer=writer, sequence=sequence):
-                self._handle(room, Arrived(writer, sequence), now)
+                plan = self._staging.checks.plan(peer) if self._staging.checks is not None else None
+                if self._staging.checks is None:
+                    self._handle(room, Arrived(writer, sequence), now)
+                elif plan is None:
+                    log.warning("dropped a notification for room %d: rank %d has nothing to send", message.room, writer)
+                else:
+                    self._arriving = VerifyTask(room, plan, message, self._staging.checks.memory)
+                    self._handle(room, ArrivedUnverified(writer, sequence), now)
+                    self._arriving = None
             case messages.WriterFinished(writer=writer, chunks=chunks, aux=aux):
                 self._handle(room, Finished(writer, chunks, aux), now)
 
@@ -334,7 +348,7 @@ class DecodeDriver(Loop):
         task = None
         if room is not None and link is not None and room.generation == message.generation:
             if link.is_rank(message.writer, peer):
-                task = ScatterTask(room, ring, span, message)
+                task = ScatterTask(room, ring, span, message, is_verified=self._staging.checks is not None)
             else:
                 log.warning("dropped a notification for room %d: %s is not rank %d", message.room, peer, message.writer)
         if task is None:
@@ -346,24 +360,24 @@ class DecodeDriver(Loop):
             self._arriving = None
             ring.give_back(span)
 
-    def _scatter(self) -> None:
-        """Hands the part that is arriving to a thread that puts it into its pages."""
+    def _begin_task(self) -> None:
+        """Hands what is arriving to a thread that does what is to be done with it."""
         task, self._arriving = self._arriving, None
         assert task is not None
         assert self._scatterers is not None
         self._scatterers.submit(task)
 
-    def _on_scattered(self, task: ScatterTask, error: Exception | None) -> None:
-        """From the threads that scatter; from ours where there are none."""
-        if self._settings.scatter_workers:
-            self._submit(lambda now: self._scattered(task, error, now))
+    def _on_task_done(self, task: ArrivalTask, error: Exception | None) -> None:
+        """From the threads that scatter and verify; from ours where there are none."""
+        assert self._scatterers is not None
+        if self._scatterers.threads:
+            self._submit(lambda now: self._task_done(task, error, now))
         else:
-            self._scattered(task, error, self._platform.now())
+            self._task_done(task, error, self._platform.now())
 
-    def _scattered(self, task: ScatterTask, error: Exception | None, now: float) -> None:
-        message = task.message
-        task.ring.give_back(task.span)
-        self._handle(task.room, PartScattered(message.writer, message.sequence, message.part, error), now)
+    def _task_done(self, task: ArrivalTask, error: Exception | None, now: float) -> None:
+        task.give_back()
+        self._handle(task.room, task.event(error), now)
 
     def _span_void(self, message: messages.SpanVoid) -> None:
         """Nothing came, or will come, of a span."""
@@ -599,4 +613,4 @@ class DecodeDriver(Loop):
             room = self._rooms[number]
             if room.machine.state.is_final:
                 for rank in room.machine.undrained:
-                    self._execute(room, link, SendAbort(rank, str(room.machine.error)), now)
+                    self._execute(room, link, room.machine.abort_of(rank), now)
