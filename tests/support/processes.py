@@ -15,6 +15,8 @@ import numpy as np
 from tests.support.caches import Model, Pool, Shape, pool
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, RankCoordinates, Receiver, Sender, Settings
+from kvferry.plan.blocks import BlockShape
+from kvferry.staging.kernels import StartArray
 
 Pages: TypeAlias = list[int]
 
@@ -100,6 +102,23 @@ class Rank:
             first_page=prefix_tokens // self.pool.page_tokens,
             prefix_tokens=prefix_tokens,
         )
+
+    def spoil(self, page: int) -> None:
+        """Changes the first byte of a page's keys in layer 0, as soon as it has arrived and before it is compared."""
+        assert isinstance(self.endpoint, DecodeEndpoint)
+        assert self.pool is not None
+        checks = self.endpoint._driver._staging.checks
+        assert checks is not None
+        kernels, element = checks.memory.kernels, self.pool.views[0][0][page]
+        gather = kernels.gather
+
+        def spoil_and_gather(starts: StartArray, shape: BlockShape, address: int) -> None:
+            if element.ctypes.data in starts.tolist():
+                element[0, 0, 0] ^= 1
+                kernels.gather = gather  # type: ignore[method-assign]
+            gather(starts, shape, address)
+
+        kernels.gather = spoil_and_gather  # type: ignore[method-assign]
 
     def state(self, room: int) -> tuple[str, bool, int]:
         transfer, _ = self.transfers[room]
