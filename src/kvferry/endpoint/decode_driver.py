@@ -110,6 +110,8 @@ class DecodeDriver(Loop):
         self._room_links: dict[int, Link] = {}
         self._lost = LostRanks(settle_s=settings.quarantine_s)
         self._attempts = 0
+        # Rooms that were verified, by number, generation and rank, of which that rank may not know yet.
+        self._unconfirmed: dict[tuple[int, int, int], Link] = {}
         self._arriving: ArrivalTask | None = None  # while its room is told of it
         self._hot_until = 0.0
         self._next_tick_at = 0.0
@@ -280,6 +282,7 @@ class DecodeDriver(Loop):
             case SendAbort(rank, reason, error):
                 message = messages.AbortRoom(room=room.room, generation=room.generation, reason=reason, error=error)
             case SendVerified(rank):
+                self._unconfirmed[room.room, room.generation, rank] = link
                 message = messages.RoomVerified(room=room.room, generation=room.generation)
             case Scatter() | Verify():
                 self._begin_task()
@@ -458,6 +461,8 @@ class DecodeDriver(Loop):
                 match message:
                     case messages.RoomFailed() | messages.Drained():
                         self._room_message(channel, message, now)
+                    case messages.Confirmed():
+                        self._confirmed(message)
                     case messages.SpanVoid():
                         self._span_void(message)
                     case messages.Closed():
@@ -500,6 +505,13 @@ class DecodeDriver(Loop):
                 self._handle(room, SenderFailed(message.writer, message.error, message.reason), now)
             case messages.Drained():
                 self._handle(room, SenderDrained(message.writer), now)
+
+    def _confirmed(self, message: messages.Confirmed) -> None:
+        """A prefill rank has heard that all of its digests are right."""
+        key = message.room, message.generation, message.writer
+        link = self._unconfirmed.get(key)
+        if link is not None and link.is_rank(message.writer, message.endpoint):
+            del self._unconfirmed[key]
 
     def _link_ready(self, link: Link, now: float) -> None:
         for peer in link.peers:
@@ -599,6 +611,13 @@ class DecodeDriver(Loop):
         """Says again what was not answered: a connection that broke may have lost it, or the answer."""
         for ring in self._staging.rings.values():
             ring.report()
+        for key, link in list(self._unconfirmed.items()):
+            if self._links.get(link.key) is not link:  # whoever is behind it has lost us, too, and waits no longer
+                del self._unconfirmed[key]
+                continue
+            verified, generation, rank = key
+            with contextlib.suppress(KVFerryError):
+                link.send(rank, messages.RoomVerified(room=verified, generation=generation))
         for _, process in self._lost.doubtful:
             for link in (*self._links.values(), *self._retired_links):
                 with contextlib.suppress(KVFerryError):

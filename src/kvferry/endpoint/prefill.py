@@ -417,8 +417,17 @@ class PrefillEndpoint:
     def _room_verified(self, identity: str, message: messages.RoomVerified) -> None:
         with self._rooms_lock:
             room = self._table.rooms.get(message.room)
-            if room is not None:  # else nothing was sent from here, and nobody waits for it
+            if room is not None:  # else nobody here waits for it, or does not any more
                 room.post(ReceiverVerified(identity, message.generation))
+        self.send(
+            identity,
+            messages.Confirmed(
+                endpoint=self.transport.endpoint_name,
+                room=message.room,
+                generation=message.generation,
+                writer=self.engine_rank,
+            ),
+        )
 
     def _welcome(self) -> messages.Welcome:
         return messages.Welcome(

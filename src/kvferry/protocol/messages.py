@@ -222,7 +222,7 @@ class AbortRoom(Message, frozen=True):
 
 
 class RoomVerified(Message, frozen=True):
-    """Decode to prefill: all that came for this generation has the digests that it should have."""
+    """Decode to prefill: all that you sent for this generation has the right digests. Repeated until `Confirmed`."""
 
     room: Count
     generation: int
@@ -244,6 +244,15 @@ class Drained(Message, frozen=True):
     Attributes:
         endpoint: who says so. It holds for this start of the rank, not for earlier ones.
     """
+
+    endpoint: str
+    room: Count
+    generation: int
+    writer: Count
+
+
+class Confirmed(Message, frozen=True):
+    """Prefill to decode: the answer to `RoomVerified`."""
 
     endpoint: str
     room: Count
@@ -368,7 +377,7 @@ class WriterFinished(Message, frozen=True):
 
 
 ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | RoomVerified | IsGone | Credit
-ToDecode: TypeAlias = Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained | Gone | SpanVoid
+ToDecode: TypeAlias = Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained | Confirmed | Gone | SpanVoid
 Notification: TypeAlias = ChunkArrived | StagedArrived | WriterFinished
 
 _Body = TypeVar("_Body")

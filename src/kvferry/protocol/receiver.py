@@ -34,7 +34,7 @@ class Connected:
         into_pages: those of them that may write to the pages themselves; what the others send goes through our staging
             memory, and only we put it into pages.
         aux_writer: the one that sends the aux data.
-        verifies: whether the ranks wait to hear that all digests are right.
+        verifies: whether writers wait to hear that all of their digests are right.
     """
 
     ranks: frozenset[int]
@@ -198,7 +198,7 @@ class SendAbort:
 
 @dataclass(frozen=True, slots=True)
 class SendVerified:
-    """Tell a prefill rank that all digests are right."""
+    """Tell a prefill rank that all of its digests are right."""
 
     rank: int
 
@@ -444,9 +444,8 @@ class ReceiverMachine:
             )
         if all(writer.is_complete for writer in self._expected.values()):
             self._move(ReceiverTrigger.ALL_ARRIVED)
-            if self._verifies:
-                return [SendVerified(rank) for rank in sorted(self._ranks)]
-        return []
+        # A writer waits for what it has sent itself, and not for the others.
+        return [SendVerified(rank)] if self._verifies and writer.is_complete else []
 
     def _tick(self, now: float) -> list[ReceiverCommand]:
         if self.deadline is None or now < self.deadline:

@@ -107,7 +107,7 @@ class ReceiverAborted:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverVerified:
-    """A decode rank has compared all digests, and they are right."""
+    """A decode rank has compared all digests of ours, and they are right."""
 
     receiver: str
     generation: int

@@ -67,22 +67,33 @@ def run(machine: ReceiverMachine, *events: Any, now: float = 0.0) -> list[Receiv
     return commands
 
 
-def test_a_room_succeeds_only_once_everything_is_verified_and_says_so_to_every_rank():
+def test_a_room_succeeds_only_once_everything_is_verified_and_tells_the_writer():
     machine = receiver(1)
     assert run(machine, ArrivedUnverified(1, 0)) == [Verify(1, 0)]
     assert run(machine, ArrivedUnverified(1, 1)) == [Verify(1, 1)]
     assert run(machine, Finished(1, 2, b"")) == []
     assert run(machine, Verified(1, 1)) == []
     assert (machine.state, machine.chunks) == (S.TRANSFERRING, 1)
-    assert run(machine, Verified(1, 0)) == [SendVerified(0), SendVerified(1), SendVerified(2)]
+    assert run(machine, Verified(1, 0)) == [SendVerified(1)]
     assert machine.state is S.SUCCESS
     assert machine.are_pages_reusable
+
+
+def test_every_writer_is_told_once_its_own_bytes_are_verified():
+    machine = receiver(1, 2)
+    run(machine, ArrivedUnverified(1, 0), ArrivedUnverified(2, 0), Finished(1, 1, b""))
+    assert run(machine, Verified(1, 0)) == [SendVerified(1)]
+    assert run(machine, Finished(1, 1, b"")) == []
+    assert run(machine, Verified(2, 0)) == []
+    assert run(machine, Finished(2, 1, None)) == [SendVerified(2)]
+    assert machine.state is S.SUCCESS
 
 
 def test_without_checksums_nobody_is_told():
     machine = ReceiverMachine(7, rank=3, deadlines=DEADLINES, now=0.0)
     one = frozenset([1])
-    run(machine, Connected(ranks=one, writers=one, into_pages=one, aux_writer=1), Finished(1, 0, b""))
+    connected = Connected(ranks=one, writers=one, into_pages=one, aux_writer=1)
+    assert run(machine, connected, Finished(1, 0, b"")) == []
     assert machine.state is S.SUCCESS
 
 
