@@ -27,6 +27,7 @@
     `-- TransferError               how a transfer ended, if not well
         |-- TransferAbortedError    one side called abort
         |-- TransferTimeoutError    a deadline passed
+        |-- ChecksumError           what arrived is not what was sent; says where
         `-- TransferFailedError     something failed; `__cause__` is the original exception where it arose here
 
 `ConfigurationError` and `UsageError` are our side's mistakes, `PeerError` is the other side's. What failed on another
@@ -156,6 +157,10 @@ class TransferAbortedError(TransferError):
 
 class TransferTimeoutError(TransferError):
     """A deadline passed before the transfer was complete."""
+
+
+class ChecksumError(TransferError):
+    """What lies in the decode rank's pages is not what was read from the prefill rank's. The message says where."""
 
 
 class TransferFailedError(TransferError):

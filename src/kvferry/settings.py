@@ -157,6 +157,12 @@ class Settings(BaseSettings):
     staging_memory_mib: float = Field(
         2048.0, gt=0, le=2**24, description="Most staging memory that an endpoint takes; beyond it, bytes go directly."
     )
+    checksums: bool = Field(
+        False,
+        description="Let every page be digested where it is read, and again where it has arrived, before a transfer "
+        "succeeds. Asked for by the decode side; pools must be in CPU memory. The decode side takes a thread for it "
+        "even where scatter_workers is 0.",
+    )
     synchronous: bool = Field(
         False, description="Let submit wait until the bytes have moved: the baseline to measure against."
     )

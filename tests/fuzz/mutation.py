@@ -113,6 +113,8 @@ def examples() -> list[messages.Message]:
         messages.Closed(endpoint="p0"),
         messages.Pong(endpoint="p0", attached=True),
         messages.RoomFailed(room=5, generation=6, writer=0, error="PageError", reason="no reason"),
+        messages.RoomVerified(room=5, generation=6),
+        messages.Confirmed(endpoint="p0", room=5, generation=6, writer=0),
         messages.IsGone(process=PROCESS),
         messages.Gone(process=PROCESS),
         messages.Drained(endpoint="p0", room=5, generation=6, writer=0),

@@ -43,6 +43,14 @@ def test_memory_is_read_on_both_sides_after_the_warm_up_and_at_the_end():
         assert found[f"{side}_open_rooms"] == 0
 
 
+def test_checksums_are_measured_beside_what_goes_without():
+    found = printed("checksums.py", "--rounds", "1", "--layers", "2")
+    assert (found["mib"], found["rounds"]) == (8, 1)
+    for path in ("direct", "staged"):
+        assert found[path]["time_ratio"] > 0 < found[path]["cpu_ratio"]
+        assert found[path]["off_ms"] > 0 < found[path]["on_ms"]
+
+
 @pytest.mark.parametrize("flags", [("memory_growth.py", "--transfers", "3"), ("first_transfer.py", "--pairs", "0")])
 def test_too_few_are_refused(flags: tuple[str, ...]):
     script, *rest = flags

@@ -1579,9 +1579,9 @@ class HasNoDeadline(SenderMachine):
 class RaisesForStrangers(SenderMachine):
     """Raises for a stranger's abort."""
 
-    def _receiver_aborted(self, name: str, generation: int, reason: str) -> list[SenderCommand]:
-        assert self._receivers[name].opened.generation == generation
-        return super()._receiver_aborted(name, generation, reason)
+    def _receiver_aborted(self, event: ReceiverAborted) -> list[SenderCommand]:
+        assert self._receivers[event.receiver].opened.generation == event.generation
+        return super()._receiver_aborted(event)
 
 
 class ForgetsTheScattering(ReceiverMachine):

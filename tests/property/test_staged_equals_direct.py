@@ -25,7 +25,7 @@ from tests.property.test_plan_against_oracle import NAMED
 
 from kvferry.endpoint.platform import SystemPlatform
 from kvferry.endpoint.receiving import Receiver, ReceivingRoom
-from kvferry.endpoint.scattering import Scatterers, ScatterTask
+from kvferry.endpoint.scattering import ArrivalTask, Scatterers, ScatterTask
 from kvferry.layout import Device, Region
 from kvferry.plan import ElectedRoute, PairPlan, Unit, packing, pair
 from kvferry.plan.blocks import BlockShape
@@ -222,10 +222,10 @@ class Receiving:
         assert self.ring.take(span)
         self._scatterers.submit(ScatterTask(self._room, self.ring, span, message))
 
-    def _done(self, task: ScatterTask, error: Exception | None) -> None:
+    def _done(self, task: ArrivalTask, error: Exception | None) -> None:
         if error is not None:
             raise error
-        self.ring.give_back(task.span)
+        task.give_back()
 
     def _credit(self, data: bytes) -> None:
         message = messages.decode_to_prefill(data)

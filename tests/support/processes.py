@@ -21,6 +21,8 @@ from tests.support.resources import Resources, resources
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, RankCoordinates, Receiver, Sender, Settings
 from kvferry.errors import KVFerryError
+from kvferry.plan.blocks import BlockShape
+from kvferry.staging.kernels import StartArray
 
 Pages: TypeAlias = list[int]
 
@@ -219,6 +221,23 @@ class Rank:
     def is_healthy(self) -> bool:
         """Whether every thread of the endpoint runs."""
         return self.endpoint is not None and self.endpoint.is_healthy
+
+    def spoil(self, page: int) -> None:
+        """Changes the first byte of a page's keys in layer 0, as soon as it has arrived and before it is compared."""
+        assert isinstance(self.endpoint, DecodeEndpoint)
+        assert self.pool is not None
+        checks = self.endpoint._driver._staging.checks
+        assert checks is not None
+        kernels, element = checks.memory.kernels, self.pool.views[0][0][page]
+        gather = kernels.gather
+
+        def spoil_and_gather(starts: StartArray, shape: BlockShape, address: int) -> None:
+            if element.ctypes.data in starts.tolist():
+                element[0, 0, 0] ^= 1
+                kernels.gather = gather  # type: ignore[method-assign]
+            gather(starts, shape, address)
+
+        kernels.gather = spoil_and_gather  # type: ignore[method-assign]
 
     def state(self, room: int) -> tuple[str, bool, int]:
         transfer, _ = self.transfers[room]

@@ -24,6 +24,7 @@ from kvferry.plan import (
 from kvferry.plan.descriptors import MERGED_BYTES, DescriptorIndices, PieceNumbers
 from kvferry.protocol.messages import Attach
 from kvferry.protocol.moves import Move
+from kvferry.staging.digests import DigestMemory
 from kvferry.transport import PeerMetadata, PreparedList, Transport
 
 
@@ -55,6 +56,8 @@ class Attachment:
         layout: what it holds and where.
         plan: what this rank may send it.
         paths: which ways bytes may go there.
+        verifies: whether the decode rank says when all that came is right.
+        digests: what digests for it are computed with, if so.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class Attachment:
         transport: Transport,
         paths: PathChooser,
         *,
+        verifies: bool = False,
+        digests: DigestMemory | None = None,
         merged_bytes: int = MERGED_BYTES,
     ) -> None:
         self.receiver = receiver
@@ -73,6 +78,8 @@ class Attachment:
         self.layout = layout
         self.plan = plan
         self.paths = paths
+        self.verifies = verifies
+        self.digests = digests
         self._transport = transport
         self._merged_bytes = merged_bytes
         # Guards the prepared lists: those of single tokens are made by whichever worker first needs them.
@@ -202,6 +209,7 @@ def attach(
     Raises:
         IncompatiblePeerError: if they cannot, naming both values.
         LayoutError: if the decode rank's layout and coordinates disagree on context parallelism.
+        SettingsError: if it asks for digests and there cannot be any.
         TransportError: if connecting or preparing fails.
     """
     check_exchangeable(layout, message.layout, source_name="prefill", destination_name="decode")
@@ -214,12 +222,21 @@ def attach(
     name = PeerMetadata.decode(message.transport_metadata).name
     if name != message.endpoint:
         raise IncompatiblePeerError(f"endpoint {message.endpoint!r} sent the transport metadata of {name!r}")
+    digests = staging.digest_memory() if message.checksums and mine else None
     if mine or coordinates.is_aux_writer:
         transport.connect(message.transport_metadata)
     try:
         paths = staging.paths_to(message, plan)
         attachment = Attachment(
-            message.endpoint, message.coordinates, message.layout, plan, transport, paths, merged_bytes=merged_bytes
+            message.endpoint,
+            message.coordinates,
+            message.layout,
+            plan,
+            transport,
+            paths,
+            verifies=message.checksums,
+            digests=digests,
+            merged_bytes=merged_bytes,
         )
         if mine and paths.forced is not Path.STAGED:
             attachment.prepare(Unit.GRANULE)

@@ -85,6 +85,7 @@ class DecodeEndpoint:
                 layout=layout,
                 transport=self.transport.name,
                 host=self._platform.name,
+                checksums=self.settings.checksums,
             )
         except BaseException:
             self.transport.close()

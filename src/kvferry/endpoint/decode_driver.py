@@ -8,6 +8,7 @@ open and something happened just now, a millisecond while they are, and until so
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections import deque
@@ -15,13 +16,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from itertools import count
 
 from kvferry.control.ends import Connection
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.platform import Platform
 from kvferry.endpoint.receiving import ReceivingRoom
-from kvferry.endpoint.scattering import Scatterers, ScatterTask
+from kvferry.endpoint.scattering import ArrivalTask, Scatterers, ScatterTask, VerifyTask
 from kvferry.endpoint.threads import Loop, ThreadHealth
 from kvferry.errors import (
     EndpointClosedError,
@@ -38,10 +38,10 @@ from kvferry.protocol.link import Channel, Identity, Link, LinkKey, LinkState
 from kvferry.protocol.lost_ranks import LostRanks
 from kvferry.protocol.receiver import (
     Arrived,
+    ArrivedUnverified,
     ConnectFailed,
     Finished,
     PartArrived,
-    PartScattered,
     ReceiverBroke,
     ReceiverCommand,
     ReceiverEvent,
@@ -52,6 +52,8 @@ from kvferry.protocol.receiver import (
     SenderFailed,
     SenderLost,
     SendOpen,
+    SendVerified,
+    Verify,
 )
 from kvferry.protocol.registrations import RankRegistration
 from kvferry.settings import Settings
@@ -109,8 +111,10 @@ class DecodeDriver(Loop):
         self._rooms: dict[int, ReceivingRoom] = {}
         self._room_links: dict[int, Link] = {}
         self._lost = LostRanks(settle_s=settings.quarantine_s)
-        self._attempts = count(1)
-        self._arriving: ScatterTask | None = None  # while its room is told of it
+        self._attempts = itertools.count(1)
+        # Rooms that were verified, by number, generation and rank, of which that rank may not know yet.
+        self._unconfirmed: dict[tuple[int, int, int], Link] = {}
+        self._arriving: ArrivalTask | None = None  # while its room is told of it
         self._hot_until = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
@@ -118,10 +122,12 @@ class DecodeDriver(Loop):
         self._is_stopping = threading.Event()
         name = f"kvferry-decode-{identity.coordinates.engine_rank}"
         self._scatterers: Scatterers | None = None
-        if staging.kernels is not None:
-            self._scatterers = Scatterers(
-                settings.scatter_workers, staging.kernels, self._on_scattered, platform=platform, name=name
-            )
+        checks = staging.checks
+        kernels = checks.memory.kernels if checks is not None else staging.kernels
+        if kernels is not None:
+            # To verify all that came in one direct write takes longer than our own thread may be away.
+            count = settings.scatter_workers if checks is None else max(1, settings.scatter_workers)
+            self._scatterers = Scatterers(count, kernels, self._on_task_done, platform=platform, name=name)
         self._thread = platform.start(name, self)
 
     # ---- from any thread ----------------------------------------------------------------------------------------
@@ -276,10 +282,13 @@ class DecodeDriver(Loop):
                     tokens=room.tokens,
                     groups=room.groups,
                 )
-            case SendAbort(rank, reason):
-                message = messages.AbortRoom(room=room.room, generation=room.generation, reason=reason)
-            case Scatter():
-                self._scatter()
+            case SendAbort(rank, reason, error):
+                message = messages.AbortRoom(room=room.room, generation=room.generation, reason=reason, error=error)
+            case SendVerified(rank):
+                self._unconfirmed[room.room, room.generation, rank] = link
+                message = messages.RoomVerified(room=room.room, generation=room.generation)
+            case Scatter() | Verify():
+                self._begin_task()
                 return
         try:
             link.send(rank, message)
@@ -320,7 +329,15 @@ class DecodeDriver(Loop):
             return
         match message:
             case messages.ChunkArrived(writer=writer, sequence=sequence):
-                self._handle(room, Arrived(writer, sequence), now)
+                plan = self._staging.checks.plan(peer) if self._staging.checks is not None else None
+                if self._staging.checks is None:
+                    self._handle(room, Arrived(writer, sequence), now)
+                elif plan is None:
+                    log.warning("dropped a notification for room %d: rank %d has nothing to send", message.room, writer)
+                else:
+                    self._arriving = VerifyTask(room, plan, message, self._staging.checks.memory)
+                    self._handle(room, ArrivedUnverified(writer, sequence), now)
+                    self._arriving = None
             case messages.WriterFinished(writer=writer, chunks=chunks, aux=aux):
                 self._handle(room, Finished(writer, chunks, aux), now)
 
@@ -337,7 +354,7 @@ class DecodeDriver(Loop):
         task = None
         if room is not None and link is not None and room.generation == message.generation:
             if link.is_rank(message.writer, peer):
-                task = ScatterTask(room, ring, span, message)
+                task = ScatterTask(room, ring, span, message, is_verified=self._staging.checks is not None)
             else:
                 log.warning("dropped a notification for room %d: %s is not rank %d", message.room, peer, message.writer)
         if task is None:
@@ -349,24 +366,24 @@ class DecodeDriver(Loop):
             self._arriving = None
             ring.give_back(span)
 
-    def _scatter(self) -> None:
-        """Hands the part that is arriving to a thread that puts it into its pages."""
+    def _begin_task(self) -> None:
+        """Hands what is arriving to a thread that does what is to be done with it."""
         task, self._arriving = self._arriving, None
         assert task is not None
         assert self._scatterers is not None
         self._scatterers.submit(task)
 
-    def _on_scattered(self, task: ScatterTask, error: Exception | None) -> None:
-        """From the threads that scatter; from ours where there are none."""
-        if self._settings.scatter_workers:
-            self._submit(lambda now: self._scattered(task, error, now))
+    def _on_task_done(self, task: ArrivalTask, error: Exception | None) -> None:
+        """From the threads that scatter and verify; from ours where there are none."""
+        assert self._scatterers is not None
+        if self._scatterers.threads:
+            self._submit(lambda now: self._task_done(task, error, now))
         else:
-            self._scattered(task, error, self._platform.now())
+            self._task_done(task, error, self._platform.now())
 
-    def _scattered(self, task: ScatterTask, error: Exception | None, now: float) -> None:
-        message = task.message
-        task.ring.give_back(task.span)
-        self._handle(task.room, PartScattered(message.writer, message.sequence, message.part, error), now)
+    def _task_done(self, task: ArrivalTask, error: Exception | None, now: float) -> None:
+        task.give_back()
+        self._handle(task.room, task.event(error), now)
 
     def _span_void(self, message: messages.SpanVoid) -> None:
         """Nothing came, or will come, of a span."""
@@ -461,7 +478,7 @@ class DecodeDriver(Loop):
                 if not room.machine.state.is_final:
                     self._execute(room, link, SendOpen(rank), now)
                 elif rank in room.machine.unanswered:
-                    self._execute(room, link, SendAbort(rank, str(room.machine.error)), now)
+                    self._execute(room, link, room.machine.abort_of(rank), now)
 
     def _receive(self, channel: Connection, now: float) -> None:
         if channel.take_break():
@@ -475,6 +492,8 @@ class DecodeDriver(Loop):
                 match message:
                     case messages.RoomFailed() | messages.Drained():
                         self._room_message(channel, message, now)
+                    case messages.Confirmed():
+                        self._confirmed(message)
                     case messages.SpanVoid():
                         if channel in self._channels_of(message.endpoint):
                             self._span_void(message)
@@ -529,6 +548,13 @@ class DecodeDriver(Loop):
                 self._handle(room, SenderFailed(message.writer, message.error, message.reason), now)
             case messages.Drained():
                 self._handle(room, SenderDrained(message.writer), now)
+
+    def _confirmed(self, message: messages.Confirmed) -> None:
+        """A prefill rank has heard that all of its digests are right."""
+        key = message.room, message.generation, message.writer
+        link = self._unconfirmed.get(key)
+        if link is not None and link.is_rank(message.writer, message.endpoint):
+            del self._unconfirmed[key]
 
     def _link_ready(self, link: Link, now: float) -> None:
         for peer in link.peers:
@@ -666,6 +692,13 @@ class DecodeDriver(Loop):
         """Says again what was not answered: a connection that broke may have lost it, or the answer."""
         for ring in self._staging.rings.values():
             ring.report()
+        for key, link in list(self._unconfirmed.items()):
+            if self._links.get(link.key) is not link:  # whoever is behind it has lost us, too, and waits no longer
+                del self._unconfirmed[key]
+                continue
+            verified, generation, rank = key
+            with contextlib.suppress(KVFerryError):
+                link.send(rank, messages.RoomVerified(room=verified, generation=generation))
         for _, process in self._lost.doubtful:
             for link in (*self._links.values(), *self._retired_links):
                 with contextlib.suppress(KVFerryError):
@@ -680,4 +713,4 @@ class DecodeDriver(Loop):
             room = self._rooms[number]
             if room.machine.state.is_final:
                 for rank in room.machine.unanswered:
-                    self._execute(room, link, SendAbort(rank, str(room.machine.error)), now)
+                    self._execute(room, link, room.machine.abort_of(rank), now)

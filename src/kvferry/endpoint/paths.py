@@ -18,6 +18,7 @@ from kvferry.protocol.messages import Attach
 from kvferry.protocol.moves import Move
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
+from kvferry.staging.digests import DigestMemory
 from kvferry.staging.gathering import PeerMemory
 from kvferry.staging.rings import SharedRing
 from kvferry.staging.slots import SourceMemory
@@ -113,10 +114,11 @@ class SendingStaging:
         self._ring_bytes = int(settings.staging_ring_mib * 2**20)
         # A multiple of what segments are aligned to, since slots follow each other.
         self._chunk_bytes = aligned(int(settings.staging_chunk_mib * 2**20) - SEGMENT_ALIGNMENT + 1)
-        # Guards the count below: workers that gather take more memory when they need it.
+        # Guards the count below, since workers that gather take more memory when they need it, and what digests.
         self._lock = threading.Lock()
         self._taken_bytes = 0
         self._kernels: Kernels | None = None
+        self._digest_memory: DigestMemory | None = None
         self._calibration: Calibration | None = None
         self._problem = ""
         self.source_memories: tuple[SourceMemory, ...] = ()
@@ -196,6 +198,18 @@ class SendingStaging:
             raise IncompatiblePeerError(f"path: staged is forced (KVFERRY_PATH), but cannot be taken: {problem}")
         staged = None if problem else self._staged(message, plan, is_forced=forced is Path.STAGED)
         return PathChooser(plan, forced=forced, staged=staged, problem=problem)
+
+    def digest_memory(self) -> DigestMemory:
+        """What digests are computed with, made when a decode rank first asks for them.
+
+        Raises:
+            SettingsError: if the pool is in a GPU's memory.
+            TransportUnavailableError: if what copies is not installed.
+        """
+        with self._lock:  # decode ranks attach on any worker
+            if self._digest_memory is None:
+                self._digest_memory = DigestMemory(self._platform.staging, self._layout.regions(), self._layout.device)
+            return self._digest_memory
 
     def _why_not_staged(self, message: Attach, plan: PairPlan) -> str:
         ring = message.staging.ring

@@ -37,7 +37,14 @@ from kvferry.protocol.demands import wanted_groups
 from kvferry.protocol.early import EarlyMessage
 from kvferry.protocol.registrations import RankRegistration
 from kvferry.protocol.room_table import RoomTable
-from kvferry.protocol.sender import ReceiverAborted, ReceiverLost, SenderAbortRequested, SenderMachine, SenderTick
+from kvferry.protocol.sender import (
+    ReceiverAborted,
+    ReceiverLost,
+    ReceiverVerified,
+    SenderAbortRequested,
+    SenderMachine,
+    SenderTick,
+)
 from kvferry.settings import Settings, bracketed
 from kvferry.transport import Transport
 
@@ -412,10 +419,27 @@ class PrefillEndpoint:
                 self.open_room(identity, message)
             case messages.AbortRoom():
                 self.abort_room(identity, message)
+            case messages.RoomVerified():
+                self._room_verified(identity, message)
             case messages.Credit():
                 attachment = self._attachment(identity)
                 if attachment is not None:
                     attachment.paths.credited(message.epoch, message.position)
+
+    def _room_verified(self, identity: str, message: messages.RoomVerified) -> None:
+        with self._rooms_lock:
+            room = self._table.rooms.get(message.room)
+            if room is not None:  # else nobody here waits for it, or does not any more
+                room.post(ReceiverVerified(identity, message.generation))
+        self.send(
+            identity,
+            messages.Confirmed(
+                endpoint=self.transport.endpoint_name,
+                room=message.room,
+                generation=message.generation,
+                writer=self.engine_rank,
+            ),
+        )
 
     def _welcome(self) -> messages.Welcome:
         return messages.Welcome(
@@ -473,7 +497,7 @@ class PrefillEndpoint:
     def _deliver(self, room: SendingRoom, identity: str, message: EarlyMessage) -> None:
         """Hands a message to its room."""
         if isinstance(message, messages.AbortRoom):
-            room.post(ReceiverAborted(identity, message.generation, message.reason))
+            room.post(ReceiverAborted(identity, message.generation, message.reason, message.error))
             return
         attachment = self._attachment(identity)
         if attachment is not None:  # else it was lost meanwhile, and nobody waits for an answer

@@ -1,8 +1,9 @@
-"""The threads of a decode endpoint that empty staging memory into pages."""
+"""The threads of a decode endpoint that empty staging memory into pages, and compare digests of what is there."""
 
 from __future__ import annotations
 
 import queue
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,40 +11,107 @@ from kvferry.endpoint.platform import Platform
 from kvferry.endpoint.receiving import ReceivingRoom
 from kvferry.endpoint.threads import Loop
 from kvferry.protocol.credits import Span
-from kvferry.protocol.messages import StagedArrived
+from kvferry.protocol.messages import ChunkArrived, StagedArrived
+from kvferry.protocol.receiver import PartScattered, ReceiverEvent, Verified
 from kvferry.staging import Kernels
-from kvferry.staging.receiving import WriterRing
+from kvferry.staging.digests import DigestMemory, verify_chunk
+from kvferry.staging.receiving import PackedPlan, WriterRing
 from kvferry.staging.scattering import scatter_part
 
 
+class ArrivalTask(ABC):
+    """Something to be done with what has arrived for a room, before it counts.
+
+    Attributes:
+        room: the room.
+    """
+
+    __slots__ = ()
+
+    room: ReceivingRoom
+
+    def run(self, kernels: Kernels) -> Exception | None:
+        """Does it, unless nobody wants it any more; returns the error that it met."""
+        if not self.is_wanted():
+            return None
+        try:
+            self.work(kernels)
+        except Exception as problem:
+            return problem
+        return None
+
+    def is_wanted(self) -> bool:
+        """Whether the room still runs."""
+        return not self.room.machine.state.is_final
+
+    @abstractmethod
+    def work(self, kernels: Kernels) -> None:
+        """Does it; may raise anything."""
+
+    @abstractmethod
+    def event(self, error: Exception | None) -> ReceiverEvent:
+        """What to tell the room when it is done."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Gives back the memory that it is about. For the driver's thread, once it is done, or will not be."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class ScatterTask:
+class ScatterTask(ArrivalTask):
     """A part of a chunk that is in staging memory and belongs into pages.
 
     Attributes:
-        room: whose it is.
         ring, span: where it is.
         message: what it is.
+        is_verified: whether its digests are to be compared.
     """
 
     room: ReceivingRoom
     ring: WriterRing
     span: Span
     message: StagedArrived
+    is_verified: bool = False
 
-    def run(self, kernels: Kernels) -> Exception | None:
-        """Puts it into its pages, unless nobody wants it any more; returns the error that it met."""
-        if self.room.machine.state.is_final:
-            return None
-        try:
-            scatter_part(self.message, self.ring, self.span, self.room.places, kernels)
-        except Exception as problem:
-            return problem
-        return None
+    def work(self, kernels: Kernels) -> None:
+        scatter_part(self.message, self.ring, self.span, self.room.places, kernels, is_verified=self.is_verified)
+
+    def event(self, error: Exception | None) -> PartScattered:
+        return PartScattered(self.message.writer, self.message.sequence, self.message.part, error)
+
+    def give_back(self) -> None:
+        self.ring.give_back(self.span)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifyTask(ArrivalTask):
+    """A chunk that is in its pages and whose digests are to be compared.
+
+    Attributes:
+        plan: what its writer may send.
+        message: what it is.
+        memory: to look at the pages with.
+    """
+
+    room: ReceivingRoom
+    plan: PackedPlan
+    message: ChunkArrived
+    memory: DigestMemory
+
+    def work(self, kernels: Kernels) -> None:
+        verify_chunk(
+            self.message, self.plan.plan, self.plan.packed, self.room.places, self.memory, is_wanted=self.is_wanted
+        )
+
+    def event(self, error: Exception | None) -> Verified:
+        return Verified(self.message.writer, self.message.sequence, error)
+
+    def give_back(self) -> None:
+        pass
 
 
 class _Scatterer(Loop):
-    def __init__(self, tasks: queue.SimpleQueue[ScatterTask | None], work: Callable[[ScatterTask], None]) -> None:
+    def __init__(self, tasks: queue.SimpleQueue[ArrivalTask | None], work: Callable[[ArrivalTask], None]) -> None:
         self._tasks = tasks
         self._work = work
 
@@ -62,13 +130,13 @@ class _Scatterer(Loop):
 
 
 class Scatterers:
-    """Threads that put what is in staging memory into its pages. There may be none: then whoever submits does it."""
+    """Threads that do what is to be done with what has arrived. There may be none: then whoever submits does it."""
 
     def __init__(
         self,
         count: int,
         kernels: Kernels,
-        on_done: Callable[[ScatterTask, Exception | None], None],
+        on_done: Callable[[ArrivalTask, Exception | None], None],
         *,
         platform: Platform,
         name: str,
@@ -81,12 +149,12 @@ class Scatterers:
         """
         self._kernels = kernels
         self._on_done = on_done
-        self._tasks: queue.SimpleQueue[ScatterTask | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[ArrivalTask | None] = queue.SimpleQueue()
         self.threads = tuple(
             platform.start(f"{name}-scatter-{index}", _Scatterer(self._tasks, self._work)) for index in range(count)
         )
 
-    def submit(self, task: ScatterTask) -> None:
+    def submit(self, task: ArrivalTask) -> None:
         """Hands a task to whichever is free."""
         if self.threads:
             self._tasks.put(task)
@@ -98,5 +166,5 @@ class Scatterers:
         for _ in self.threads:
             self._tasks.put(None)
 
-    def _work(self, task: ScatterTask) -> None:
+    def _work(self, task: ArrivalTask) -> None:
         self._on_done(task, task.run(self._kernels))

@@ -15,7 +15,7 @@ from kvferry.endpoint.transfer import Transfer
 from kvferry.endpoint.workers import Worker, WorkerPool
 from kvferry.errors import KVFerryError, PeerDisconnectedError, QueueFullError, TransferFailedError, UsageError
 from kvferry.layout import PageGroup
-from kvferry.plan import Choice, ElectedRoute, Path
+from kvferry.plan import Choice, ElectedRoute, Path, Unit
 from kvferry.protocol import messages
 from kvferry.protocol.chunks import AnyPages, ChunkSequence, HandedIn
 from kvferry.protocol.credits import Span
@@ -335,6 +335,7 @@ class SendingRoom(Actor):
                 routes=tuple(each.route for each in elected),
             ),
             sends_aux=self._surroundings.is_aux_writer,
+            verifies=attachment.verifies,
         )
 
     def handle(self, event: RoomEvent, worker: Worker) -> None:
@@ -367,7 +368,7 @@ class SendingRoom(Actor):
         receiver, generation = event.receiver, event.generation
         if self._machine.is_done and self._generations.get(receiver) != generation:
             # Came while we ended. What it gives up was passed on already; so is this.
-            message = messages.AbortRoom(room=self.room, generation=generation, reason=event.reason)
+            message = messages.AbortRoom(room=self.room, generation=generation, reason=event.reason, error=event.error)
             self._surroundings.abort_room(receiver, message)
             return
         kept = self._next_opens.get(receiver)
@@ -467,7 +468,11 @@ class SendingRoom(Actor):
     def _write_directly(self, command: Write, attachment: Attachment, account: _Account, worker: Worker) -> None:
         surroundings = self._surroundings
         try:
-            selected = attachment.select(command.unit, self._elected[command.receiver], command.moves)
+            elected = self._elected[command.receiver]
+            selected = attachment.select(command.unit, elected, command.moves)
+            segments: tuple[messages.StagedSegment, ...] = ()
+            if attachment.digests is not None:
+                segments = attachment.digests.of_write(command.unit, elected, command.moves, attachment.paths.packed)
             flight = surroundings.transport.post(
                 selected.local,
                 selected.local_indices,
@@ -479,6 +484,8 @@ class SendingRoom(Actor):
                         generation=command.generation,
                         writer=surroundings.engine_rank,
                         sequence=command.sequence,
+                        unit=command.unit if segments else Unit.GRANULE,
+                        segments=segments,
                     )
                 ),
             )
@@ -530,6 +537,7 @@ class SendingRoom(Actor):
             chunk_bytes=staged.chunk_bytes,
             writer=surroundings.engine_rank,
             give_up=give_up,
+            is_digested=attachment.digests is not None,
         )
         return StagedQueue(packing, wake=lambda: self.post(PostNextPart(receiver)))
 

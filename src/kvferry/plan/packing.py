@@ -209,6 +209,23 @@ def _parts(load: BlockLoad, chunk_bytes: int) -> int:
     return -(-load.num_units // max(1, chunk_bytes // load.block_bytes))
 
 
+def digested_together(loads: Iterable[BlockLoad], most_bytes: int) -> Iterator[Segment]:
+    """Cuts what a write moves between units, all indices of the first axis together as far as they fit.
+
+    Args:
+        most_bytes: the most that a segment should have; a block that is larger by itself is one.
+    """
+    for load in loads:
+        bases = max(1, min(load.num_bases, most_bytes // load.block_bytes))
+        units = max(1, most_bytes // (bases * load.block_bytes))
+        for first_unit in range(0, load.num_units, units):
+            stop_unit = min(load.num_units, first_unit + units)
+            for base in range(0, load.num_bases, bases):
+                stop = min(load.num_bases, base + bases)
+                num_bytes = (stop - base) * (stop_unit - first_unit) * load.block_bytes
+                yield Segment(load.move, load.piece, base, stop, first_unit, stop_unit, num_bytes)
+
+
 def count_sub_chunks(loads: Iterable[BlockLoad], chunk_bytes: int) -> int:
     """About how many sub-chunks `sub_chunks` makes, without making them."""
     count, small = 0, 0

@@ -9,7 +9,7 @@ from enum import Enum
 import numpy as np
 
 from kvferry.errors import IncompatiblePeerError
-from kvferry.layout import Entry, RankLayout, Shard
+from kvferry.layout import Entry, Interval, RankLayout, Shard
 from kvferry.plan.descriptors import DescriptorRows, descriptor_rows
 from kvferry.plan.lowering import Runs, lower
 from kvferry.plan.packing import PackedPiece, packed_piece
@@ -94,6 +94,12 @@ class PairPlan:
     def route(self, piece: int) -> Route:
         """Along which route a piece travels."""
         return self._routes[piece]
+
+    def describe(self, piece: int, first_base: int, stop_base: int) -> str:
+        """A piece in words, or only some indices of its first axis."""
+        (first, *rest), component = self.pieces[piece].box, self._shards[piece][0].component
+        part = Interval(first.start + first_base, first.start + stop_base)
+        return f"{component.name!r} {component.describe((part, *rest))}"
 
     def descriptor_rows(self, unit: Unit) -> DescriptorRows:
         """The rows of all pieces. Those that cannot be cut between tokens have none for single tokens.

@@ -101,6 +101,7 @@ class Identity:
     layout: RankLayout
     transport: str
     host: str
+    checksums: bool = False
 
 
 class Link:
@@ -277,6 +278,7 @@ class Link:
                 transport_metadata=metadata,
                 host=self._identity.host,
                 staging=offers[number],
+                checksums=self._identity.checksums,
             )
             rank.request = messages.encode(attach)
             rank.channel.send(rank.request)
@@ -299,6 +301,7 @@ class Link:
             writers=frozenset(writers),
             into_pages=frozenset(writer for writer in writers if not self._ranks[writer].only_staged),
             aux_writer=aux_writer,
+            verifies=self._identity.checksums,
         )
 
     def send(self, engine_rank: int, message: messages.Message) -> None:

@@ -31,6 +31,7 @@ MAX_REASON = 8000
 MAX_GROUPS = 512
 MAX_PIECES = 2**17
 MAX_SEGMENTS = 2**16
+MAX_DIGEST_BYTES = 2**20
 MAX_METADATA_BYTES = 16 * 1024 * 1024
 
 _HEADER = struct.Struct("<4sH")
@@ -147,6 +148,7 @@ class Attach(Message, frozen=True):
         transport: the transport's name, `transport_metadata` what it needs to connect.
         host: what tells the decode rank's machine from others.
         staging: what it says about staged transfers.
+        checksums: whether what is sent must be digested.
     """
 
     endpoint: EndpointName
@@ -159,6 +161,7 @@ class Attach(Message, frozen=True):
     transport_metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
     host: ShortText = ""
     staging: Staging = Staging()
+    checksums: bool = False
 
 
 class Attached(Message, frozen=True):
@@ -249,14 +252,26 @@ class OpenRoom(Message, frozen=True):
 
 
 class AbortRoom(Message, frozen=True):
-    """Decode to prefill: stop. Answered by `Drained` once no write of this generation can happen any more."""
+    """Decode to prefill: stop. Answered by `Drained` once no write of this generation can happen any more.
+
+    Attributes:
+        error: the name of an exception of kvferry.errors where more than our caller's wish is behind it, else "".
+    """
 
     room: Random
     generation: Random
     reason: Reason
+    error: ShortText = ""
 
     def __post_init__(self) -> None:
         _shorten(self, "reason")
+
+
+class RoomVerified(Message, frozen=True):
+    """Decode to prefill: all that you sent for this generation has the right digests. Repeated until `Confirmed`."""
+
+    room: Random
+    generation: Random
 
 
 class RoomFailed(Message, frozen=True):
@@ -278,6 +293,15 @@ class Drained(Message, frozen=True):
     Attributes:
         endpoint: who says so. It holds for this start of the rank, not for earlier ones.
     """
+
+    endpoint: EndpointName
+    room: Random
+    generation: Random
+    writer: Count
+
+
+class Confirmed(Message, frozen=True):
+    """Prefill to decode: the answer to `RoomVerified`."""
 
     endpoint: EndpointName
     room: Random
@@ -318,13 +342,16 @@ class SpanVoid(Message, frozen=True):
     stop: Count
 
 
-class ChunkArrived(Message, frozen=True):
-    """Notification: all bytes of one chunk from one writer are in place. `sequence` counts from 0 per receiver."""
+class Digests(msgspec.Struct, frozen=True, array_like=True):
+    """Digests of packed blocks, page by page; see `protocol.digests`.
 
-    room: Random
-    generation: Random
-    writer: Count
-    sequence: Count
+    Attributes:
+        row_bytes: how many bytes a digest is of, at least, where pages are small.
+        values: the digests, 8 bytes each, one after the other.
+    """
+
+    row_bytes: Count
+    values: Annotated[bytes, msgspec.Meta(max_length=MAX_DIGEST_BYTES)]
 
 
 class StagedSegment(msgspec.Struct, frozen=True, array_like=True):
@@ -335,12 +362,30 @@ class StagedSegment(msgspec.Struct, frozen=True, array_like=True):
         first_base, stop_base: indices of the piece's first axis.
         units: which units they are on the decode side, as ranges of numbers (local position divided by the unit's
             tokens): first and count of each, int64 little-endian.
+        digests: of the packed bytes, where the decode rank asked for them.
     """
 
     piece: Count
     first_base: Count
     stop_base: Count
     units: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PAGES)]
+    digests: Digests | None = None
+
+
+class ChunkArrived(Message, frozen=True, omit_defaults=True):
+    """Notification: all bytes of one chunk from one writer are in place.
+
+    Attributes:
+        sequence: counts from 0 per receiver.
+        unit, segments: what the chunk consists of, with its digests, where the decode rank asked for them.
+    """
+
+    room: Random
+    generation: Random
+    writer: Count
+    sequence: Count
+    unit: Unit = Unit.GRANULE
+    segments: Annotated[tuple[StagedSegment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
 
 
 class StagedArrived(Message, frozen=True):
@@ -383,8 +428,8 @@ class WriterFinished(Message, frozen=True):
     aux: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)] | None = None
 
 
-ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | IsGone | Credit
-ToDecode: TypeAlias = Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained | Gone | SpanVoid
+ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | RoomVerified | IsGone | Credit
+ToDecode: TypeAlias = Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained | Confirmed | Gone | SpanVoid
 Notification: TypeAlias = ChunkArrived | StagedArrived | WriterFinished
 
 _Body = TypeVar("_Body")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvferry.errors import (
+    ChecksumError,
     KVFerryError,
     TransferAbortedError,
     TransferFailedError,
@@ -33,12 +34,14 @@ class Connected:
         into_pages: those of them that may write to the pages themselves; what the others send goes through our staging
             memory, and only we put it into pages.
         aux_writer: the one that sends the aux data.
+        verifies: whether writers wait to hear that all of their digests are right.
     """
 
     ranks: frozenset[int]
     writers: frozenset[int]
     into_pages: frozenset[int]
     aux_writer: int
+    verifies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,27 @@ class Arrived:
 
     writer: int
     sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedUnverified:
+    """A notification `ChunkArrived` with digests, which somebody has to compare."""
+
+    writer: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Nobody reads the pages any more to compare the digests of a chunk.
+
+    Attributes:
+        error: why it does not count as arrived, if so.
+    """
+
+    writer: int
+    sequence: int
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +160,8 @@ ReceiverEvent: TypeAlias = (
     Connected
     | ConnectFailed
     | Arrived
+    | ArrivedUnverified
+    | Verified
     | PartArrived
     | PartScattered
     | Finished
@@ -159,10 +185,30 @@ class SendOpen:
 
 @dataclass(frozen=True, slots=True)
 class SendAbort:
-    """Ask a prefill rank to stop and to say when it is drained."""
+    """Ask a prefill rank to stop and to say when it is drained.
+
+    Attributes:
+        error: the name of the exception that the room failed with, if that rank should fail with the same.
+    """
 
     rank: int
     reason: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SendVerified:
+    """Tell a prefill rank that all of its digests are right."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Compare the digests of a chunk that is in its pages; answer with Verified."""
+
+    writer: int
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +220,7 @@ class Scatter:
     part: int
 
 
-ReceiverCommand: TypeAlias = SendOpen | SendAbort | Scatter
+ReceiverCommand: TypeAlias = SendOpen | SendAbort | SendVerified | Verify | Scatter
 
 # ---- the machine ------------------------------------------------------------------------------------------------
 
@@ -193,6 +239,7 @@ class _Writer:
     """What has come from one rank that owes us something."""
 
     arrived: set[int] = field(default_factory=set)
+    unverified: set[int] = field(default_factory=set)  # whose digests are being compared, or were
     partial: dict[int, _Parts] = field(default_factory=dict)  # by sequence, while not all parts are in their pages
     finished_chunks: int | None = None
     is_drained: bool = False
@@ -228,12 +275,13 @@ class ReceiverMachine:
         self._expected: dict[int, _Writer] = {}
         self._into_pages: frozenset[int] = frozenset()
         self._unanswered: set[int] = set()  # ranks that were asked to stop, and have not said that they have
-        self._scattering = 0  # parts that are on their way from staging memory into the pages
+        self._verifies = False
+        self._at_pages = 0  # parts that are on their way from staging memory into the pages, or chunks being verified
 
     @property
     def are_pages_reusable(self) -> bool:
         """Whether no byte of the pages can change any more on behalf of this room."""
-        if not self.state.is_final or self._scattering:
+        if not self.state.is_final or self._at_pages:
             return False
         return not self.undrained
 
@@ -276,6 +324,10 @@ class ReceiverMachine:
                 return self._fail(caused(f"room {self.room}: connecting failed", error))
             case Arrived(rank, sequence):
                 return self._arrived(rank, sequence, now)
+            case ArrivedUnverified(rank, sequence):
+                return self._arrived_unverified(rank, sequence, now)
+            case Verified():
+                return self._verified(event, now)
             case PartArrived():
                 return self._part_arrived(event, now)
             case PartScattered():
@@ -312,6 +364,7 @@ class ReceiverMachine:
         self._ranks = event.ranks
         self._expected = {rank: _Writer() for rank in sorted(event.writers | {event.aux_writer})}
         self._into_pages = event.into_pages & event.writers
+        self._verifies = event.verifies
         self._move(ReceiverTrigger.ALL_SENDERS_ASKED)
         return [SendOpen(rank) for rank in sorted(event.ranks)]
 
@@ -324,6 +377,24 @@ class ReceiverMachine:
         self._move(ReceiverTrigger.CHUNK_ARRIVED)
         return self._maybe_succeed(rank, writer)
 
+    def _arrived_unverified(self, rank: int, sequence: int, now: float) -> list[ReceiverCommand]:
+        writer = self._expected.get(rank)
+        if writer is None or self.state.is_final or sequence in writer.unverified:
+            return []
+        writer.unverified.add(sequence)
+        self._at_pages += 1
+        self._last_progress = now
+        return [Verify(rank, sequence)]
+
+    def _verified(self, event: Verified, now: float) -> list[ReceiverCommand]:
+        self._at_pages -= 1
+        if self.state.is_final:
+            return []
+        if event.error is not None:
+            what = f"room {self.room}: what prefill rank {event.writer} sent could not be verified"
+            return self._fail(self._why(event.error, what))
+        return self._arrived(event.writer, event.sequence, now)
+
     def _part_arrived(self, event: PartArrived, now: float) -> list[ReceiverCommand]:
         writer = self._expected.get(event.writer)
         if writer is None or self.state.is_final or event.sequence in writer.arrived:
@@ -334,17 +405,17 @@ class ReceiverMachine:
         parts.arrived.add(event.part)
         if event.is_last:
             parts.count = event.part + 1
-        self._scattering += 1
+        self._at_pages += 1
         self._last_progress = now
         return [Scatter(event.writer, event.sequence, event.part)]
 
     def _part_scattered(self, event: PartScattered, now: float) -> list[ReceiverCommand]:
-        self._scattering -= 1
+        self._at_pages -= 1
         if self.state.is_final:
             return []
         if event.error is not None:
             what = f"room {self.room}: what prefill rank {event.writer} sent could not be put into its pages"
-            return self._fail(caused(what, event.error))
+            return self._fail(self._why(event.error, what))
         writer = self._expected[event.writer]
         parts = writer.partial[event.sequence]
         parts.scattered += 1
@@ -392,7 +463,8 @@ class ReceiverMachine:
             )
         if all(writer.is_complete for writer in self._expected.values()):
             self._move(ReceiverTrigger.ALL_ARRIVED)
-        return []
+        # A writer waits for what it has sent itself, and not for the others.
+        return [SendVerified(rank)] if self._verifies and writer.is_complete else []
 
     def _tick(self, now: float) -> list[ReceiverCommand]:
         if self.deadline is None or now < self.deadline:
@@ -418,4 +490,13 @@ class ReceiverMachine:
         self._unanswered = {
             rank for rank in self._ranks if rank not in self._expected or self._expected[rank].may_write
         }
-        return [SendAbort(rank, str(error)) for rank in sorted(self._ranks)]
+        return [self.abort_of(rank) for rank in sorted(self._ranks)]
+
+    def _why(self, error: Exception, what: str) -> KVFerryError:
+        """What the room fails with if a part or a chunk met an error."""
+        return ChecksumError(f"room {self.room}: {error}") if isinstance(error, ChecksumError) else caused(what, error)
+
+    def abort_of(self, rank: int) -> SendAbort:
+        """What to tell a rank once the room has failed. Again if it does not answer."""
+        is_wrong = isinstance(self.error, ChecksumError)
+        return SendAbort(rank, str(self.error), ChecksumError.__name__ if is_wrong else "")

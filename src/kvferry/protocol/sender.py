@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvferry.errors import (
+    ChecksumError,
     IncompatiblePeerError,
     KVFerryError,
     PageError,
@@ -36,6 +37,7 @@ class ReceiverOpened:
         expected_receivers: how many decode ranks will ask.
         request: what it wants of this rank.
         sends_aux: whether this rank sends it the aux data.
+        verifies: whether it will say that all digests are right.
     """
 
     receiver: str
@@ -43,6 +45,7 @@ class ReceiverOpened:
     expected_receivers: int
     request: ReceiverRequest
     sends_aux: bool
+    verifies: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +102,15 @@ class ReceiverAborted:
     receiver: str
     generation: int
     reason: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverVerified:
+    """A decode rank has compared all digests of ours, and they are right."""
+
+    receiver: str
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +149,7 @@ SenderEvent: TypeAlias = (
     | FinishSent
     | FinishFailed
     | ReceiverAborted
+    | ReceiverVerified
     | ReceiverLost
     | SenderAbortRequested
     | SenderBroke
@@ -206,8 +219,14 @@ class _Receiver:
     writes_in_flight: dict[int, float] = field(default_factory=dict)  # sequence -> when it was begun or got on
     finish_requested: bool = False
     finish_sent: bool = False
+    has_verified: bool = False
     told_failed: bool = False
     told_drained: bool = False
+
+    @property
+    def is_content(self) -> bool:
+        """Whether it needs nothing more of us once we have told it that we are through."""
+        return self.finish_sent and (self.has_verified or not self.opened.verifies)
 
 
 class SenderMachine:
@@ -290,8 +309,10 @@ class SenderMachine:
                 commands = self._maybe_succeed()
             case FinishFailed(name, error):
                 commands = self._fail(caused(f"telling {name} that room {self.room} is complete failed", error))
-            case ReceiverAborted(name, generation, reason):
-                commands = self._receiver_aborted(name, generation, reason)
+            case ReceiverAborted():
+                commands = self._receiver_aborted(event)
+            case ReceiverVerified(name, generation):
+                commands = self._receiver_verified(name, generation, now)
             case ReceiverLost(name, error):
                 commands = self._receiver_lost(name, error)
             case SenderAbortRequested(reason):
@@ -424,12 +445,21 @@ class SenderMachine:
         return commands or self._maybe_succeed()
 
     def _maybe_succeed(self) -> list[SenderCommand]:
-        waiting = any(receiver.finish_requested and not receiver.finish_sent for receiver in self._receivers.values())
+        waiting = any(receiver.finish_requested and not receiver.is_content for receiver in self._receivers.values())
         if self._last_chunk is not None and not waiting and not self.state.is_final:
             self._move(SenderTrigger.ALL_FINISHED)
         return []
 
-    def _receiver_aborted(self, name: str, generation: int, reason: str) -> list[SenderCommand]:
+    def _receiver_verified(self, name: str, generation: int, now: float) -> list[SenderCommand]:
+        receiver = self._receivers.get(name)
+        if receiver is None or receiver.opened.generation != generation:
+            return []
+        receiver.has_verified = True
+        self._last_progress = now
+        return self._maybe_finish()  # it may have got all of its own while others have not
+
+    def _receiver_aborted(self, event: ReceiverAborted) -> list[SenderCommand]:
+        name, generation, reason = event.receiver, event.generation, event.reason
         receiver = self._receivers.get(name)
         if receiver is None or receiver.opened.generation != generation:
             return [SendDrained(name, generation)]  # nothing of that generation was ever written
@@ -437,6 +467,8 @@ class SenderMachine:
             return [SendDrained(name, generation)]
         receiver.told_failed = True  # it knows
         receiver.told_drained = False  # it asks, so it is told, and told again if it asks again
+        if event.error == ChecksumError.__name__:
+            return self._fail(ChecksumError(f"{name} found wrong bytes: {reason}"))
         return self._fail(TransferAbortedError(f"room {self.room} was aborted by {name}: {reason}"))
 
     def _receiver_lost(self, name: str, error: Exception) -> list[SenderCommand]:
@@ -444,7 +476,7 @@ class SenderMachine:
         if receiver is None:
             return []
         receiver.told_failed = receiver.told_drained = True  # nobody there to tell
-        if receiver.finish_sent or not (receiver.opened.request.routes or receiver.opened.sends_aux):
+        if receiver.is_content or not (receiver.opened.request.routes or receiver.opened.sends_aux):
             return []  # it got from this rank all that it was to get; the other receivers go on
         return self._fail(caused(f"room {self.room}: {name} is gone", error))
 
@@ -460,6 +492,14 @@ class SenderMachine:
         elif not self.is_drained:
             slow = [name for name, receiver in self._receivers.items() if receiver.writes_in_flight]
             what = f"writes to {slow} did not end within {self._deadlines.write_s:g} s (KVFERRY_WRITE_TIMEOUT_S)"
+        elif self._last_chunk is not None and all(
+            receiver.finish_sent for receiver in self._receivers.values() if receiver.finish_requested
+        ):
+            silent = [name for name, receiver in self._receivers.items() if not receiver.is_content]
+            what = (
+                f"{silent} did not say within {self._deadlines.waiting_s:g} s whether the digests are right "
+                "(KVFERRY_WAITING_TIMEOUT_S)"
+            )
         elif self._last_chunk is not None:
             untold = [name for name, receiver in self._receivers.items() if not receiver.finish_sent]
             what = (

@@ -223,6 +223,7 @@ class World:
             workers=draw.choice([1, 2]),
             gather_workers=draw.choice([1, 1, 2]),
             scatter_workers=draw.choice([0, 1, 2]),
+            checksums=draw.random() < 0.2,
         )
 
     def _start(self, engine: _Engine, rank: int) -> None:
@@ -965,7 +966,14 @@ _HAPPENINGS: dict[str, Callable[[World], None]] = {
 
 @lru_cache(maxsize=1024)
 def _settings(
-    *, path: str, chunk_bytes: int, ring_bytes: int, workers: int, gather_workers: int, scatter_workers: int
+    *,
+    path: str,
+    chunk_bytes: int,
+    ring_bytes: int,
+    workers: int,
+    gather_workers: int,
+    scatter_workers: int,
+    checksums: bool,
 ) -> Settings:
     return Settings(
         registry_url="http://registry:1",
@@ -977,6 +985,7 @@ def _settings(
         gather_workers=gather_workers,
         scatter_workers=scatter_workers,
         queues=2,
+        checksums=checksums,
         registry_lease_s=_LEASE_S,
         bootstrap_timeout_s=_WAITS.bootstrap_s,
         waiting_timeout_s=_WAITS.waiting_s,

@@ -16,8 +16,10 @@ from kvferry.plan import ElectedRoute, Unit
 from kvferry.plan.packing import PackedPiece, Segment, SubChunk, aligned, sub_chunks
 from kvferry.protocol import messages
 from kvferry.protocol.credits import Span
+from kvferry.protocol.digests import row_bytes_of
 from kvferry.protocol.loads import block_loads, pack_units
 from kvferry.protocol.sender import Write
+from kvferry.staging.digests import segment_digests
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.rings import SharedRing
 from kvferry.staging.slots import Slot, SourceMemory
@@ -53,6 +55,7 @@ class Packing:
         chunk_bytes: the size of a sub-chunk.
         writer: this rank's engine rank.
         give_up: says that nothing will come of a span of the receiver's ring.
+        is_digested: whether the receiver asked for digests.
     """
 
     receiver: str
@@ -64,6 +67,7 @@ class Packing:
     chunk_bytes: int
     writer: int
     give_up: Callable[[Span], None]
+    is_digested: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,20 +134,23 @@ class StagedWrite:
         chunk = self._next
         assert chunk is not None
         self._next = next(self._rest, None)
-        self._gather(chunk, slot.address)
+        digests = self._gather(chunk, slot.address)
         packing = self._packing
         flight = packing.transport.write(
             Region(slot.address, chunk.num_bytes),
             self.command.receiver,
             packing.peer.address + packing.peer.ring.place(span),
-            messages.encode(self._arrived(chunk, span)),
+            messages.encode(self._arrived(chunk, span, digests)),
         )
         self.parts += 1
         self.in_flight += 1
         return Posted(flight, slot, span, memory, sum(segment.num_bytes for segment in chunk.segments))
 
-    def _gather(self, chunk: SubChunk, address: int) -> None:
+    def _gather(self, chunk: SubChunk, address: int) -> list[messages.Digests | None]:
+        """Packs the segments, and returns their digests while what was packed is in the processor's cache."""
         offset = 0
+        digests: list[messages.Digests | None] = []
+        row_bytes = row_bytes_of(chunk.num_bytes)
         for segment in chunk.segments:
             move, side = self.command.moves[segment.move], self._packed[segment.piece].source
             which = slice(segment.first_unit, segment.stop_unit)
@@ -152,9 +159,17 @@ class StagedWrite:
             )
             offset = aligned(offset)
             self._packing.kernels.gather(starts, side.shape, address + offset)
+            digests.append(
+                segment_digests(segment, move, self._packed[segment.piece], address + offset, row_bytes=row_bytes)
+                if self._packing.is_digested
+                else None
+            )
             offset += segment.num_bytes
+        return digests
 
-    def _arrived(self, chunk: SubChunk, span: Span) -> messages.StagedArrived:
+    def _arrived(
+        self, chunk: SubChunk, span: Span, digests: Sequence[messages.Digests | None]
+    ) -> messages.StagedArrived:
         return messages.StagedArrived(
             room=self._room,
             generation=self.command.generation,
@@ -168,8 +183,10 @@ class StagedWrite:
             stop=span.stop,
             unit=self.command.unit,
             segments=tuple(
-                messages.StagedSegment(segment.piece, segment.first_base, segment.stop_base, self._units_of(segment))
-                for segment in chunk.segments
+                messages.StagedSegment(
+                    segment.piece, segment.first_base, segment.stop_base, self._units_of(segment), digest
+                )
+                for segment, digest in zip(chunk.segments, digests, strict=True)
             ),
         )
 

@@ -12,6 +12,7 @@ from kvferry.plan.packing import PackedPiece
 from kvferry.protocol.credits import ReadingRing, Span
 from kvferry.protocol.messages import Credit, Staging, StagingRing, encode
 from kvferry.settings import Settings
+from kvferry.staging.digests import DigestMemory
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.memory import StagingMemory
 from kvferry.staging.resources import StagingResources
@@ -20,6 +21,48 @@ from kvferry.transport import Transport
 log = logging.getLogger(__name__)
 
 _CREDITS_A_ROUND = 4
+
+
+class PackedPlan:
+    """What a prefill rank may send, and how it is packed.
+
+    Attributes:
+        plan: the plan.
+    """
+
+    def __init__(self, plan: PairPlan) -> None:
+        self.plan = plan
+        self._packed: dict[Unit, tuple[PackedPiece, ...]] = {}
+
+    def packed(self, unit: Unit) -> tuple[PackedPiece, ...]:
+        """How every piece is packed, worked out when first asked for."""
+        if unit not in self._packed:  # two threads at a time work out the same
+            self._packed[unit] = self.plan.packed_pieces(unit)
+        return self._packed[unit]
+
+
+class ArrivalChecks:
+    """What a decode endpoint compares digests with. The table is the driver's thread's.
+
+    Attributes:
+        memory: to look at pages with.
+    """
+
+    def __init__(self, memory: DigestMemory) -> None:
+        self.memory = memory
+        self._plans: dict[str, PackedPlan] = {}
+
+    def add(self, endpoint: str, plan: PairPlan) -> None:
+        """Takes in what a prefill rank may send. Rooms that relied on what it was before are over."""
+        self._plans[endpoint] = PackedPlan(plan)
+
+    def remove(self, endpoint: str) -> None:
+        """Forgets a prefill rank."""
+        self._plans.pop(endpoint, None)
+
+    def plan(self, endpoint: str) -> PackedPlan | None:
+        """What a prefill rank may send, if anything."""
+        return self._plans.get(endpoint)
 
 
 class WriterRing:
@@ -44,15 +87,13 @@ class WriterRing:
         self.epoch = epoch
         self.plan = plan
         self._reading = ReadingRing(memory.num_bytes)
-        self._packed: dict[Unit, tuple[PackedPiece, ...]] = {}
+        self._pieces = PackedPlan(plan)
         self._being_read: set[int] = set()  # where the spans start
         self._reported = 0
 
     def packed(self, unit: Unit) -> tuple[PackedPiece, ...]:
         """How every piece is packed, worked out when first asked for."""
-        if unit not in self._packed:  # two threads at a time work out the same
-            self._packed[unit] = self.plan.packed_pieces(unit)
-        return self._packed[unit]
+        return self._pieces.packed(unit)
 
     def take(self, span: Span) -> bool:
         """Begins to read a span; False if it is read already, or the writer cannot have been given it.
@@ -98,7 +139,13 @@ class WriterRing:
 
 
 class ReceivingStaging:
-    """What a decode endpoint has for staged writes. Only the driver's thread uses it after the start."""
+    """What a decode endpoint has for staged writes, and to verify. Only the driver's thread uses it after the start.
+
+    Attributes:
+        path: the path that the settings force, if any.
+        kernels: copy; None if there are no staged writes.
+        checks: compare digests; None where they were not asked for.
+    """
 
     def __init__(
         self, settings: Settings, layout: RankLayout, transport: Transport, resources: StagingResources
@@ -107,11 +154,14 @@ class ReceivingStaging:
 
         Raises:
             TransportUnavailableError: if staged writes are forced, and what copies is not installed.
-            SettingsError: if they are forced, and there is no such memory.
+            SettingsError: if they are forced, and there is no such memory; or if checksums are impossible.
             TransportError: if they are forced, and the memory cannot be registered.
         """
         self.path = settings.forced_path
         self.kernels: Kernels | None = None
+        self.checks: ArrivalChecks | None = None
+        if settings.checksums:
+            self.checks = ArrivalChecks(DigestMemory(resources, layout.regions(), layout.device))
         self._first: StagingMemory | None = None
         self._settings = settings
         self._layout = layout
@@ -127,7 +177,8 @@ class ReceivingStaging:
             self._problem = "the decode side forces the direct path (KVFERRY_PATH)"
             return
         try:
-            kernels = resources.kernels(layout.regions(), layout.device)
+            checks = self.checks
+            kernels = checks.memory.kernels if checks else resources.kernels(layout.regions(), layout.device)
             self._first = self._more_memory()
             self.kernels = kernels
         except (TransportUnavailableError, SettingsError, TransportError) as error:
@@ -148,9 +199,13 @@ class ReceivingStaging:
         """
         if endpoint in self._rings:
             self._earlier.setdefault(endpoint, []).append(self._rings.pop(endpoint))
-        if not pieces or self.kernels is None:
+        if not pieces or (self.kernels is None and self.checks is None):
             return Staging(path=self.path, problem=self._problem)
         plan = PairPlan(source, self._layout, pieces)
+        if self.checks is not None:
+            self.checks.add(endpoint, plan)
+        if self.kernels is None:
+            return Staging(path=self.path, problem=self._problem)
         if problem := self._why_too_small(plan):
             return Staging(path=self.path, problem=problem)
         try:
@@ -217,6 +272,8 @@ class ReceivingStaging:
     def closed(self, endpoint: str) -> None:
         """A prefill rank was closed: it will not write again."""
         self.attached(endpoint)
+        if self.checks is not None:
+            self.checks.remove(endpoint)
         ring = self._rings.pop(endpoint, None)
         if ring is not None:
             self._free.append(ring)

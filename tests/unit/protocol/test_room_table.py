@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferFailedError
+from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError, TransferFailedError
 from kvferry.protocol.messages import AbortRoom, OpenRoom
 from kvferry.protocol.room_table import RoomTable
 
@@ -45,7 +45,8 @@ def test_a_wish_goes_to_its_room_or_waits_for_it():
 def test_an_abort_that_overtakes_its_wish_is_remembered():
     rooms = table()
     assert rooms.abort("d0", abort(), now=0.0) is None
-    assert rooms.wish("d0", wish(), now=1.0) is None
+    with pytest.raises(TransferAbortedError, match="aborted by d0: no"):
+        rooms.wish("d0", wish(), now=1.0)
     assert rooms.add(Room(1)) == []
 
 
@@ -53,7 +54,8 @@ def test_also_where_the_room_is_open():
     rooms, room = table(), Room(1)
     rooms.add(room)
     assert rooms.abort("d0", abort(), now=0.0) is room
-    assert rooms.wish("d0", wish(), now=1.0) is None
+    with pytest.raises(TransferAbortedError):
+        rooms.wish("d0", wish(), now=1.0)
     assert rooms.wish("d0", wish(generation=8), now=1.0) is room
     assert rooms.wish("d1", wish(), now=1.0) is room
 
@@ -64,6 +66,16 @@ def test_a_wish_that_comes_twice_is_not_taken_for_the_next_transfer():
     rooms.remove(room, now=0.0)
     assert rooms.wish("d0", wish(), now=1.0) is None
     assert rooms.add(Room(1)) == []
+
+
+def test_who_asks_again_for_what_failed_is_told_again():
+    """The first time may have been lost."""
+    rooms, room = table(), Room(1, error=TransferFailedError("no"), generations={"d0": 7})
+    rooms.add(room)
+    rooms.remove(room, now=0.0)
+    for _ in range(2):
+        with pytest.raises(TransferFailedError):
+            rooms.wish("d0", wish(), now=1.0)
 
 
 def test_a_wish_that_comes_twice_while_its_room_is_open_goes_there():
@@ -77,7 +89,8 @@ def test_what_is_over_is_forgotten_in_time():
     rooms = table()
     rooms.abort("d0", abort(), now=0.0)
     assert rooms.expired(now=9.9) == []
-    assert rooms.wish("d0", wish(), now=9.9) is None
+    with pytest.raises(TransferAbortedError):
+        rooms.wish("d0", wish(), now=9.9)
     assert rooms.is_quiet
     rooms.expired(now=10.0)
     assert rooms.wish("d0", wish(), now=10.0) is None

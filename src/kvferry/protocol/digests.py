@@ -1,0 +1,39 @@
+"""Which bytes a digest is of. Both sides work it out alike, from what a segment says and from the receiver's pages.
+
+A segment's blocks are packed index by index of the first axis, unit by unit, and packed they are the same bytes on both
+sides, however either side lays them out. A row is what such a segment has of one page of the receiver: of every index,
+one after the other. Each row has a digest. Where pages are small, several that follow each other make one row, so that
+digests never are much to send.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvferry.protocol.chunks import Pages
+
+DIGEST_BYTES = 8
+_LEAST_ROW_BYTES = 512
+_MOST_ROWS = 1 << 16
+
+
+def row_bytes_of(num_bytes: int) -> int:
+    """How many bytes a row has at least if a message is about so many: 65,536 rows take half a mebibyte."""
+    return max(_LEAST_ROW_BYTES, -(-num_bytes // _MOST_ROWS))
+
+
+def row_bounds(pages: Pages, *, unit_bytes: int, row_bytes: int) -> Pages:
+    """Where rows begin, and where the last one ends, counted in units.
+
+    Args:
+        pages: the page of every unit on the receiver.
+        unit_bytes: bytes of a unit, of all indices of the first axis.
+        row_bytes: a row has at least so many on average, unless it is the only one.
+    """
+    cuts = np.flatnonzero(np.diff(pages)) + 1
+    units = -(-row_bytes // unit_bytes)
+    if units > 1 and len(cuts):
+        _, firsts = np.unique(cuts // units, return_index=True)
+        cuts = cuts[firsts]
+        cuts = cuts[cuts >= units]
+    return np.concatenate([np.zeros(1, np.int64), cuts, np.array([len(pages)], np.int64)])

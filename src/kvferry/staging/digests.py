@@ -1,0 +1,226 @@
+"""Digests of packed blocks: what a prefill rank says of what it sends, and what a decode rank finds in its pages.
+
+The digest is XXH3 of 64 bits, over all of a row's bytes as they follow each other in packed order. It is there against
+accidents, such as a wrong address, a lost write or a flipped bit, and not against anybody who means it: of wrong rows,
+one in 2^64 has the right digest by chance. Nothing is added up, so that no two faults cancel out, and bytes that have
+changed places are a fault like any other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import numpy as np
+import xxhash
+
+from kvferry.errors import ChecksumError, MessageError, SettingsError, TransportUnavailableError
+from kvferry.layout import Device, MemoryKind, Region
+from kvferry.plan import ElectedRoute, PairPlan, Unit
+from kvferry.plan.packing import PackedPiece, Segment, digested_together
+from kvferry.protocol.digests import DIGEST_BYTES, row_bounds, row_bytes_of
+from kvferry.protocol.loads import block_loads, pack_units
+from kvferry.protocol.messages import ChunkArrived, Digests, StagedSegment
+from kvferry.protocol.moves import Move
+from kvferry.protocol.placing import UnitPlaces
+from kvferry.staging.addressing import array_at
+from kvferry.staging.kernels import Kernels
+from kvferry.staging.memory import StagingMemory
+from kvferry.staging.resolving import Blocks, resolved
+from kvferry.staging.resources import StagingResources
+
+DIGESTED_BYTES = 2 << 20
+"""How much is gathered and digested at a time, where bytes go directly: it stays in the processor's cache."""
+
+
+def digests_of(address: int, num_bases: int, block_bytes: int, bounds: Sequence[int]) -> bytes:
+    """The digests of packed blocks, row by row.
+
+    Args:
+        address: where the first block is packed, in CPU memory.
+        num_bases: indices of the first axis.
+        block_bytes: of every block.
+        bounds: where rows begin and the last one ends, in units.
+    """
+    packed = array_at(address, (num_bases, bounds[-1] * block_bytes), "|u1")
+    return b"".join(
+        xxhash.xxh3_64_digest(np.ascontiguousarray(packed[:, first * block_bytes : stop * block_bytes]).data)
+        for first, stop in pairwise(bounds)
+    )
+
+
+def segment_digests(segment: Segment, move: Move, piece: PackedPiece, address: int, *, row_bytes: int) -> Digests:
+    """What a prefill rank says of a segment that is packed at an address; see `row_bytes_of`."""
+    num_bases = segment.stop_base - segment.first_base
+    bounds = row_bounds(
+        move.destination_pages[segment.first_unit : segment.stop_unit],
+        unit_bytes=num_bases * piece.block_bytes,
+        row_bytes=row_bytes,
+    )
+    return Digests(row_bytes, digests_of(address, num_bases, piece.block_bytes, bounds.tolist()))
+
+
+class DigestMemory:
+    """Kernels and memory to look at pages with, packed, in CPU memory. For any thread; each has memory of its own."""
+
+    def __init__(self, resources: StagingResources, regions: Sequence[Region], device: Device) -> None:
+        """Args:
+        regions: the pool's memory.
+        device: where it is.
+
+        Raises:
+            SettingsError: if the pool is in a GPU's memory.
+            TransportUnavailableError: if what copies is not installed.
+        """
+        if device.kind is not MemoryKind.DRAM:
+            raise SettingsError(
+                f"checksums (KVFERRY_CHECKSUMS of the decode side) are for pools in CPU memory, and this one is on "
+                f"{device}: turn them off"
+            )
+        try:
+            self.kernels: Kernels = resources.kernels(regions, device)
+        except TransportUnavailableError as error:
+            raise TransportUnavailableError(
+                f"checksums (KVFERRY_CHECKSUMS of the decode side) take what the staged path takes: {error}"
+            ) from error
+        self._resources = resources
+        self._device = device
+        # Guards the list: every thread that digests takes a piece, and gives it back.
+        self._lock = threading.Lock()
+        self._free: list[StagingMemory] = []
+
+    @contextmanager
+    def borrowed(self, num_bytes: int) -> Iterator[int]:
+        """The address of so many bytes, for as long as the block lasts.
+
+        Raises:
+            SettingsError: if there is no such memory.
+        """
+        with self._lock:
+            memory = self._free.pop() if self._free else None
+        if memory is None or memory.num_bytes < num_bytes:
+            memory = self._resources.allocate(max(num_bytes, DIGESTED_BYTES), self._device)
+        try:
+            yield memory.address
+        finally:
+            with self._lock:
+                self._free.append(memory)
+
+    def of_write(
+        self,
+        unit: Unit,
+        elected: Sequence[ElectedRoute],
+        moves: Sequence[Move],
+        packed: Callable[[Unit], tuple[PackedPiece, ...]],
+    ) -> tuple[StagedSegment, ...]:
+        """What a prefill rank says of a direct write: segments that are never staged, with their digests.
+
+        Args:
+            elected: what the rank sends in the room; moves refer to it.
+            packed: every piece of the pair's plan.
+
+        Raises:
+            SettingsError: if there is no memory to gather into.
+            RegistrationError: if a page lies outside the pool.
+        """
+        pieces = packed(unit)
+        loads = block_loads(elected, moves, pieces)
+        row_bytes = row_bytes_of(sum(load.num_bases * load.num_units * load.block_bytes for load in loads))
+        found = []
+        for segment in digested_together(loads, DIGESTED_BYTES):
+            move, piece = moves[segment.move], pieces[segment.piece]
+            which = slice(segment.first_unit, segment.stop_unit)
+            starts = piece.source.starts(
+                segment.first_base, segment.stop_base, move.source_units[which], move.source_pages[which]
+            )
+            with self.borrowed(segment.num_bytes) as address:
+                self.kernels.gather(starts, piece.source.shape, address)
+                digests = segment_digests(segment, move, piece, address, row_bytes=row_bytes)
+            units = pack_units(move.destination_numbers[which])
+            found.append(StagedSegment(segment.piece, segment.first_base, segment.stop_base, units, digests))
+        return tuple(found)
+
+
+def verify_chunk(
+    message: ChunkArrived,
+    plan: PairPlan,
+    packed: Callable[[Unit], tuple[PackedPiece, ...]],
+    places: UnitPlaces,
+    memory: DigestMemory,
+    *,
+    is_wanted: Callable[[], bool],
+) -> None:
+    """Compares the digests of a chunk that was written directly with those of what is in the pages.
+
+    Args:
+        plan: what the writer may send.
+        packed: every piece of it.
+        places: of the room.
+        is_wanted: whether anybody still wants to know.
+
+    Raises:
+        ChecksumError: if one differs, or there are none.
+        MessageError: if the chunk is not what the writer may send, or not what the room asked for.
+        SettingsError: if there is no memory to gather into.
+    """
+    pieces = packed(message.unit)
+    if not message.segments:
+        raise ChecksumError(f"prefill rank {message.writer} sent no digests, which it had agreed to")
+    for segment in message.segments:
+        if not is_wanted():
+            return
+        blocks = resolved(segment, message.unit, pieces, plan, places)
+        if blocks.num_bytes > max(DIGESTED_BYTES, blocks.piece.block_bytes):
+            raise MessageError(f"{blocks.num_bytes} bytes to be digested at a time are more than {DIGESTED_BYTES}")
+        with memory.borrowed(blocks.num_bytes) as address:
+            verify_segment(
+                segment, blocks, plan, places, memory.kernels, address, unit=message.unit, writer=message.writer
+            )
+
+
+def verify_segment(
+    segment: StagedSegment,
+    blocks: Blocks,
+    plan: PairPlan,
+    places: UnitPlaces,
+    kernels: Kernels,
+    address: int,
+    *,
+    unit: Unit,
+    writer: int,
+) -> None:
+    """Gathers a segment's blocks from the pages that they are in by now, and compares their digests.
+
+    Args:
+        blocks: where they are.
+        plan, places: as for `verify_chunk`.
+        address: where to gather them.
+        writer: the engine rank that sent them.
+
+    Raises:
+        ChecksumError: if one differs, or there are none.
+        MessageError: if there are not as many as there must be.
+    """
+    if segment.digests is None:
+        raise ChecksumError(f"prefill rank {writer} sent no digests, which it had agreed to")
+    num_bases, block_bytes = segment.stop_base - segment.first_base, blocks.piece.block_bytes
+    row_bytes, sent = segment.digests.row_bytes, segment.digests.values
+    bounds = row_bounds(blocks.pages, unit_bytes=num_bases * block_bytes, row_bytes=row_bytes).tolist()
+    if len(sent) != DIGEST_BYTES * (len(bounds) - 1):
+        raise MessageError(f"{len(sent)} bytes of digests for {len(bounds) - 1} rows")
+    kernels.gather(blocks.starts, blocks.piece.destination.shape, address)
+    found = digests_of(address, num_bases, block_bytes, bounds)
+    if found == sent:
+        return
+    theirs, ours = (np.frombuffer(each, f"|V{DIGEST_BYTES}") for each in (sent, found))
+    wrong = np.flatnonzero(theirs != ours).tolist()
+    row = wrong[0]
+    where = places.describe(segment.units, bounds[row], bounds[row + 1], plan.route(segment.piece), unit=unit)
+    more = f"; so do {len(wrong) - 1} more of the {len(ours)} digests of this part" if len(wrong) > 1 else ""
+    raise ChecksumError(
+        f"{plan.describe(segment.piece, segment.first_base, segment.stop_base)} in {where}, written by prefill rank "
+        f"{writer}: the digest of what is there, {ours[row].tobytes().hex()}, differs from that of what was sent, "
+        f"{theirs[row].tobytes().hex()}{more}"
+    )

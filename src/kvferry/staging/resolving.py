@@ -1,0 +1,54 @@
+"""What a segment of a notification means on this rank: where its blocks are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.errors import MessageError
+from kvferry.plan import PairPlan, Unit
+from kvferry.plan.packing import PackedPiece, Starts
+from kvferry.protocol.chunks import Pages
+from kvferry.protocol.messages import StagedSegment
+from kvferry.protocol.placing import UnitPlaces
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """The blocks of a segment in the receiver's pages.
+
+    Attributes:
+        starts: where each begins, in the order in which they are packed.
+        piece: what they are of.
+        pages: the page of every unit; each index of the first axis has as many units.
+    """
+
+    starts: Starts
+    piece: PackedPiece
+    pages: Pages
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return len(self.starts) * self.piece.block_bytes
+
+
+def resolved(
+    segment: StagedSegment, unit: Unit, packed: tuple[PackedPiece, ...], plan: PairPlan, places: UnitPlaces
+) -> Blocks:
+    """The blocks of a segment.
+
+    Args:
+        packed: every piece of the plan.
+        plan: what the writer may send.
+        places: of the room.
+
+    Raises:
+        MessageError: if it is not what the writer may send, or not what the room asked for.
+    """
+    if segment.piece >= len(packed):
+        raise MessageError(f"piece {segment.piece} of {len(packed)}")
+    piece = packed[segment.piece]
+    if not segment.first_base < segment.stop_base <= piece.num_bases:
+        raise MessageError(f"indices {segment.first_base} to {segment.stop_base} of {piece.num_bases}")
+    units, pages = places.find(segment.units, plan.route(segment.piece), unit=unit)
+    return Blocks(piece.destination.starts(segment.first_base, segment.stop_base, units, pages), piece, pages)
