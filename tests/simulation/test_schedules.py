@@ -11,9 +11,9 @@ import pytest
 from tests.simulation.planted import PLANTED
 
 from kvferry.simulation import Limits, ViolationError, World
+from kvferry.simulation.circumstances import TROUBLES
 from kvferry.simulation.memory import Arena
 from kvferry.simulation.search import Findings, run_one, search, shrink
-from kvferry.simulation.world import TROUBLES
 
 KNOWN, FRESH = 15_000, 5_000
 

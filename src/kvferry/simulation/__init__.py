@@ -1,12 +1,13 @@
 """Whole systems in one thread, from one seed: the endpoints that ship, on simulated machines, wires and clocks.
 
-`world` is one schedule: a registry, engines of either kind, their callers, and an adversary who decides what happens
-next and what goes wrong. `machines` is what endpoints run on there, `processes` their lives, `office` the peer channel,
-`memory` the pools, whose every byte has an owner, `requests` the callers' side, `laws` what must always hold. `search`
-runs many schedules, and shrinks those that break a law.
+`world` is one schedule: whose turn it is, what arrives, how time passes. `circumstances` draws what there is,
+`adversary` decides what goes wrong, `callers` make `requests`, `inspector` checks after every step that the `laws` hold.
+`machines` is what endpoints run on, `processes` their lives, `office` the peer channel, `memory` the pools, whose every
+byte has an owner. `search` runs many schedules, and shrinks those that break a law.
 """
 
+from kvferry.simulation.circumstances import Limits
 from kvferry.simulation.laws import ViolationError
-from kvferry.simulation.world import Limits, World
+from kvferry.simulation.world import World
 
 __all__ = ["Limits", "ViolationError", "World"]

@@ -112,6 +112,11 @@ class RegistryProcess:
         self.is_frozen = False
         self._registrations = Registrations(lease_s)
 
+    @property
+    def answers(self) -> bool:
+        """Whether it would answer now."""
+        return self.is_alive and not self.is_frozen
+
     def restart(self) -> None:
         """Starts anew, and knows nothing."""
         self._registrations = Registrations(self._lease_s)
@@ -121,7 +126,7 @@ class RegistryProcess:
         """Raises:
         RegistryUnreachableError: if it does not answer.
         """
-        if not self.is_alive or self.is_frozen:
+        if not self.answers:
             raise RegistryUnreachableError("the registry does not answer")
         return self._registrations
 

@@ -21,6 +21,9 @@ HEADS = 2
 HEAD_DIM = 4
 KINDS = 2  # keys and values
 
+FRESH, SOURCE_GONE, DESTINATION_GONE, HELD = 0x11, 0xEE, 0xDD, 0x77
+"""What fills pages: at the start, after a prefill and a decode rank gave them back, before something is received."""
+
 Contents = NDArray[np.uint8]
 """What a request holds: shape [keys or values, layer, token, head, element of the head]."""
 
@@ -107,6 +110,10 @@ class Pool:
             self._is_free[page] = True
         self._memory[:, :, pages] = filler
         self._shadow[:, :, pages] = filler
+
+    def spread(self, pages: list[int], filler: int) -> None:
+        """Fills pages that somebody has with one byte."""
+        self._memory[:, :, pages] = filler
 
     def owner_at(self, address: int) -> tuple[int, object | None]:
         """The page that an address is in, and whose it is."""

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvferry.simulation.circumstances import Limits
 from kvferry.simulation.laws import Law, ViolationError
 from kvferry.simulation.memory import Arena
-from kvferry.simulation.world import Limits, World
+from kvferry.simulation.world import World
 
 _BATCH = 50
 
@@ -114,9 +115,9 @@ def shrink(violation: Violation) -> tuple[Limits, World]:
     whole = World(violation.seed, limits=limits, arena=arena)
     for kind in sorted(whole.troubles):
         limits = _better(limits, replace(limits, without_troubles=limits.without_troubles | {kind}), still_breaks)
-    for number in range(1, whole.most_requests + 1):
+    for number in range(1, whole.circumstances.requests + 1):
         limits = _better(limits, replace(limits, without_requests=limits.without_requests | {number}), still_breaks)
-    faults = _run_with_trace(violation.seed, arena, limits).faults
+    faults = _run_with_trace(violation.seed, arena, limits).adversary.faults
     for fault in range(faults, 0, -1):
         limits = _better(limits, replace(limits, without_faults=limits.without_faults | {fault}), still_breaks)
     steps = limits.steps
