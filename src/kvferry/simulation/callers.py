@@ -74,11 +74,7 @@ class Callers:
                 request.excused(f"{process.name} was not well")
         if self._world.now < self._world.adversary.unwell_until:
             request.excused("peers took each other for lost just now")
-        if (
-            any(line.is_cut for line in self._world.office.lines)
-            or not self._world.registry.is_alive
-            or self._world.registry.is_frozen
-        ):
+        if any(line.is_cut for line in self._world.office.lines) or not self._world.registry.answers:
             request.excused("the network was not well")
         if "absent" in self._world.circumstances.odds and draw.random() < 0.3:
             side = draw.choice(request.sides)

@@ -157,11 +157,7 @@ class World:
                         self._start(engine, rank)
                 for count in range(self.limits.steps):
                     self.step()
-                    if (
-                        count % 20 == 0
-                        and not self._callers.coming
-                        and all(request.is_over for request in self.requests)
-                    ):
+                    if count % _STEPS_A_LOOK == 0 and self._is_idle():
                         break
                 self._end()
             except ViolationError:
