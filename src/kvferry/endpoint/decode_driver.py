@@ -652,6 +652,8 @@ class DecodeDriver(Loop):
                 link.ask(now)
             except KVFerryError as error:
                 self._fail_link(link, error, now)
+        if not self._rooms:  # what comes for rooms that are over keeps staging memory until it is taken
+            self._take_notifications(now)
         self._repeat(now)
 
     def _release_what_is_proved(self, now: float) -> None:

@@ -65,18 +65,21 @@ class Adversary:
         return True
 
     def sending_fails(self) -> bool:
+        """Whether a message cannot be sent, since its queue is full."""
         if not self.strikes("send fails"):
             return False
         self._excuse_all("sending failed")
         return True
 
     def transport_fails(self, what: str) -> Exception | None:
+        """Why something that a transport was asked for fails, if it does."""
         if not self.strikes(f"{what} fails"):
             return None
         self._excuse_all(f"{what} failed")
         return TransportError(f"the simulation lets {what} fail")
 
     def go_wrong(self) -> None:
+        """Whatever befalls this step."""
         for kind, odds in self._world.circumstances.odds.items():
             happens = _HAPPENINGS.get(kind)
             if happens is not None and self._world.fate.random() < odds and self._counts(kind):
@@ -109,6 +112,7 @@ class Adversary:
                 self._restart_later(process)
 
     def kill(self, process: Process) -> None:
+        """A process ends in the middle of everything. Some of what it wrote may land for a while."""
         self._world.note("%s is killed", process.name)
         process.died_at = self._world.now
         process.thaws_at = None
@@ -133,6 +137,7 @@ class Adversary:
         self.left(process)
 
     def end_doomed(self) -> None:
+        """Writes of dead processes end."""
         for flight in list(self._world.wire.flights):
             if self._world.now >= self.doomed.get(flight, float("inf")):
                 self._world.wire.drop(flight)

@@ -13,6 +13,7 @@ from kvferry.protocol.messages import decode_notification
 from kvferry.protocol.states import TransferState
 from kvferry.simulation.circumstances import WAITS
 from kvferry.simulation.laws import Law, ViolationError, demand
+from kvferry.simulation.leftovers import leftovers
 from kvferry.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
 from kvferry.simulation.processes import Process
 from kvferry.simulation.requests import AnySide, ReceiveSide, Request, SendSide
@@ -202,9 +203,11 @@ class Inspector:
             # Whoever is frozen may write or be written to when it thaws, and nothing says when.
             if not (but_for_frozen and is_someone_frozen):
                 return Law.GIVES_BACK, f"{side.process.name}: {side.request} ended, but keeps its pages"
-        for process in self._world.processes:
-            if process.is_alive and process.endpoint.open_rooms and not is_someone_frozen:
-                return Law.LEAVES_NOTHING, f"{process.name}: {process.endpoint.open_rooms} rooms are left"
+        living = {process.transport.endpoint_name for process in self._world.processes if process.is_alive}
+        for process in self._world.processes if not is_someone_frozen else ():
+            left = leftovers(process, living) if process.is_alive else ""
+            if left:
+                return Law.LEAVES_NOTHING, f"{process.name}: left are {left}"
         return None
 
     def check_over(self, *, but_for_frozen: bool) -> None:
@@ -212,12 +215,13 @@ class Inspector:
         if found is not None:
             raise ViolationError(*found)
 
-    def check_nothing_left(self) -> None:
+    def check_memory(self) -> None:
+        """Raises:
+        ViolationError: if a byte changed that belongs to nobody.
+        """
         for process in self._world.processes:
             if process.is_alive:
                 process.pool.check_free(process.name)
-                rooms = process.endpoint.open_rooms
-                demand(rooms == 0, Law.LEAVES_NOTHING, f"{process.name}: {rooms} rooms are left")
 
 
 def _owner_name(owner: object | None) -> str:

@@ -335,7 +335,7 @@ class World:
         self._replace_the_dead()
         self._run_until(self.now + _END_S, is_over=lambda: self._inspector.what_is_open(but_for_frozen=False) is None)
         self._inspector.check_over(but_for_frozen=False)
-        self._inspector.check_nothing_left()
+        self._inspector.check_memory()
 
     def _replace_the_dead(self) -> None:
         """Somebody who looks after the engines starts again what was killed."""
