@@ -41,15 +41,36 @@ from kvferry.transport import (
     Transport,
 )
 from kvferry.transport.nixl import load_bindings
+from kvferry.transport.simulated import SimulatedFlight, SimulatedTransport, SimulatedWire
 
 THREADS = {"num_threads": "2", "split_batch_size": "1"}
+MOVES_ONE_BY_ONE = ("inprocess", "simulated")
 AS_PREFILL = {"num_threads": "2", "split_batch_size": "2"}
-KINDS = ["inprocess", "nixl", "nixl with threads", "nixl as endpoints have it"]
+KINDS = ["inprocess", "simulated", "nixl", "nixl with threads", "nixl as endpoints have it"]
 DEADLINE_S = 20.0
 MEMORY = 1 << 20
 POISON = 0xEE
 HOST = Device()
 ANY, _ = attention_components(num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8")
+
+
+class Moving(SimulatedTransport):
+    """A simulated transport on a wire that gets on whenever somebody looks, the last piece first."""
+
+    def __init__(self, wire: SimulatedWire, name: str) -> None:
+        super().__init__(wire, name)
+        self.moving = wire
+
+    def poll(self, flight: Flight) -> FlightReport | None:
+        assert isinstance(flight, SimulatedFlight)
+        if flight.left:
+            self.moving.land(flight, len(flight.left) - 1)
+        return super().poll(flight)
+
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        for notification in list(self.moving.notifications):
+            self.moving.deliver(notification)
+        return super().take_notifications()
 
 
 class Kit:
@@ -59,14 +80,21 @@ class Kit:
         self.kind = kind
         self.made: list[Transport] = []
         self._network = InProcessNetwork()
-        if kind != "inprocess":
+        self._wire = SimulatedWire(on_piece=lambda flight, piece: None, fails_to=lambda what: None)
+        if kind.startswith("nixl"):
             try:
                 load_bindings()
             except TransportUnavailableError as error:
                 pytest.skip(str(error))
 
     def make(self, name: str) -> Transport:
-        made = InProcessTransport(self._network, name) if self.kind == "inprocess" else self._nixl(name)
+        made: Transport
+        if self.kind == "inprocess":
+            made = InProcessTransport(self._network, name)
+        elif self.kind == "simulated":
+            made = Moving(self._wire, name)
+        else:
+            made = self._nixl(name)
         self.made.append(made)
         return made
 
@@ -323,7 +351,7 @@ def test_selected_neighbours_arrive_whether_they_are_merged_or_not(
             expected[to + unit * destination :][:unit] = pair.here.memory[from_ + unit * source :][:unit]
     np.testing.assert_array_equal(pair.there.memory, expected)
     assert report.total_bytes == 2 * count * unit
-    if pair.kit.kind != "inprocess":  # which moves one by one
+    if pair.kit.kind not in MOVES_ONE_BY_ONE:
         goes_on = set(zip(here[:count], there[:count], strict=True))
         fewest = count - sum((source + 1, to + 1) in goes_on for source, to in goes_on)
         assert 2 * max(fewest, -(-count // most)) <= report.descriptors <= 2 * (fewest + -(-count // most) - 1)
@@ -339,7 +367,7 @@ def test_a_long_run_is_cut_so_that_there_is_something_for_every_thread(pair: Pai
     numbering = Numbers(np.zeros(1, np.int32), 256, 1)
     for most, blocks in ((256, 1), (64, 4), (50, 6)):
         report = write(pair, lists, *Selector(numbering, numbering, most).select(none, pages, none, pages))
-        assert report.descriptors == (blocks if pair.kit.kind != "inprocess" else 256)
+        assert report.descriptors == (blocks if pair.kit.kind not in MOVES_ONE_BY_ONE else 256)
         np.testing.assert_array_equal(pair.there.memory, pair.here.memory)
         pair.there.memory[:] = POISON
         arrivals(pair.there.transport, 1)
@@ -597,7 +625,7 @@ def test_lists_the_wrong_way_round_are_refused(pair: Pair):
 
 
 def test_errors_of_the_library_are_kept_as_the_cause(pair: Pair):
-    if pair.kit.kind == "inprocess":
+    if not pair.kit.kind.startswith("nixl"):
         pytest.skip("no library below")
     lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
     with pytest.raises(TransportError, match=f"posting 1 descriptors to {pair.peer}.*INVALID_PARAM") as caught:

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.errors import PeerDisconnectedError
-from kvferry.layout import Device, Region
+from kvferry.errors import PeerDisconnectedError, RegistrationError, TransportError
+from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.transport.base import (
     Flight,
@@ -52,7 +52,17 @@ class SimulatedFlight(Flight):
         has_ended: whether nothing of it moves any more.
     """
 
-    __slots__ = ("_total_bytes", "has_ended", "is_known", "left", "notification", "problem", "source", "target")
+    __slots__ = (
+        "_descriptors",
+        "_total_bytes",
+        "has_ended",
+        "is_known",
+        "left",
+        "notification",
+        "problem",
+        "source",
+        "target",
+    )
 
     def __init__(
         self, source: SimulatedTransport, target: SimulatedTransport, pieces: list[Piece], notification: bytes
@@ -65,11 +75,12 @@ class SimulatedFlight(Flight):
         self.has_ended = False
         self.is_known = False  # whether the writer was told of the end
         self._total_bytes = sum(piece.num_bytes for piece in pieces)
+        self._descriptors = len(pieces)
 
     @property
     def report(self) -> FlightReport:
         """What is said of it in the end."""
-        return FlightReport(self._total_bytes, 1, 0.0, 0.0)
+        return FlightReport(self._total_bytes, self._descriptors, 0.0, 0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +115,10 @@ class SimulatedWire:
     flights: list[SimulatedFlight] = field(default_factory=list)
     notifications: list[Notification] = field(default_factory=list)
     breaches: list[str] = field(default_factory=list)
+
+    def reaches(self, transport: SimulatedTransport) -> bool:
+        """Whether no other transport has taken its name."""
+        return self.members.get(transport.endpoint_name) is transport
 
     def land(self, flight: SimulatedFlight, index: int) -> None:
         """Lets one piece land; the last one ends the write."""
@@ -166,6 +181,8 @@ class SimulatedTransport(Transport):
         return len(self._peers) + sum(map(len, self._lists.values()))
 
     def register(self, regions: Sequence[Region], device: Device) -> None:
+        if device.kind is not MemoryKind.DRAM:
+            raise RegistrationError(f"the simulated transport copies host memory only, not {device}")
         check_same_device(self._regions, self._device, device)
         self._regions = (*self._regions, *regions)
 
@@ -178,8 +195,7 @@ class SimulatedTransport(Transport):
         problem = self._wire.fails_to("connect")
         if target is None or problem is not None:
             raise problem or PeerDisconnectedError(f"no endpoint {peer.name!r}")
-        if peer.name in self._peers:
-            self._wire.breaches.append(f"{self.endpoint_name} adds {peer.name}, which it has not removed")
+        self.disconnect(peer.name)
         self._peers[peer.name] = peer, target
         return peer.name
 
@@ -217,12 +233,18 @@ class SimulatedTransport(Transport):
         remote_indices: DescriptorIndices,
         notification: bytes,
     ) -> Flight:
-        assert remote.peer is not None
+        if local.peer is not None or remote.peer is None:
+            raise TransportError("a write goes from a list of our own memory to one of a peer's")
         _, target = self._target(remote.peer)
         check_lists(local, remote, self._lists)
-        here, there = local.handle, remote.handle
-        pairs = zip(local_indices.tolist(), remote_indices.tolist(), strict=True)
-        pieces = [Piece(here[mine][0], there[theirs][0], here[mine][1]) for mine, theirs in pairs]
+        if len(local_indices) != len(remote_indices) or not len(local_indices):
+            raise TransportError(
+                f"{len(local_indices)} local and {len(remote_indices)} remote descriptors make no write"
+            )
+        here, there = _selected(local, local_indices), _selected(remote, remote_indices)
+        if any(mine[1] != theirs[1] for mine, theirs in zip(here, there, strict=True)):
+            raise TransportError("local and remote descriptors differ in length")
+        pieces = [Piece(mine[0], theirs[0], mine[1]) for mine, theirs in zip(here, there, strict=True)]
         return self._start(target, pieces, notification)
 
     def write(self, source: Region, peer: str, address: int, notification: bytes) -> Flight:
@@ -239,14 +261,16 @@ class SimulatedTransport(Transport):
         problem = self._wire.fails_to("post")
         if problem is not None:
             raise problem
-        if not target.is_mapped:
-            raise PeerDisconnectedError(f"{target.endpoint_name} is dead")
+        if not target.is_mapped or not self._wire.reaches(target):
+            raise PeerDisconnectedError(f"{target.endpoint_name} is dead, or was started anew: connect again")
         flight = SimulatedFlight(self, target, pieces, notification)
         self._wire.flights.append(flight)
         return flight
 
     def poll(self, flight: Flight) -> FlightReport | None:
         assert isinstance(flight, SimulatedFlight)
+        if not flight.has_ended and not self._wire.reaches(flight.target):
+            self._wire.fail(flight, PeerDisconnectedError(f"{flight.target.endpoint_name} was started anew"))
         if not flight.has_ended:
             return None
         if flight.problem is not None:
@@ -265,8 +289,8 @@ class SimulatedTransport(Transport):
     def notify(self, peer: str, notification: bytes) -> None:
         _, target = self._target(peer)
         problem = self._wire.fails_to("notify")
-        if problem is not None or not target.is_mapped:
-            raise problem or PeerDisconnectedError(f"{peer} is dead")
+        if problem is not None or not target.is_mapped or not self._wire.reaches(target):
+            raise problem or PeerDisconnectedError(f"{peer} is dead, or was started anew: connect again")
         self._wire.notifications.append(Notification(self.endpoint_name, target, notification))
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
@@ -277,6 +301,17 @@ class SimulatedTransport(Transport):
     def close(self) -> None:
         self._peers.clear()
         self._lists.clear()
+
+
+def _selected(prepared: PreparedList, indices: DescriptorIndices) -> list[tuple[int, int]]:
+    """Address and length of the descriptors that are selected.
+
+    Raises:
+        TransportError: if there is no such descriptor.
+    """
+    if int(indices.min()) < 0 or int(indices.max()) >= prepared.count:
+        raise TransportError(f"descriptors {indices.min()} to {indices.max()} of {prepared.count} were selected")
+    return [prepared.handle[index] for index in indices.tolist()]
 
 
 def _expanded(rows: RowArray) -> list[tuple[int, int]]:
