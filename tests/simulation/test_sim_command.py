@@ -1,0 +1,61 @@
+"""`kvferry sim`: one schedule to look at, many to search, and what it says of one that breaks a law."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.simulation.planted import PLANTED
+from typer.testing import CliRunner
+
+from kvferry.cli.app import app
+from kvferry.cli.sim.run import replay
+
+
+def test_one_schedule_step_by_step(tmp_path: Path):
+    file = tmp_path / "trace.txt"
+    result = CliRunner().invoke(app, ["sim", "--seed", "7", "--steps", "--trace", str(file)])
+    assert result.exit_code == 0
+    assert "prefill0.0 starts on machine 0" in result.stdout
+    assert "no more trouble" in result.stdout
+    assert "Seed 7 keeps every law" in result.stdout
+    assert file.read_text().strip() in result.stdout
+
+
+def test_a_schedule_without_steps_is_one_line():
+    result = CliRunner().invoke(app, ["sim", "--seed", "7"])
+    assert result.exit_code == 0
+    assert "starts on" not in result.stdout
+
+
+def test_without_a_seed_a_fresh_one_is_drawn():
+    said = {CliRunner().invoke(app, ["sim"]).stdout.split("keeps")[0] for _ in range(3)}
+    assert len(said) == 3
+
+
+def test_many_schedules():
+    result = CliRunner().invoke(app, ["sim", "--seed", "0", "--count", "60", "--processes", "2"])
+    assert result.exit_code == 0
+    assert "60 schedules from seed 0 on" in result.stdout
+    assert "received: success" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--count", "0"], ["--processes", "0"], ["--seed", "x"]])
+def test_impossible_arguments_are_refused(arguments: list[str]):
+    assert CliRunner().invoke(app, ["sim", *arguments]).exit_code == 2
+
+
+def test_a_broken_law_is_shown_with_a_trace_and_the_way_to_replay_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    PLANTED["acknowledgement before the last handle"](monkeypatch)
+    seed = next(
+        seed for seed in range(100) if not replay(seed, shows_steps=False, trace=None, console=Console(quiet=True))
+    )
+    assert not replay(seed, shows_steps=False, trace=None, console=Console(width=200))
+    shown = capsys.readouterr().out
+    assert f"Seed {seed} breaks a law" in shown
+    assert "Shrunken to" in shown
+    assert "BROKEN: nothing reads a page after it was given back" in shown
+    assert f"kvferry sim --seed {seed} --steps" in shown

@@ -1,0 +1,46 @@
+"""What is too much is refused by name, and loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.support.engines import Requests
+from tests.support.waiting import eventually
+
+from kvferry.errors import QueueFullError
+
+
+def test_more_rooms_than_may_be_are_refused_on_either_side(pair: Callable[..., Requests]):
+    requests = pair(max_rooms=1)
+    first = requests.new(1)
+    requests.open_prefill(first)
+    requests.open_decode(first)
+    with pytest.raises(QueueFullError, match=r"room 2: 1 rooms are open on prefill rank 0 .*KVFERRY_MAX_ROOMS"):
+        requests.prefill.endpoints[0].open(2)
+    with pytest.raises(QueueFullError, match=r"room 2: 1 rooms are open on decode rank 0 .*KVFERRY_MAX_ROOMS"):
+        requests.decode.endpoints[0].open(2, np.arange(2), engine=requests.prefill.name)
+    requests.submit(first)
+    first.wait()
+    requests.check(first)
+    eventually("both have forgotten it", lambda: requests.decode.endpoints[0].open_rooms == 0)
+    eventually("both have forgotten it", lambda: requests.prefill.endpoints[0].open_rooms == 0)
+    requests.run(2)
+
+
+def test_more_chunks_than_may_wait_are_refused_and_the_room_goes_on(pair: Callable[..., Requests]):
+    requests = pair(max_waiting_chunks=3)
+    request = requests.new(1, 6)
+    requests.open_prefill(request)  # nobody asks for them yet, so that they wait
+    pages = request.source_pages[0]
+    sender = request.senders[0]
+    for page in range(3):
+        sender.submit(pages[page : page + 1])
+    with pytest.raises(QueueFullError, match=r"room 1: 3 chunks wait to be written already .*MAX_WAITING_CHUNKS"):
+        sender.submit(pages[3:4])
+    requests.open_decode(request)
+    eventually("the chunks arrived", lambda: request.receivers[0].stats.chunks == 3)
+    sender.submit(pages[3:], last=True, aux=b"token")
+    request.wait()
+    requests.check(request)
