@@ -7,6 +7,7 @@ import re
 _CAUSES = {
     "aborted by a caller": "the soak wants it so",
     "restarted": "does not know this endpoint any more|must attach before",
+    "dead peer": "has ended: its process",
     "silent peer": "silent for",
     "connection gone": "connection to .* is gone|NIXL_ERR_REMOTE_DISCONNECT|is not connected any more",
     "no answer while connecting": "still (asking|waiting for|looking up)",
