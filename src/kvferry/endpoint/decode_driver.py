@@ -502,7 +502,7 @@ class DecodeDriver(Loop):
                             self._rank_closed(message.endpoint, now)
                     case messages.Gone(process):
                         if link is not None and link.knows_machine(channel, process.machine):
-                            self._lost.gone(process, now)
+                            self._lost.gone(process)
                     case messages.Welcome() if self._channels_of(message.endpoint) - {channel}:
                         raise PeerError(f"at {channel.address} somebody answers under the name of another prefill rank")
                     case _ if link is not None:
@@ -636,7 +636,7 @@ class DecodeDriver(Loop):
         late_s = max(0.0, now - self._last_heartbeat_at - 2 * self._settings.heartbeat_interval_s - _IDLE_MS / 1000)
         self._last_heartbeat_at = now
         for link in self._links.values():
-            link.forgive(late_s)
+            link.forgive(late_s, now)
         for link in list(self._links.values()):
             silent = link.silent_rank(now, self._settings.peer_timeout_s)
             try:
@@ -658,7 +658,7 @@ class DecodeDriver(Loop):
 
     def _release_what_is_proved(self, now: float) -> None:
         """Gives back what lost ranks might have written to, of those that will not write again."""
-        self._lost.look(self._platform.is_gone, now)
+        self._lost.look(self._platform.is_gone)
         for endpoint in self._lost.take_settled(now):
             self._will_not_write(endpoint, now)
 

@@ -199,7 +199,8 @@ class PrefillEndpoint:
 
         Args:
             room: the request's number on both sides, below 2**63. It may be used again once the transfer has ended on
-                every rank of both sides, and not before: it is the only thing that says which request is meant.
+                every rank of both sides, and not before: it is the only thing that says which request is meant. A number
+                whose transfer failed before every decode rank had opened it rests for bootstrap_timeout_s.
             tokens: how many tokens the request has, compared with what the decode side says. Needed where context
                 parallelism divides a request by its length: there another length would mean other tokens.
 
@@ -553,7 +554,7 @@ class PrefillEndpoint:
         late_s = max(0.0, now - self._last_tick_at - self._longest_wait_s - 2 * _TICK_S)
         self._last_tick_at = now
         for peer in self._peers.all():
-            peer.last_heard_at += late_s
+            peer.last_heard_at = min(now, peer.last_heard_at + late_s)
             silence_s = now - peer.last_heard_at
             if silence_s > self.settings.peer_timeout_s:
                 log.error("lost decode rank %s: silent for %.1f s", peer.name, silence_s)

@@ -368,11 +368,11 @@ class Link:
             if rank.request is not None and not rank.is_attached:  # a connection that broke may have lost it
                 rank.channel.send(rank.request)
 
-    def forgive(self, seconds: float) -> None:
+    def forgive(self, seconds: float, now: float) -> None:
         """Does not count so much of the ranks' silence."""
         for rank in self._ranks.values():
             if rank.asked_at is not None:
-                rank.asked_at += seconds
+                rank.asked_at = min(now, rank.asked_at + seconds)
 
     def silent_rank(self, now: float, limit_s: float) -> tuple[int, float] | None:
         """A rank that has not answered for too long, and for how long."""

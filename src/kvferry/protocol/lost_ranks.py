@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 from kvferry.protocol.messages import ProcessIdentity
 
+_MOST_AT_ONCE_S = 0.5
+
 
 @dataclass(slots=True)
 class _Lost:
     process: ProcessIdentity
-    gone_since: float | None = None
+    is_gone: bool = False
+    gone_for_s: float = 0.0
 
 
 class LostRanks:
@@ -27,6 +30,7 @@ class LostRanks:
         """
         self._settle_s = settle_s
         self._lost: dict[str, _Lost] = {}
+        self._looked_at = 0.0
 
     def __len__(self) -> int:
         return len(self._lost)
@@ -42,27 +46,32 @@ class LostRanks:
     @property
     def doubtful(self) -> list[tuple[str, ProcessIdentity]]:
         """Those whose processes may still run."""
-        return [(endpoint, lost.process) for endpoint, lost in self._lost.items() if lost.gone_since is None]
+        return [(endpoint, lost.process) for endpoint, lost in self._lost.items() if not lost.is_gone]
 
-    def gone(self, process: ProcessIdentity, now: float) -> None:
+    def gone(self, process: ProcessIdentity) -> None:
         """A process has ended."""
         for lost in self._lost.values():
-            if lost.process == process and lost.gone_since is None:
-                lost.gone_since = now
+            if lost.process == process:
+                lost.is_gone = True
 
     def take_settled(self, now: float) -> list[str]:
-        """Those that will not write again, by proof; forgets them."""
+        """Those that will not write again, by proof; forgets them. To be called several times a second.
+
+        Of a time during which nobody called, little counts: the process was frozen or suspended, and what the network
+        had for it did not arrive.
+        """
+        passed_s, self._looked_at = min(max(0.0, now - self._looked_at), _MOST_AT_ONCE_S), now
+        for lost in self._lost.values():
+            lost.gone_for_s += passed_s if lost.is_gone else 0.0
         settled = [
-            endpoint
-            for endpoint, lost in self._lost.items()
-            if lost.gone_since is not None and now - lost.gone_since >= self._settle_s
+            endpoint for endpoint, lost in self._lost.items() if lost.is_gone and lost.gone_for_s >= self._settle_s
         ]
         for endpoint in settled:
             del self._lost[endpoint]
         return settled
 
-    def look(self, is_gone: Callable[[ProcessIdentity], bool], now: float) -> None:
+    def look(self, is_gone: Callable[[ProcessIdentity], bool]) -> None:
         """Asks of every doubtful one whether its process has ended."""
         for _, process in self.doubtful:
             if is_gone(process):
-                self.gone(process, now)
+                self.gone(process)

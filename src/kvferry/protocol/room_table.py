@@ -6,7 +6,7 @@ without them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -92,6 +92,11 @@ class RoomTable(Generic[RoomT]):
         self._is_closed = False
 
     @property
+    def failed_alone(self) -> Collection[int]:
+        """Numbers of rooms that failed before every decode rank had opened them, as long as these are told so."""
+        return self._failed_alone.keys()
+
+    @property
     def is_quiet(self) -> bool:
         """Whether there are no rooms, and none that decode ranks opened first."""
         return not self.rooms and not len(self._early)
@@ -124,6 +129,7 @@ class RoomTable(Generic[RoomT]):
         failed = self._failed_alone.get(message.room)
         if failed is not None and receiver not in failed.receivers:
             failed.receivers.add(receiver)
+            self._is_over(receiver, message.room, message.generation, failed.error, now)
             raise failed.error
         if not self._early.keep(receiver, message, now):
             raise PageError(

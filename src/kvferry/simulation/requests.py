@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.endpoint import DecodeEndpoint, Receiver, Sender
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
 from kvferry.errors import UnknownRoomError
 from kvferry.protocol.states import TransferState
 from kvferry.simulation.memory import HEAD_DIM, HEADS, KINDS, Contents
@@ -35,6 +35,14 @@ class SendSide:
     is_released: bool = False
     held_since: float = 0.0
     state: TransferState | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the endpoint would still tell decode ranks that come late how the room ended."""
+        endpoint = self.process.endpoint
+        if self.sender is None or not self.process.is_alive or not isinstance(endpoint, PrefillEndpoint):
+            return False
+        return self.request.room in endpoint._table.failed_alone
 
     @property
     def transfer(self) -> Sender | None:
@@ -129,7 +137,7 @@ class Request:
         return (
             not self.is_abandoned
             and all(side.is_released for side in self.sides)
-            and not any(side.is_known for side in self.receivers)
+            and not any(side.is_known for side in self.sides)
         )
 
     def excused(self, why: str) -> None:

@@ -9,11 +9,17 @@ HERE = ProcessIdentity(machine="m", pid=1, started=10)
 THERE = ProcessIdentity(machine="n", pid=1, started=10)
 
 
+def wait(lost: LostRanks, seconds: float, *, since: float) -> list[str]:
+    """What settles while somebody looks ten times a second."""
+    ticks = range(round(seconds * 10) + 1)
+    return [endpoint for tick in ticks for endpoint in lost.take_settled(since + tick / 10)]
+
+
 def test_silence_is_no_proof():
     lost = LostRanks(settle_s=1.0)
     lost.add("p0", HERE)
-    lost.look(lambda process: False, now=1e9)
-    assert lost.take_settled(now=1e9) == []
+    lost.look(lambda process: False)
+    assert wait(lost, 100.0, since=0.0) == []
     assert lost.doubtful == [("p0", HERE)]
 
 
@@ -21,37 +27,53 @@ def test_a_process_that_has_ended_is_through_once_the_network_has_delivered():
     lost = LostRanks(settle_s=1.0)
     lost.add("p0", HERE)
     lost.add("p1", THERE)
-    lost.look(lambda process: process == HERE, now=5.0)
+    lost.take_settled(5.0)
+    lost.look(lambda process: process == HERE)
     assert lost.doubtful == [("p1", THERE)]
-    assert lost.take_settled(now=5.9) == []
-    lost.look(lambda process: process == HERE, now=5.9)  # looking again does not begin anew
-    assert lost.take_settled(now=6.0) == ["p0"]
-    assert lost.take_settled(now=7.0) == []
+    assert wait(lost, 0.9, since=5.0) == []
+    lost.look(lambda process: process == HERE)  # looking again does not begin anew
+    assert wait(lost, 0.2, since=5.9) == ["p0"]
+    assert wait(lost, 5.0, since=6.1) == []
     assert len(lost) == 1
+
+
+def test_time_that_nobody_lived_through_does_not_count():
+    """A suspended process has not taken what the network had for it."""
+    lost = LostRanks(settle_s=1.0)
+    lost.add("p0", HERE)
+    lost.take_settled(0.0)
+    lost.gone(HERE)
+    assert lost.take_settled(1000.0) == []
+    assert wait(lost, 0.4, since=1000.0) == []
+    assert wait(lost, 0.2, since=1000.4) == ["p0"]
 
 
 def test_somebody_else_may_say_so():
     lost = LostRanks(settle_s=1.0)
     lost.add("p1", THERE)
-    lost.gone(HERE, now=0.0)  # another one
+    lost.take_settled(0.0)
+    lost.gone(HERE)  # another one
     assert lost.doubtful
-    lost.gone(THERE, now=1.0)
-    lost.gone(THERE, now=1.9)
-    assert lost.take_settled(now=2.0) == ["p1"]
+    lost.gone(THERE)
+    assert wait(lost, 0.9, since=0.0) == []
+    lost.gone(THERE)
+    assert wait(lost, 0.2, since=0.9) == ["p1"]
 
 
 def test_who_is_found_again_is_not_lost():
     lost = LostRanks(settle_s=0.0)
     lost.add("p0", HERE)
-    lost.gone(HERE, now=0.0)
+    lost.gone(HERE)
     lost.discard("p0")
     lost.discard("p0")
-    assert lost.take_settled(now=1.0) == []
+    assert wait(lost, 1.0, since=0.0) == []
 
 
 def test_to_be_lost_twice_is_to_be_lost_since_the_first_time():
     lost = LostRanks(settle_s=1.0)
     lost.add("p0", HERE)
-    lost.gone(HERE, now=0.0)
+    lost.take_settled(0.0)
+    lost.gone(HERE)
+    assert wait(lost, 0.9, since=0.0) == []
     lost.add("p0", HERE)
-    assert lost.take_settled(now=1.0) == ["p0"]
+    assert wait(lost, 0.2, since=0.9) == ["p0"]
