@@ -117,8 +117,8 @@ class DecodeEndpoint:
 
         Args:
             room: the request's number on both sides, below 2**63. It may be used again once the transfer has ended on
-                every rank of both sides, and not before: it is the only thing that says which request is meant. A number
-                whose transfer failed before every decode rank had opened it rests for bootstrap_timeout_s.
+                every rank of both sides, and not before: it is the only thing that says which request is meant. If the
+                transfer failed before every decode rank had opened it, the number rests for bootstrap_timeout_s more.
             pages: page numbers in this rank's pool for the part of the request that is missing here, in order. Empty
                 if nothing is missing: then only aux data and completion come. With several groups a mapping from every
                 group's name to page numbers, or to `GroupPages` that say with which page of the request they start. A

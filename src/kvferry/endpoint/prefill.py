@@ -199,8 +199,8 @@ class PrefillEndpoint:
 
         Args:
             room: the request's number on both sides, below 2**63. It may be used again once the transfer has ended on
-                every rank of both sides, and not before: it is the only thing that says which request is meant. A number
-                whose transfer failed before every decode rank had opened it rests for bootstrap_timeout_s.
+                every rank of both sides, and not before: it is the only thing that says which request is meant. If the
+                transfer failed before every decode rank had opened it, the number rests for bootstrap_timeout_s more.
             tokens: how many tokens the request has, compared with what the decode side says. Needed where context
                 parallelism divides a request by its length: there another length would mean other tokens.
 

@@ -135,7 +135,11 @@ class World:
         self.note("%s starts on %s at %s", name, machine, address)
 
     def _is_gone(self, identity: ProcessIdentity) -> bool:
-        return any(process.pid == identity.pid and not process.is_alive for process in self.processes)
+        """Whether a process has ended: it was killed, or its endpoint was closed and none of its writes kept it."""
+        process = next(process for process in self.processes if process.pid == identity.pid)
+        if process.has_left:
+            return not any(flight.source is process.transport for flight in self.wire.flights)
+        return process.died_at is not None
 
     def _draw_bit(self, number: int) -> bool:
         return random.Random(f"{self.seed} {number}").random() < 0.5
@@ -222,6 +226,7 @@ class World:
         for line in self.office.lines:
             if line.is_cut and self.now >= self.adversary.lines_heal.get(line, 0.0):
                 line.is_cut = False
+                self.adversary.unwell_until = self.now + RECOVERY_S
                 self.note("the connection of %s to %s heals", line.identity, line.address)
         self.office.forget()
         self.adversary.end_doomed()
