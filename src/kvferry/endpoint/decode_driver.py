@@ -396,7 +396,9 @@ class DecodeDriver(Loop):
 
     def _link(self, key: LinkKey, deadline: float) -> Link:
         """The link of that key, begun if there is none. Whoever waits for it has no earlier deadline."""
-        if key not in self._links:
+        if key in self._links:
+            self._links[key].deadline = max(self._links[key].deadline, deadline)
+        else:
             self._links[key] = Link(
                 key, self._identity, self._staging, next_attempt=partial(next, self._attempts), deadline=deadline
             )
@@ -607,7 +609,7 @@ class DecodeDriver(Loop):
         for room in list(self._rooms.values()):
             deadline = room.machine.deadline
             if deadline is not None and now >= deadline:
-                self._handle(room, ReceiverTick(), now)
+                self._handle(room, self._why_late(room), now)
         if len(self._lost):
             self._release_what_is_proved(now)
         if now >= self._next_ping_at:
@@ -615,6 +617,14 @@ class DecodeDriver(Loop):
             self._heartbeat(now)
         if self._retired_links:
             self._close_retired_links()
+
+    def _why_late(self, room: ReceivingRoom) -> ReceiverEvent:
+        """What to tell a room whose time is up: what its link waits for, if it waits for one."""
+        for key, rooms in self._waiting.items():
+            if room in rooms and key in self._links:
+                rooms.remove(room)
+                return ConnectFailed(self._why_not_ready(self._links[key]))
+        return ReceiverTick()
 
     def _why_not_ready(self, link: Link) -> KVFerryError:
         if link.state is LinkState.RESOLVING and link.problem is not None:

@@ -39,6 +39,7 @@ from kvferry.protocol.registrations import RankRegistration
 from kvferry.protocol.room_table import RoomTable
 from kvferry.protocol.sender import (
     ReceiverAborted,
+    ReceiverAskedAgain,
     ReceiverLost,
     ReceiverVerified,
     SenderAbortRequested,
@@ -317,6 +318,11 @@ class PrefillEndpoint:
 
     def open_room(self, receiver: str, message: messages.OpenRoom) -> None:
         """Takes a decode rank's wish: for the room, or until it is opened here."""
+        with self._rooms_lock:
+            known = self._table.has_wish(receiver, message)
+            if known is not None:  # also where the receiver is lost by now: nobody else knows whether it is drained
+                known.post(ReceiverAskedAgain(receiver, message.generation))
+                return
         try:
             attachment = self._attachment(receiver)
             if attachment is None:

@@ -26,6 +26,7 @@ from kvferry.protocol.sender import (
     FinishFailed,
     FinishSent,
     ReceiverAborted,
+    ReceiverAskedAgain,
     ReceiverOpened,
     SendDrained,
     SenderAbortRequested,
@@ -341,6 +342,8 @@ class SendingRoom(Actor):
     def handle(self, event: RoomEvent, worker: Worker) -> None:
         """Tells the machine what happened, does what it says, and shows the caller where the room stands."""
         match event:
+            case OpenReceived() if self._generations.get(event.attachment.receiver) == event.message.generation:
+                self._tell(ReceiverAskedAgain(event.attachment.receiver, event.message.generation), worker)
             case OpenReceived():
                 if self._is_for_next_use(event):
                     self._next_opens[event.attachment.receiver] = event.message

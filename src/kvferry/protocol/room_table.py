@@ -89,6 +89,7 @@ class RoomTable(Generic[RoomT]):
         # Uses of numbers that are over: a wish may come twice, or later than the abort that takes it back, where a
         # connection broke in between. By receiver and number.
         self._over: dict[tuple[str, int], _Over] = {}
+        self._given: dict[int, dict[str, int]] = {}  # generations of the wishes that each open room was given
         self._is_closed = False
 
     @property
@@ -105,7 +106,16 @@ class RoomTable(Generic[RoomT]):
         """Our caller opens a room; returns what decode ranks said of it before."""
         self.rooms[room.room] = room
         self._failed_alone.pop(room.room, None)
-        return self._early.take(room.room)
+        early = self._early.take(room.room)
+        self._given[room.room] = {
+            receiver: message.generation for receiver, message in early if isinstance(message, OpenRoom)
+        }
+        return early
+
+    def has_wish(self, receiver: str, message: OpenRoom) -> RoomT | None:
+        """The open room that was given this very wish before, and alone can answer it."""
+        is_given = self._given.get(message.room, {}).get(receiver) == message.generation
+        return self.rooms[message.room] if is_given else None
 
     def wish(self, receiver: str, message: OpenRoom, now: float) -> RoomT | None:
         """Takes a decode rank's wish; returns the room that it is for.
@@ -123,6 +133,7 @@ class RoomTable(Generic[RoomT]):
                 raise over.error
             return None
         if room is not None:
+            self._given[room.room][receiver] = message.generation
             return room
         if self._is_closed:
             raise EndpointClosedError("the prefill endpoint was closed")
@@ -152,6 +163,7 @@ class RoomTable(Generic[RoomT]):
         if self.rooms.get(room.room) is not room:
             return
         del self.rooms[room.room]
+        del self._given[room.room]
         for receiver, generation in room.generations.items():
             self._is_over(receiver, room.room, generation, room.error, now)
         if room.failed_alone and room.error is not None:

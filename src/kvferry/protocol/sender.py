@@ -48,6 +48,14 @@ class ReceiverOpened:
     verifies: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ReceiverAskedAgain:
+    """A decode rank asked for the room once more: it may not have heard what it was told."""
+
+    receiver: str
+    generation: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSubmitted:
     """The caller handed in the next chunk."""
@@ -142,6 +150,7 @@ class SenderTick:
 
 SenderEvent: TypeAlias = (
     ReceiverOpened
+    | ReceiverAskedAgain
     | ChunkSubmitted
     | WriteDone
     | WriteProgressed
@@ -290,6 +299,8 @@ class SenderMachine:
         match event:
             case ReceiverOpened():
                 commands = self._receiver_opened(event, now)
+            case ReceiverAskedAgain(name, generation):
+                commands = self._asked_again(name, generation)
             case ChunkSubmitted(chunk):
                 commands = self._chunk_submitted(chunk, now)
             case WriteDone(name, sequence):
@@ -331,7 +342,7 @@ class SenderMachine:
     def _receiver_opened(self, event: ReceiverOpened, now: float) -> list[SenderCommand]:
         known = self._receivers.get(event.receiver)
         if known is not None and known.opened.generation == event.generation:
-            return self._say_again(event.receiver, known)  # the same message twice
+            return self._asked_again(event.receiver, event.generation)
         if self.state.is_final:
             complete = TransferFailedError(f"room {self.room} is already complete on prefill rank {self._rank}")
             return self._refuse(event, self.error or complete)
@@ -373,13 +384,14 @@ class SenderMachine:
                 commands += self._send_chunk(chunk, now)
         return commands
 
-    def _say_again(self, name: str, receiver: _Receiver) -> list[SenderCommand]:
+    def _asked_again(self, name: str, generation: int) -> list[SenderCommand]:
         """What a receiver that asks twice may not have heard."""
-        commands: list[SenderCommand] = []
-        if self.state is TransferState.FAILED and self.error is not None:
-            commands.append(SendFailed(name, receiver.opened.generation, self.error))
-            receiver.told_drained = False  # it is told again, as soon as it is true
-        return commands
+        receiver = self._receivers.get(name)
+        if receiver is None or receiver.opened.generation != generation or self.state is not TransferState.FAILED:
+            return []
+        assert self.error is not None
+        receiver.told_drained = False  # it is told again, as soon as it is true
+        return [SendFailed(name, generation, self.error)]
 
     def _refuse(self, event: ReceiverOpened, error: KVFerryError) -> list[SenderCommand]:
         return [

@@ -221,6 +221,7 @@ class Adversary:
         if self._world.wire.flights:
             flight = self._world.fate.choice(self._world.wire.flights)
             self.held[flight] = self._world.now + self._world.fate.choice([0.5, 3.0, 8.0])
+            self.unwell_until = max(self.unwell_until, self.held[flight] + RECOVERY_S)  # others wait behind it
             self._excuse_all("a write came late")
 
     def _jump(self) -> None:

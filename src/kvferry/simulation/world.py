@@ -23,6 +23,7 @@ from kvferry.transport.simulated import Notification, SimulatedFlight, Simulated
 
 _BURST = 6
 _STEPS_A_LOOK = 20
+_FAIR_MAIL_ODDS = 0.2
 _END_S = 20.0
 """How long, after the last trouble, until everything must be over: the deadlines of all states in a row."""
 
@@ -182,7 +183,7 @@ class World:
         lot = self.order.random()
         if lot < 0.45:
             happened = self._turn()
-        elif lot < 0.45 + self.circumstances.mail_odds:
+        elif lot < 0.45 + (_FAIR_MAIL_ODDS if self.is_ending else self.circumstances.mail_odds):
             happened = self._message()
         elif lot < 0.75:
             happened = self._bytes()
