@@ -17,7 +17,6 @@ from kvferry.endpoint.decode_peers import DecodePeers
 from kvferry.errors import TransferTimeoutError
 from kvferry.protocol import receiver, sender
 from kvferry.protocol.credits import ReadingRing, WritingRing
-from kvferry.protocol.link import Link
 from kvferry.protocol.lost_ranks import LostRanks
 from kvferry.protocol.messages import Attach, Drained
 from kvferry.protocol.receiver import PartScattered, ReceiverMachine
@@ -25,7 +24,7 @@ from kvferry.protocol.room_table import RoomTable
 from kvferry.protocol.sender import SenderMachine
 from kvferry.protocol.states import TransferState
 from kvferry.simulation.machines import SimulatedPlatform
-from kvferry.staging.receiving import ReceivingStaging, WriterRing
+from kvferry.staging.receiving import WriterRing
 from kvferry.staging.rings import SharedRing
 from kvferry.staging.slots import SourceMemory
 
@@ -41,7 +40,7 @@ def _release_on_abort_without_drain(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         ReceiverMachine,
         "are_pages_reusable",
-        property(lambda machine: machine.state.is_final and not machine._scattering),
+        property(lambda machine: machine.state.is_final and not machine._at_pages),
     )
 
 
@@ -107,7 +106,7 @@ def _credit_before_the_scatter(patch: pytest.MonkeyPatch) -> None:
     right = scattering.Scatterers.submit
 
     def submit(scatterers: Any, task: Any) -> None:
-        task.ring.give_back(task.span)
+        task.give_back()
         right(scatterers, task)
 
     patch.setattr(scattering.Scatterers, "submit", submit)
@@ -171,20 +170,6 @@ def _successors_speak_for_the_dead(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeDriver, "_room_message", room_message)
 
 
-def _old_answers_count(patch: pytest.MonkeyPatch) -> None:
-    """`Attached` counts, whichever link it was meant for."""
-    right = Link.received
-
-    def received(link: Any, channel: Any, message: Any, now: float) -> bool:
-        attempt, link.attempt = link.attempt, getattr(message, "attempt", link.attempt)
-        try:
-            return right(link, channel, message, now)
-        finally:
-            link.attempt = attempt
-
-    patch.setattr(Link, "received", received)
-
-
 def _no_time_to_settle(patch: pytest.MonkeyPatch) -> None:
     right = LostRanks.__init__
     patch.setattr(LostRanks, "__init__", lambda lost, *, settle_s: right(lost, settle_s=0.0))
@@ -239,17 +224,6 @@ def _aborts_said_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeDriver, "_repeat", lambda driver, now: None)
 
 
-def _dead_writers_rings_reused(patch: pytest.MonkeyPatch) -> None:
-    """A ring is free for others as soon as its writer is connected anew."""
-    right = ReceivingStaging.offer
-
-    def offer(staging: Any, endpoint: str, *arguments: Any) -> Any:
-        staging.closed(endpoint)
-        return right(staging, endpoint, *arguments)
-
-    patch.setattr(ReceivingStaging, "offer", offer)
-
-
 PLANTED: dict[str, Plant] = {
     "no generation check": _no_generations,
     "pages released on abort without drain": _release_on_abort_without_drain,
@@ -263,7 +237,6 @@ PLANTED: dict[str, Plant] = {
     "peer removed while writes fly": _removed_while_writes_fly,
     "abort that overtakes its open forgotten": _aborts_that_come_first_forgotten,
     "a successor speaks for the dead": _successors_speak_for_the_dead,
-    "answers to an earlier link count": _old_answers_count,
     "no time to settle after a death": _no_time_to_settle,
     "a silent rank is taken for dead": _lost_is_dead,
     "slots reused while they are read": _slots_reused_at_once,
@@ -272,5 +245,4 @@ PLANTED: dict[str, Plant] = {
     "credits said once": _credits_said_once,
     "void spans said once": _voids_said_once,
     "nothing said twice": _aborts_said_once,
-    "a ring reused while its writer may write": _dead_writers_rings_reused,
 }

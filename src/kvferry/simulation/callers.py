@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from kvferry.simulation.world import World
 
 
+_HASTY_ODDS = 0.15  # how often who gives up does so at once
+
+
 class Callers:
     """The callers in one world.
 
@@ -126,6 +129,9 @@ class Callers:
             return
         side.pages = pages
         side.generation = side.process.platform.last_bits
+        if {"abort", "reorder"} & self._world.troubles and self._world.order.random() < _HASTY_ODDS:
+            side.request.excused("it was aborted as soon as it was opened")
+            side.receiver.abort("the simulation says so, at once")
         side.process.pool.spread(pages, HELD)
         self._world.note(
             "%s: %s opens, pages %s, %d of %d tokens held",
