@@ -40,7 +40,7 @@ class Bystanders:
         self.half_open = [self.pair.new(next(self._rooms)) for _ in range(2)]
         self.pair.open_decode(self.half_open[0])
         self.pair.open_prefill(self.half_open[1])
-        eventually("the room is kept", lambda: len(self.prefill._early) == 1)
+        eventually("the room is kept", lambda: len(self.prefill._table._early) == 1)
         self._threads = {thread for thread in threading.enumerate() if thread.name.startswith("kvferry")}
         self._attachment = self.prefill._peers.get(self.decode.transport.endpoint_name)
         self._registrations = self.registered()

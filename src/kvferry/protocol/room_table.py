@@ -14,7 +14,8 @@ from kvferry.errors import EndpointClosedError, KVFerryError, PageError, Transfe
 from kvferry.protocol.early import EarlyMessage, EarlyRooms
 from kvferry.protocol.messages import AbortRoom, OpenRoom
 
-_REMEMBERED = 1 << 16  # uses of numbers that are over
+REMEMBERED = 1 << 12
+"""Uses of numbers that are over."""
 
 
 class TableEntry(Protocol):
@@ -153,6 +154,9 @@ class RoomTable(Generic[RoomT]):
         """Takes a wish back; returns the room that has to stop, None if nothing was written for it."""
         gave_up = TransferAbortedError(f"room {message.room} was aborted by {receiver}: {message.reason}")
         self._is_over(receiver, message.room, message.generation, gave_up, now)
+        failed = self._failed_alone.get(message.room)
+        if failed is not None:
+            failed.receivers.add(receiver)  # who gives up need not be told
         room = self.rooms.get(message.room)
         if room is None:
             self._early.keep(receiver, message, now)
@@ -174,7 +178,7 @@ class RoomTable(Generic[RoomT]):
     def _is_over(self, receiver: str, room: int, generation: int, error: KVFerryError | None, now: float) -> None:
         self._over.pop((receiver, room), None)  # so that it is the youngest
         self._over[receiver, room] = _Over(generation, error, now + self._keep_s)
-        while len(self._over) > _REMEMBERED:
+        while len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
 
     def forget_receiver(self, receiver: str) -> None:

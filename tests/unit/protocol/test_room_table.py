@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError, TransferFailedError
 from kvferry.protocol.messages import AbortRoom, OpenRoom
-from kvferry.protocol.room_table import RoomTable
+from kvferry.protocol.room_table import REMEMBERED, RoomTable
 
 
 @dataclass(eq=False)
@@ -130,3 +130,37 @@ def test_removing_what_was_replaced_does_nothing():
     rooms.add(second)
     rooms.remove(first, now=0.0)
     assert rooms.rooms == {1: second}
+
+
+def test_who_gave_up_without_asking_is_not_told_of_a_use_that_failed():
+    """What it asks for under the number afterwards is the next transfer."""
+    rooms, error = table(), TransferFailedError("no")
+    room = Room(1, failed_alone=True, error=error, generations={"d0": 1})
+    rooms.add(room)
+    rooms.remove(room, now=0.0)
+    rooms.abort("d1", abort(generation=5), now=0.0)
+    assert rooms.wish("d1", wish(generation=6), now=0.0) is None
+    assert not rooms.is_quiet
+
+
+def test_a_room_that_has_a_wish_already_answers_for_it():
+    rooms, room = table(), Room(1)
+    rooms.wish("d0", wish(), now=0.0)
+    assert rooms.has_wish("d0", wish()) is None
+    rooms.add(room)
+    assert rooms.has_wish("d0", wish()) is room
+    assert rooms.has_wish("d0", wish(generation=8)) is None
+    assert rooms.has_wish("d1", wish()) is None
+    rooms.wish("d1", wish(), now=0.0)
+    assert rooms.has_wish("d1", wish()) is room
+    rooms.remove(room, now=0.0)
+    assert rooms.has_wish("d1", wish()) is None
+
+
+def test_what_is_remembered_is_bounded():
+    rooms = table()
+    for room in range(REMEMBERED + 100):
+        rooms.abort("d0", abort(room=room), now=0.0)
+    assert len(rooms._over) == REMEMBERED
+    with pytest.raises(TransferAbortedError):
+        rooms.wish("d0", wish(room=REMEMBERED + 99), now=0.0)
