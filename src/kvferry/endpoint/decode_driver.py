@@ -8,7 +8,6 @@ open and something happened just now, a millisecond while they are, and until so
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 from collections import deque
@@ -111,7 +110,7 @@ class DecodeDriver(Loop):
         self._rooms: dict[int, ReceivingRoom] = {}
         self._room_links: dict[int, Link] = {}
         self._lost = LostRanks(settle_s=settings.quarantine_s)
-        self._attempts = itertools.count(1)
+        self._last_attempt = 0
         # Rooms that were verified, by number, generation and rank, of which that rank may not know yet.
         self._unconfirmed: dict[tuple[int, int, int], Link] = {}
         self._arriving: ArrivalTask | None = None  # while its room is told of it
@@ -400,10 +399,14 @@ class DecodeDriver(Loop):
             self._links[key].deadline = max(self._links[key].deadline, deadline)
         else:
             self._links[key] = Link(
-                key, self._identity, self._staging, next_attempt=partial(next, self._attempts), deadline=deadline
+                key, self._identity, self._staging, next_attempt=self._next_attempt, deadline=deadline
             )
             self._resolvers.submit(partial(self._look_up, self._links[key]))
         return self._links[key]
+
+    def _next_attempt(self) -> int:
+        self._last_attempt += 1
+        return self._last_attempt
 
     def _look_up(self, link: Link) -> None:
         """Asks the registry, once. Runs on the pool."""
@@ -455,7 +458,7 @@ class DecodeDriver(Loop):
         """Says goodbye and closes."""
         del self._channels[channel.address]
         try:
-            channel.send(messages.encode(messages.Detach(endpoint=self._identity.endpoint)))
+            channel.send(messages.encode(messages.Detach(endpoint=self._identity.endpoint, attempt=self._last_attempt)))
         except PeerDisconnectedError as error:
             log.debug("no goodbye to %s: %s", channel.address, error)
         self._end.disconnect(channel)

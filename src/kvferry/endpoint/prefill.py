@@ -413,6 +413,8 @@ class PrefillEndpoint:
                 self.send(identity, self._welcome())
             case messages.Attach():
                 self._attach(identity, message)
+            case messages.Detach() if peer is not None and peer.attempt > message.attempt:
+                pass
             case messages.Detach():
                 self._lose(identity, PeerDisconnectedError("it was closed"))
             case messages.Ping():

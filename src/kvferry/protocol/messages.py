@@ -196,9 +196,14 @@ class Closed(Message, frozen=True):
 
 
 class Detach(Message, frozen=True):
-    """Decode to prefill: forget me; I will not open rooms any more."""
+    """Decode to prefill: forget me; I will not open rooms any more.
+
+    Attributes:
+        attempt: what was attached later stays: this may have come by another connection, and late.
+    """
 
     endpoint: EndpointName
+    attempt: Count = 2**62
 
 
 class Ping(Message, frozen=True):
