@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from kvferry.endpoint import scattering
+from kvferry.endpoint import PrefillEndpoint, scattering
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.decode_driver import DecodeDriver
 from kvferry.endpoint.decode_peers import DecodePeers
@@ -224,6 +224,23 @@ def _aborts_said_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeDriver, "_repeat", lambda driver, now: None)
 
 
+def _closed_connections_kept(patch: pytest.MonkeyPatch) -> None:
+    """A connection is used again though it was closed while something was said through it."""
+    right = DecodeDriver._say_again
+
+    def say_again(driver: Any, channel: Any, now: float) -> None:
+        right(driver, channel, now)
+        driver._channels.setdefault(channel.address, channel)
+
+    patch.setattr(DecodeDriver, "_say_again", say_again)
+
+
+def _never_leaves(patch: pytest.MonkeyPatch) -> None:
+    """An endpoint that was closed while its writes hung stays for ever."""
+    right = PrefillEndpoint._has_left
+    patch.setattr(PrefillEndpoint, "_has_left", lambda endpoint: not endpoint._is_lingering and right(endpoint))
+
+
 PLANTED: dict[str, Plant] = {
     "no generation check": _no_generations,
     "pages released on abort without drain": _release_on_abort_without_drain,
@@ -245,4 +262,6 @@ PLANTED: dict[str, Plant] = {
     "credits said once": _credits_said_once,
     "void spans said once": _voids_said_once,
     "nothing said twice": _aborts_said_once,
+    "connection used after it was closed": _closed_connections_kept,
+    "endpoint closed while writes hang stays for ever": _never_leaves,
 }

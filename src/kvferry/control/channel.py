@@ -19,7 +19,7 @@ import socket
 import zmq
 from zmq.utils import z85
 
-from kvferry.control.credentials import Credentials
+from kvferry.control.credentials import Credentials, secret_hint
 from kvferry.errors import PeerDisconnectedError, SettingsError
 from kvferry.protocol.messages import MAX_MESSAGE_BYTES
 
@@ -208,6 +208,7 @@ class ConnectedChannel:
             PeerDisconnectedError: if the address makes no sense.
         """
         self.address = address
+        self._has_secret = credentials is not None
         self.socket = _configured(context, zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, identity.encode())
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
@@ -253,8 +254,8 @@ class ConnectedChannel:
             self.socket.send(message, zmq.NOBLOCK)
         except zmq.Again as error:
             raise PeerDisconnectedError(
-                f"cannot send to {self.address}: it is gone, or one of the two sides has a secret and the other has "
-                "none, or another (KVFERRY_SECRET_FILE, KVFERRY_SECRET)"
+                f"cannot send to {self.address}: it is gone, or has another secret: "
+                f"{secret_hint(has_secret=self._has_secret)}"
             ) from error
         except zmq.ZMQError as error:
             raise PeerDisconnectedError(f"cannot send to {self.address}: {error.strerror}") from error

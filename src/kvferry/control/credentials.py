@@ -82,6 +82,16 @@ class ServerCertificate:
         return context
 
 
+def secret_hint(*, has_secret: bool) -> str:
+    """What to tell somebody whom the other side does not let in, or who does not let it in.
+
+    Args:
+        has_secret: whether this side has one.
+    """
+    mine = "has a secret" if has_secret else "has no secret"
+    return f"this side {mine} (KVFERRY_SECRET_FILE, KVFERRY_SECRET), and both need the same"
+
+
 def client_context(certificates: Path | None) -> ssl.SSLContext | bool:
     """What a client checks a registry's certificate with, as httpx wants it.
 

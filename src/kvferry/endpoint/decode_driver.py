@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 
+from kvferry.control.credentials import secret_hint
 from kvferry.control.ends import Connection
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.platform import Platform
@@ -488,6 +489,8 @@ class DecodeDriver(Loop):
     def _receive(self, channel: Connection, now: float) -> None:
         if channel.take_break():
             self._say_again(channel, now)
+            if self._channels.get(channel.address) is not channel:
+                return  # nobody can be told anything, so that it was closed
         for data in channel.receive():
             link = next((link for link in self._links.values() if link.rank_behind(channel) is not None), None)
             if link is not None:
@@ -634,11 +637,8 @@ class DecodeDriver(Loop):
             return link.problem
         hint = ""
         if link.state is LinkState.GREETING:
-            mine = "has a secret" if self._settings.has_secret else "has no secret"
-            hint = (
-                ". Nobody answered, or whoever did has another secret: this side "
-                f"{mine} (KVFERRY_SECRET_FILE, KVFERRY_SECRET), and both need the same"
-            )
+            mine = secret_hint(has_secret=self._settings.has_secret)
+            hint = f". Nobody answered, or whoever did has another secret: {mine}"
         return PeerDisconnectedError(
             f"prefill engine {link.key.engine!r}: still {link.state.value} after "
             f"{self._settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S){hint}"

@@ -112,6 +112,9 @@ class PrefillEndpoint:
         )
         self._outbox: deque[tuple[str, messages.Message]] = deque()
         self._is_closed = False
+        self._is_leaving = False  # no room is waited for any more
+        self._is_lingering = False  # though there are some
+        self._release_error: Exception | None = None
         self._next_tick_at = 0.0
         self._last_tick_at = float("inf")
         self._longest_wait_s = 0.0
@@ -122,7 +125,8 @@ class PrefillEndpoint:
         try:
             self._start(host_registry)
         except BaseException:
-            self._release_resources()
+            self._release_registry()
+            self._release_memory()
             raise
         name = f"kvferry-prefill-{self.engine_rank}"
         self._workers = WorkerPool(
@@ -134,9 +138,8 @@ class PrefillEndpoint:
             name=name,
         )
         self._lookout = Lookout(self._workers.queues, is_needed=lambda: self._table.rooms)
-        self._control = _Control(self)
         self._threads: tuple[RunningLoop, ...] = (
-            self._platform.start(f"{name}-control", self._control),
+            self._platform.start(f"{name}-control", _Control(self)),
             self._platform.start(f"{name}-lookout", self._lookout),
         )
 
@@ -247,9 +250,15 @@ class PrefillEndpoint:
         return found.sender
 
     def close(self) -> None:
-        """Aborts what is open, waits for writes on their way as long as close_timeout_s, and gives everything back."""
+        """Aborts what is open, waits for writes on their way as long as close_timeout_s, and gives everything back.
+
+        Where writes hang for longer it returns all the same: the control thread gives everything back when they have
+        ended, and tells the decode ranks so. Until then neither the memory nor the control port may be used again.
+        """
         for holds, until in self._closing():
             self._platform.wait_until(holds, until)
+        if self._release_error is not None:
+            raise self._release_error
 
     def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
         """Closes step by step: yields what to wait for, and until when at most."""
@@ -265,23 +274,18 @@ class PrefillEndpoint:
             self._refuse_room(receiver, message, EndpointClosedError("the prefill endpoint was closed"))
         deadline = self.now() + self.settings.close_timeout_s
         yield lambda: not self.open_rooms, deadline
-        self._workers.stop()
-        yield lambda: not self._workers.running, max(self.now(), deadline) + _LAST_MOMENT_S
-        stuck = self._workers.running
         assert self._lease is not None
         self._lease.close()  # before the farewell, so that nobody finds us again
-        if not stuck:
-            for peer in self._peers.all():
-                self.send(peer.name, messages.Closed(endpoint=self.transport.endpoint_name))
-        self._lookout.stop()
-        self._control.stop()
-        yield lambda: not any(thread.is_alive for thread in self._threads), float("inf")
-        if stuck:
+        self._is_leaving = True
+        self.wake()
+        yield lambda: not self._workers.running, max(self.now(), deadline) + _LAST_MOMENT_S
+        if self._workers.running:
             # Taking memory away under a write corrupts whatever lives there next: better to keep all of it.
-            log.error("%d workers still have writes on their way; the transport stays open to the end", stuck)
-            self._release_control()
+            self._is_lingering = True
+            log.error("writes of %d rooms are still on their way; the endpoint stays until they end", self.open_rooms)
         else:
-            self._release_resources()
+            yield lambda: not any(thread.is_alive for thread in self._threads), float("inf")
+        self._release_registry()
 
     def __enter__(self) -> PrefillEndpoint:
         return self
@@ -291,18 +295,17 @@ class PrefillEndpoint:
     ) -> None:
         self.close()
 
-    def _release_control(self) -> None:
+    def _release_registry(self) -> None:
         if self._lease is not None:
             self._lease.close()
         if self._registry_client is not None:
             self._registry_client.close()
-        if self._channel is not None:
-            self._channel.close()
         if self._registry is not None:
             self._registry.close()
 
-    def _release_resources(self) -> None:
-        self._release_control()
+    def _release_memory(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
         self.transport.close()
 
     # ---- for rooms, from any worker -----------------------------------------------------------------------------
@@ -351,10 +354,10 @@ class PrefillEndpoint:
 
     # ---- the control thread -------------------------------------------------------------------------------------
 
-    def control(self, *, may_wait: bool) -> None:
-        """One turn of the control thread."""
+    def control(self, *, may_wait: bool) -> bool:
+        """One turn of the control thread; whether there will be another."""
         assert self._channel is not None
-        wait_ms = _IDLE_MS if self._table.is_quiet else _ROOMS_OPEN_MS
+        wait_ms = _IDLE_MS if self._table.is_quiet and not self._is_leaving else _ROOMS_OPEN_MS
         self._longest_wait_s = wait_ms / 1000
         self._channel.wait(wait_ms if may_wait else 0)
         now = self.now()
@@ -366,6 +369,24 @@ class PrefillEndpoint:
             self._tick(now)
         # Nobody sends any, but connections need progress. Last, since rooms must end also where it fails.
         self.transport.take_notifications()
+        return not (self._is_leaving and self._has_left())
+
+    def _has_left(self) -> bool:
+        """Says farewell and gives everything back, once no write is on its way; whether it has."""
+        if self.open_rooms:
+            return False
+        self._workers.stop()
+        if self._workers.running:
+            return False
+        for peer in self._peers.all():
+            self.send(peer.name, messages.Closed(endpoint=self.transport.endpoint_name))
+        self._flush()
+        self._lookout.stop()
+        try:
+            self._release_memory()
+        except Exception as error:  # for whoever closes the endpoint
+            self._release_error = error
+        return True
 
     def wake(self) -> None:
         """Lets the control thread have a turn, soon."""
@@ -373,14 +394,10 @@ class PrefillEndpoint:
         self._channel.wake()
 
     @property
-    def has_to_send(self) -> bool:
-        """Whether messages have not left yet."""
-        return bool(self._outbox)
-
-    @property
     def has_to_do(self) -> bool:
         """Whether the control thread has anything to do, as long as nothing has come."""
-        return self.has_to_send or self.now() >= self._next_tick_at
+        may_leave = self._is_leaving and not self.open_rooms
+        return bool(self._outbox) or self.now() >= self._next_tick_at or may_leave
 
     def _flush(self) -> None:
         assert self._channel is not None
@@ -409,6 +426,8 @@ class PrefillEndpoint:
         if peer is not None:
             peer.last_heard_at = now
         match message:
+            case messages.Hello() if self._is_lingering:
+                pass  # whoever asks looks the engine up again, and may find a successor
             case messages.Hello():
                 self.send(identity, self._welcome())
             case messages.Attach():
@@ -418,7 +437,7 @@ class PrefillEndpoint:
             case messages.Detach():
                 self._lose(identity, PeerDisconnectedError("it was closed"))
             case messages.Ping():
-                attached = peer is not None and peer.attachment is not None
+                attached = peer is not None and peer.attachment is not None and not self._is_lingering
                 self.send(identity, messages.Pong(endpoint=self.transport.endpoint_name, attached=attached))
                 self._repeat_voids(peer)
             case messages.IsGone(process):
@@ -461,21 +480,26 @@ class PrefillEndpoint:
         )
 
     def _attach(self, identity: str, message: messages.Attach) -> None:
+        problem = self._why_not_attached(identity, message)
+        if problem is None:
+            self._peers.attach(message)
+            return
+        refused = messages.Refused(
+            endpoint=self.transport.endpoint_name,
+            attempt=message.attempt,
+            error=type(problem).__name__,
+            reason=str(problem),
+        )
+        self.send(identity, refused)
+
+    def _why_not_attached(self, identity: str, message: messages.Attach) -> KVFerryError | None:
         if message.endpoint != identity:
-            reason = f"endpoint {message.endpoint!r} speaks through the connection of {identity!r}"
-            refused = messages.Refused(
-                endpoint=self.transport.endpoint_name, attempt=message.attempt, error="PeerError", reason=reason
-            )
-            self.send(identity, refused)
-            return
+            return PeerError(f"endpoint {message.endpoint!r} speaks through the connection of {identity!r}")
+        if self._is_lingering:
+            return EndpointClosedError("the prefill endpoint was closed")
         if self._peers.get(identity) is None and len(self._peers) >= self.settings.max_decode_ranks:
-            reason = f"{len(self._peers)} decode ranks are connected already (KVFERRY_MAX_DECODE_RANKS)"
-            refused = messages.Refused(
-                endpoint=self.transport.endpoint_name, attempt=message.attempt, error="PeerError", reason=reason
-            )
-            self.send(identity, refused)
-            return
-        self._peers.attach(message)
+            return PeerError(f"{len(self._peers)} decode ranks are connected already (KVFERRY_MAX_DECODE_RANKS)")
+        return None
 
     def _make_peer(self, name: str, attempt: int, earlier: DecodePeer | None) -> DecodePeer:
         return DecodePeer(
@@ -573,22 +597,15 @@ class PrefillEndpoint:
 
 
 class _Control(Loop):
-    """The control thread of an endpoint, until it is stopped and all that was to be said is said."""
+    """The control thread of an endpoint."""
 
     reads_input = True
 
     def __init__(self, endpoint: PrefillEndpoint) -> None:
         self._endpoint = endpoint
-        self._is_stopping = False
 
     def has_work(self) -> bool:
-        return self._is_stopping or self._endpoint.has_to_do
+        return self._endpoint.has_to_do
 
     def turn(self, *, may_wait: bool) -> bool:
-        self._endpoint.control(may_wait=may_wait and not self._is_stopping)
-        return not self._is_stopping or self._endpoint.has_to_send
-
-    def stop(self) -> None:
-        """Lets it end."""
-        self._is_stopping = True
-        self._endpoint.wake()
+        return self._endpoint.control(may_wait=may_wait)

@@ -174,9 +174,9 @@ class WorkerPool:
         return self.queues[zlib.crc32(key) % len(self.queues)]
 
     def stop(self) -> None:
-        """Tells all to end once their writes have."""
-        for run_queue in self._stops:
-            run_queue.put(None)
+        """Tells all to end once their writes have. May be called again."""
+        while self._stops:
+            self._stops.pop().put(None)
 
     @property
     def running(self) -> int:

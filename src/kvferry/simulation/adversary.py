@@ -161,6 +161,7 @@ class Adversary:
         process = self._someone()
         if process is not None:
             process.thaws_at = self._world.now + self._world.fate.choice([0.05, 0.5, 2.0, 4.0, 1e9])
+            self._world.threads_changed()
             self._world.note("%s freezes until %.3f", process.name, process.thaws_at)
             self._excuse_those_with(process, f"{process.name} froze")
 
@@ -171,6 +172,10 @@ class Adversary:
             self._excuse_those_with(process, f"{process.name} was closed")
             process.begin_closing()
             self._restart_later(process)
+            if self._world.fate.random() < 0.3:  # perhaps it is closed since its writes hang
+                for flight in self._world.wire.flights:
+                    if flight.source is process.transport:
+                        self._hold_up(flight)
 
     def _cut(self) -> None:
         if self._world.office.lines:
@@ -219,10 +224,12 @@ class Adversary:
 
     def _delay_write(self) -> None:
         if self._world.wire.flights:
-            flight = self._world.fate.choice(self._world.wire.flights)
-            self.held[flight] = self._world.now + self._world.fate.choice([0.5, 3.0, 8.0])
-            self.unwell_until = max(self.unwell_until, self.held[flight] + RECOVERY_S)  # others wait behind it
-            self._excuse_all("a write came late")
+            self._hold_up(self._world.fate.choice(self._world.wire.flights))
+
+    def _hold_up(self, flight: SimulatedFlight) -> None:
+        self.held[flight] = self._world.now + self._world.fate.choice([0.5, 3.0, 8.0])
+        self.unwell_until = max(self.unwell_until, self.held[flight] + RECOVERY_S)  # others wait behind it
+        self._excuse_all("a write came late")
 
     def _jump(self) -> None:
         process = self._someone()

@@ -1,4 +1,4 @@
-"""What an endpoint still holds when everything is over: it should be nothing."""
+"""What an endpoint still holds when everything is over: it should be nothing, and one that was closed be gone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ def leftovers(process: Process, living: Collection[str]) -> str:
         living: the names of all endpoints whose processes live.
     """
     endpoint = process.endpoint
+    if process.closing is not None:
+        return "the endpoint itself, which was closed"
     found = _of_prefill(endpoint, living) if isinstance(endpoint, PrefillEndpoint) else _of_decode(endpoint)
     return next(found, "")
 

@@ -36,15 +36,19 @@ class Line(Connection):
     is_closed: bool = False
 
     def receive(self) -> list[bytes]:
+        assert not self.is_closed, "a connection that was closed is read"
         taken = list(self.arrived)
         self.arrived.clear()
         return taken
 
     def take_break(self) -> bool:
+        assert not self.is_closed, "a connection that was closed is looked at"
         has_broken, self.has_broken = self.has_broken, False
         return has_broken
 
     def send(self, message: bytes) -> None:
+        if self.is_closed:
+            raise PeerDisconnectedError(f"cannot send to {self.address}: the connection was closed")
         if self.office.fails_to_send():
             raise PeerDisconnectedError(f"cannot send to {self.address}: its queue is full")
         self.up.append(message)

@@ -57,7 +57,7 @@ class Process:
     @property
     def runs(self) -> bool:
         """Whether its threads have turns."""
-        return self.is_alive and self.thaws_at is None
+        return self.thaws_at is None and self.died_at is None and not self.has_left
 
     @property
     def takes_work(self) -> bool:
@@ -77,10 +77,11 @@ class Process:
     def go_on_closing(self, now: float) -> bool:
         """Takes the next step if it may; returns whether it has left."""
         assert self.closing is not None
-        assert self.closing_waits_for is not None
-        holds, until = self.closing_waits_for
-        if not holds() and now < until:
-            return False
-        self.closing_waits_for = next(self.closing, None)
-        self.has_left = self.closing_waits_for is None
+        if self.closing_waits_for is not None:
+            holds, until = self.closing_waits_for
+            if not holds() and now < until:
+                return False
+            self.closing_waits_for = next(self.closing, None)
+        # Where writes hang, threads outlive the call.
+        self.has_left = self.closing_waits_for is None and all(thread.has_ended for thread in self.platform.threads)
         return self.has_left

@@ -88,7 +88,7 @@ class World:
         return frozenset(self.circumstances.odds)
 
     def threads_changed(self) -> None:
-        """A process began or ended."""
+        """A process began, froze, thawed or ended, or one of its threads did."""
         self._known_threads = None
 
     def _start(self, engine: Engine, rank: int) -> None:
@@ -96,14 +96,11 @@ class World:
         life = sum(process.engine == engine.name and process.rank == rank for process in self.processes)
         self._pids += 1
         machine = f"machine {(rank + len(engine.name)) % self.circumstances.machines}"
-        # A rank that starts again may listen where it listened before.
-        port = (
-            1000
-            + 10 * list(self.circumstances.engines).index(engine.name)
-            + rank
-            + (life * 100 if self._draw_bit(life) else 0)
-        )
+        port = 1000 + 10 * list(self.circumstances.engines).index(engine.name) + rank
         address = f"tcp://127.0.0.1:{port}"
+        # A rank that starts again may listen where it listened before, unless its predecessor still does.
+        if address in self.office.listening or self._draw_bit(life):
+            address = f"tcp://127.0.0.1:{port + life * 100}"
         platform = SimulatedPlatform(
             machine,
             lambda: self.now,
@@ -136,11 +133,8 @@ class World:
         self.note("%s starts on %s at %s", name, machine, address)
 
     def _is_gone(self, identity: ProcessIdentity) -> bool:
-        """Whether a process has ended: it was killed, or its endpoint was closed and none of its writes kept it."""
-        process = next(process for process in self.processes if process.pid == identity.pid)
-        if process.has_left:
-            return not any(flight.source is process.transport for flight in self.wire.flights)
-        return process.died_at is not None
+        """Whether a process has ended: it was killed, or its endpoint was closed and no write keeps it."""
+        return not next(process for process in self.processes if process.pid == identity.pid).is_alive
 
     def _draw_bit(self, number: int) -> bool:
         return random.Random(f"{self.seed} {number}").random() < 0.5
@@ -214,6 +208,7 @@ class World:
         for process in self.processes:
             if process.thaws_at is not None and self.now >= process.thaws_at:
                 process.thaws_at = None
+                self.threads_changed()
                 self.adversary.unwell_until = self.now + RECOVERY_S
                 self.note("%s thaws", process.name)
             keeper = process.platform.keeper
@@ -246,13 +241,16 @@ class World:
         first = int(self.order.random() * len(threads))
         for index in range(len(threads)):
             process, thread = threads[first - index]
-            if not process.runs or thread.has_ended:
+            loop = thread.loop
+            if not (loop.has_work() or (loop.reads_input and process.has_input)):
                 continue
-            if not (thread.loop.has_work() or (thread.loop.reads_input and process.has_input)):
-                continue
+            assert process.runs
             for _ in range(1 + int(self.order.random() * _BURST)):
                 thread.turn()
-                if thread.has_ended or not (thread.loop.has_work() or process.has_input):
+                if thread.has_ended:
+                    self.threads_changed()
+                    break
+                if not (loop.has_work() or process.has_input):
                     break
             self._inspector.look(process)
             return True
@@ -268,10 +266,15 @@ class World:
         return False
 
     def _threads(self) -> list[tuple[Process, Thread]]:
-        """Of all processes that live."""
+        """Those that may have a turn."""
         if self._known_threads is None:
-            living = [process for process in self.processes if process.is_alive]
-            self._known_threads = [(process, thread) for process in living for thread in process.platform.threads]
+            self._known_threads = [
+                (process, thread)
+                for process in self.processes
+                if process.runs
+                for thread in process.platform.threads
+                if not thread.has_ended
+            ]
         return self._known_threads
 
     def _message(self) -> bool:
