@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 
 import pytest
@@ -47,13 +47,6 @@ STRIKES: dict[Fault, Callable[[ControlProxy, str], None]] = {
     Fault.LONG_CUT: ControlProxy.cut,
     Fault.LONG_HOLD: ControlProxy.hold,
 }
-
-
-@pytest.fixture(scope="module")
-def clusters() -> Iterator[Clusters]:
-    begun = Clusters()
-    yield begun
-    begun.close()
 
 
 def open_where_it_is_not(cluster: Cluster, room: Room) -> None:

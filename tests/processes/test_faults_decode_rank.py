@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 
 import pytest
+from tests.support.cells import Cell
 from tests.support.clusters import Clusters
 from tests.support.processes import Rank
 from tests.support.victims import (
@@ -27,7 +27,6 @@ from tests.support.victims import (
     TOLERANCE_S,
     Cluster,
     Fault,
-    Room,
     Step,
     noticed,
 )
@@ -39,48 +38,50 @@ OPENED_AFTERWARDS = (Step.NOT_CONNECTED, Step.OPEN_ON_DECODE)
 STILL_WAITED_FOR = (Step.NOT_CONNECTED, Step.ATTACHING, Step.OPEN_ON_PREFILL)
 """No decode rank has opened the room: whoever does so in time is served."""
 
-
-@pytest.fixture(scope="module")
-def clusters() -> Iterator[Clusters]:
-    begun = Clusters()
-    yield begun
-    begun.close()
+WAITED_FOR_IF_DEAD = (*STILL_WAITED_FOR, Step.OPEN_ON_DECODE)
+"""Nor has any that lives."""
 
 
-class Cell:
-    """One cell."""
+class DecodeCell(Cell):
+    """A cell whose prefill rank survives."""
 
     def __init__(self, cluster: Cluster, step: Step) -> None:
-        self.cluster, self.step = cluster, step
-        self.prefill, self.decode = cluster.struck_prefill, cluster.struck_decode
-        cluster.prepare(step)
-        self.standing = [cluster.begin(each, cluster.other_decode) for each in cluster.prefills]
-        self.room: Room = cluster.reach(step)
+        super().__init__(
+            cluster,
+            step,
+            witness=cluster.struck_prefill,
+            struck=cluster.struck_decode,
+            others=[(each, cluster.other_decode) for each in cluster.prefills],
+        )
 
-    def struck(self) -> None:
-        """After the fault: the prefill rank lives, and opens the room if it has not."""
+    def struck(self, *, is_dead: bool = False) -> None:
+        """After the fault: the prefill rank lives, and opens the room if it has not.
+
+        Args:
+            is_dead: whether the decode rank has ended. Then the prefill rank knows before it opens a room: else it
+                would be chance whether that fails with the dead rank, or waits for its successor.
+        """
         self.prefill.do(Rank.open_gates)
         if self.step in OPENED_AFTERWARDS:
+            if is_dead:
+                self.wait_until_given_up()
             self.cluster.open_source(self.room)
             self.cluster.submit(self.room, 1)
         self.others_go_on()
 
-    def others_go_on(self) -> None:
-        """Rooms of survivors, those that were half-way and new ones, end well."""
-        while self.standing:
-            self.cluster.finish(self.standing.pop())
-        for each in self.cluster.prefills:
-            self.cluster.run(each, self.cluster.other_decode)
+    def prefill_fails(self, *, is_dead: bool = False) -> None:
+        """The prefill rank's room ends in time, with the cause.
 
-    def prefill_fails(self) -> None:
-        """The prefill rank's room ends in time, with the cause."""
+        Args:
+            is_dead: whether the decode rank has ended: rooms that were opened afterwards wait for its successor.
+        """
         if self.step is Step.SUCCEEDED:
             return
         if self.step is Step.BEFORE_FINISH:  # all is written: it may or may not learn that nobody is told
             end = self.prefill.do(Rank.end, self.room.number, PEER_TIMEOUT_S + TOLERANCE_S)
             assert end.state in ("SUCCESS", "FAILED")
             return
-        is_found = self.step not in STILL_WAITED_FOR
+        is_found = self.step not in (WAITED_FOR_IF_DEAD if is_dead else STILL_WAITED_FOR)
         limit_s = (PEER_TIMEOUT_S if is_found else DEADLINE_S) + TOLERANCE_S
         end = self.cluster.fails(self.prefill, self.room, within_s=limit_s)
         if self.step is Step.ABORTING:
@@ -102,23 +103,23 @@ class Cell:
         assert not self.prefill.do(Rank.wait_reusable, self.room.number, 0.5), "the transport still reads them"
 
 
-def killed(cell: Cell) -> None:
+def killed(cell: DecodeCell) -> None:
     struck_at = time.monotonic()
     cell.decode.process.kill()
-    cell.struck()
-    cell.prefill_fails()
+    cell.struck(is_dead=True)
+    cell.prefill_fails(is_dead=True)
     cell.comes_back()
     noticed(struck_at)
     cell.cluster.restart(cell.decode)
 
 
-def restarted(cell: Cell) -> None:
+def restarted(cell: DecodeCell) -> None:
     cluster, room = cell.cluster, cell.room
     struck_at = time.monotonic()
     cell.decode.process.kill()
     cluster.restart(cell.decode)
-    cell.struck()
-    if cell.step in STILL_WAITED_FOR:  # the successor asks for it
+    cell.struck(is_dead=True)
+    if cell.step in WAITED_FOR_IF_DEAD:  # the successor asks for it
         room.is_open.discard(cell.decode.name)
         cluster.finish(room)
     else:
@@ -127,7 +128,7 @@ def restarted(cell: Cell) -> None:
     noticed(struck_at)
 
 
-def frozen_for_a_moment(cell: Cell) -> None:
+def frozen_for_a_moment(cell: DecodeCell) -> None:
     cell.decode.process.freeze()
     cell.struck()
     time.sleep(0.4)
@@ -141,7 +142,7 @@ def frozen_for_a_moment(cell: Cell) -> None:
     cell.comes_back()
 
 
-def frozen_for_long(cell: Cell) -> None:
+def frozen_for_long(cell: DecodeCell) -> None:
     cluster, room, decode = cell.cluster, cell.room, cell.decode
     struck_at = time.monotonic()
     decode.process.freeze()
@@ -172,7 +173,7 @@ def frozen_for_long(cell: Cell) -> None:
     time.sleep(0.3)
 
 
-def frozen_for_ever(cell: Cell) -> None:
+def frozen_for_ever(cell: DecodeCell) -> None:
     struck_at = time.monotonic()
     cell.decode.process.freeze()
     cell.struck()
@@ -207,7 +208,7 @@ def test_a_decode_rank_is_struck(clusters: Clusters, path: str, step: Step, faul
         if step is Step.ATTACHING and fault in (Fault.KILL, Fault.RESTART):
             sockets = FAILED_CONNECT_SOCKETS
         with cluster.nothing_left_over(*survivors, step=step, sockets=sockets):
-            cell = Cell(cluster, step)
+            cell = DecodeCell(cluster, step)
             CELLS[fault](cell)
             cell.others_go_on()
             cluster.served()

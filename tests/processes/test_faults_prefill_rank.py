@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import pytest
 from _pytest.mark import ParameterSet
+from tests.support.cells import Cell
 from tests.support.clusters import Clusters
 from tests.support.processes import End, Rank
 from tests.support.victims import (
@@ -27,7 +28,6 @@ from tests.support.victims import (
     TOLERANCE_S,
     Cluster,
     Fault,
-    Room,
     Step,
     noticed,
 )
@@ -39,39 +39,37 @@ OPENED_AFTERWARDS = (Step.NOT_CONNECTED, Step.OPEN_ON_PREFILL)
 NEVER_ASKED = (Step.NOT_CONNECTED, Step.ATTACHING)
 """The prefill rank has not been asked for the room, so that it cannot write."""
 
-
-@pytest.fixture(scope="module")
-def clusters() -> Iterator[Clusters]:
-    begun = Clusters()
-    yield begun
-    begun.close()
+NEVER_ASKED_IF_DEAD = (*NEVER_ASKED, Step.OPEN_ON_PREFILL)
+"""It died before it was asked: the room is its successor's."""
 
 
-class Cell:
-    """One cell."""
+class PrefillCell(Cell):
+    """A cell whose decode rank survives."""
 
     def __init__(self, cluster: Cluster, step: Step) -> None:
-        self.cluster, self.step = cluster, step
-        self.prefill, self.decode = cluster.struck_prefill, cluster.struck_decode
-        cluster.prepare(step)
-        self.standing = [cluster.begin(cluster.other_prefill, each) for each in cluster.decodes]
-        self.room: Room = cluster.reach(step)
+        super().__init__(
+            cluster,
+            step,
+            witness=cluster.struck_decode,
+            struck=cluster.struck_prefill,
+            others=[(cluster.other_prefill, each) for each in cluster.decodes],
+        )
 
-    def struck(self) -> None:
-        """After the fault: the decode rank lives, and opens the room if it has not."""
+    def struck(self, *, is_dead: bool = False) -> None:
+        """After the fault: the decode rank lives, and opens the room if it has not.
+
+        Args:
+            is_dead: whether the prefill rank has ended. Then the decode rank knows before it opens a room: else it
+                would be chance whether the room relies on the dead rank, or waits for its successor.
+        """
         if self.step is Step.WRITING:
             self.decode.process.thaw()
         self.decode.do(Rank.open_gates)
         if self.step in OPENED_AFTERWARDS:
+            if is_dead:
+                self.wait_until_given_up()
             self.cluster.open_target(self.room)
         self.others_go_on()
-
-    def others_go_on(self) -> None:
-        """Rooms of survivors, those that were half-way and new ones, end well."""
-        while self.standing:
-            self.cluster.finish(self.standing.pop())
-        for each in self.cluster.decodes:
-            self.cluster.run(self.cluster.other_prefill, each)
 
     def decode_fails(self, *, is_dead: bool = False) -> None:
         """The decode rank's room ends in time, with the cause.
@@ -81,7 +79,7 @@ class Cell:
         """
         if self.step is Step.SUCCEEDED:
             return
-        is_found = self.step is not Step.NOT_CONNECTED and not (is_dead and self.step is Step.ATTACHING)
+        is_found = self.step is not Step.NOT_CONNECTED and not (is_dead and self.step in NEVER_ASKED_IF_DEAD)
         limit_s = (PEER_TIMEOUT_S if is_found else DEADLINE_S) + TOLERANCE_S
         end = self.cluster.fails(self.decode, self.room, within_s=limit_s)
         self.says_why(end, is_found=is_found)
@@ -113,23 +111,23 @@ class Cell:
         assert self.decode.do(Rank.changed, self.room.number) == 0, "a late write changed pages that were given back"
 
 
-def killed(cell: Cell) -> None:
+def killed(cell: PrefillCell) -> None:
     struck_at = time.monotonic()
     cell.prefill.process.kill()
-    cell.struck()
+    cell.struck(is_dead=True)
     cell.decode_fails(is_dead=True)
     cell.comes_back(within_s=1.5)
     noticed(struck_at)
     cell.cluster.restart(cell.prefill)
 
 
-def restarted(cell: Cell) -> None:
+def restarted(cell: PrefillCell) -> None:
     cluster, room = cell.cluster, cell.room
     cell.prefill.process.kill()
     cluster.restart(cell.prefill)
     restarted_at = time.monotonic()
-    cell.struck()
-    if cell.step in NEVER_ASKED:
+    cell.struck(is_dead=True)
+    if cell.step in NEVER_ASKED_IF_DEAD:
         room.is_open.discard(cell.prefill.name)
         room.submitted = 0
         cluster.finish(room)  # by the successor
@@ -139,7 +137,7 @@ def restarted(cell: Cell) -> None:
     noticed(restarted_at)
 
 
-def frozen_for_a_moment(cell: Cell) -> None:
+def frozen_for_a_moment(cell: PrefillCell) -> None:
     cell.prefill.process.freeze()
     cell.struck()
     time.sleep(0.4)
@@ -153,7 +151,7 @@ def frozen_for_a_moment(cell: Cell) -> None:
     cell.comes_back()
 
 
-def frozen_for_long(cell: Cell) -> None:
+def frozen_for_long(cell: PrefillCell) -> None:
     cluster, room, prefill = cell.cluster, cell.room, cell.prefill
     struck_at = time.monotonic()
     prefill.process.freeze()
@@ -184,7 +182,7 @@ def frozen_for_long(cell: Cell) -> None:
     time.sleep(0.3)
 
 
-def frozen_for_ever(cell: Cell) -> None:
+def frozen_for_ever(cell: PrefillCell) -> None:
     struck_at = time.monotonic()
     cell.prefill.process.freeze()
     cell.struck()
@@ -221,7 +219,7 @@ def test_a_prefill_rank_is_struck(clusters: Clusters, path: str, step: Step, fau
     try:
         sockets = RECONNECT_SOCKETS if fault is Fault.LONG_FREEZE else 0
         with cluster.nothing_left_over(*survivors, step=step, sockets=sockets):
-            cell = Cell(cluster, step)
+            cell = PrefillCell(cluster, step)
             CELLS[fault](cell)
             cell.others_go_on()
             cluster.served()

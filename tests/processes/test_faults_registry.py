@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 
 import pytest
 from tests.support.clusters import Clusters
@@ -25,13 +24,6 @@ pytestmark = pytest.mark.timeout(60)
 
 LONGEST_RETRY_S = 4.0
 """How long a prefill rank may take to come back to a registry: its longest wait, and a request that hung."""
-
-
-@pytest.fixture(scope="module")
-def clusters() -> Iterator[Clusters]:
-    begun = Clusters()
-    yield begun
-    begun.close()
 
 
 def strike(cluster: Cluster, fault: Fault) -> None:

@@ -184,6 +184,14 @@ class Rank:
         assert isinstance(self.endpoint, PrefillEndpoint)
         return len(self.endpoint._table._early)
 
+    def peers(self, engine: str) -> set[str]:
+        """Endpoints of an engine that this rank is connected with, as far as it knows."""
+        if isinstance(self.endpoint, PrefillEndpoint):
+            return {peer.name for peer in self.endpoint._peers.all() if peer.name.startswith(f"{engine}-")}
+        assert isinstance(self.endpoint, DecodeEndpoint)
+        links = list(self.endpoint._driver._links.values())
+        return {peer.endpoint for link in links if link.key.engine == engine for peer in link.peers}
+
     def waits_for_credit(self) -> bool:
         """Whether any room of a prefill rank waits for a decode rank's staging memory."""
         assert isinstance(self.endpoint, PrefillEndpoint)
