@@ -30,8 +30,8 @@ class Cell:
         self._witness, self._struck, self._others = witness, struck, others
         cluster.prepare(step)
         self.standing = [cluster.begin(*pair) for pair in others]
-        self.room: Room = cluster.reach(step)
         self._known = self._peers()
+        self.room: Room = cluster.reach(step)
 
     def others_go_on(self) -> None:
         """Rooms of survivors, those that were half-way and new ones, end well."""

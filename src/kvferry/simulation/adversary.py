@@ -10,7 +10,7 @@ from kvferry.errors import TransportError
 from kvferry.simulation.circumstances import LINGER_S, Engine
 from kvferry.simulation.office import Line
 from kvferry.simulation.processes import Process
-from kvferry.simulation.requests import AnySide
+from kvferry.simulation.requests import RankSide
 from kvferry.transport.simulated import SimulatedFlight
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Adversary:
         for flight in list(self._world.wire.flights):
             if flight.source is process.transport:
                 if self._world.fate.random() < 0.5:
-                    self._world.wire.drop(flight)
+                    self._world.wire.fail(flight, None)
                 else:
                     self.held[flight] = self._world.now + self._world.fate.random() * LINGER_S
                     self.doomed[flight] = self._world.now + LINGER_S
@@ -140,7 +140,7 @@ class Adversary:
         """Writes of dead processes end."""
         for flight in list(self._world.wire.flights):
             if self._world.now >= self.doomed.get(flight, float("inf")):
-                self._world.wire.drop(flight)
+                self._world.wire.fail(flight, None)
 
     def left(self, process: Process) -> None:
         """Whoever had to do with it on this process does not any more: its memory is gone, or its owner's again."""
@@ -193,7 +193,7 @@ class Adversary:
     def _registry(self) -> None:
         self._excuse_all("the registry failed")
         lot = self._world.fate.random()
-        if not self._world.registry.is_alive or self._world.registry.is_frozen or lot < 0.4:
+        if not self._world.registry.answers or lot < 0.4:
             self._world.registry.restart()
         elif lot < 0.7:
             self._world.registry.is_alive = False
@@ -201,7 +201,7 @@ class Adversary:
             self._world.registry.is_frozen = True
 
     def _abort(self) -> None:
-        sides: list[AnySide] = [
+        sides: list[RankSide] = [
             side
             for request in self._world.requests
             for side in request.sides

@@ -89,10 +89,7 @@ class Callers:
             request.excused("one side miscounts")
 
     def _is_wronged(self, process: Process) -> bool:
-        return (
-            any(kind in self._world.circumstances.odds for kind in ("crash", "close", "freeze", "cut"))
-            and process.life > 0
-        )
+        return process.life > 0 and bool({"crash", "close", "freeze", "cut"} & self._world.troubles)
 
     def _open_sender(self, side: SendSide) -> None:
         endpoint = side.process.endpoint

@@ -16,7 +16,7 @@ from kvferry.simulation.laws import Law, ViolationError, demand
 from kvferry.simulation.leftovers import leftovers
 from kvferry.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
 from kvferry.simulation.processes import Process
-from kvferry.simulation.requests import AnySide, ReceiveSide, Request, SendSide
+from kvferry.simulation.requests import RankSide, ReceiveSide, Request, SendSide
 from kvferry.transport.simulated import Piece, SimulatedFlight
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Raised(logging.Handler):
 def listening() -> Iterator[Raised]:
     """Hears what is logged by kvferry, and lets nobody else hear it."""
     logger, handler = logging.getLogger("kvferry"), Raised()
-    before = logger.propagate, logger.level
+    propagated, level = logger.propagate, logger.level
     logger.addHandler(handler)
     logger.propagate = False
     logger.setLevel(logging.ERROR)
@@ -51,12 +51,12 @@ def listening() -> Iterator[Raised]:
         yield handler
     finally:
         logger.removeHandler(handler)
-        logger.propagate, level = before[0], before[1]
+        logger.propagate = propagated
         logger.setLevel(level)
 
 
 class Inspector:
-    """Checks one world."""
+    """Checks one world. Whatever it finds against a law is a ViolationError."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -73,47 +73,34 @@ class Inspector:
         self._looks += 1
         if self._looks % _LOOKS_A_CHECK == 0 and not process.is_prefill:
             process.pool.check_free(process.name)
-        for request in self._world.requests:
-            for sending in request.senders:
-                if sending.process is process and not sending.is_released and sending.sender is not None:
-                    self._look_at_sender(sending)
-            for receiving in request.receivers:
-                if receiving.process is process and not receiving.is_released and receiving.receiver is not None:
-                    self._look_at_receiver(receiving)
+        for side in self._open_sides():
+            if side.process is process:
+                self._look_at(side)
 
-    def _look_at_sender(self, side: SendSide) -> None:
-        assert side.sender is not None
-        if side.sender.error is not None:
-            self._check_error(side.sender.error)
-        if side.sender.pages_reusable:
+    def _look_at(self, side: RankSide) -> None:
+        transfer = side.transfer
+        assert transfer is not None
+        if transfer.error is not None:
+            self._check_error(transfer.error)
+        if isinstance(side, ReceiveSide) and transfer.state is TransferState.SUCCESS and not side.is_checked:
+            self._check_received(side)
+        if transfer.pages_reusable:
             self._world.note(
-                "%s: %s gives back pages %s (%s)", side.process.name, side.request, side.pages, side.sender.state.value
+                "%s: %s gives back pages %s (%s)", side.process.name, side.request, side.pages, transfer.state.value
             )
             side.is_released = True
-            side.process.pool.give_back(side.pages, SOURCE_GONE)
-            self._world.outcomes[f"sent: {side.sender.state.value}"] += 1
-            if side.sender.state is TransferState.FAILED:
-                self._failed(side.request, side.process, str(side.sender.error))
+            is_source = isinstance(side, SendSide)
+            side.process.pool.give_back(side.pages, SOURCE_GONE if is_source else DESTINATION_GONE)
+            self._world.outcomes[f"{'sent' if is_source else 'received'}: {transfer.state.value}"] += 1
+            if transfer.state is TransferState.FAILED:
+                self._failed(side.request, side.process, str(transfer.error))
 
-    def _look_at_receiver(self, side: ReceiveSide) -> None:
-        receiver = side.receiver
-        assert receiver is not None
-        if receiver.error is not None:
-            self._check_error(receiver.error)
-        if receiver.state is TransferState.SUCCESS and not side.is_checked:
-            side.is_checked = True
-            who = f"{side.process.name}: {side.request}"
-            side.process.pool.check(side.pages, side.request.contents, side.first_token, side.held, HELD, who)
-            demand(receiver.aux == side.request.aux, Law.EXACT, f"{who}: aux data is {receiver.aux!r}")
-        if receiver.pages_reusable:
-            self._world.note(
-                "%s: %s gives back pages %s (%s)", side.process.name, side.request, side.pages, receiver.state.value
-            )
-            side.is_released = True
-            side.process.pool.give_back(side.pages, DESTINATION_GONE)
-            self._world.outcomes[f"received: {receiver.state.value}"] += 1
-            if receiver.state is TransferState.FAILED:
-                self._failed(side.request, side.process, str(receiver.error))
+    def _check_received(self, side: ReceiveSide) -> None:
+        assert side.receiver is not None
+        side.is_checked = True
+        who = f"{side.process.name}: {side.request}"
+        side.process.pool.check(side.pages, side.request.contents, side.first_token, side.held, HELD, who)
+        demand(side.receiver.aux == side.request.aux, Law.EXACT, f"{who}: aux data is {side.receiver.aux!r}")
 
     def _check_error(self, error: KVFerryError) -> None:
         demand("unexpected error" not in str(error), Law.NEVER_RAISES, str(error))
@@ -182,16 +169,19 @@ class Inspector:
             or not world.registry.answers
         )
 
-    def _open_sides(self) -> Iterator[AnySide]:
+    def _open_sides(self) -> Iterator[RankSide]:
+        """Those whose callers have opened the room, and do not have their pages back."""
         for request in self._world.requests:
-            for sending in request.senders:
-                if not sending.is_released and sending.sender is not None and sending.process.is_alive:
-                    yield sending
-            for receiving in request.receivers:
-                if not receiving.is_released and receiving.receiver is not None and receiving.process.is_alive:
-                    yield receiving
+            for side in request.sides:
+                if not side.is_released and side.transfer is not None and side.process.is_alive:
+                    yield side
 
     def what_is_open(self, *, but_for_frozen: bool) -> tuple[Law, str] | None:
+        """What is not over, or left over, and the law against it.
+
+        Args:
+            but_for_frozen: whether pages may be held as long as somebody is frozen.
+        """
         is_someone_frozen = any(process.thaws_at is not None for process in self._world.processes)
         for side in self._open_sides():
             transfer = side.transfer
@@ -211,14 +201,13 @@ class Inspector:
         return None
 
     def check_over(self, *, but_for_frozen: bool) -> None:
+        """Everything has ended, and nothing is left of it. See `what_is_open`."""
         found = self.what_is_open(but_for_frozen=but_for_frozen)
         if found is not None:
             raise ViolationError(*found)
 
     def check_memory(self) -> None:
-        """Raises:
-        ViolationError: if a byte changed that belongs to nobody.
-        """
+        """No byte changed that belongs to nobody."""
         for process in self._world.processes:
             if process.is_alive:
                 process.pool.check_free(process.name)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 
@@ -16,29 +16,50 @@ from kvferry.simulation.processes import Process
 
 
 @dataclass(slots=True, eq=False)
-class SendSide:
+class RankSide(ABC):
+    """A request on one rank.
+
+    Attributes:
+        pages: that its caller gave it.
+        is_released: whether these are its caller's again, or nobody's.
+        state, held_since: where it was seen to stand, and since when.
+    """
+
+    request: Request
+    process: Process
+    pages: list[int] = field(default_factory=list, kw_only=True)
+    is_released: bool = field(default=False, kw_only=True)
+    state: TransferState | None = field(default=None, kw_only=True)
+    held_since: float = field(default=0.0, kw_only=True)
+
+    @property
+    @abstractmethod
+    def is_known(self) -> bool:
+        """Whether the endpoint has a use for the room's number still: nobody may use it for another request."""
+
+    @property
+    @abstractmethod
+    def transfer(self) -> Sender | Receiver | None:
+        """What its caller holds, once it has opened the room."""
+
+
+@dataclass(slots=True, eq=False)
+class SendSide(RankSide):
     """A request on one prefill rank.
 
     Attributes:
         chunks: pages of every chunk that was not handed in yet.
         sender: once its caller has opened the room.
         position: pages that were handed in.
-        state, held_since: where it was seen to stand, and since when.
     """
 
-    request: Request
-    process: Process
     chunks: list[int]
-    pages: list[int] = field(default_factory=list)
     sender: Sender | None = None
     position: int = 0
-    is_released: bool = False
-    held_since: float = 0.0
-    state: TransferState | None = None
 
     @property
     def is_known(self) -> bool:
-        """Whether the endpoint would still tell decode ranks that come late how the room ended."""
+        """Whether decode ranks that come late would still be told how the room ended."""
         endpoint = self.process.endpoint
         if self.sender is None or not self.process.is_alive or not isinstance(endpoint, PrefillEndpoint):
             return False
@@ -46,37 +67,32 @@ class SendSide:
 
     @property
     def transfer(self) -> Sender | None:
-        """What its caller holds."""
         return self.sender
 
 
 @dataclass(slots=True, eq=False)
-class ReceiveSide:
+class ReceiveSide(RankSide):
     """A request on one decode rank.
 
     Attributes:
         held: tokens that it has already.
         first_token: with which its pages begin.
+        count: how many pages it needs.
+        receiver: once its caller has opened the room.
         generation: of its room.
-        state, held_since: where it was seen to stand, and since when.
+        is_checked: whether its success was seen.
     """
 
-    request: Request
-    process: Process
     held: int
     first_token: int
     count: int
-    pages: list[int] = field(default_factory=list)
     receiver: Receiver | None = None
     generation: int = -1
-    is_released: bool = False
     is_checked: bool = False
-    held_since: float = 0.0
-    state: TransferState | None = None
 
     @property
     def is_known(self) -> bool:
-        """Whether the endpoint still has a use for the room: nobody may use its number for another request."""
+        """Whether the room is open still."""
         endpoint = self.process.endpoint
         if self.receiver is None or not self.process.is_alive or not isinstance(endpoint, DecodeEndpoint):
             return False
@@ -87,11 +103,7 @@ class ReceiveSide:
 
     @property
     def transfer(self) -> Receiver | None:
-        """What its caller holds."""
         return self.receiver
-
-
-AnySide: TypeAlias = SendSide | ReceiveSide
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +131,7 @@ class Request:
     is_abandoned: bool = False
 
     @property
-    def sides(self) -> list[AnySide]:
+    def sides(self) -> list[RankSide]:
         """On every rank of both engines."""
         return [*self.senders, *self.receivers]
 

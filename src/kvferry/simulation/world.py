@@ -140,6 +140,7 @@ class World:
         return random.Random(f"{self.seed} {number}").random() < 0.5
 
     def note(self, text: str, *values: object) -> None:
+        """Writes something that happened to the trace, if there is one."""
         if self._traces:
             self.trace.append(f"{self.now:8.3f}  " + (text % values if values else text))
 
@@ -322,6 +323,7 @@ class World:
         return True
 
     def process_of(self, transport: SimulatedTransport) -> Process:
+        """Whose transport it is."""
         return next(process for process in reversed(self.processes) if process.transport is transport)
 
     def _end(self) -> None:

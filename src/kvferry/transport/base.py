@@ -284,6 +284,29 @@ def check_range(region: Region, regions: Sequence[Region], *, owner: str) -> Non
         )
 
 
+def peer_written_to(local: PreparedList, remote: PreparedList) -> str:
+    """The peer that a write from one list to another goes to.
+
+    Raises:
+        TransportError: if it does not go from our own memory to a peer's.
+    """
+    if local.peer is not None or remote.peer is None:
+        raise TransportError("a write goes from a list of our own memory to one of a peer's")
+    return remote.peer
+
+
+def check_counts(local: DescriptorIndices, remote: DescriptorIndices) -> None:
+    """Refuses a selection of descriptors that makes no write.
+
+    Raises:
+        TransportError: saying how many there are of either side.
+    """
+    if len(local) != len(remote) or not len(local):
+        raise TransportError(
+            f"a write needs as many local as remote descriptors and at least one: {len(local)} and {len(remote)}"
+        )
+
+
 def check_lists(
     local: PreparedList, remote: PreparedList, known: Mapping[str | None, Collection[PreparedList]]
 ) -> None:

@@ -25,10 +25,12 @@ from kvferry.transport.base import (
     PeerMetadata,
     PreparedList,
     Transport,
+    check_counts,
     check_lists,
     check_range,
     check_rows,
     check_same_device,
+    peer_written_to,
 )
 
 
@@ -160,16 +162,10 @@ class InProcessTransport(Transport):
         remote_indices: DescriptorIndices,
         notification: bytes,
     ) -> Flight:
-        if local.peer is not None or remote.peer is None:
-            raise TransportError("a write goes from a list of our own memory to one of a peer's")
-        connection = self._connection(remote.peer)
+        connection = self._connection(peer_written_to(local, remote))
         with self._lock:
             check_lists(local, remote, self._lists)
-        if len(local_indices) != len(remote_indices) or len(local_indices) == 0:
-            raise TransportError(
-                f"a write needs as many local as remote descriptors and at least one: {len(local_indices)} and "
-                f"{len(remote_indices)}"
-            )
+        check_counts(local_indices, remote_indices)
         sources, lengths = _expand(local, local_indices)
         destinations, remote_lengths = _expand(remote, remote_indices)
         if not np.array_equal(lengths, remote_lengths):

@@ -39,6 +39,7 @@ from kvferry.transport.base import (
     check_range,
     check_rows,
     check_same_device,
+    peer_written_to,
 )
 
 BINDINGS = ("nixl_cu13._bindings", "nixl_cu12._bindings", "nixl._bindings")
@@ -245,9 +246,7 @@ class NixlTransport(Transport):
         remote_indices: DescriptorIndices,
         notification: bytes,
     ) -> Flight:
-        peer = remote.peer
-        if local.peer is not None or peer is None:
-            raise TransportError("a write goes from a list of our own memory to one of a peer's")
+        peer = peer_written_to(local, remote)
         with self._lock:
             check_lists(local, remote, self._lists)  # NIXL would follow the pointer of a released one
         with self._translated(f"posting {len(local_indices)} descriptors to {peer}", peer):

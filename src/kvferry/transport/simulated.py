@@ -21,10 +21,12 @@ from kvferry.transport.base import (
     PeerMetadata,
     PreparedList,
     Transport,
+    check_counts,
     check_lists,
     check_range,
     check_rows,
     check_same_device,
+    peer_written_to,
 )
 
 
@@ -129,14 +131,13 @@ class SimulatedWire:
         if not flight.left:
             self._end(flight)
 
-    def fail(self, flight: SimulatedFlight, problem: Exception) -> None:
-        """Ends a write as it is."""
-        flight.problem = problem
-        flight.left.clear()
-        self._end(flight)
+    def fail(self, flight: SimulatedFlight, problem: Exception | None) -> None:
+        """Ends a write as it is.
 
-    def drop(self, flight: SimulatedFlight) -> None:
-        """Ends a write whose writer is dead."""
+        Args:
+            problem: what its writer is told; None if that is dead.
+        """
+        flight.problem = problem
         flight.left.clear()
         self._end(flight)
 
@@ -174,11 +175,6 @@ class SimulatedTransport(Transport):
         self._peers: dict[str, tuple[PeerMetadata, SimulatedTransport]] = {}
         self._lists: dict[str | None, set[PreparedList]] = {}
         wire.members[endpoint_name] = self
-
-    @property
-    def held(self) -> int:
-        """Prepared lists and peers that were not given back."""
-        return len(self._peers) + sum(map(len, self._lists.values()))
 
     def register(self, regions: Sequence[Region], device: Device) -> None:
         if device.kind is not MemoryKind.DRAM:
@@ -233,14 +229,9 @@ class SimulatedTransport(Transport):
         remote_indices: DescriptorIndices,
         notification: bytes,
     ) -> Flight:
-        if local.peer is not None or remote.peer is None:
-            raise TransportError("a write goes from a list of our own memory to one of a peer's")
-        _, target = self._target(remote.peer)
+        _, target = self._target(peer_written_to(local, remote))
         check_lists(local, remote, self._lists)
-        if len(local_indices) != len(remote_indices) or not len(local_indices):
-            raise TransportError(
-                f"{len(local_indices)} local and {len(remote_indices)} remote descriptors make no write"
-            )
+        check_counts(local_indices, remote_indices)
         here, there = _selected(local, local_indices), _selected(remote, remote_indices)
         if any(mine[1] != theirs[1] for mine, theirs in zip(here, there, strict=True)):
             raise TransportError("local and remote descriptors differ in length")
