@@ -224,15 +224,16 @@ def _aborts_said_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeDriver, "_repeat", lambda driver, now: None)
 
 
-def _closed_connections_kept(patch: pytest.MonkeyPatch) -> None:
-    """A connection is used again though it was closed while something was said through it."""
-    right = DecodeDriver._say_again
+def _closed_connections_read(patch: pytest.MonkeyPatch) -> None:
+    """A connection is read after everything was said again through it, which may have closed it."""
+    right = DecodeDriver._receive
 
-    def say_again(driver: Any, channel: Any, now: float) -> None:
+    def receive(driver: Any, channel: Any, now: float) -> None:
+        if channel.take_break():
+            driver._say_again(channel, now)
         right(driver, channel, now)
-        driver._channels.setdefault(channel.address, channel)
 
-    patch.setattr(DecodeDriver, "_say_again", say_again)
+    patch.setattr(DecodeDriver, "_receive", receive)
 
 
 def _never_leaves(patch: pytest.MonkeyPatch) -> None:
@@ -262,6 +263,6 @@ PLANTED: dict[str, Plant] = {
     "credits said once": _credits_said_once,
     "void spans said once": _voids_said_once,
     "nothing said twice": _aborts_said_once,
-    "connection used after it was closed": _closed_connections_kept,
+    "connection read after it was closed": _closed_connections_read,
     "endpoint closed while writes hang stays for ever": _never_leaves,
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvferry.endpoint.calibration import WriteHangsError
 from kvferry.endpoint.paths import PathChooser, SendingStaging
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import RankCoordinates, RankLayout
@@ -211,6 +212,7 @@ def attach(
         LayoutError: if the decode rank's layout and coordinates disagree on context parallelism.
         SettingsError: if it asks for digests and there cannot be any.
         TransportError: if connecting or preparing fails.
+        WriteHangsError: if a write that measures does not end; the transport stays connected then.
     """
     check_exchangeable(layout, message.layout, source_name="prefill", destination_name="decode")
     check_token_share(message.layout, message.coordinates)
@@ -240,6 +242,8 @@ def attach(
         )
         if mine and paths.forced is not Path.STAGED:
             attachment.prepare(Unit.GRANULE)
+    except WriteHangsError:
+        raise
     except BaseException:
         transport.disconnect(name)
         raise

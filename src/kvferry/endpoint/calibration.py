@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvferry.errors import TransportError
 from kvferry.layout import Device, RankLayout, Region
 from kvferry.plan import PathCosts
 from kvferry.plan.descriptors import RowArray
 from kvferry.plan.packing import PackedPiece
 from kvferry.staging import Kernels, StagingMemory, copy_bytes_per_s
-from kvferry.transport import Flight, Transport
+from kvferry.transport import Flight, PreparedList, Transport
 
 _BULK_BYTES = 2 << 20
 _SMALL_BYTES, _SMALL_COUNT = 256, 256
@@ -44,6 +44,18 @@ class WireKey:
     transport: str
     source: Device
     destination: Device
+
+
+class WriteHangsError(Exception):
+    """A write that should take no time does not end. For the endpoint; others are told of a TransportError.
+
+    Attributes:
+        flight: the write. Until it has ended its receiver must stay connected.
+    """
+
+    def __init__(self, flight: Flight) -> None:
+        super().__init__(f"a write of a few bytes did not end within {_LONGEST_S:g} s")
+        self.flight = flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,7 @@ class Calibration:
 
         Raises:
             TransportError: if the wire does not work.
+            WriteHangsError: if a write does not end.
         """
         with self._lock:
             if key not in self._wires:
@@ -143,24 +156,30 @@ class Calibration:
         there = spread_rows([ring], key.destination, length, count)
         if here is None or there is None:
             return None
-        local = self._transport.prepare(here, None)
+        with self._prepared(here, None) as local, self._prepared(there, peer) as remote:
+            count = min(count, remote.count, -(-local.count // _REPETITIONS))
+            remote_indices = np.arange(count, dtype=np.int32)
+            seconds = []
+            for repetition in range(_REPETITIONS):
+                first = repetition if is_elsewhere_each_time else 0
+                indices = (remote_indices * _REPETITIONS + first) % local.count
+                seconds.append(
+                    self._timed(lambda: self._transport.post(local, indices, remote, remote_indices, b"")).seconds  # noqa: B023
+                )
+            return min(seconds), count
+
+    @contextmanager
+    def _prepared(self, rows: RowArray, peer: str | None) -> Iterator[PreparedList]:
+        """A list for as long as it is needed: a write that hangs needs it for good."""
+        prepared = self._transport.prepare(rows, peer)
         try:
-            remote = self._transport.prepare(there, peer)
-            try:
-                count = min(count, remote.count, -(-local.count // _REPETITIONS))
-                remote_indices = np.arange(count, dtype=np.int32)
-                seconds = []
-                for repetition in range(_REPETITIONS):
-                    first = repetition if is_elsewhere_each_time else 0
-                    indices = (remote_indices * _REPETITIONS + first) % local.count
-                    seconds.append(
-                        self._timed(lambda: self._transport.post(local, indices, remote, remote_indices, b"")).seconds  # noqa: B023
-                    )
-                return min(seconds), count
-            finally:
-                self._transport.release_list(remote)
-        finally:
-            self._transport.release_list(local)
+            yield prepared
+        except WriteHangsError:
+            raise
+        except BaseException:
+            self._transport.release_list(prepared)
+            raise
+        self._transport.release_list(prepared)
 
     def _timed(self, post: Callable[[], Flight]) -> _Timing:
         started_at = time.perf_counter()
@@ -169,8 +188,7 @@ class Calibration:
         while self._transport.poll(flight) is None:
             is_over_at_once = False
             if time.perf_counter() - started_at > _LONGEST_S:
-                # What is on its way stays so, in memory that nothing but measurements has used.
-                raise TransportError(f"a write of a few bytes did not end within {_LONGEST_S:g} s")
+                raise WriteHangsError(flight)
             time.sleep(_SLEEP_S)
         seconds = time.perf_counter() - started_at
         self._transport.release(flight)

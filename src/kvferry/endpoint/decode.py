@@ -228,13 +228,14 @@ class DecodeEndpoint:
     def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
         """Closes step by step: yields what to wait for, and until when at most."""
         with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+            is_first, self._is_closed = not self._is_closed, True
             receivers = list(self._rooms.values())
+        deadline = self._platform.now() + self.settings.close_timeout_s
+        if not is_first:
+            yield lambda: not any(thread.is_alive for thread in self.health), deadline
+            return
         for receiver in receivers:
             receiver.abort("the decode endpoint was closed")
-        deadline = self._platform.now() + self.settings.close_timeout_s
         yield lambda: all(receiver.pages_reusable for receiver in receivers), deadline
         yield from self._driver.closing()
         self._registry_client.close()

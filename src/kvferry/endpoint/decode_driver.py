@@ -487,11 +487,10 @@ class DecodeDriver(Loop):
                     self._execute(room, link, room.machine.abort_of(rank), now)
 
     def _receive(self, channel: Connection, now: float) -> None:
+        received = channel.receive()  # first: to say everything again may close the connection
         if channel.take_break():
             self._say_again(channel, now)
-            if self._channels.get(channel.address) is not channel:
-                return  # nobody can be told anything, so that it was closed
-        for data in channel.receive():
+        for data in received:
             link = next((link for link in self._links.values() if link.rank_behind(channel) is not None), None)
             if link is not None:
                 link.heard(channel)
@@ -599,9 +598,16 @@ class DecodeDriver(Loop):
         self._close_retired_links()
 
     def _close_retired_links(self) -> None:
+        """Closes those that nobody will say anything through that matters here."""
         in_use = {id(link) for link in self._room_links.values()}
-        self._retired_links = [link for link in self._retired_links if id(link) in in_use]
+        self._retired_links = [
+            link for link in self._retired_links if id(link) in in_use or self._has_ring_in_doubt(link)
+        ]
         self._close_unused_channels()
+
+    def _has_ring_in_doubt(self, link: Link) -> bool:
+        """Whether a rank that was lost may write into staging memory still; it may yet say that it will not."""
+        return any(peer.endpoint in self._staging.rings and peer.endpoint in self._lost for peer in link.peers)
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
@@ -719,9 +725,12 @@ class DecodeDriver(Loop):
                 with contextlib.suppress(KVFerryError):
                     link.ask_whether_gone(process)
         # Whoever has its place now may know what became of it.
+        in_use = {id(link) for link in self._room_links.values()}
         for link in self._retired_links:
-            if link.key not in self._links and any(
-                link.rank_of(endpoint) is not None for endpoint, _ in self._lost.doubtful
+            if (
+                id(link) in in_use
+                and link.key not in self._links
+                and any(link.rank_of(endpoint) is not None for endpoint, _ in self._lost.doubtful)
             ):
                 self._link(link.key, now + self._settings.bootstrap_timeout_s)
         for number, link in list(self._room_links.items()):

@@ -11,12 +11,14 @@ from typing import TypeAlias
 
 from kvferry.endpoint.actors import Actor, RunQueue
 from kvferry.endpoint.attachment import Attachment, attach
+from kvferry.endpoint.calibration import WriteHangsError
 from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.workers import Worker
+from kvferry.errors import TransportError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Path
 from kvferry.protocol.messages import Attach, Attached, Message, Refused
-from kvferry.transport import Transport
+from kvferry.transport import FlightReport, Transport
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +33,12 @@ class EarlierUndone:
     """The connection before this one is undone."""
 
 
-PeerEvent: TypeAlias = Attach | DetachRequested | EarlierUndone
+@dataclass(frozen=True, slots=True)
+class HangingWriteEnded:
+    """The write that hung while the decode rank attached is over."""
+
+
+PeerEvent: TypeAlias = Attach | DetachRequested | EarlierUndone | HangingWriteEnded
 
 
 class DecodePeer(Actor):
@@ -66,6 +73,8 @@ class DecodePeer(Actor):
         self.last_heard_at = now
         self.attachment: Attachment | None = None
         self._must_wait = earlier is not None
+        self._hanging: TransportError | None = None  # a write does, and as long the decode rank must stay connected
+        self._is_detaching = False
         self._waiting: list[PeerEvent] = []
         self._transport = transport
         self._layout = layout
@@ -98,21 +107,30 @@ class DecodePeer(Actor):
         for each in events:
             match each:
                 case Attach():
-                    self._attach(each)
+                    self._attach(each, worker)
                 case DetachRequested():
+                    self._is_detaching = True
                     dropped, self.attachment = self.attachment, None
-                    if dropped is None:
-                        self._undone()
-                    else:
+                    if dropped is not None:
                         dropped.retire(partial(self._detach, dropped))
+                    elif self._hanging is None:
+                        self._undone()
+                case HangingWriteEnded():
+                    self._hanging = None
+                    self._disconnect(lambda: self._transport.disconnect(self.name))
+                    if self._is_detaching:
+                        self._undone()
 
     def broke(self, error: Exception, worker: Worker) -> None:
         """Says so; an error in connecting or disconnecting does not get here."""
         log.error("the connection to decode rank %s met an unexpected error", self.name, exc_info=error)
 
-    def _attach(self, message: Attach) -> None:
+    def _attach(self, message: Attach, worker: Worker) -> None:
         if self.attachment is not None:  # the same message twice: the answer may have been lost
             self._confirm(self.attachment)
+            return
+        if self._hanging is not None:
+            self._refuse(self._hanging)
             return
         try:
             self.attachment = attach(
@@ -122,10 +140,20 @@ class DecodePeer(Actor):
                 transport=self._transport,
                 staging=self._staging,
             )
+        except WriteHangsError as error:
+            self._hanging = TransportError(str(error))
+            worker.watch(error.flight, self._hanging_ended, self._hanging_ended, self._hanging_broke)
+            self._refuse(self._hanging)
         except Exception as error:
             self._refuse(error)
         else:
             self._confirm(self.attachment)
+
+    def _hanging_ended(self, _: FlightReport | Exception) -> None:
+        self.post(HangingWriteEnded())
+
+    def _hanging_broke(self, _: Exception) -> None:
+        """Nothing is known of it then, and it goes on hanging."""
 
     def _confirm(self, attachment: Attachment) -> None:
         only_staged = attachment.paths.forced is Path.STAGED
@@ -147,11 +175,14 @@ class DecodePeer(Actor):
         )
 
     def _detach(self, dropped: Attachment) -> None:
+        self._disconnect(dropped.release)
+        self._undone()
+
+    def _disconnect(self, how: Callable[[], None]) -> None:
         try:
-            dropped.release()
+            how()
         except Exception as error:
             log.warning("the connection to decode rank %s could not be undone: %s", self.name, error)
-        self._undone()
 
     def _undone(self) -> None:
         with self._end_lock:

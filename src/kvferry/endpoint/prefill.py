@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.1
 _ROOMS_OPEN_MS = 5
 _IDLE_MS = 1000
-_LAST_MOMENT_S = 0.1  # for workers to end, however long writes took
+_LAST_MOMENT_S = 1.0  # for workers to end that have no room any more, however long writes took
 
 
 class PrefillEndpoint:
@@ -110,6 +110,7 @@ class PrefillEndpoint:
         self._table: RoomTable[SendingRoom] = RoomTable(
             max_early=self.settings.max_early_rooms, keep_s=self.settings.bootstrap_timeout_s
         )
+        self._silent: dict[str, None] = {}  # decode ranks that were given up, and may come back; the latest last
         self._outbox: deque[tuple[str, messages.Message]] = deque()
         self._is_closed = False
         self._is_leaving = False  # no room is waited for any more
@@ -122,26 +123,19 @@ class PrefillEndpoint:
         self._registry_client: RegistryClient | None = None
         self._lease: LeaseKeeper | None = None
         self._channel: ListeningEnd | None = None
+        self._threads: tuple[RunningLoop, ...] = ()
         try:
             self._start(host_registry)
+            self._start_threads()
         except BaseException:
             self._release_registry()
             self._release_memory()
             raise
-        name = f"kvferry-prefill-{self.engine_rank}"
-        self._workers = WorkerPool(
-            self.settings.workers,
-            self.settings.used_queues,
-            self.transport,
-            self._staging.source_memories,
-            platform=self._platform,
-            name=name,
-        )
-        self._lookout = Lookout(self._workers.queues, is_needed=lambda: self._table.rooms)
-        self._threads: tuple[RunningLoop, ...] = (
-            self._platform.start(f"{name}-control", _Control(self)),
-            self._platform.start(f"{name}-lookout", self._lookout),
-        )
+        try:
+            self._announce()  # last: whoever finds us is served
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self, host_registry: bool | None) -> None:
         settings = self.settings
@@ -156,6 +150,28 @@ class PrefillEndpoint:
             self._registry = self._platform.serve_registry(settings)
         self.registry_url = self._registry.url if self._registry else settings.registry_address
         self._registry_client = self._platform.registry(settings, self.registry_url)
+
+    def _start_threads(self) -> None:
+        name = f"kvferry-prefill-{self.engine_rank}"
+        self._workers = WorkerPool(
+            self.settings.workers,
+            self.settings.used_queues,
+            self.transport,
+            self._staging.source_memories,
+            platform=self._platform,
+            name=name,
+        )
+        self._lookout = Lookout(self._workers.queues, is_needed=lambda: self._table.rooms)
+        try:
+            lookout = self._platform.start(f"{name}-lookout", self._lookout)
+            self._threads = self._platform.start(f"{name}-control", _Control(self)), lookout
+        except BaseException:
+            self._workers.stop()
+            self._lookout.stop()
+            raise
+
+    def _announce(self) -> None:
+        assert self._registry_client is not None
         registration = RankRegistration(
             engine=self.engine,
             incarnation=self.transport.endpoint_name,
@@ -257,32 +273,39 @@ class PrefillEndpoint:
         """
         for holds, until in self._closing():
             self._platform.wait_until(holds, until)
-        if self._release_error is not None:
-            raise self._release_error
+        error, self._release_error = self._release_error, None
+        if error is not None:
+            raise error
 
     def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
         """Closes step by step: yields what to wait for, and until when at most."""
         with self._rooms_lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+            is_first, self._is_closed = not self._is_closed, True
             rooms = list(self._table.rooms.values())
             early = self._table.close()
+        deadline = self.now() + self.settings.close_timeout_s
+        if not is_first:
+            yield lambda: not any(thread.is_alive for thread in self.health), deadline
+            return
         for room in rooms:
             room.post(SenderAbortRequested("the prefill endpoint was closed"))
         for receiver, message in early:
             self._refuse_room(receiver, message, EndpointClosedError("the prefill endpoint was closed"))
-        deadline = self.now() + self.settings.close_timeout_s
-        yield lambda: not self.open_rooms, deadline
-        assert self._lease is not None
-        self._lease.close()  # before the farewell, so that nobody finds us again
-        self._is_leaving = True
-        self.wake()
-        yield lambda: not self._workers.running, max(self.now(), deadline) + _LAST_MOMENT_S
+        try:
+            yield lambda: not self.open_rooms, deadline
+        finally:  # also when whoever closes us is interrupted
+            if self._lease is not None:
+                self._lease.close()  # before the farewell, so that nobody finds us again
+            self._is_leaving = True
+            self.wake()
+        if not self.open_rooms:
+            yield lambda: not self._workers.running, max(self.now(), deadline) + _LAST_MOMENT_S
         if self._workers.running:
             # Taking memory away under a write corrupts whatever lives there next: better to keep all of it.
             self._is_lingering = True
-            log.error("writes of %d rooms are still on their way; the endpoint stays until they end", self.open_rooms)
+            log.error(
+                "writes are still on their way, %d rooms' too; the endpoint stays until they end", self.open_rooms
+            )
         else:
             yield lambda: not any(thread.is_alive for thread in self._threads), float("inf")
         self._release_registry()
@@ -367,9 +390,11 @@ class PrefillEndpoint:
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
             self._tick(now)
+        if self._is_leaving and self._has_left():
+            return False
         # Nobody sends any, but connections need progress. Last, since rooms must end also where it fails.
         self.transport.take_notifications()
-        return not (self._is_leaving and self._has_left())
+        return True
 
     def _has_left(self) -> bool:
         """Says farewell and gives everything back, once no write is on its way; whether it has."""
@@ -378,14 +403,16 @@ class PrefillEndpoint:
         self._workers.stop()
         if self._workers.running:
             return False
-        for peer in self._peers.all():
-            self.send(peer.name, messages.Closed(endpoint=self.transport.endpoint_name))
+        for receiver in (*(peer.name for peer in self._peers.all()), *self._silent):
+            self.send(receiver, messages.Closed(endpoint=self.transport.endpoint_name))
         self._flush()
         self._lookout.stop()
         try:
             self._release_memory()
         except Exception as error:  # for whoever closes the endpoint
             self._release_error = error
+            if self._is_lingering:
+                log.exception("what the endpoint had could not be given back")
         return True
 
     def wake(self) -> None:
@@ -435,6 +462,7 @@ class PrefillEndpoint:
             case messages.Detach() if peer is not None and peer.attempt > message.attempt:
                 pass
             case messages.Detach():
+                self._silent.pop(identity, None)
                 self._lose(identity, PeerDisconnectedError("it was closed"))
             case messages.Ping():
                 attached = peer is not None and peer.attachment is not None and not self._is_lingering
@@ -482,6 +510,7 @@ class PrefillEndpoint:
     def _attach(self, identity: str, message: messages.Attach) -> None:
         problem = self._why_not_attached(identity, message)
         if problem is None:
+            self._silent.pop(identity, None)
             self._peers.attach(message)
             return
         refused = messages.Refused(
@@ -590,6 +619,9 @@ class PrefillEndpoint:
             silence_s = now - peer.last_heard_at
             if silence_s > self.settings.peer_timeout_s:
                 log.error("lost decode rank %s: silent for %.1f s", peer.name, silence_s)
+                self._silent[peer.name] = None
+                while len(self._silent) > self.settings.max_decode_ranks:
+                    del self._silent[next(iter(self._silent))]
                 self._lose(
                     peer.name,
                     PeerDisconnectedError(f"silent for {silence_s:.1f} s (KVFERRY_PEER_TIMEOUT_S)"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvferry.endpoint.actors import RunQueue
 from kvferry.endpoint.platform import Platform
-from kvferry.endpoint.threads import Loop
+from kvferry.endpoint.threads import Loop, RunningLoop
 from kvferry.errors import TransportError
 from kvferry.staging.slots import SourceMemory
 from kvferry.transport import Flight, FlightReport, Transport
@@ -160,14 +160,19 @@ class WorkerPool:
         self.queues = tuple(RunQueue() for _ in range(num_queues))
         self.gathering = RunQueue()
         queues = [self.queues[index % num_queues] for index in range(count)]
-        self.threads = (
-            *(platform.start(f"{name}-worker-{index}", Worker(each, transport)) for index, each in enumerate(queues)),
-            *(
-                platform.start(f"{name}-gather-{index}", Worker(self.gathering, transport, memory))
-                for index, memory in enumerate(memories)
-            ),
-        )
-        self._stops = [*queues, *(self.gathering for _ in memories)]
+        self._stops: list[RunQueue] = []
+        threads: list[RunningLoop] = []
+        try:
+            for index, run_queue in enumerate(queues):
+                threads.append(platform.start(f"{name}-worker-{index}", Worker(run_queue, transport)))
+                self._stops.append(run_queue)
+            for index, memory in enumerate(memories):
+                threads.append(platform.start(f"{name}-gather-{index}", Worker(self.gathering, transport, memory)))
+                self._stops.append(self.gathering)
+        except BaseException:
+            self.stop()
+            raise
+        self.threads = tuple(threads)
 
     def queue_of(self, key: bytes) -> RunQueue:
         """The queue of whatever has that key; the same one every time."""

@@ -18,7 +18,7 @@ _MOST_AT_ONCE_S = 0.5
 class _Lost:
     process: ProcessIdentity
     is_gone: bool = False
-    gone_for_s: float = 0.0
+    gone_for_s: float | None = None  # None until it was counted for the first time
 
 
 class LostRanks:
@@ -34,6 +34,9 @@ class LostRanks:
 
     def __len__(self) -> int:
         return len(self._lost)
+
+    def __contains__(self, endpoint: str) -> bool:
+        return endpoint in self._lost
 
     def add(self, endpoint: str, process: ProcessIdentity) -> None:
         """A rank is lost."""
@@ -62,9 +65,12 @@ class LostRanks:
         """
         passed_s, self._looked_at = min(max(0.0, now - self._looked_at), _MOST_AT_ONCE_S), now
         for lost in self._lost.values():
-            lost.gone_for_s += passed_s if lost.is_gone else 0.0
+            if lost.is_gone:  # what passed before that was known does not count
+                lost.gone_for_s = 0.0 if lost.gone_for_s is None else lost.gone_for_s + passed_s
         settled = [
-            endpoint for endpoint, lost in self._lost.items() if lost.is_gone and lost.gone_for_s >= self._settle_s
+            endpoint
+            for endpoint, lost in self._lost.items()
+            if lost.gone_for_s is not None and lost.gone_for_s >= self._settle_s
         ]
         for endpoint in settled:
             del self._lost[endpoint]

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import psutil
 import pytest
 import zmq
 from tests.support.caches import Model, Shape, pool
-from tests.support.engines import WAIT_S, Engines, Requests
+from tests.support.engines import WAIT_S, Engines, Request, Requests
 from tests.support.transports import FaultyTransport
 from tests.support.waiting import eventually
 
@@ -29,17 +30,23 @@ from kvferry import (
 )
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.construction import endpoint_name
+from kvferry.endpoint.decode_driver import DecodeDriver
+from kvferry.endpoint.platform import SystemPlatform
+from kvferry.endpoint.threads import Loop, RunningLoop
 from kvferry.errors import (
     EndpointClosedError,
+    KVFerryError,
     LayoutError,
     PageError,
     RegistrationError,
     SettingsError,
     TransferAbortedError,
     TransferFailedError,
+    TransportError,
     UnknownRoomError,
     UsageError,
 )
+from kvferry.protocol.link import Link
 
 
 def is_closed(transport: FaultyTransport) -> bool:
@@ -168,10 +175,184 @@ def test_closing_waits_for_writes_on_their_way(pair: Callable[..., Requests]):
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
 
 
+@dataclass
+class Hanging:
+    """A room whose write hangs, and endpoints whose patience is short.
+
+    Attributes:
+        engines: where they came from.
+        link: of the decode rank to the prefill rank.
+    """
+
+    engines: Engines
+    requests: Requests
+    request: Request
+    link: Link
+
+    @property
+    def prefill(self) -> PrefillEndpoint:
+        return self.requests.prefill.endpoints[0]
+
+    @property
+    def transport(self) -> FaultyTransport:
+        return self.requests.prefill.transports[0]
+
+    @property
+    def driver(self) -> DecodeDriver:
+        return self.requests.decode.endpoints[0]._driver
+
+    def wait_until_not_relied_on(self) -> None:
+        """The decode rank may make another link to the engine at any time, but this one is over."""
+        eventually("the decode rank relies on it no more", lambda: self.link not in self.driver._links.values())
+
+    def ends(self) -> None:
+        """The write does, and with it everything else."""
+        self.transport.held = False
+        for transfer in (self.request.senders[0], self.request.receivers[0]):
+            assert transfer.wait_pages_reusable(WAIT_S), "both sides live, and nothing is on its way any more"
+        eventually("everything was given back", lambda: is_closed(self.transport))
+        assert not self.transport.misused
+
+
+@pytest.fixture
+def hanging(engines: Callable[..., Engines]) -> Callable[..., Hanging]:
+    """Makes one, with settings of its own."""
+
+    def make(**settings: object) -> Hanging:
+        both = engines(close_timeout_s=0.2, heartbeat_interval_s=0.1, **settings)
+        requests = Requests(both.prefill(Model()), both.decode(Model()))
+        requests.connect()
+        requests.prefill.transports[0].held = True
+        request = requests.new(1)
+        requests.open_decode(request)
+        requests.open_prefill(request)
+        requests.submit(request)
+        eventually("a write is on its way", lambda: requests.prefill.transports[0].in_flight == 1)
+        (link,) = requests.decode.endpoints[0]._driver._links.values()
+        return Hanging(both, requests, request, link)
+
+    return make
+
+
 def test_closing_returns_while_a_write_hangs_and_the_rest_is_done_when_it_ends(
-    pair: Callable[..., Requests], caplog: pytest.LogCaptureFixture
+    hanging: Callable[..., Hanging], caplog: pytest.LogCaptureFixture
 ):
-    requests = pair(close_timeout_s=0.2, heartbeat_interval_s=0.1)
+    case = hanging()
+    early = case.requests.new(2)
+    case.requests.open_decode(early)
+    eventually("another room waits", lambda: len(case.prefill._table._early) == 1)
+    started = time.monotonic()
+    with caplog.at_level(logging.ERROR):
+        case.prefill.close()
+    assert time.monotonic() - started < 3
+    assert "writes are still on their way, 1 rooms' too" in caplog.text
+    assert not is_closed(case.transport), "memory is not taken away under a write"
+    with pytest.raises(TransferFailedError, match="closed"):
+        case.request.receivers[0].wait(WAIT_S)
+    with pytest.raises(TransferFailedError, match="EndpointClosedError: the prefill endpoint was closed"):
+        early.receivers[0].wait(WAIT_S)
+    assert early.receivers[0].wait_pages_reusable(WAIT_S), "no write of this room was ever begun"
+    case.wait_until_not_relied_on()
+    for transfer in (case.request.senders[0], case.request.receivers[0]):
+        assert not transfer.pages_reusable
+    case.ends()
+
+
+def test_a_successor_serves_while_writes_of_a_closed_endpoint_hang(hanging: Callable[..., Hanging]):
+    case = hanging()
+    case.prefill.close()
+    after = Requests(case.engines.prefill(Model(), name=case.requests.prefill.name), case.requests.decode)
+    case.wait_until_not_relied_on()
+    after.run(2)
+    assert not case.request.receivers[0].pages_reusable
+    case.ends()
+    after.run(3)
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["hanging", "idle"])
+def test_a_decode_rank_that_was_given_up_for_its_silence_is_told_of_the_end_too(
+    hanging: Callable[..., Hanging], hangs: bool
+):
+    """It may be the reason why the write hung: nothing else would ever tell it that there is none any more."""
+    case = hanging(peer_timeout_s=0.5)
+    if not hangs:
+        case.transport.held = False
+        case.request.wait()
+        case.request = case.requests.new(2, 4)
+        case.requests.open_decode(case.request)
+        case.requests.open_prefill(case.request)
+        case.requests.submit(case.request, 0, 2, last=False)
+        receiver = case.request.receivers[0]
+        eventually("half of it has come", lambda: receiver.state is TransferState.TRANSFERRING)
+    thawed = threading.Event()
+
+    def freeze(now: float) -> None:
+        thawed.wait()
+
+    case.driver._submit(freeze)
+    eventually("it is given up", lambda: not case.prefill._peers.all())
+    case.prefill.close()
+    case.transport.held = False
+    eventually("everything was given back", lambda: is_closed(case.transport))
+    thawed.set()
+    assert case.request.receivers[0].wait_pages_reusable(WAIT_S)
+
+
+def test_staging_memory_comes_back_when_what_hung_has_ended(hanging: Callable[..., Hanging]):
+    """The process goes on, so that nothing but the farewell says so."""
+    case = hanging(path="staged", staging_ring_mib=1.0, staging_chunk_mib=0.25)
+    name = case.transport.endpoint_name
+    case.prefill.close()
+    case.wait_until_not_relied_on()
+    assert case.request.receivers[0].wait_pages_reusable(WAIT_S), "nobody writes to pages but the decode rank"
+    time.sleep(0.5)  # several heartbeats, in which the connection might be closed as unused
+    assert name in case.driver._staging.rings, "it may still be written to"
+    case.ends()
+    eventually("the ring came back", lambda: name not in case.driver._staging.rings)
+    eventually("nobody is in doubt", lambda: len(case.driver._lost) == 0)
+
+
+@pytest.mark.parametrize("end", ["works again", "closed"])
+def test_a_write_that_hangs_while_a_decode_rank_attaches_keeps_it_connected(pair: Callable[..., Requests], end: str):
+    """What is written to measure the ways to it is no room's, and must end all the same."""
+    requests = pair(
+        path="auto", staging_ring_mib=1.0, staging_chunk_mib=0.25, close_timeout_s=0.2, bootstrap_timeout_s=2.0
+    )
+    transport, prefill = requests.prefill.transports[0], requests.prefill.endpoints[0]
+    transport.held = True
+    with pytest.raises(TransportError, match="did not end within"):
+        requests.connect()
+    with contextlib.suppress(KVFerryError):
+        requests.connect()  # while it still hangs
+    assert transport.in_flight == 1
+    if end == "closed":
+        prefill.close()
+        assert not is_closed(transport)
+        transport.held = False
+        eventually("everything was given back", lambda: is_closed(transport))
+    else:
+        transport.held = False
+        requests.run(1)
+    assert not transport.misused
+
+
+def test_a_transport_that_takes_no_notifications_keeps_nobody_from_leaving(pair: Callable[..., Requests]):
+    requests = pair(close_timeout_s=0.2)
+    requests.run(1)
+    transport = requests.prefill.transports[0]
+
+    def breaks() -> None:
+        raise RuntimeError("planted")
+
+    transport.on_take = breaks
+    requests.prefill.endpoints[0].close()
+    eventually("everything was given back", lambda: is_closed(transport))
+    assert not requests.prefill.endpoints[0].is_healthy
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_whoever_closes_second_waits_too(pair: Callable[..., Requests], side: str):
+    requests = pair(close_timeout_s=5.0)
     transport = requests.prefill.transports[0]
     transport.held = True
     request = requests.new(1)
@@ -179,49 +360,57 @@ def test_closing_returns_while_a_write_hangs_and_the_rest_is_done_when_it_ends(
     requests.open_prefill(request)
     requests.submit(request)
     eventually("a write is on its way", lambda: transport.in_flight == 1)
-    early = requests.new(2)
-    requests.open_decode(early)
-    eventually("another room waits", lambda: len(requests.prefill.endpoints[0]._table._early) == 1)
-    started = time.monotonic()
-    with caplog.at_level(logging.ERROR):
+    endpoint = requests.prefill.endpoints[0] if side == "prefill" else requests.decode.endpoints[0]
+    closers = [threading.Thread(target=endpoint.close) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+    closers[1].join(0.3)
+    assert closers[1].is_alive(), "a write is still on its way"
+    transport.held = False
+    for closer in closers:
+        closer.join(WAIT_S)
+        assert not closer.is_alive()
+
+
+def test_memory_that_cannot_be_given_back_is_told_to_whoever_closes(pair: Callable[..., Requests]):
+    requests = pair()
+    transport = requests.prefill.transports[0]
+    close = transport.close
+
+    def breaks() -> None:
+        close()
+        raise RuntimeError("planted")
+
+    transport.close = breaks  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="planted"):
         requests.prefill.endpoints[0].close()
-    assert time.monotonic() - started < 3
-    assert "writes of 1 rooms are still on their way" in caplog.text
-    assert not is_closed(transport), "memory is not taken away under a write"
-    with pytest.raises(TransferFailedError, match="closed"):
-        request.receivers[0].wait(WAIT_S)
-    with pytest.raises(TransferFailedError, match="EndpointClosedError: the prefill endpoint was closed"):
-        early.receivers[0].wait(WAIT_S)
-    assert early.receivers[0].wait_pages_reusable(WAIT_S), "no write of this room was ever begun"
-    driver = requests.decode.endpoints[0]._driver
-    eventually("the decode rank relies on it no more", lambda: not driver._links)
-    for transfer in (request.senders[0], request.receivers[0]):
-        assert not transfer.pages_reusable
-    transport.held = False
-    for transfer in (request.senders[0], request.receivers[0]):
-        assert transfer.wait_pages_reusable(WAIT_S), "both sides live, and nothing is on its way any more"
-    eventually("everything was given back", lambda: is_closed(transport))
+    requests.prefill.endpoints[0].close()  # once is enough
 
 
-def test_a_successor_serves_while_writes_of_a_closed_endpoint_hang(engines: Callable[..., Engines]):
-    both = engines(close_timeout_s=0.2, heartbeat_interval_s=0.1)
-    before = Requests(both.prefill(Model()), both.decode(Model()))
-    transport = before.prefill.transports[0]
-    transport.held = True
-    hanging = before.new(1)
-    before.open_decode(hanging)
-    before.open_prefill(hanging)
-    before.submit(hanging)
-    eventually("a write is on its way", lambda: transport.in_flight == 1)
-    before.prefill.endpoints[0].close()
-    after = Requests(both.prefill(Model(), name=before.prefill.name), before.decode)
-    eventually("the decode rank relies on it no more", lambda: not before.decode.endpoints[0]._driver._links)
-    after.run(2)
-    assert not hanging.receivers[0].pages_reusable
-    transport.held = False
-    assert hanging.receivers[0].wait_pages_reusable(WAIT_S)
-    eventually("everything was given back", lambda: is_closed(transport))
-    after.run(3)
+@pytest.mark.parametrize("fails_at", range(1, 8))
+def test_an_endpoint_whose_threads_cannot_start_leaves_nothing(registry_url: str, fails_at: int):
+    class Platform(SystemPlatform):
+        started = 0
+
+        def start(self, name: str, loop: Loop) -> RunningLoop:
+            self.started += 1
+            if self.started == fails_at:
+                raise RuntimeError("can't start new thread")
+            return super().start(name, loop)
+
+    transport, engine = FaultyTransport(InProcessNetwork()), f"never-{fails_at}"
+    settings = Settings(registry_url=registry_url, workers=2, gather_workers=2)
+    try:
+        endpoint = PrefillEndpoint(
+            MEMORY.layout, engine=engine, settings=settings, transport=transport, platform=Platform()
+        )
+    except RuntimeError:
+        with RegistryClient(registry_url) as registry:
+            assert registry.engine(engine).registrations == ()
+    else:
+        assert fails_at > 6, "two workers, two that gather, the lookout and the control thread"
+        endpoint.close()
+    assert is_closed(transport)
 
 
 def test_the_decode_side_waits_until_nothing_can_be_written(pair: Callable[..., Requests]):

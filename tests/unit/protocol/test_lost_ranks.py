@@ -37,12 +37,20 @@ def test_a_process_that_has_ended_is_through_once_the_network_has_delivered():
     assert len(lost) == 1
 
 
+def test_time_before_it_was_known_does_not_count():
+    lost = LostRanks(settle_s=1.0)
+    lost.add("p0", HERE)
+    lost.look(lambda process: True)
+    assert wait(lost, 0.9, since=1000.0) == []
+    assert wait(lost, 0.2, since=1000.9) == ["p0"]
+
+
 def test_time_that_nobody_lived_through_does_not_count():
     """A suspended process has not taken what the network had for it."""
     lost = LostRanks(settle_s=1.0)
     lost.add("p0", HERE)
-    lost.take_settled(0.0)
     lost.gone(HERE)
+    assert lost.take_settled(0.0) == []
     assert lost.take_settled(1000.0) == []
     assert wait(lost, 0.4, since=1000.0) == []
     assert wait(lost, 0.2, since=1000.4) == ["p0"]
