@@ -95,6 +95,8 @@ def examples() -> list[messages.Message]:
             messages.OpenRoom(
                 room=5,
                 generation=6,
+                attempt=1,
+                serial=1,
                 receivers=1,
                 tokens=16,
                 groups=tuple(

@@ -158,6 +158,8 @@ def open_message(case: Case, destination: Rank, room: int) -> messages.OpenRoom:
     message = messages.OpenRoom(
         room=drawn.number,
         generation=1,
+        attempt=1,
+        serial=1,
         receivers=1,
         tokens=tokens,
         groups=demands.demands_of(

@@ -883,6 +883,8 @@ class World:
                 message = OpenRoom(
                     room=use.room,
                     generation=room.generation,
+                    attempt=1,
+                    serial=1,
                     receivers=len(use.prefix),
                     tokens=None,
                     groups=(asked_for(room),),

@@ -96,6 +96,7 @@ class Engines:
         self.network = InProcessNetwork()
         self._settings = {"workers": 2, "queues": 2, "path": "direct", "registry_url": registry_url, **settings}
         self._endpoints = contextlib.ExitStack()
+        self._started: list[PrefillEngine | DecodeEngine] = []  # their memory must outlive the endpoints
 
     def __enter__(self) -> Engines:
         return self
@@ -119,6 +120,7 @@ class Engines:
     ) -> PrefillEngine:
         """Starts a prefill engine, or only some of its ranks, and waits until it is registered."""
         engine = PrefillEngine(name or new_engine_name("prefill"), shape or Shape())
+        self._started.append(engine)
         for coordinates in engine.shape.coordinates():
             if ranks is not None and coordinates.engine_rank not in ranks:
                 continue
@@ -142,6 +144,7 @@ class Engines:
     ) -> DecodeEngine:
         """Starts a decode engine, or only some of its ranks."""
         engine = DecodeEngine(new_engine_name("decode"), shape or Shape())
+        self._started.append(engine)
         for coordinates in engine.shape.coordinates():
             if ranks is not None and coordinates.engine_rank not in ranks:
                 continue

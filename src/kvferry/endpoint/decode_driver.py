@@ -112,6 +112,7 @@ class DecodeDriver(Loop):
         self._room_links: dict[int, Link] = {}
         self._lost = LostRanks(settle_s=settings.quarantine_s)
         self._last_attempt = 0
+        self._attempts: dict[str, int] = {}  # by address, the last that was begun there
         # Rooms that were verified, by number, generation and rank, of which that rank may not know yet.
         self._unconfirmed: dict[tuple[int, int, int], Link] = {}
         self._arriving: ArrivalTask | None = None  # while its room is told of it
@@ -250,6 +251,7 @@ class DecodeDriver(Loop):
 
     def _connect_room(self, room: ReceivingRoom, link: Link, now: float) -> None:
         self._room_links[room.room] = link
+        room.serial = link.next_serial()
         self._handle(room, link.connected(room.room), now)
 
     def _handle(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
@@ -278,12 +280,21 @@ class DecodeDriver(Loop):
                 message = messages.OpenRoom(
                     room=room.room,
                     generation=room.generation,
+                    attempt=link.attempt,
+                    serial=room.serial,
                     receivers=self._identity.coordinates.group_size,
                     tokens=room.tokens,
                     groups=room.groups,
                 )
             case SendAbort(rank, reason, error):
-                message = messages.AbortRoom(room=room.room, generation=room.generation, reason=reason, error=error)
+                message = messages.AbortRoom(
+                    room=room.room,
+                    generation=room.generation,
+                    reason=reason,
+                    error=error,
+                    attempt=link.attempt,
+                    serial=room.serial,
+                )
             case SendVerified(rank):
                 self._unconfirmed[room.room, room.generation, rank] = link
                 message = messages.RoomVerified(room=room.room, generation=room.generation)
@@ -440,6 +451,8 @@ class DecodeDriver(Loop):
             return
         try:
             link.resolved(registrations, self._channel, now)
+            for channel in link.channels:
+                self._attempts[channel.address] = link.attempt
         except KVFerryError as error:
             self._fail_link(link, error, now)
 
@@ -459,7 +472,8 @@ class DecodeDriver(Loop):
         """Says goodbye and closes."""
         del self._channels[channel.address]
         try:
-            channel.send(messages.encode(messages.Detach(endpoint=self._identity.endpoint, attempt=self._last_attempt)))
+            attempt = self._attempts.pop(channel.address, 0)
+            channel.send(messages.encode(messages.Detach(endpoint=self._identity.endpoint, attempt=attempt)))
         except PeerDisconnectedError as error:
             log.debug("no goodbye to %s: %s", channel.address, error)
         self._end.disconnect(channel)

@@ -359,6 +359,8 @@ class PrefillEndpoint:
                 if room is not None:
                     room.post(OpenReceived(attachment, message))
         except KVFerryError as error:
+            with self._rooms_lock:
+                self._table.refused(receiver, message, error, self.now())
             self._refuse_room(receiver, message, error)
 
     def abort_room(self, receiver: str, message: messages.AbortRoom) -> None:
@@ -471,16 +473,29 @@ class PrefillEndpoint:
             case messages.IsGone(process):
                 if self._platform.is_gone(process):
                     self.send(identity, messages.Gone(process=process))
-            case messages.OpenRoom():
-                self.open_room(identity, message)
-            case messages.AbortRoom():
-                self.abort_room(identity, message)
+            case messages.OpenRoom() | messages.AbortRoom():
+                self._hear(identity, message)
             case messages.RoomVerified():
                 self._room_verified(identity, message)
             case messages.Credit():
                 attachment = self._attachment(identity)
                 if attachment is not None:
                     attachment.paths.credited(message.epoch, message.position)
+
+    def _hear(self, identity: str, message: messages.OpenRoom | messages.AbortRoom) -> None:
+        try:
+            with self._rooms_lock:
+                is_considered = self._table.hears(identity, message)
+        except KVFerryError as error:
+            if isinstance(message, messages.OpenRoom):
+                self._refuse_room(identity, message, error)
+            else:
+                log.warning("dropped a message from %s: %s", identity, error)
+            return
+        if isinstance(message, messages.AbortRoom):
+            self.abort_room(identity, message)
+        elif is_considered:
+            self.open_room(identity, message)
 
     def _room_verified(self, identity: str, message: messages.RoomVerified) -> None:
         with self._rooms_lock:
@@ -511,6 +526,8 @@ class PrefillEndpoint:
         problem = self._why_not_attached(identity, message)
         if problem is None:
             self._silent.pop(identity, None)
+            with self._rooms_lock:
+                self._table.attached(identity, message.attempt)
             self._peers.attach(message)
             return
         refused = messages.Refused(

@@ -59,6 +59,7 @@ class ReceivingRoom:
         self.receiver = receiver
         self.machine = machine
         self.places = places
+        self.serial = 0  # of its wish, once it has a link
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverCommand]:
         """Tells the machine what happened; returns what it says is to be done."""

@@ -74,6 +74,11 @@ class EarlyRooms:
         self._page_bytes += _page_bytes(message)
         return True
 
+    def generation(self, receiver: str, room: int) -> int | None:
+        """Of what a decode rank said of a room that is not open yet; None if it said nothing."""
+        kept = self._rooms[room].messages.get(receiver) if room in self._rooms else None
+        return kept[0].generation if kept else None
+
     def _has_place(self, receiver: str, message: OpenRoom, *, is_new_room: bool, known: Sequence[EarlyMessage]) -> bool:
         return (
             (not is_new_room or len(self._rooms) < self._limit)

@@ -17,7 +17,7 @@ from kvferry.errors import ConfigurationError, MessageError, VersionError, quote
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Path, Piece, Unit
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAGIC = b"kvfy"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 MAX_AUX_BYTES = 1024 * 1024
@@ -244,6 +244,8 @@ class OpenRoom(Message, frozen=True):
     Attributes:
         room: the transfer's number.
         generation: random, so that what belongs to an earlier use of the number is told apart.
+        attempt: the last attempt to connect, in which the prefill rank attached.
+        serial: which of all wishes of that attempt this is, from 1 on; the same when it is said again.
         receivers: how many decode ranks will open this room with the same prefill rank.
         tokens: how many tokens the request has; None where the decode side did not say.
         groups: what is wanted, for every group of the decode rank's layout.
@@ -251,6 +253,8 @@ class OpenRoom(Message, frozen=True):
 
     room: Random
     generation: Random
+    attempt: Random
+    serial: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     receivers: Annotated[int, msgspec.Meta(le=2**31)]
     tokens: Position | None
     groups: Annotated[tuple[OpenGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)]
@@ -261,12 +265,15 @@ class AbortRoom(Message, frozen=True):
 
     Attributes:
         error: the name of an exception of kvferry.errors where more than our caller's wish is behind it, else "".
+        attempt, serial: of the wish that it takes back. Once this has come, that will not be fulfilled however late.
     """
 
     room: Random
     generation: Random
     reason: Reason
     error: ShortText = ""
+    attempt: Random = 0
+    serial: Random = 0
 
     def __post_init__(self) -> None:
         _shorten(self, "reason")

@@ -10,8 +10,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError
+from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError, UnknownRoomError
 from kvferry.protocol.early import EarlyMessage, EarlyRooms
+from kvferry.protocol.heard import Heard, HeardWishes
 from kvferry.protocol.messages import AbortRoom, OpenRoom
 
 REMEMBERED = 1 << 12
@@ -90,6 +91,7 @@ class RoomTable(Generic[RoomT]):
         # Uses of numbers that are over: a wish may come twice, or later than the abort that takes it back, where a
         # connection broke in between. By receiver and number.
         self._over: dict[tuple[str, int], _Over] = {}
+        self._wishes = HeardWishes()
         self._given: dict[int, dict[str, int]] = {}  # generations of the wishes that each open room was given
         self._is_closed = False
 
@@ -112,6 +114,40 @@ class RoomTable(Generic[RoomT]):
             receiver: message.generation for receiver, message in early if isinstance(message, OpenRoom)
         }
         return early
+
+    def attached(self, receiver: str, attempt: int) -> None:
+        """A decode rank connects anew: what it wished for before does not count any more."""
+        self._wishes.attached(receiver, attempt)
+
+    def hears(self, receiver: str, message: OpenRoom | AbortRoom) -> bool:
+        """Takes note of a wish that has come, or of an abort; whether it is to be considered.
+
+        Raises:
+            UnknownRoomError: if it is a wish that was heard before, for a use of the number that is over.
+            PeerError: if it makes no sense.
+        """
+        if isinstance(message, AbortRoom):
+            if message.serial:
+                self._wishes.hear(receiver, message.attempt, message.serial)
+            return True
+        heard = self._wishes.hear(receiver, message.attempt, message.serial)
+        if heard is Heard.AGAIN and not self._knows(receiver, message):
+            raise UnknownRoomError(f"room {message.room}: this use of the number is over on the prefill side")
+        return heard is not Heard.TOO_LATE
+
+    def _knows(self, receiver: str, message: OpenRoom) -> bool:
+        room, over = self.rooms.get(message.room), self._over.get((receiver, message.room))
+        known = {
+            self._given.get(message.room, {}).get(receiver),
+            room.generations.get(receiver) if room is not None else None,
+            over.generation if over is not None else None,
+            self._early.generation(receiver, message.room),
+        }
+        return message.generation in known
+
+    def refused(self, receiver: str, message: OpenRoom, error: KVFerryError, now: float) -> None:
+        """A wish was refused: whoever says it again is told the same."""
+        self._is_over(receiver, message.room, message.generation, error, now)
 
     def has_wish(self, receiver: str, message: OpenRoom) -> RoomT | None:
         """The open room that was given this very wish before, and alone can answer it."""

@@ -76,6 +76,8 @@ class Adversary:
         if not self.strikes(f"{what} fails"):
             return None
         self._excuse_all(f"{what} failed")
+        if what == "connect":  # whoever waits for the same link soon after fails with it
+            self.unwell_until = max(self.unwell_until, self._world.now + RECOVERY_S)
         return TransportError(f"the simulation lets {what} fail")
 
     def go_wrong(self) -> None:
@@ -184,7 +186,7 @@ class Adversary:
             self._world.office.break_line(
                 line, self._world.fate.randint(0, len(line.up)), self._world.fate.randint(0, len(line.down))
             )
-            seconds = self._world.fate.choice([0.0, 0.0, 0.5, 3.0])
+            seconds = self._world.fate.choice([0.0, 0.0, 0.5, 3.0, 6.0])
             if seconds:
                 line.is_cut = True
                 self.lines_heal[line] = self._world.now + seconds

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvferry.simulation.world import World
 
 
-_HASTY_ODDS = 0.15  # how often who gives up does so at once
+_HASTY_ODDS = 0.4  # how often who gives up does so at once: the abort may overtake the wish then
 
 
 class Callers:

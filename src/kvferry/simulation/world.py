@@ -24,6 +24,7 @@ from kvferry.transport.simulated import Notification, SimulatedFlight, Simulated
 _BURST = 6
 _STEPS_A_LOOK = 20
 _FAIR_MAIL_ODDS = 0.2
+_FAIR_PACE_S = 0.05  # of time, so that no deadline passes while everybody has something to do
 _END_S = 20.0
 """How long, after the last trouble, until everything must be over: the deadlines of all states in a row."""
 
@@ -204,7 +205,7 @@ class World:
         return self._message()
 
     def _pass_time(self, *, is_idle: bool) -> None:
-        longest = 0.3 if is_idle else 0.1 if self.is_ending else self.circumstances.pace_s
+        longest = 0.3 if is_idle else _FAIR_PACE_S if self.is_ending else self.circumstances.pace_s
         self.now += self.order.random() * longest + 1e-4
         for process in self.processes:
             if process.thaws_at is not None and self.now >= process.thaws_at:

@@ -305,8 +305,12 @@ def garbage() -> list[bytes]:
         header + msgspec.msgpack.encode({"type": "Ping", "endpoint": "x"}).replace(b"\xa1x", b"\xa1\xff"),
         header + msgspec.msgpack.encode({"type": "OpenRoom", "room": -1, "generation": 0}),
         b"kvfy\x63\x00" + msgspec.msgpack.encode({"type": "Ping", "endpoint": "x"}),
-        messages.encode(messages.OpenRoom(room=1, generation=1, receivers=0, tokens=-1, groups=())),
-        messages.encode(messages.OpenRoom(room=2**64 - 1, generation=1, receivers=1, tokens=None, groups=())),
+        messages.encode(
+            messages.OpenRoom(room=1, generation=1, attempt=1, serial=1, receivers=0, tokens=-1, groups=())
+        ),
+        messages.encode(
+            messages.OpenRoom(room=2**64 - 1, generation=1, attempt=1, serial=1, receivers=1, tokens=None, groups=())
+        ),
         messages.encode(messages.AbortRoom(room=1, generation=1, reason="no")),
         messages.encode(messages.Detach(endpoint="x")),
         messages.encode(messages.Drained(endpoint="x", room=1, generation=1, writer=0)),

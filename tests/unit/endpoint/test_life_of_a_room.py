@@ -20,6 +20,7 @@ from kvferry.errors import (
     RoomExistsError,
     TransferAbortedError,
     TransferFailedError,
+    TransferTimeoutError,
     TransportError,
     UnknownRoomError,
 )
@@ -468,7 +469,9 @@ def test_wishes_and_aborts_that_reach_a_room_at_its_very_end_are_kept_for_the_ne
     assert attachment is not None
     for generation in (7, 8):
         nothing = messages.OpenGroup("kv", held=0, start=0, stop=0, first_page=0, pages=b"")
-        wish = messages.OpenRoom(room=1, generation=generation, receivers=1, tokens=None, groups=(nothing,))
+        wish = messages.OpenRoom(
+            room=1, generation=generation, attempt=1, serial=1, receivers=1, tokens=None, groups=(nothing,)
+        )
         room.post(OpenReceived(attachment, wish))
         room.post(ReceiverAborted(name, generation, "changed its mind"))
         abort = messages.AbortRoom(room=1, generation=generation, reason="changed its mind")
@@ -575,3 +578,62 @@ def test_a_repeated_notification_is_not_counted(pair: Callable[..., Requests]):
     requests.decode.transports[0].deliver = twice  # type: ignore[method-assign]
     request = requests.run(1, 6, cuts=(1, 2, 3))
     assert request.receivers[0].stats.chunks == 4
+
+
+# ---- what comes long after -------------------------------------------------------------------------------------
+
+
+def test_a_wish_that_comes_again_when_its_number_stands_for_another_request_writes_nothing(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    """A decode rank says a wish again when a connection broke, and that may take as long as it likes to arrive."""
+    requests = pair(bootstrap_timeout_s=0.5)
+    endpoint, pool = requests.prefill.endpoints[0], requests.decode.pools[0]
+    heard: list[tuple[str, bytes]] = []
+    receive = endpoint._receive
+
+    def note(identity: str, data: bytes, now: float) -> None:
+        if isinstance(messages.decode_to_prefill(data), messages.OpenRoom):
+            heard.append((identity, data))
+        receive(identity, data, now)
+
+    monkeypatch.setattr(endpoint, "_receive", note)
+    first = requests.new(1)
+    requests.open_decode(first)
+    requests.open_prefill(first)
+    requests.submit(first)
+    first.wait()
+    ((identity, wish),) = heard
+    eventually("the first use is forgotten", lambda: not endpoint._table._over)
+    pool.wipe_pages(first.destination_pages[0])
+    second = requests.new(1)
+    requests.open_prefill(second)
+    requests.submit(second)
+    endpoint._receive_one(identity, wish, endpoint.now())
+    with pytest.raises(TransferTimeoutError, match="opened it within"):
+        second.senders[0].wait(WAIT_S)
+    assert pool.touched(first.destination_pages[0]) == 0
+    requests.run(2)
+
+
+def test_a_goodbye_through_an_old_connection_ends_no_new_one(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    """It is said when nothing needs the old one any more, and a link may have been begun by then."""
+    requests = pair()
+    requests.run(1)
+    driver, endpoint = requests.decode.endpoints[0]._driver, requests.prefill.endpoints[0]
+    (channel,) = driver._channels.values()
+    (peer,) = endpoint._peers.all()
+    said: list[messages.Message] = []
+    monkeypatch.setattr(channel, "send", lambda data: said.append(messages.decode_to_prefill(data)))
+    closed = threading.Event()
+
+    def close(now: float) -> None:
+        driver._next_attempt()  # of a link that is still looked up
+        driver._close_channel(channel)
+        closed.set()
+
+    driver._submit(close)
+    assert closed.wait(WAIT_S)
+    assert said == [messages.Detach(endpoint=peer.name, attempt=peer.attempt)]

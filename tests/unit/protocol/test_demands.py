@@ -137,7 +137,7 @@ def test_no_page_is_asked_for_that_no_message_could_name():
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
 def test_counts_of_any_integer_kind_travel(kind: Any):
     made = demands_of(KV, {"kv": GroupPages([1, 2], start=kind(1))}, prefix_tokens=kind(20), tokens=kind(40), where="")
-    message = OpenRoom(room=1, generation=2, receivers=1, tokens=40, groups=made)
+    message = OpenRoom(room=1, generation=2, attempt=1, serial=1, receivers=1, tokens=40, groups=made)
     assert decode_to_prefill(encode(message)) == message
 
 
@@ -282,7 +282,7 @@ def test_the_slot_of_a_request_is_nobodys_share():
 
 
 def room(*groups: OpenGroup, tokens: int | None = None, receivers: int = 1) -> OpenRoom:
-    return OpenRoom(room=7, generation=1, receivers=receivers, tokens=tokens, groups=groups)
+    return OpenRoom(room=7, generation=1, attempt=1, serial=1, receivers=receivers, tokens=tokens, groups=groups)
 
 
 def group(name: str = "kv", *, pages: Sequence[int] = (), held: int = 0, start: int = 0, stop: int = 0, first: int = 0):

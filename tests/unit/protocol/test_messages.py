@@ -114,7 +114,7 @@ EXAMPLES: list[Message] = [
     ),
     Detach(endpoint="d0"),
     Ping(endpoint="d0"),
-    OpenRoom(room=2**63 - 1, generation=2**63 - 1, receivers=2, tokens=70, groups=GROUPS),
+    OpenRoom(room=2**63 - 1, generation=2**63 - 1, attempt=1, serial=1, receivers=2, tokens=70, groups=GROUPS),
     AbortRoom(room=0, generation=0, reason="the client went away: \N{SNOWMAN}"),
     Welcome(endpoint="p0", engine="prefill", coordinates=COORDINATES, layout=LAYOUT, transport="nixl", process=PROCESS),
     Attached(endpoint="p0", attempt=3, only_staged=True),
@@ -249,7 +249,7 @@ def test_the_largest_message_passes_and_a_byte_more_is_refused_on_both_sides(mon
 @pytest.mark.parametrize(
     "message",
     [
-        OpenRoom(room=2**64, generation=1, receivers=1, tokens=None, groups=()),
+        OpenRoom(room=2**64, generation=1, attempt=1, serial=1, receivers=1, tokens=None, groups=()),
         Hello(endpoint="d0", engine="caf\udce9", coordinates=COORDINATES),
     ],
     ids=["number", "surrogate"],
@@ -398,6 +398,8 @@ def test_a_large_deployment_stays_far_below_the_limits():
         OpenRoom(
             room=1,
             generation=1,
+            attempt=1,
+            serial=1,
             receivers=512,
             tokens=1_000_000,
             groups=tuple(OpenGroup(f"group {number}", 0, 0, 1_000_000, 0, pages) for number in range(2)),

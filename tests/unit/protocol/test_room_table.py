@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError, TransferFailedError
+from kvferry.errors import (
+    EndpointClosedError,
+    KVFerryError,
+    PageError,
+    TransferAbortedError,
+    TransferFailedError,
+    UnknownRoomError,
+)
 from kvferry.protocol.messages import AbortRoom, OpenRoom
 from kvferry.protocol.room_table import REMEMBERED, RoomTable
 
@@ -23,12 +30,14 @@ def table(max_early: int = 3) -> RoomTable[Room]:
     return RoomTable(max_early=max_early, keep_s=10.0)
 
 
-def wish(room: int = 1, generation: int = 7) -> OpenRoom:
-    return OpenRoom(room=room, generation=generation, receivers=1, tokens=None, groups=())
+def wish(room: int = 1, generation: int = 7, *, attempt: int = 1, serial: int = 1) -> OpenRoom:
+    return OpenRoom(
+        room=room, generation=generation, attempt=attempt, serial=serial, receivers=1, tokens=None, groups=()
+    )
 
 
-def abort(room: int = 1, generation: int = 7) -> AbortRoom:
-    return AbortRoom(room=room, generation=generation, reason="no")
+def abort(room: int = 1, generation: int = 7, *, attempt: int = 1, serial: int = 1) -> AbortRoom:
+    return AbortRoom(room=room, generation=generation, reason="no", attempt=attempt, serial=serial)
 
 
 def test_a_wish_goes_to_its_room_or_waits_for_it():
@@ -164,3 +173,57 @@ def test_what_is_remembered_is_bounded():
     assert len(rooms._over) == REMEMBERED
     with pytest.raises(TransferAbortedError):
         rooms.wish("d0", wish(room=REMEMBERED + 99), now=0.0)
+
+
+FOREVER = 1e9
+
+
+def test_a_wish_that_comes_again_long_after_its_use_is_over_is_nobodys():
+    """The number stands for another request by then, and its pages for another still."""
+    rooms, first = table(), Room(1)
+    assert rooms.hears("d0", wish())
+    rooms.add(first)
+    assert rooms.wish("d0", wish(), now=0.0) is first
+    rooms.remove(first, now=1.0)
+    rooms.expired(FOREVER)
+    rooms.add(Room(1))
+    with pytest.raises(UnknownRoomError, match="this use of the number is over"):
+        rooms.hears("d0", wish())
+    assert rooms.hears("d0", wish(generation=8, serial=2))
+
+
+def test_nor_is_one_that_was_taken_back_before_it_came():
+    rooms = table()
+    assert rooms.hears("d0", abort())
+    rooms.abort("d0", abort(), now=0.0)
+    assert rooms.hears("d0", wish()), "whoever asks is told that it was aborted"
+    rooms.expired(FOREVER)
+    with pytest.raises(UnknownRoomError):
+        rooms.hears("d0", wish())
+
+
+def test_nor_is_one_of_an_earlier_attempt_to_connect():
+    rooms = table()
+    rooms.attached("d0", 1)
+    rooms.attached("d0", 2)
+    assert not rooms.hears("d0", wish(attempt=1))
+    assert rooms.hears("d0", wish(attempt=2))
+    assert rooms.hears("d0", abort(attempt=1)), "an answer is due to aborts"
+
+
+def test_a_wish_that_comes_again_while_it_is_waited_for_is_considered():
+    rooms, room = table(), Room(1)
+    assert rooms.hears("d0", wish())
+    rooms.wish("d0", wish(), now=0.0)
+    assert rooms.hears("d0", wish()), "nobody has opened the room"
+    rooms.add(room)
+    assert rooms.hears("d0", wish()), "it was given to the room"
+
+
+def test_a_wish_that_was_refused_is_refused_for_the_same_reason():
+    rooms = table()
+    assert rooms.hears("d0", wish())
+    rooms.refused("d0", wish(), PageError("too many"), now=0.0)
+    assert rooms.hears("d0", wish())
+    with pytest.raises(PageError, match="too many"):
+        rooms.wish("d0", wish(), now=1.0)
