@@ -205,11 +205,14 @@ class ConnectedChannel:
         credentials: whoever listens there must have the same.
 
         Raises:
-            PeerDisconnectedError: if the address makes no sense.
+            PeerDisconnectedError: if the address makes no sense, or the process has too many sockets.
         """
         self.address = address
         self._has_secret = credentials is not None
-        self.socket = _configured(context, zmq.DEALER)
+        try:
+            self.socket = _configured(context, zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise PeerDisconnectedError(f"cannot connect to {address!r}: {error.strerror}") from error
         self.socket.setsockopt(zmq.IDENTITY, identity.encode())
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)

@@ -177,6 +177,7 @@ class ZmqConnectingEnd(ConnectingEnd):
         self._identity = identity
         self._credentials = credentials
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # else 341 connections, of three each
         self._wakeup = Wakeup()
         self._poller = zmq.Poller()
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)

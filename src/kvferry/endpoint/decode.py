@@ -236,7 +236,8 @@ class DecodeEndpoint:
             return
         for receiver in receivers:
             receiver.abort("the decode endpoint was closed")
-        yield lambda: all(receiver.pages_reusable for receiver in receivers), deadline
+        # Also those that have their pages back: prefill ranks may still write into staging memory for them.
+        yield lambda: not self.open_rooms, deadline
         yield from self._driver.closing()
         self._registry_client.close()
         self.transport.close()

@@ -42,6 +42,7 @@ from kvferry.protocol.receiver import (
     ConnectFailed,
     Finished,
     PartArrived,
+    ReceiverAbortRequested,
     ReceiverBroke,
     ReceiverCommand,
     ReceiverEvent,
@@ -177,17 +178,35 @@ class DecodeDriver(Loop):
         self._is_stopping.set()
         self._end.wake()
         yield lambda: not self._thread.is_alive, float("inf")
+        self._end_rooms(self._platform.now())
         scatterers = self._scatterers
         if scatterers is not None:
             scatterers.stop()
             yield lambda: not any(thread.is_alive for thread in scatterers.threads), float("inf")
         self._resolvers.close()
+        self._keep_rings_in_doubt()
         for channel in list(self._channels.values()):
             self._close_channel(channel)
         for future in list(self._callers):
             if not future.done():
                 future.set_exception(EndpointClosedError("the endpoint was closed"))
         self._end.close()
+
+    def _end_rooms(self, now: float) -> None:
+        """After the thread has ended: what was handed in too late for it ends as well."""
+        self._work_inbox(now)
+        for room in list(self._rooms.values()):
+            if not room.machine.state.is_final:
+                self._handle(room, ReceiverAbortRequested("the decode endpoint was closed"), now)
+
+    def _keep_rings_in_doubt(self) -> None:
+        """Nothing that we could do stops whoever may still write into staging memory: that stays for good."""
+        ready = [link for link in self._links.values() if link.state is LinkState.READY]
+        unsettled = {id(link) for link in self._room_links.values()}
+        settled = {peer.endpoint for link in ready if id(link) not in unsettled for peer in link.peers}
+        kept = self._staging.keep_for_good(settled)
+        if kept:
+            log.warning("%d bytes of staging memory are kept for good: prefill ranks may still write to them", kept)
 
     def _submit(self, work: Callable[[float], None]) -> None:
         self._inbox.append(work)
@@ -206,12 +225,12 @@ class DecodeDriver(Loop):
         ready = self._end.wait(self._longest_wait_ms() if may_wait and not is_hot else 0)
         now = self._platform.now()
         happened = self._work_inbox(now)
+        if self._rooms:  # before what peers say: that they leave is no reason to forget what has arrived from them
+            happened |= self._take_notifications(now)
         for channel in ready:
             if self._channels.get(channel.address) is channel:
                 happened = True
                 self._receive(channel, now)
-        if self._rooms:
-            happened |= self._take_notifications(now)
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
             self._tick(now)
@@ -522,7 +541,8 @@ class DecodeDriver(Loop):
                         if channel in self._channels_of(message.endpoint):
                             self._rank_closed(message.endpoint, now)
                     case messages.Gone(process):
-                        if link is not None and link.knows_machine(channel, process.machine):
+                        links = (*self._links.values(), *self._retired_links)
+                        if any(each.knows_machine(channel, process.machine) for each in links):
                             self._lost.gone(process)
                     case messages.Welcome() if self._channels_of(message.endpoint) - {channel}:
                         raise PeerError(f"at {channel.address} somebody answers under the name of another prefill rank")
@@ -691,6 +711,8 @@ class DecodeDriver(Loop):
 
     def _release_what_is_proved(self, now: float) -> None:
         """Gives back what lost ranks might have written to, of those that will not write again."""
+        at_stake = {peer.endpoint for link in self._room_links.values() for peer in link.peers}
+        self._lost.keep_only(at_stake | self._staging.writers)
         self._lost.look(self._platform.is_gone)
         for endpoint in self._lost.take_settled(now):
             self._will_not_write(endpoint, now)

@@ -110,7 +110,8 @@ class PrefillEndpoint:
         self._table: RoomTable[SendingRoom] = RoomTable(
             max_early=self.settings.max_early_rooms, keep_s=self.settings.bootstrap_timeout_s
         )
-        self._silent: dict[str, None] = {}  # decode ranks that were given up, and may come back; the latest last
+        self._given_up: dict[str, None] = {}  # decode ranks that may come back; the latest stand last
+        self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
         self._outbox: deque[tuple[str, messages.Message]] = deque()
         self._is_closed = False
         self._is_leaving = False  # no room is waited for any more
@@ -372,6 +373,12 @@ class PrefillEndpoint:
                 return
         self._drained(receiver, message.room, message.generation)
 
+    def write_failed(self, attachment: Attachment, error: Exception) -> None:
+        """A write failed. Where a connection broke, the decode rank is given up: only connecting anew mends it."""
+        if isinstance(error, PeerDisconnectedError):
+            self._failed_writes.append((attachment, error))
+            self.wake()
+
     def forget_room(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
         with self._rooms_lock:
@@ -388,6 +395,8 @@ class PrefillEndpoint:
         now = self.now()
         for identity, data in self._channel.receive():
             self._receive_one(identity, data, now)
+        while self._failed_writes:
+            self._connection_broke(*self._failed_writes.popleft())
         self._flush()
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
@@ -405,7 +414,7 @@ class PrefillEndpoint:
         self._workers.stop()
         if self._workers.running:
             return False
-        for receiver in (*(peer.name for peer in self._peers.all()), *self._silent):
+        for receiver in (*(peer.name for peer in self._peers.all()), *self._given_up):
             self.send(receiver, messages.Closed(endpoint=self.transport.endpoint_name))
         self._flush()
         self._lookout.stop()
@@ -426,7 +435,7 @@ class PrefillEndpoint:
     def has_to_do(self) -> bool:
         """Whether the control thread has anything to do, as long as nothing has come."""
         may_leave = self._is_leaving and not self.open_rooms
-        return bool(self._outbox) or self.now() >= self._next_tick_at or may_leave
+        return bool(self._outbox or self._failed_writes) or self.now() >= self._next_tick_at or may_leave
 
     def _flush(self) -> None:
         assert self._channel is not None
@@ -464,7 +473,7 @@ class PrefillEndpoint:
             case messages.Detach() if peer is not None and peer.attempt > message.attempt:
                 pass
             case messages.Detach():
-                self._silent.pop(identity, None)
+                self._given_up.pop(identity, None)
                 self._lose(identity, PeerDisconnectedError("it was closed"))
             case messages.Ping():
                 attached = peer is not None and peer.attachment is not None and not self._is_lingering
@@ -483,19 +492,14 @@ class PrefillEndpoint:
                     attachment.paths.credited(message.epoch, message.position)
 
     def _hear(self, identity: str, message: messages.OpenRoom | messages.AbortRoom) -> None:
-        try:
-            with self._rooms_lock:
-                is_considered = self._table.hears(identity, message)
-        except KVFerryError as error:
-            if isinstance(message, messages.OpenRoom):
-                self._refuse_room(identity, message, error)
-            else:
-                log.warning("dropped a message from %s: %s", identity, error)
-            return
+        with self._rooms_lock:
+            is_considered = self._table.hears(identity, message)
         if isinstance(message, messages.AbortRoom):
             self.abort_room(identity, message)
         elif is_considered:
             self.open_room(identity, message)
+        else:
+            log.debug("a wish of %s for room %d came again, long after it", identity, message.room)
 
     def _room_verified(self, identity: str, message: messages.RoomVerified) -> None:
         with self._rooms_lock:
@@ -525,7 +529,7 @@ class PrefillEndpoint:
     def _attach(self, identity: str, message: messages.Attach) -> None:
         problem = self._why_not_attached(identity, message)
         if problem is None:
-            self._silent.pop(identity, None)
+            self._given_up.pop(identity, None)
             with self._rooms_lock:
                 self._table.attached(identity, message.attempt)
             self._peers.attach(message)
@@ -612,6 +616,19 @@ class PrefillEndpoint:
         for room in rooms:
             room.post(ReceiverLost(identity, error))
 
+    def _connection_broke(self, attachment: Attachment, error: Exception) -> None:
+        peer = self._peers.get(attachment.receiver)
+        if peer is not None and peer.attachment is attachment:  # else it was given up, or made anew, meanwhile
+            self._give_up(peer.name, PeerDisconnectedError(f"the connection for its bytes broke: {error}"))
+
+    def _give_up(self, receiver: str, error: KVFerryError) -> None:
+        """Loses a decode rank that may live: it connects anew as soon as it hears of it."""
+        log.error("lost decode rank %s: %s", receiver, error)
+        self._given_up[receiver] = None
+        while len(self._given_up) > self.settings.max_decode_ranks:
+            del self._given_up[next(iter(self._given_up))]
+        self._lose(receiver, error)
+
     def _tick(self, now: float) -> None:
         with self._rooms_lock:
             expired = self._table.expired(now)
@@ -635,14 +652,8 @@ class PrefillEndpoint:
             peer.last_heard_at = min(now, peer.last_heard_at + late_s)
             silence_s = now - peer.last_heard_at
             if silence_s > self.settings.peer_timeout_s:
-                log.error("lost decode rank %s: silent for %.1f s", peer.name, silence_s)
-                self._silent[peer.name] = None
-                while len(self._silent) > self.settings.max_decode_ranks:
-                    del self._silent[next(iter(self._silent))]
-                self._lose(
-                    peer.name,
-                    PeerDisconnectedError(f"silent for {silence_s:.1f} s (KVFERRY_PEER_TIMEOUT_S)"),
-                )
+                silent = f"silent for {silence_s:.1f} s (KVFERRY_PEER_TIMEOUT_S)"
+                self._give_up(peer.name, PeerDisconnectedError(silent))
 
 
 class _Control(Loop):

@@ -157,6 +157,9 @@ class Surroundings(Protocol):
     def abort_room(self, receiver: str, message: messages.AbortRoom) -> None:
         """Takes back such a wish."""
 
+    def write_failed(self, attachment: Attachment, error: Exception) -> None:
+        """A write to a decode rank failed: where the connection broke, nothing else will get there either."""
+
     def forget_room(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
 
@@ -380,6 +383,8 @@ class SendingRoom(Actor):
         self._tell(event, worker)
 
     def _tell(self, event: SenderEvent, worker: Worker) -> None:
+        if isinstance(event, WriteFailed):
+            self._surroundings.write_failed(self._attachments[event.receiver], event.error)
         now = self._surroundings.now()
         commands = self._machine.handle(event, now)
         if self._all_open_at is None and self._machine.state not in (TransferState.BOOTSTRAPPING, TransferState.FAILED):

@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvferry.errors import PeerError
-
-MOST_RECEIVERS = 1 << 12
+MOST_RECEIVERS = 1 << 16
 MOST_MISSING = 1 << 16
-"""Of one decode rank: wishes that a connection lost, or took to where nobody listened."""
+"""Of one decode rank: wishes that a connection lost, or took to where nobody listened. Older ones are given up."""
 
 
 class Heard(Enum):
@@ -48,19 +46,16 @@ class HeardWishes:
         Args:
             attempt: the attempt to connect that it belongs to.
             serial: its number, from 1 on.
-
-        Raises:
-            PeerError: if more wishes than may be seem to have been lost before it.
         """
         known = self._attempt(receiver, attempt)
         if known.number > attempt:
             return Heard.TOO_LATE
         if serial > known.highest:
-            lost = serial - known.highest - 1
-            if len(known.missing) + lost > MOST_MISSING:
-                raise PeerError(f"wish {serial} of {receiver}: {lost} before it never came")
-            known.missing.update(dict.fromkeys(range(known.highest + 1, serial)))
+            first = max(known.highest + 1, serial - MOST_MISSING)
+            known.missing.update(dict.fromkeys(range(first, serial)))
             known.highest = serial
+            while len(known.missing) > MOST_MISSING:
+                del known.missing[next(iter(known.missing))]
             return Heard.FIRST
         if serial in known.missing:
             del known.missing[serial]

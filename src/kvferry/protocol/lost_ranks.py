@@ -6,7 +6,7 @@ itself, it is connected anew, or its process has ended and what the network stil
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvferry.protocol.messages import ProcessIdentity
@@ -45,6 +45,11 @@ class LostRanks:
     def discard(self, endpoint: str) -> None:
         """It was found again, or nothing of ours is in its hands."""
         self._lost.pop(endpoint, None)
+
+    def keep_only(self, at_stake: Collection[str]) -> None:
+        """Forgets all that have nothing of ours in their hands."""
+        for endpoint in [endpoint for endpoint in self._lost if endpoint not in at_stake]:
+            del self._lost[endpoint]
 
     @property
     def doubtful(self) -> list[tuple[str, ProcessIdentity]]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError, UnknownRoomError
+from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError
 from kvferry.protocol.early import EarlyMessage, EarlyRooms
 from kvferry.protocol.heard import Heard, HeardWishes
 from kvferry.protocol.messages import AbortRoom, OpenRoom
@@ -122,18 +122,15 @@ class RoomTable(Generic[RoomT]):
     def hears(self, receiver: str, message: OpenRoom | AbortRoom) -> bool:
         """Takes note of a wish that has come, or of an abort; whether it is to be considered.
 
-        Raises:
-            UnknownRoomError: if it is a wish that was heard before, for a use of the number that is over.
-            PeerError: if it makes no sense.
+        A wish that was heard before and that nobody remembers is not: its use of the number is over, and whoever wished
+        for it has heard of that, or will by its own deadline.
         """
         if isinstance(message, AbortRoom):
             if message.serial:
                 self._wishes.hear(receiver, message.attempt, message.serial)
             return True
         heard = self._wishes.hear(receiver, message.attempt, message.serial)
-        if heard is Heard.AGAIN and not self._knows(receiver, message):
-            raise UnknownRoomError(f"room {message.room}: this use of the number is over on the prefill side")
-        return heard is not Heard.TOO_LATE
+        return heard is Heard.FIRST or (heard is Heard.AGAIN and self._knows(receiver, message))
 
     def _knows(self, receiver: str, message: OpenRoom) -> bool:
         room, over = self.rooms.get(message.room), self._over.get((receiver, message.room))

@@ -14,6 +14,7 @@ from kvferry.layout import Device, MemoryKind, Region
 from kvferry.staging.requirements import require_cuda
 
 _HUGE_PAGE_BYTES = 2 << 20
+_KEPT_FOR_GOOD: list[object] = []  # of the process, since nothing shorter lives as long as a write may take
 
 
 class StagingMemory:
@@ -54,6 +55,10 @@ class StagingMemory:
     def close(self) -> None:
         """Gives the memory back. Nobody may use its address any more, no transport either. Again does nothing."""
         self._owner = None
+
+    def keep_for_good(self) -> None:
+        """Gives it back to nobody, ever: a write that nothing can stop would change what lives there next."""
+        _KEPT_FOR_GOOD.append(self._owner)
 
     def __enter__(self) -> StagingMemory:
         return self

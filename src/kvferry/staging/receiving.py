@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvferry.errors import KVFerryError, SettingsError, TransportError, TransportUnavailableError
 from kvferry.layout import RankLayout
@@ -197,8 +197,9 @@ class ReceivingStaging:
             pieces: what it may send.
             send: takes a message to it.
         """
-        if endpoint in self._rings:
-            self._earlier.setdefault(endpoint, []).append(self._rings.pop(endpoint))
+        earlier = self._rings.pop(endpoint, None)
+        if earlier is not None:
+            self._earlier.setdefault(endpoint, []).append(earlier)
         if not pieces or (self.kernels is None and self.checks is None):
             return Staging(path=self.path, problem=self._problem)
         plan = PairPlan(source, self._layout, pieces)
@@ -209,7 +210,7 @@ class ReceivingStaging:
         if problem := self._why_too_small(plan):
             return Staging(path=self.path, problem=problem)
         try:
-            memory = self._memory()
+            memory = self._memory_again(endpoint) or self._memory()
         except KVFerryError as error:
             log.warning("no staging memory for %s: %s", endpoint, error)
             return Staging(path=self.path, problem=str(error))
@@ -227,6 +228,18 @@ class ReceivingStaging:
             ring=StagingRing(memory.address, memory.num_bytes, ring.epoch),
             scatter_bytes_per_s=speed,
         )
+
+    def _memory_again(self, endpoint: str) -> StagingMemory | None:
+        """Memory that it was offered before: it writes nowhere else before all that it wrote there has ended.
+
+        Else whoever connects in vain, again and again, would take all memory.
+        """
+        rings = self._earlier.pop(endpoint, [])
+        idle = next((ring for ring in rings if ring.is_idle), None)
+        others = [ring for ring in rings if ring is not idle]
+        if others:
+            self._earlier[endpoint] = others
+        return idle.memory if idle is not None else None
 
     def _memory(self) -> StagingMemory | None:
         if self._first is not None:
@@ -277,6 +290,23 @@ class ReceivingStaging:
         ring = self._rings.pop(endpoint, None)
         if ring is not None:
             self._free.append(ring)
+
+    def keep_for_good(self, settled: Collection[str]) -> int:
+        """Keeps memory that may still be written to for as long as the process lives; how many bytes.
+
+        Args:
+            settled: prefill ranks that have nothing on its way to us.
+        """
+        doubtful = [ring for endpoint, ring in self._rings.items() if endpoint not in settled]
+        doubtful += [ring for rings in self._earlier.values() for ring in rings]
+        for ring in doubtful:
+            ring.memory.keep_for_good()
+        return sum(ring.memory.num_bytes for ring in doubtful)
+
+    @property
+    def writers(self) -> set[str]:
+        """The prefill ranks that may write into any memory, of an earlier attempt to connect too."""
+        return {*self._rings, *self._earlier}
 
     @property
     def rings(self) -> dict[str, WriterRing]:

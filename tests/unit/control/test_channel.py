@@ -11,6 +11,7 @@ import zmq
 
 from kvferry.control.channel import ConnectedChannel, ListeningChannel
 from kvferry.control.credentials import Credentials, KeyPair
+from kvferry.control.ends import ZmqConnectingEnd
 from kvferry.errors import SettingsError
 
 FRIENDS = Credentials.derived_from("the secret of this test")
@@ -151,3 +152,15 @@ def test_a_port_that_is_taken_leaves_nothing_behind(context):
         with pytest.raises(SettingsError, match="KVFERRY_CONTROL_PORT"):
             ListeningChannel(context, host="127.0.0.1", port=taken.getsockname()[1], credentials=FRIENDS)
     context.term()  # would wait for ever for a socket that was left open
+
+
+def test_a_decode_rank_reaches_more_prefill_ranks_than_zmq_allows_by_itself():
+    """A connection takes three of a context's sockets, of which there are 1,023 by default."""
+    end = ZmqConnectingEnd("decode-0")
+    try:
+        for number in range(400):
+            end.connect(f"tcp://127.0.0.1:{20_000 + number}")
+    finally:
+        for connection in list(set(end._connections.values())):
+            end.disconnect(connection)
+        end.close()

@@ -47,6 +47,7 @@ from kvferry.errors import (
     UsageError,
 )
 from kvferry.protocol.link import Link
+from kvferry.staging import memory
 
 
 def is_closed(transport: FaultyTransport) -> bool:
@@ -348,6 +349,34 @@ def test_a_transport_that_takes_no_notifications_keeps_nobody_from_leaving(pair:
     requests.prefill.endpoints[0].close()
     eventually("everything was given back", lambda: is_closed(transport))
     assert not requests.prefill.endpoints[0].is_healthy
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["hanging", "quiet"])
+def test_staging_memory_that_may_still_be_written_to_stays_when_a_decode_rank_closes(
+    hanging: Callable[..., Hanging], monkeypatch: pytest.MonkeyPatch, hangs: bool
+):
+    """The engine goes on, and might put something of its own there."""
+    kept: list[object] = []
+    monkeypatch.setattr(memory, "_KEPT_FOR_GOOD", kept)
+    case = hanging(path="staged", staging_ring_mib=1.0, staging_chunk_mib=0.25)
+    if not hangs:
+        case.transport.held = False
+        case.request.wait()
+    case.requests.decode.endpoints[0].close()
+    assert len(kept) == hangs
+    case.transport.held = False
+
+
+def test_rooms_that_are_opened_and_closed_at_once_end(engines: Callable[..., Engines]):
+    both = engines(close_timeout_s=0.0)
+    prefill = both.prefill(Model(layers=1))
+    for _ in range(20):
+        decode = both.decode(Model(layers=1)).endpoints[0]
+        receivers = [decode.open(room, [0], engine=prefill.name) for room in range(20)]
+        decode.close()
+        for receiver in receivers:
+            with pytest.raises((TransferAbortedError, TransferFailedError)):
+                receiver.wait(1)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

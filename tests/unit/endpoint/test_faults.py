@@ -509,3 +509,33 @@ def test_two_engines_that_use_one_number_at_a_time_are_told(engines: Callable[..
             receiver.wait(WAIT_S)
     with pytest.raises(IncompatiblePeerError, match="use the same room number"):
         sender.wait(WAIT_S)
+
+
+def test_a_connection_for_bytes_that_broke_is_made_anew_although_both_ranks_live(pair: Callable[..., Requests]):
+    """No transport mends it by itself, and the ranks go on hearing of one another."""
+    requests = pair(heartbeat_interval_s=0.1)
+    requests.run(1)
+    transport = requests.prefill.transports[0]
+    connect = transport.connect
+
+    def breaks(peer: str) -> None:
+        raise PeerDisconnectedError(f"the connection to {peer} was reset")
+
+    def connects(metadata: bytes) -> str:
+        transport.on_post = None
+        return connect(metadata)
+
+    transport.on_post = breaks
+    transport.connect = connects  # type: ignore[method-assign]
+    broken = requests.new(2)
+    requests.open_decode(broken)
+    requests.open_prefill(broken)
+    requests.submit(broken)
+    broken.wait_ended()
+    for transfer in (*broken.senders, *broken.receivers):
+        assert isinstance(transfer.error, TransferFailedError)
+        assert transfer.wait_pages_reusable(WAIT_S)
+    driver = requests.decode.endpoints[0]._driver
+    eventually("the decode rank has heard of it", lambda: not driver._links)
+    requests.run(3)
+    assert not transport.misused

@@ -10,7 +10,7 @@ from tests.support.caches import Model, Shape
 from tests.support.engines import Engines, Requests
 from tests.support.waiting import eventually
 
-from kvferry.errors import RegistrationError
+from kvferry.errors import IncompatiblePeerError, RegistrationError
 
 
 def test_a_prefill_rank_that_gets_no_more_memory_goes_on_with_what_it_has(
@@ -52,3 +52,14 @@ def test_two_that_ask_for_more_memory_at_once_do_not_get_more_than_there_may_be(
     transport.on_register = ask_again
     assert staging._more_memory() is not None
     assert second == [None]
+
+
+def test_a_prefill_rank_that_refuses_again_and_again_takes_no_more_memory(engines: Callable[..., Engines]):
+    both = engines(staging_ring_mib=1.0, staging_chunk_mib=0.25, staging_memory_mib=4.0)
+    refuses, serves = both.prefill(Model(), path="direct"), both.prefill(Model(), path="staged")
+    decode = both.decode(Model(), path="staged")
+    for _ in range(10):
+        with pytest.raises(IncompatiblePeerError, match="path"):
+            Requests(refuses, decode).connect()
+    Requests(serves, decode).run(1)
+    assert decode.endpoints[0]._driver._staging._taken_bytes == 2 << 20, "a ring for each of the two"
