@@ -181,5 +181,5 @@ def _settings(
         peer_timeout_s=WAITS.peer_s,
         close_timeout_s=1.0,
         quarantine_s=WAITS.quarantine_s,
-        max_early_rooms=4,
+        max_early_rooms=10,  # all that there are, from one decode rank: none is refused for it
     )
