@@ -18,7 +18,7 @@ from kvferry.errors import TransferTimeoutError
 from kvferry.protocol import receiver, sender
 from kvferry.protocol.credits import ReadingRing, WritingRing
 from kvferry.protocol.lost_ranks import LostRanks
-from kvferry.protocol.messages import Attach, Drained
+from kvferry.protocol.messages import AbortRoom, Attach, Drained, OpenRoom
 from kvferry.protocol.receiver import PartScattered, ReceiverMachine
 from kvferry.protocol.room_table import RoomTable
 from kvferry.protocol.sender import SenderMachine
@@ -142,14 +142,19 @@ def _removed_while_writes_fly(patch: pytest.MonkeyPatch) -> None:
 
 
 def _aborts_that_come_first_forgotten(patch: pytest.MonkeyPatch) -> None:
-    right = RoomTable.abort
+    """Neither as the last use of the number nor as the number of a wish."""
+    right, right_hears = RoomTable.abort, RoomTable.hears
 
     def abort(table: Any, *arguments: Any) -> Any:
         found = right(table, *arguments)
         table._over.clear()
         return found
 
+    def hears(table: Any, receiver: str, message: OpenRoom | AbortRoom) -> bool:
+        return isinstance(message, AbortRoom) or right_hears(table, receiver, message)
+
     patch.setattr(RoomTable, "abort", abort)
+    patch.setattr(RoomTable, "hears", hears)
 
 
 def _successors_speak_for_the_dead(patch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from tests.simulation.planted import PLANTED
 from kvferry.simulation.memory import Arena
 from kvferry.simulation.search import run_one
 
-MOST_SEEDS = 8000
+MOST_SEEDS = 16000
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,8 @@ _LINGER_MS = 500
 _QUEUED_MESSAGES = 100_000
 _MOST_AT_A_TIME = 1000
 _LONGEST_HANDSHAKE_MS = 10_000
+_NUMBER_MARK = "~"  # between the name of a decode rank's endpoint and the number of its connection
+_MOST_ROUTES = 1 << 16
 _IDENTITY = re.compile(rb"[!-~]{1,255}")
 
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -120,6 +122,7 @@ class ListeningChannel:
         Raises:
             SettingsError: if the address cannot be bound, saying why.
         """
+        self._routes: dict[str, tuple[int, str]] = {}  # by name: the youngest connection's number and identity
         self.socket = _configured(context, zmq.ROUTER)
         # Tells us when a message has nobody to go to, and lets a reconnecting peer take its identity along.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -167,8 +170,21 @@ class ListeningChannel:
             for _ in range(_MOST_AT_A_TIME):
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
                 if len(frames) == 2 and _IDENTITY.fullmatch(frames[0]):
-                    received.append((frames[0].decode("ascii"), frames[1]))
+                    received.append((self._heard(frames[0].decode("ascii")), frames[1]))
         return received
+
+    def _heard(self, identity: str) -> str:
+        """Whose connection it is. What is sent to that name goes through the youngest that anything came through."""
+        name, mark, number = identity.rpartition(_NUMBER_MARK)
+        if not mark or not number.isdigit():
+            name, number = identity, "0"
+        known = self._routes.get(name)
+        if known is None or known[0] <= int(number):
+            self._routes.pop(name, None)
+            self._routes[name] = int(number), identity
+            while len(self._routes) > _MOST_ROUTES:
+                del self._routes[next(iter(self._routes))]
+        return name
 
     def send(self, identity: str, message: bytes) -> None:
         """Sends to a decode rank.
@@ -176,9 +192,11 @@ class ListeningChannel:
         Raises:
             PeerDisconnectedError: if it is not connected.
         """
+        _, route = self._routes.get(identity, (0, identity))
         try:
-            self.socket.send_multipart([identity.encode(), message], zmq.NOBLOCK)
+            self.socket.send_multipart([route.encode(), message], zmq.NOBLOCK)
         except zmq.ZMQError as error:
+            self._routes.pop(identity, None)
             raise PeerDisconnectedError(f"no connection to {identity}: {error.strerror}") from error
 
     def close(self) -> None:
@@ -197,10 +215,13 @@ class ConnectedChannel:
         *,
         identity: str,
         address: str,
+        number: int = 0,
         credentials: Credentials | None = None,
     ) -> None:
         """Args:
-        identity: of this endpoint: visible ASCII, no more than 255 characters.
+        identity: of this endpoint: visible ASCII, no more than 240 characters.
+        number: higher than of all connections that this endpoint had before. ZMQ goes on sending what a closed one had
+            left, and of two that call themselves the same the prefill rank's end of ZMQ keeps the one that came last.
         address: of the prefill rank, such as tcp://127.0.0.1:40000.
         credentials: whoever listens there must have the same.
 
@@ -213,9 +234,10 @@ class ConnectedChannel:
             self.socket = _configured(context, zmq.DEALER)
         except zmq.ZMQError as error:
             raise PeerDisconnectedError(f"cannot connect to {address!r}: {error.strerror}") from error
-        self.socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self.socket.setsockopt(zmq.IDENTITY, f"{identity}{_NUMBER_MARK}{number}".encode())
+        # Links to whoever comes next at this address may use this connection, and must not wait for it long.
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         # ZMQ connects anew by itself, and says nothing of what was on its way when the connection broke.
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         if credentials is not None:

@@ -175,6 +175,7 @@ class ZmqConnectingEnd(ConnectingEnd):
         credentials: whoever listens must have the same.
         """
         self._identity = identity
+        self._last_number = 0
         self._credentials = credentials
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # else 341 connections, of three each
@@ -184,8 +185,13 @@ class ZmqConnectingEnd(ConnectingEnd):
         self._connections: dict[zmq.Socket[bytes], ZmqConnection] = {}
 
     def connect(self, address: str) -> Connection:
+        self._last_number += 1
         channel = ConnectedChannel(
-            self._context, identity=self._identity, address=address, credentials=self._credentials
+            self._context,
+            identity=self._identity,
+            address=address,
+            number=self._last_number,
+            credentials=self._credentials,
         )
         connection = ZmqConnection(channel)
         for socket in (channel.socket, channel.monitor):

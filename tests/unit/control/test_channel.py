@@ -46,9 +46,13 @@ def connect() -> Iterator[Callable[..., ConnectedChannel]]:
     with zmq.Context() as context:
         opened: list[ConnectedChannel] = []
 
-        def make(channel: ListeningChannel, credentials: Credentials | None, name: str = "decode") -> ConnectedChannel:
+        def make(
+            channel: ListeningChannel, credentials: Credentials | None, name: str = "decode", number: int = 0
+        ) -> ConnectedChannel:
             address = f"tcp://127.0.0.1:{channel.port}"
-            opened.append(ConnectedChannel(context, identity=name, address=address, credentials=credentials))
+            opened.append(
+                ConnectedChannel(context, identity=name, address=address, number=number, credentials=credentials)
+            )
             opened[-1].socket.setsockopt(zmq.LINGER, 0)
             return opened[-1]
 
@@ -164,3 +168,19 @@ def test_a_decode_rank_reaches_more_prefill_ranks_than_zmq_allows_by_itself():
         for connection in list(set(end._connections.values())):
             end.disconnect(connection)
         end.close()
+
+
+def test_what_a_closed_connection_had_left_takes_nothing_from_the_next(listen, connect):
+    """ZMQ goes on connecting for one that was closed, and where two have one identity the first hears nothing again."""
+    prefill = listen(None)
+    old, new = connect(prefill, None, number=1), connect(prefill, None, number=2)
+    new.send(b"question")
+    assert received(prefill, WITHIN_S) == [("decode", b"question")]
+    old.send(b"left over")
+    assert received(prefill, WITHIN_S) == [("decode", b"left over")]
+    for number in range(3):
+        new.send(b"again %d" % number)
+        assert received(prefill, WITHIN_S) == [("decode", b"again %d" % number)]
+        prefill.send("decode", b"answer")
+        assert new.socket.poll(WITHIN_S * 1000)
+        assert new.receive() == [b"answer"]
