@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,8 @@ def test_a_broken_law_is_shown_with_a_trace_and_the_way_to_replay_it(
     )
     assert not replay(seed, shows_steps=False, trace=None, console=Console(width=200))
     shown = capsys.readouterr().out
-    assert f"Seed {seed} breaks a law" in shown
+    broken = re.search(rf"Seed {seed} breaks a law: ([^:]+)", shown)
+    assert broken is not None
     assert "Shrunken to" in shown
-    assert "BROKEN: nothing reads a page after it was given back" in shown
+    assert f"BROKEN: {broken[1]}" in shown
     assert f"kvferry sim --seed {seed} --steps" in shown
