@@ -21,6 +21,7 @@ from zmq.utils import z85
 
 from kvferry.control.credentials import Credentials, secret_hint
 from kvferry.errors import PeerDisconnectedError, SettingsError
+from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.messages import MAX_MESSAGE_BYTES
 
 _LINGER_MS = 500
@@ -182,8 +183,7 @@ class ListeningChannel:
         if known is None or known[0] <= int(number):
             self._routes.pop(name, None)
             self._routes[name] = int(number), identity
-            while len(self._routes) > _MOST_ROUTES:
-                del self._routes[next(iter(self._routes))]
+            forget_oldest(self._routes, _MOST_ROUTES)
         return name
 
     def send(self, identity: str, message: bytes) -> None:

@@ -5,6 +5,7 @@ An end belongs to one thread. `wake` may be called from any other.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 
@@ -175,7 +176,7 @@ class ZmqConnectingEnd(ConnectingEnd):
         credentials: whoever listens must have the same.
         """
         self._identity = identity
-        self._last_number = 0
+        self._numbers = itertools.count(1)
         self._credentials = credentials
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # else 341 connections, of three each
@@ -185,12 +186,11 @@ class ZmqConnectingEnd(ConnectingEnd):
         self._connections: dict[zmq.Socket[bytes], ZmqConnection] = {}
 
     def connect(self, address: str) -> Connection:
-        self._last_number += 1
         channel = ConnectedChannel(
             self._context,
             identity=self._identity,
             address=address,
-            number=self._last_number,
+            number=next(self._numbers),
             credentials=self._credentials,
         )
         connection = ZmqConnection(channel)

@@ -8,6 +8,7 @@ open and something happened just now, a millisecond while they are, and until so
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections import deque
@@ -112,7 +113,7 @@ class DecodeDriver(Loop):
         self._rooms: dict[int, ReceivingRoom] = {}
         self._room_links: dict[int, Link] = {}
         self._lost = LostRanks(settle_s=settings.quarantine_s)
-        self._last_attempt = 0
+        self._next_attempt = partial(next, itertools.count(1))
         self._attempts: dict[str, int] = {}  # by address, the last that was begun there
         # Rooms that were verified, by number, generation and rank, of which that rank may not know yet.
         self._unconfirmed: dict[tuple[int, int, int], Link] = {}
@@ -202,8 +203,7 @@ class DecodeDriver(Loop):
     def _keep_rings_in_doubt(self) -> None:
         """Nothing that we could do stops whoever may still write into staging memory: that stays for good."""
         ready = [link for link in self._links.values() if link.state is LinkState.READY]
-        unsettled = {id(link) for link in self._room_links.values()}
-        settled = {peer.endpoint for link in ready if id(link) not in unsettled for peer in link.peers}
+        settled = {peer.endpoint for link in set(ready) - self._links_with_rooms for peer in link.peers}
         kept = self._staging.keep_for_good(settled)
         if kept:
             log.warning("%d bytes of staging memory are kept for good: prefill ranks may still write to them", kept)
@@ -424,6 +424,14 @@ class DecodeDriver(Loop):
 
     # ---- links --------------------------------------------------------------------------------------------------
 
+    @property
+    def _all_links(self) -> tuple[Link, ...]:
+        return *self._links.values(), *self._retired_links
+
+    @property
+    def _links_with_rooms(self) -> set[Link]:
+        return set(self._room_links.values())
+
     def _link(self, key: LinkKey, deadline: float) -> Link:
         """The link of that key, begun if there is none. Whoever waits for it has no earlier deadline."""
         if key in self._links:
@@ -434,10 +442,6 @@ class DecodeDriver(Loop):
             )
             self._resolvers.submit(partial(self._look_up, self._links[key]))
         return self._links[key]
-
-    def _next_attempt(self) -> int:
-        self._last_attempt += 1
-        return self._last_attempt
 
     def _look_up(self, link: Link) -> None:
         """Asks the registry, once. Runs on the pool."""
@@ -482,8 +486,7 @@ class DecodeDriver(Loop):
         return self._channels[address]
 
     def _close_unused_channels(self) -> None:
-        links = [*self._links.values(), *self._retired_links]
-        in_use = {channel.address for link in links for channel in link.channels}
+        in_use = {channel.address for link in self._all_links for channel in link.channels}
         for channel in [channel for address, channel in self._channels.items() if address not in in_use]:
             self._close_channel(channel)
 
@@ -499,7 +502,7 @@ class DecodeDriver(Loop):
 
     def _say_again(self, channel: Connection, now: float) -> None:
         """Repeats what may have been lost with a connection, or whose answer may. Nobody minds hearing it twice."""
-        for link in {id(link): link for link in (*self._links.values(), *self._room_links.values())}.values():
+        for link in dict.fromkeys((*self._links.values(), *self._room_links.values())):
             rank = link.rank_behind(channel)
             if rank is None:
                 continue
@@ -541,8 +544,7 @@ class DecodeDriver(Loop):
                         if channel in self._channels_of(message.endpoint):
                             self._rank_closed(message.endpoint, now)
                     case messages.Gone(process):
-                        links = (*self._links.values(), *self._retired_links)
-                        if any(each.knows_machine(channel, process.machine) for each in links):
+                        if any(each.knows_machine(channel, process.machine) for each in self._all_links):
                             self._lost.gone(process)
                     case messages.Welcome() if self._channels_of(message.endpoint) - {channel}:
                         raise PeerError(f"at {channel.address} somebody answers under the name of another prefill rank")
@@ -563,8 +565,7 @@ class DecodeDriver(Loop):
 
     def _channels_of(self, endpoint: str) -> set[Channel]:
         """The connections behind which an endpoint has answered: one, or none. Nobody else may speak for it."""
-        links = [*self._links.values(), *self._retired_links]
-        return {channel for link in links if (channel := link.channel_of(endpoint)) is not None}
+        return {channel for link in self._all_links if (channel := link.channel_of(endpoint)) is not None}
 
     def _rank_closed(self, endpoint: str, now: float) -> None:
         """A prefill rank has gone in order: it serves nobody any more, and will not write again."""
@@ -633,10 +634,8 @@ class DecodeDriver(Loop):
 
     def _close_retired_links(self) -> None:
         """Closes those that nobody will say anything through that matters here."""
-        in_use = {id(link) for link in self._room_links.values()}
-        self._retired_links = [
-            link for link in self._retired_links if id(link) in in_use or self._has_ring_in_doubt(link)
-        ]
+        in_use = self._links_with_rooms
+        self._retired_links = [link for link in self._retired_links if link in in_use or self._has_ring_in_doubt(link)]
         self._close_unused_channels()
 
     def _has_ring_in_doubt(self, link: Link) -> bool:
@@ -757,14 +756,14 @@ class DecodeDriver(Loop):
             with contextlib.suppress(KVFerryError):
                 link.send(rank, messages.RoomVerified(room=verified, generation=generation))
         for _, process in self._lost.doubtful:
-            for link in (*self._links.values(), *self._retired_links):
+            for link in self._all_links:
                 with contextlib.suppress(KVFerryError):
                     link.ask_whether_gone(process)
         # Whoever has its place now may know what became of it.
-        in_use = {id(link) for link in self._room_links.values()}
+        in_use = self._links_with_rooms
         for link in self._retired_links:
             if (
-                id(link) in in_use
+                link in in_use
                 and link.key not in self._links
                 and any(link.rank_of(endpoint) is not None for endpoint, _ in self._lost.doubtful)
             ):

@@ -33,6 +33,7 @@ from kvferry.errors import (
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import check_token_share
 from kvferry.protocol import messages
+from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.demands import wanted_groups
 from kvferry.protocol.early import EarlyMessage
 from kvferry.protocol.registrations import RankRegistration
@@ -625,8 +626,7 @@ class PrefillEndpoint:
         """Loses a decode rank that may live: it connects anew as soon as it hears of it."""
         log.error("lost decode rank %s: %s", receiver, error)
         self._given_up[receiver] = None
-        while len(self._given_up) > self.settings.max_decode_ranks:
-            del self._given_up[next(iter(self._given_up))]
+        forget_oldest(self._given_up, self.settings.max_decode_ranks)
         self._lose(receiver, error)
 
     def _tick(self, now: float) -> None:

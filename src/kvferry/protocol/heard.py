@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvferry.protocol.bounded import forget_oldest
+
 MOST_RECEIVERS = 1 << 16
 MOST_MISSING = 1 << 16
 """Of one decode rank: wishes that a connection lost, or took to where nobody listened. Older ones are given up."""
@@ -54,8 +56,7 @@ class HeardWishes:
             first = max(known.highest + 1, serial - MOST_MISSING)
             known.missing.update(dict.fromkeys(range(first, serial)))
             known.highest = serial
-            while len(known.missing) > MOST_MISSING:
-                del known.missing[next(iter(known.missing))]
+            forget_oldest(known.missing, MOST_MISSING)
             return Heard.FIRST
         if serial in known.missing:
             del known.missing[serial]
@@ -67,6 +68,5 @@ class HeardWishes:
         if known is None or known.number < attempt:
             known = _Attempt(attempt)
         self._attempts[receiver] = known
-        while len(self._attempts) > MOST_RECEIVERS:
-            del self._attempts[next(iter(self._attempts))]
+        forget_oldest(self._attempts, MOST_RECEIVERS)
         return known

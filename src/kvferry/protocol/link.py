@@ -7,6 +7,7 @@ a new one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -139,7 +140,7 @@ class Link:
         self.problem: KVFerryError | None = None
         self.look_up_at: float | None = None
         self._pause_s = _SHORTEST_PAUSE_S
-        self._last_serial = 0
+        self._serials = itertools.count(1)
         self._identity = identity
         self._staging = staging
         self._ranks: dict[int, _RankLink] = {}  # by engine rank
@@ -147,8 +148,7 @@ class Link:
 
     def next_serial(self) -> int:
         """The number of the next wish that is sent through it."""
-        self._last_serial += 1
-        return self._last_serial
+        return next(self._serials)
 
     def next_pause_s(self, jitter: float) -> float:
         """How long to wait before the registry is asked again: twice as long every time, up to a limit.

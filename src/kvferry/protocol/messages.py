@@ -266,6 +266,7 @@ class AbortRoom(Message, frozen=True):
     Attributes:
         error: the name of an exception of kvferry.errors where more than our caller's wish is behind it, else "".
         attempt, serial: of the wish that it takes back. Once this has come, that will not be fulfilled however late.
+            0 where no wish was sent through a link, and when it is passed on within a prefill rank.
     """
 
     room: Random

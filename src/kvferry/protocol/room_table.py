@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError
+from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.early import EarlyMessage, EarlyRooms
 from kvferry.protocol.heard import Heard, HeardWishes
 from kvferry.protocol.messages import AbortRoom, OpenRoom
@@ -205,14 +206,12 @@ class RoomTable(Generic[RoomT]):
             self._is_over(receiver, room.room, generation, room.error, now)
         if room.failed_alone and room.error is not None:
             self._failed_alone[room.room] = _FailedAlone(room.error, set(room.generations), now + self._keep_s)
-            while len(self._failed_alone) > self._max_early:
-                del self._failed_alone[next(iter(self._failed_alone))]
+            forget_oldest(self._failed_alone, self._max_early)
 
     def _is_over(self, receiver: str, room: int, generation: int, error: KVFerryError | None, now: float) -> None:
         self._over.pop((receiver, room), None)  # so that it is the youngest
         self._over[receiver, room] = _Over(generation, error, now + self._keep_s)
-        while len(self._over) > REMEMBERED:
-            del self._over[next(iter(self._over))]
+        forget_oldest(self._over, REMEMBERED)
 
     def forget_receiver(self, receiver: str) -> None:
         """Drops what a decode rank that is gone had opened first."""

@@ -57,7 +57,7 @@ class Process:
     @property
     def runs(self) -> bool:
         """Whether its threads have turns."""
-        return self.thaws_at is None and self.died_at is None and not self.has_left
+        return self.is_alive and self.thaws_at is None
 
     @property
     def takes_work(self) -> bool:

@@ -6,13 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvferry.errors import (
-    EndpointClosedError,
-    KVFerryError,
-    PageError,
-    TransferAbortedError,
-    TransferFailedError,
-)
+from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError, TransferFailedError
 from kvferry.protocol.messages import AbortRoom, OpenRoom
 from kvferry.protocol.room_table import REMEMBERED, RoomTable
 
