@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.context
 import os
@@ -79,7 +80,8 @@ class RankProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself, which is found where its pipe ends
+            os.kill(self._process.pid, number)
 
     def look(self, at: float) -> None:
         """Notes what it holds."""

@@ -35,6 +35,8 @@ from kvferry.control.registry_messages import (
 from kvferry.errors import ConfigurationError, MessageError, RegistrationRefusedError, RegistryAccessError, quoted
 from kvferry.protocol.registrations import RankRegistration, Registrations
 
+_REGISTRATION = msgspec.json.Decoder(RankRegistration)
+
 
 class _BodyTooLargeError(MessageError):
     pass
@@ -167,7 +169,7 @@ def _body_too_large() -> MessageError:
 
 def _decode_registration(body: bytes) -> RankRegistration:
     try:
-        return msgspec.json.decode(body, type=RankRegistration)
+        return _REGISTRATION.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"the request's body is no registration: {quoted(error)}") from error
 

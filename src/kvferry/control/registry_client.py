@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
+# Made here, in one thread: msgspec 0.22 crashes the process where two threads are the first to decode a type.
+_LEASE = msgspec.json.Decoder(Lease)
+_REMOVAL = msgspec.json.Decoder(Removal)
+_ENGINE = msgspec.json.Decoder(EngineView)
+_ENGINES = msgspec.json.Decoder(EngineList)
+_HEALTH = msgspec.json.Decoder(Health)
+_PROBLEM = msgspec.json.Decoder(Problem)
+
 # Sixteen thousand registrations take about five MiB: more than this did not come from a registry.
 _LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 # Shorter than the server keeps an idle connection, so that a request meets none that is about to close.
@@ -100,7 +108,7 @@ class RegistryClient:
         problem = self._problem(body) if 400 <= status < 500 else None
         if problem is not None:
             raise RegistrationRefusedError(f"the registry at {self._url} refused: {problem.message}")
-        return self._answer(status, body, Lease).lease_s
+        return self._answer(status, body, _LEASE).lease_s
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
         """End a rank's lease, if this incarnation holds it; otherwise nothing changes.
@@ -115,7 +123,7 @@ class RegistryClient:
         """
         check_engine_name(engine)
         query = {"incarnation": incarnation}
-        return self._answer(*self._exchange("DELETE", _rank_path(engine, engine_rank), params=query), Removal).removed
+        return self._answer(*self._exchange("DELETE", _rank_path(engine, engine_rank), params=query), _REMOVAL).removed
 
     def engine(self, name: str) -> EngineView:
         """The live ranks of one engine; a view without any if the registry knows none.
@@ -131,7 +139,7 @@ class RegistryClient:
             problem = self._problem(body)
             if problem is not None and problem.error == UNKNOWN_ENGINE:
                 return EngineView(engine=name, registrations=(), world_size=0, complete=False)
-        return self._answer(status, body, EngineView)
+        return self._answer(status, body, _ENGINE)
 
     def engines(self) -> tuple[EngineView, ...]:
         """Every engine that has a live rank, by name.
@@ -140,7 +148,7 @@ class RegistryClient:
             RegistryUnreachableError: if nothing answered.
             RegistryError: if what answered is no registry, or it failed.
         """
-        return self._answer(*self._exchange("GET", "/v1/engines"), EngineList).engines
+        return self._answer(*self._exchange("GET", "/v1/engines"), _ENGINES).engines
 
     def health(self) -> Health:
         """The registry's version, and how long it has been up.
@@ -149,7 +157,7 @@ class RegistryClient:
             RegistryUnreachableError: if nothing answered.
             RegistryError: if what answered is no registry, or it failed.
         """
-        return self._answer(*self._exchange("GET", "/health"), Health)
+        return self._answer(*self._exchange("GET", "/health"), _HEALTH)
 
     def load(self) -> None:
         """Load what requests need, without making one: the first is as fast as the others then."""
@@ -250,10 +258,10 @@ class RegistryClient:
             "one, in a file (KVFERRY_SECRET_FILE) or as KVFERRY_SECRET"
         )
 
-    def _answer(self, status: int, body: bytes, kind: type[Answer]) -> Answer:
+    def _answer(self, status: int, body: bytes, decoder: msgspec.json.Decoder[Answer]) -> Answer:
         if status == 200:
             try:
-                return msgspec.json.decode(body, type=kind)
+                return decoder.decode(body)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KVFerryError) as error:
                 raise self._no_registry(status, body) from error
         problem = self._problem(body)
@@ -265,7 +273,7 @@ class RegistryClient:
 
     def _problem(self, body: bytes) -> Problem | None:
         try:
-            return msgspec.json.decode(body, type=Problem)
+            return _PROBLEM.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
 

@@ -73,6 +73,9 @@ class _Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     components: tuple[_Component, ...]
 
 
+msgspec.json.Decoder(_Description)  # else two threads that are the first to convert one crash msgspec 0.22
+
+
 def cache_from_description(description: Any, *, source: str) -> ModelCache:
     """What a model caches, from the object under "kvferry".
 

@@ -104,9 +104,13 @@ class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True):
             MessageError: if the bytes are nothing of the kind.
         """
         try:
-            return msgspec.msgpack.decode(data, type=PeerMetadata)
+            return _METADATA.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MessageError(f"malformed transport metadata: {quoted(error)}") from error
+
+
+# Not when it is first needed: msgspec 0.22 crashes the process where two threads are the first to decode a type.
+_METADATA = msgspec.msgpack.Decoder(PeerMetadata)
 
 
 class Transport(ABC):
