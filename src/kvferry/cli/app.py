@@ -307,6 +307,38 @@ def bench(
 
 
 @app.command()
+def up(
+    model: Annotated[Path, typer.Option(help="A directory with the model, as transformers saves it.")],
+    engine: Annotated[str, typer.Option(help="Which engine: vllm.")] = "vllm",
+    prefill: Annotated[int, typer.Option(help="Prefill servers.")] = 1,
+    prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each.")] = 1,
+    decode: Annotated[int, typer.Option(help="Decode servers.")] = 1,
+    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each.")] = 1,
+    host: Annotated[str, typer.Option(help="Address to answer on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to answer on.")] = 8000,
+    logs: Annotated[Path | None, typer.Option(help="Directory for logs; a new one if not given.")] = None,
+    timeout_s: Annotated[float, typer.Option(help="Longest wait until all processes serve.")] = 600.0,
+    engine_options: Annotated[
+        list[str] | None, typer.Argument(help="Options for every server, after --, such as -- --max-model-len 4096.")
+    ] = None,
+) -> None:
+    """Start a disaggregated deployment of a real engine on this machine.
+
+    Prefill and decode servers, a registry, and one address that speaks OpenAI's interface, streaming included: it asks
+    a prefill and a decode server at once, and tries another pair when one fails. Processes that die are started again.
+    For one machine; for a cluster, the same connector works under a gateway (docs/vllm.md).
+    """
+    from kvferry.cli.up.run import run
+    from kvferry.engines.deployment.plan import DeploymentRequest
+    from kvferry.errors import ConfigurationError
+
+    if engine != "vllm":
+        raise ConfigurationError(f"--engine {engine}: known is vllm")
+    request = DeploymentRequest(model, prefill, prefill_tp, decode, decode_tp, host, port, tuple(engine_options or ()))
+    run(request, logs=logs, timeout_s=timeout_s)
+
+
+@app.command()
 def sim(
     seed: Annotated[int | None, typer.Option(help="The schedule to run, or the first of several.")] = None,
     count: Annotated[int, typer.Option(min=1, help="How many schedules, from the first on.")] = 1,

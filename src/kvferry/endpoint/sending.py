@@ -196,6 +196,7 @@ class Sender(Transfer):
         self._now = now
         self._most_waiting = most_waiting
         self._taken_up = 0  # chunks that wait no more; written by the room's turns alone
+        self._through = 0  # chunks handed in before all of which had been read; by the room's turns as well
         self.stats = SenderStats(opened_at=now(), last_submitted_at=None, ended_at=None, writes=())
 
     def submit(
@@ -246,6 +247,11 @@ class Sender(Transfer):
             raise UsageError(
                 f"room {self.room}: {len(aux)} bytes of aux data exceed the limit of {messages.MAX_AUX_BYTES}"
             )
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether all pages that were handed in so far have been read. Those of later chunks will be."""
+        return self._through == self._chunks.submitted
 
     def abort(self, reason: str = "no reason given") -> None:
         """Gives the transfer up, on both sides. Returns at once; a transfer that has ended stays as it is."""
@@ -402,6 +408,8 @@ class SendingRoom(Actor):
         machine = self._machine
         self.next_deadline = machine.deadline
         self.sender._taken_up = self._handled_chunks - machine.waiting_chunks
+        if machine.is_drained and not machine.waiting_chunks:
+            self.sender._through = self._handled_chunks
         stats = self.sender.stats
         if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:
             ended_at = (stats.ended_at or self._surroundings.now()) if machine.state.is_final else None

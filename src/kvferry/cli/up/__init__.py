@@ -1,0 +1,1 @@
+"""`kvferry up`: a disaggregated deployment of a real engine on this machine."""

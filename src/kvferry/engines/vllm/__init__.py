@@ -1,0 +1,23 @@
+"""kvferry as a connector of vLLM 0.32.
+
+`layouts` describes vLLM's caches, `scheduling` decides in the scheduler what leaves and comes, `worker` and `outgoing`
+do it in the workers, `parameters` and `steps` are what travels. Only `connector` and `metrics` import vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvferry.engines.vllm.connector import KVFerryConnector
+
+__all__ = ["KVFerryConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    # vLLM looks the class up here by name. Whoever imports a module beside it need not have vLLM.
+    if name == "KVFerryConnector":
+        from kvferry.engines.vllm.connector import KVFerryConnector
+
+        return KVFerryConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,329 @@
+"""The class that vLLM loads. It only sorts: what happens in the scheduler, and what in the workers.
+
+Set `kv_connector` to "KVFerryConnector" and `kv_connector_module_path` to "kvferry.engines.vllm".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.request import RequestStatus
+
+from kvferry.engines.vllm.layouts import CacheGroup, ModelShape, describe
+from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
+from kvferry.engines.vllm.outgoing import Fence
+from kvferry.engines.vllm.scheduling import SchedulerSide
+from kvferry.engines.vllm.steps import Step
+from kvferry.engines.vllm.worker import WorkerSide
+from kvferry.errors import LayoutError, SettingsError
+from kvferry.layout import RankCoordinates
+from kvferry.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+
+class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """A step, as vLLM carries it to the workers."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+
+class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """kvferry in vLLM.
+
+    The role decides what an engine may do: kv_producer sends, kv_consumer receives, kv_both does both. Settings of
+    kvferry's are read from the environment, and from `kv_connector_extra_config`, which wins.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Args:
+        vllm_config: of the engine.
+        role: whether this is the scheduler's side or a worker's.
+        kv_cache_config: which layers share block tables.
+
+        Raises:
+            SettingsError: if a setting is impossible or unknown.
+            LayoutError: if the model caches something that cannot be described.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._engine: str = transfer.engine_id
+        self._settings = settings_of(transfer.kv_connector_extra_config)
+        self._groups = groups_of(kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                self._groups,
+                engine=self._engine,
+                may_send=transfer.is_kv_producer,
+                may_receive=transfer.is_kv_consumer,
+            )
+
+    def shutdown(self) -> None:
+        """Ends the worker's endpoints."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    # ---- in the workers -------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Describes and registers this worker's caches and starts its endpoints; at the start, where it may wait."""
+        parallel = self._vllm_config.parallel_config
+        coordinates = coordinates_of(parallel)
+        described = describe(
+            kv_caches,
+            self._groups,
+            model_shape(self._vllm_config, self._kv_cache_config),
+            coordinates,
+            num_blocks=self._kv_cache_config.num_blocks,
+        )
+        self._worker = WorkerSide(
+            described,
+            coordinates,
+            self._settings,
+            engine=self._engine,
+            sends=self._kv_transfer_config.is_kv_producer,
+            receives=self._kv_transfer_config.is_kv_consumer,
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: KVFerryMetadata) -> None:
+        """Before blocks of preempted requests are written to."""
+        self._worker_side.before(kv_connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        """Asks for the caches of this step's requests."""
+        self._worker_side.receive(self._bound_step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: vLLM parks requests until all of their cache is there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
+        """Nothing to do layer by layer: pages leave with the step that fills them."""
+
+    def wait_for_save(self) -> None:
+        """Lets the pages that this step fills leave as soon as the device has filled them. Does not wait."""
+        step = self._bound_step
+        self._worker_side.after(step, fence() if step.send else nothing_to_wait_for)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What is through, failed or not."""
+        results = self._worker_side.results(finished_req_ids)
+        return KVConnectorTransferResults(
+            finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
+        )
+
+    def get_kv_connector_stats(self) -> KVFerryStats | None:
+        """What has been moved since the last call."""
+        figures = None if self._worker is None else self._worker.log.take()
+        return None if figures is None else KVFerryStats(data=dict(figures))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
+        """Figures as vLLM has carried them."""
+        return KVFerryStats() if data is None else KVFerryStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVFerryPromMetrics:
+        """What Prometheus is told."""
+        return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ---- in the scheduler -----------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Learns where to look up a request's blocks."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        select = self._transferred
+
+        def tables(request: str) -> Any:
+            return select(kv_cache_manager.get_blocks(request).blocks)
+
+        self._scheduler_side.bind(tables, kv_cache_manager.block_pool)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens are to be fetched, in the background."""
+        tokens = self._scheduler_side.tokens_elsewhere(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """A request's own blocks come, of every group that is transferred."""
+        ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return ids
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks stand ready for a request."""
+        self._scheduler_side.allocated(request, self._transferred(blocks.blocks), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVFerryMetadata:
+        """What the workers are told with this step."""
+        step = self._scheduler_side.take_step(
+            scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
+        )
+        return KVFerryMetadata(step)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """All workers are through with requests."""
+        self._scheduler_side.reported(connector_output.finished_sending or (), connector_output.finished_recving or ())
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether a request's blocks must be kept, and what its answer says to the decode server."""
+        is_aborted = request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        return self._scheduler_side.finished(request, is_aborted=is_aborted)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The same, as vLLM asks where there is one block table."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    # ---- helpers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _scheduler_side(self) -> SchedulerSide:
+        assert self._scheduler is not None, "only the scheduler calls this"
+        return self._scheduler
+
+    @property
+    def _worker_side(self) -> WorkerSide:
+        assert self._worker is not None, "only workers call this, once they have their caches"
+        return self._worker
+
+    @property
+    def _bound_step(self) -> Step:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KVFerryMetadata)
+        return metadata.step
+
+    def _transferred(self, tables: Any) -> list[Any]:
+        """The block tables of the groups that are transferred."""
+        return [tables[group] for group in self._kv_cache_config.transfer_group_ids]
+
+
+def nothing_to_wait_for() -> bool:
+    """A fence that has been reached."""
+    return True
+
+
+def fence() -> Fence:
+    """Whether the device has done what it was asked for until now. On CPU it has."""
+    if current_platform.is_cpu():
+        return nothing_to_wait_for
+    event = torch.Event(current_platform.device_type)
+    event.record()
+    query: Callable[[], bool] = event.query
+    return query
+
+
+def settings_of(extra: dict[str, Any]) -> Settings:
+    """Settings of kvferry's among what the user gave the connector; others are an error, so that none is overlooked."""
+    return Settings(**extra)
+
+
+def coordinates_of(parallel: Any) -> RankCoordinates:
+    """A worker's place. An engine of a data-parallel deployment is an engine of its own, with a name of its own.
+
+    Raises:
+        SettingsError: if context parallelism divides the cache.
+    """
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise SettingsError("kvferry's connector does not describe caches under context parallelism in vLLM yet")
+    tensor, pipeline = get_tp_group(), get_pp_group()
+    return RankCoordinates(
+        tp_rank=tensor.rank_in_group,
+        tp_size=tensor.world_size,
+        pp_rank=pipeline.rank_in_group,
+        pp_size=pipeline.world_size,
+    )
+
+
+def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelShape:
+    """What the whole model has."""
+    model = vllm_config.model_config
+    packing = None
+    if current_platform.is_cpu():
+        packing = cpu_packing(vllm_config, kv_cache_config)
+    return ModelShape(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), packing)
+
+
+def cpu_packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """The name of the order in which the CPU kernels keep a block: theirs to choose, by type, size and processor."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    specs = [first_spec(group.kv_cache_spec) for group in kv_cache_config.transfer_groups]
+    orders = {
+        _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype)
+        for spec in specs
+    }
+    return f"vLLM's CPU kernels ({', '.join(sorted(orders))})"
+
+
+def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
+    """The groups that are transferred.
+
+    Raises:
+        LayoutError: if one has something that cannot be described.
+    """
+    return tuple(
+        _group(f"group {number}", group.layer_names, first_spec(group.kv_cache_spec))
+        for number, group in enumerate(kv_cache_config.transfer_groups)
+    )
+
+
+def first_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    """What the layers of a group keep; of layers of several sizes, those of the first."""
+    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+_DESCRIBED = (FullAttentionSpec, SlidingWindowSpec)
+
+
+def _group(name: str, layer_names: list[str], spec: KVCacheSpec) -> CacheGroup:
+    if not isinstance(spec, _DESCRIBED):
+        known = "attention, with or without a sliding window, and latents"
+        raise LayoutError(
+            f"layers such as {layer_names[0]!r} keep {type(spec).__name__}: kvferry's connector describes {known}"
+        )
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    return CacheGroup(
+        name=name,
+        layer_names=tuple(layer_names),
+        block_tokens=spec.block_size,
+        window_tokens=None if window is None else max(1, window - 1),
+        is_latent=isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)),
+    )

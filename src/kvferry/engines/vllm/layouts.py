@@ -1,0 +1,266 @@
+"""vLLM's KV caches as a `RankLayout`.
+
+Since 0.32, vLLM hands every attention layer's cache out as a view of four dimensions, whatever lies behind it: block,
+head, token, content. NHD and HND, layers that share an allocation, blocks that hold all layers: all of it is in the
+view's strides. The content of one token and head is its K and V behind each other, or its latent.
+
+On CPU that is true of sizes only: within a block and head the order of the elements is the kernel's own. Such pages are
+packed: they can be cut by head, and never by token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from kvferry.errors import LayoutError
+from kvferry.layout import (
+    Axis,
+    Component,
+    Entry,
+    Interval,
+    RankCoordinates,
+    RankLayout,
+    Shard,
+    shard_from_tensors,
+    split,
+)
+from kvferry.layout.tensors import TensorGeometry, geometry
+
+_DIMENSIONS = "(block, head, token, content)"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """The layers that share a block table.
+
+    Attributes:
+        name: what the group is called in layouts; no other group of the rank has the same.
+        layer_names: as vLLM calls them.
+        block_tokens: tokens in a block of the block table.
+        window_tokens: how many of the last tokens the next one attends to, itself left out; None for all.
+        is_latent: whether what is cached is the same on every tensor-parallel rank.
+    """
+
+    name: str
+    layer_names: tuple[str, ...]
+    block_tokens: int
+    window_tokens: int | None = None
+    is_latent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What no single rank's caches say.
+
+    Attributes:
+        layers: of the whole model, over all pipeline stages. Layers with higher numbers are a draft model's.
+        kv_heads: of the whole model.
+        packing: the name of the order within a block and head where only the kernel knows it; None where tokens can be
+            told apart.
+    """
+
+    layers: int
+    kv_heads: int
+    packing: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedCaches:
+    """What a worker's caches are.
+
+    Attributes:
+        layout: for kvferry.
+        pages_per_block: by group, into how many pages a kernel divides a block of the block table.
+    """
+
+    layout: RankLayout
+    pages_per_block: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's cache.
+
+    Attributes:
+        number: of the layer, in the whole model.
+    """
+
+    number: int
+    name: str
+    group: CacheGroup
+    cache: Any
+    view: TensorGeometry
+
+    @property
+    def page_tokens(self) -> int:
+        return self.view.shape[2]
+
+    @property
+    def content(self) -> int:
+        """Elements that one token has in one head."""
+        return self.view.shape[3]
+
+
+def layer_number(name: str) -> int:
+    """The number in a layer's name, such as 3 in 'model.layers.3.self_attn.attn'.
+
+    Raises:
+        LayoutError: if there is not exactly one.
+    """
+    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
+    if len(numbers) != 1:
+        raise LayoutError(f"layer {name!r} has {len(numbers)} numbers in its name, so that its place cannot be told")
+    return int(numbers[0])
+
+
+def describe(
+    caches: Mapping[str, Any],
+    groups: Sequence[CacheGroup],
+    model: ModelShape,
+    coordinates: RankCoordinates,
+    *,
+    num_blocks: int,
+) -> DescribedCaches:
+    """Describes a worker's caches.
+
+    Layers that keep the same for a token are one component; they may have several block tables. Two engines need not
+    come to the same tables: vLLM groups layers as their sizes and number allow.
+
+    Args:
+        caches: by layer name, views of (block, head, token, content). Layers in no group use another one's.
+        num_blocks: in every block table.
+
+    Raises:
+        LayoutError: if a cache is something else, naming layer and shape; or if nothing of the kind is known here.
+    """
+    layers = sorted(
+        (_layer(name, group, caches, num_blocks) for group in groups for name in group.layer_names),
+        key=lambda layer: layer.number,
+    )
+    if not layers:
+        raise LayoutError("this worker has no KV cache that could be transferred")
+    for low, high in pairwise(layers):
+        if low.number == high.number:
+            raise LayoutError(f"layers {low.name!r} and {high.name!r} have the same number")
+    shards = []
+    for name, kind in _components(layers, model).items():
+        component, held_heads = _component(name, kind, model, coordinates)
+        shards += [_shard(component, run, held_heads) for run in _runs(kind)]
+    per_block = {layer.group.name: layer.view.shape[0] // num_blocks for layer in layers}
+    return DescribedCaches(RankLayout(shards=tuple(shards)), per_block)
+
+
+def _layer(name: str, group: CacheGroup, caches: Mapping[str, Any], num_blocks: int) -> _Layer:
+    cache = caches.get(name)
+    if cache is None or isinstance(cache, (list, tuple)):
+        found = "no cache" if cache is None else f"{len(cache)} tensors, as of recurrent state"
+        raise LayoutError(f"layer {name!r} has {found}: what can be described is one tensor {_DIMENSIONS} a layer")
+    view = geometry(cache)
+    if len(view.shape) != 4 or view.shape[0] % num_blocks:
+        raise LayoutError(
+            f"the cache of layer {name!r} has shape {view.shape}: what can be described is {_DIMENSIONS} with a "
+            f"multiple of {num_blocks} blocks"
+        )
+    pages_per_block = view.shape[0] // num_blocks
+    if view.shape[2] * pages_per_block != group.block_tokens:
+        raise LayoutError(
+            f"the cache of layer {name!r} has shape {view.shape}: {view.shape[2]} entries in each of {pages_per_block} "
+            f"pages where a block has {group.block_tokens} tokens. Caches that keep one entry for several tokens "
+            "cannot be described"
+        )
+    return _Layer(layer_number(name), name, group, cache, view)
+
+
+def _components(layers: Sequence[_Layer], model: ModelShape) -> dict[str, list[_Layer]]:
+    """The layers of every component, by a name that does not depend on how an engine is divided."""
+    kinds: dict[tuple[int | None, int | None, int, str], list[_Layer]] = {}
+    for layer in layers:
+        draft = layer.number if layer.number >= model.layers else None
+        kinds.setdefault((draft, layer.group.window_tokens, layer.content, layer.view.dtype), []).append(layer)
+    named: dict[str, list[_Layer]] = {}
+    for (draft, window, content, _), members in kinds.items():
+        name = "kv" if draft is None else f"draft {draft}"
+        if window is not None:
+            name += f", window {window}"
+        if name in named:
+            name += f", {content} a head"
+        if name in named:
+            raise LayoutError(
+                f"layers {named[name][0].name!r} and {members[0].name!r} differ in their element type alone"
+            )
+        named[name] = members
+    return named
+
+
+def _component(
+    name: str, layers: Sequence[_Layer], model: ModelShape, coordinates: RankCoordinates
+) -> tuple[Component, Interval]:
+    """A component, and the heads of it that the rank holds."""
+    first = layers[0]
+    is_draft = first.number >= model.layers
+    total_heads = 1 if first.group.is_latent else model.kv_heads
+    held = Interval(0, 1) if first.group.is_latent else split(total_heads, coordinates.tp_size, coordinates.tp_rank)
+    for layer in layers:
+        if layer.view.shape[1] != len(held):
+            raise LayoutError(
+                f"the cache of layer {layer.name!r} has {layer.view.shape[1]} heads where rank {coordinates.tp_rank} "
+                f"of {coordinates.tp_size} holds {len(held)} of the model's {total_heads}"
+            )
+    is_packed = model.packing is not None
+    component = Component(
+        name=name,
+        axes=(
+            Axis("layer", 1 if is_draft else model.layers),
+            Axis("head", total_heads),
+            Axis("packed", first.content * first.page_tokens) if is_packed else Axis("content", first.content),
+        ),
+        dtype=first.view.dtype,
+        entry=Entry.PAGE if is_packed else Entry.TOKEN,
+        window_tokens=first.group.window_tokens,
+        packing=f"{model.packing}, {first.page_tokens} tokens a page" if is_packed else None,
+        is_optional=is_draft,
+    )
+    return component, held
+
+
+def _runs(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
+    """The layers of a component, those together that follow each other and have the same block table."""
+    run = [layers[0]]
+    for low, high in pairwise(layers):
+        if high.number != low.number + 1 or high.group is not low.group:
+            yield run
+            run = []
+        run.append(high)
+    yield run
+
+
+def _shard(component: Component, layers: Sequence[_Layer], heads: Interval) -> Shard:
+    first = layers[0]
+    layers_held = Interval(first.number, first.number + len(layers))
+    if component.is_optional:
+        layers_held = Interval(0, 1)
+    is_packed = component.entry is Entry.PAGE
+    return shard_from_tensors(
+        component,
+        [_packed(layer) if is_packed else layer.cache for layer in layers],
+        dims=("page", "head", "packed") if is_packed else ("page", "head", "token", "content"),
+        held={"layer": layers_held, "head": heads},
+        group=first.group.name,
+        page_tokens=first.page_tokens if is_packed else None,
+    )
+
+
+def _packed(layer: _Layer) -> Any:
+    """A view of (page, head, everything else)."""
+    pages, heads, _, _ = layer.view.shape
+    try:
+        return layer.cache.view(pages, heads, -1)
+    except RuntimeError as error:
+        raise LayoutError(
+            f"the cache of layer {layer.name!r} has strides {layer.view.strides}: the pages of this backend are "
+            "packed, so that tokens and content must lie behind each other"
+        ) from error

@@ -1,0 +1,103 @@
+"""vLLM's own metrics interface: what its log line and its Prometheus endpoint say of transfers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from kvferry.engines.vllm.stats import no_figures
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_BYTES = tuple(float(1 << power) for power in range(12, 37, 2))
+_DESCRIPTORS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
+
+
+@dataclass
+class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
+    """Figures of transfers; `data` is a `TransferFigures`."""
+
+    data: dict[str, Any] = field(default_factory=lambda: dict(no_figures()))
+
+    def reset(self) -> None:
+        """Forgets all."""
+        self.data = dict(no_figures())
+
+    def is_empty(self) -> bool:
+        """Whether nothing was moved."""
+        return self.data == no_figures()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Adds another worker's, or a later interval's."""
+        for name, figures in other.data.items():
+            self.data[name] = self.data[name] + figures
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What the log line says."""
+        data = self.data
+        summary: dict[str, int | float] = {
+            "sent": len(data["sent_bytes"]),
+            "received": len(data["receive_s"]),
+            "failed sends": data["failed_sends"],
+            "failed receives": data["failed_receives"],
+        }
+        if data["sent_bytes"]:
+            summary["mean MB sent"] = round(sum(data["sent_bytes"]) / len(data["sent_bytes"]) / 1e6, 3)
+            summary["mean ms on the wire"] = round(sum(data["send_s"]) / len(data["send_s"]) * 1e3, 3)
+        if data["receive_s"]:
+            summary["mean ms to receive"] = round(sum(data["receive_s"]) / len(data["receive_s"]) * 1e3, 3)
+        return summary
+
+
+class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same for Prometheus."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+        def of_engines(kind: type, name: str, documentation: str, **more: Any) -> Any:
+            metric = metric_types[kind](
+                name=f"vllm:kvferry_{name}", documentation=documentation, labelnames=labelnames, **more
+            )
+            return create_metric_per_engine(metric, per_engine_labelvalues)
+
+        self._histograms = {
+            "sent_bytes": of_engines(Histogram, "sent_bytes", "Bytes that a rank sent for a request.", buckets=_BYTES),
+            "sent_descriptors": of_engines(
+                Histogram, "sent_descriptors", "Descriptors that a rank posted for a request.", buckets=_DESCRIPTORS
+            ),
+            "send_s": of_engines(
+                Histogram,
+                "send_seconds",
+                "Time during which at least one write of a request was on its way.",
+                buckets=_SECONDS,
+            ),
+            "receive_s": of_engines(
+                Histogram, "receive_seconds", "Time from asking for a request's cache to having it.", buckets=_SECONDS
+            ),
+        }
+        self._counters = {
+            "failed_sends": of_engines(Counter, "failed_sends", "Requests that a rank did not send."),
+            "failed_receives": of_engines(Counter, "failed_receives", "Requests that a rank did not receive."),
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Counts what has come together."""
+        for name, histograms in self._histograms.items():
+            for figure in transfer_stats_data[name]:
+                histograms[engine_idx].observe(figure)
+        for name, counters in self._counters.items():
+            counters[engine_idx].inc(transfer_stats_data[name])

@@ -1,0 +1,107 @@
+"""The parameters that travel with a request: `kv_transfer_params` in its body, and in the answer of the prefill server.
+
+The names are those that vLLM's own connectors and the gateways in front of it use. A gateway sends the prefill server
+`{"do_remote_decode": true}`, and hands what comes back on to the decode server. One that asks both at once chooses the
+room itself and says so to both, with `kvferry_room`: then pages leave while the prompt is still computed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.errors import KVFerryError, UsageError
+from kvferry.protocol.registrations import check_engine_name
+
+ROOM = "kvferry_room"
+LARGEST_ROOM = (1 << 53) - 1
+"""Parameters travel as JSON through gateways in languages that know no larger integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendWish:
+    """A request whose cache is to be sent.
+
+    Attributes:
+        room: its number.
+        is_known: whether the other side knows the number already, so that pages may leave before the prompt is done.
+    """
+
+    room: int
+    is_known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveWish:
+    """A request whose cache comes from elsewhere.
+
+    Attributes:
+        room: its number.
+        engine: the prefill engine.
+    """
+
+    room: int
+    engine: str
+
+
+def send_wish(parameters: Mapping[str, Any] | None) -> SendWish | None:
+    """What a prefill server is asked for; None if this request is not to be sent.
+
+    Raises:
+        UsageError: if the room's number is none.
+    """
+    if not parameters or not parameters.get("do_remote_decode"):
+        return None
+    room = parameters.get(ROOM)
+    if room is None:
+        return SendWish(1 + secrets.randbelow(LARGEST_ROOM), is_known=False)
+    return SendWish(_room(room), is_known=True)
+
+
+def receive_wish(parameters: Mapping[str, Any] | None) -> ReceiveWish | None:
+    """What a decode server is asked for; None if this request is its own.
+
+    Raises:
+        UsageError: if something is missing or impossible.
+    """
+    if not parameters or not parameters.get("do_remote_prefill"):
+        return None
+    engine = parameters.get("remote_engine_id")
+    if not isinstance(engine, str):
+        raise UsageError(
+            f"kv_transfer_params: remote_engine_id is {engine!r}: name the prefill engine, as its answer does"
+        )
+    try:
+        check_engine_name(engine)
+    except KVFerryError as error:
+        raise UsageError(f"kv_transfer_params: remote_engine_id: {error}") from error
+    return ReceiveWish(_room(parameters.get(ROOM)), engine)
+
+
+def answer(wish: SendWish, *, engine: str, request: str, tokens: int) -> dict[str, Any]:
+    """What a prefill server answers: parameters for the decode server.
+
+    Args:
+        engine: this engine.
+        request: vLLM's name for the request here.
+        tokens: how many tokens can be fetched.
+    """
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": engine,
+        "remote_request_id": request,
+        "remote_num_tokens": tokens,
+        ROOM: wish.room,
+    }
+
+
+def _room(room: object) -> int:
+    if not isinstance(room, int) or isinstance(room, bool) or not 0 <= room <= LARGEST_ROOM:
+        raise UsageError(
+            f"kv_transfer_params: {ROOM} is {room!r}: it must be an integer from 0 to {LARGEST_ROOM}, the same on both "
+            "sides, and no other request's"
+        )
+    return room

@@ -1,0 +1,259 @@
+"""The connector's side in vLLM's scheduler: which blocks leave and come, and when vLLM may have them back.
+
+The last token of a prompt is never sent. vLLM computes it on the decode side in any case, to sample from it, and drops
+blocks that lie before the window of the token after those it counts as there: with the whole prompt counted, it would
+drop one that the last token attends to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvferry.engines.vllm.layouts import CacheGroup
+from kvferry.engines.vllm.parameters import ReceiveWish, SendWish, answer, receive_wish, send_wish
+from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
+from kvferry.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+
+class Block(Protocol):
+    """A block of vLLM's, of which a null one stands for a block that is not kept."""
+
+    block_id: int
+    is_null: bool
+
+
+class Request(Protocol):
+    """What is needed of a request of vLLM's."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    kv_transfer_params: dict[str, Any] | None
+
+
+BlockTables = Callable[[str], "Sequence[Sequence[Block]]"]
+"""The blocks of a request, group by group."""
+
+
+class BlockPool(Protocol):
+    """What keeps blocks from being given to others."""
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Keeps them once more."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Keeps them once less."""
+
+
+@dataclass(slots=True)
+class _Sending:
+    """A request that is being sent.
+
+    Attributes:
+        next_blocks: by group, the position of the first block that the workers have not been told of.
+        is_told: whether they have been told of any.
+        is_complete: whether they have been told of all.
+        kept: blocks that vLLM would give away though they are still being read.
+    """
+
+    request: Request
+    wish: SendWish
+    tokens: int
+    next_blocks: dict[str, int] = field(default_factory=dict)
+    is_told: bool = False
+    is_complete: bool = False
+    kept: list[Block] = field(default_factory=list)
+
+
+class SchedulerSide:
+    """Owned by the scheduler's thread; none of it waits for anything."""
+
+    def __init__(self, groups: Sequence[CacheGroup], *, engine: str, may_send: bool, may_receive: bool) -> None:
+        """Args:
+        groups: in the order of the block tables. Those that are not transferred are not among them.
+        engine: this engine's name.
+        """
+        self._groups = tuple(groups)
+        self._engine = engine
+        self._may_send, self._may_receive = may_send, may_receive
+        self._tables: BlockTables | None = None
+        self._pool: BlockPool | None = None
+        self._sending: dict[str, _Sending] = {}
+        self._receiving: set[str] = set()
+        self._step = Step()
+
+    def bind(self, tables: BlockTables, pool: BlockPool) -> None:
+        """Called once, before anything is scheduled."""
+        self._tables, self._pool = tables, pool
+
+    # ---- requests of others' ------------------------------------------------------------------------------------
+
+    def tokens_elsewhere(self, request: Request, computed_tokens: int) -> int:
+        """How many tokens can be fetched beyond those that are here."""
+        try:
+            wish = self._receive_wish(request)
+        except UsageError as error:
+            log.error("request %s is computed here: %s", request.request_id, error)
+            _settled(request)
+            return 0
+        return 0 if wish is None else max(0, _sent_tokens(request) - computed_tokens)
+
+    def allocated(self, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
+        """Blocks stand ready.
+
+        Args:
+            blocks: of the request, group by group.
+            tokens: how many are to be fetched; 0 where all are here.
+        """
+        name = request.request_id
+        try:
+            wish = self._receive_wish(request)
+            if wish is not None:
+                _settled(request)
+                self._ask(wish, request, blocks, tokens)
+                return
+            sending = send_wish(request.kv_transfer_params) if self._may_send and name not in self._sending else None
+        except UsageError as error:
+            log.error("request %s is not transferred: %s", name, error)
+            return
+        if sending is not None and _sent_tokens(request):
+            self._sending[name] = _Sending(request, sending, _sent_tokens(request))
+
+    def _receive_wish(self, request: Request) -> ReceiveWish | None:
+        return receive_wish(request.kv_transfer_params) if self._may_receive else None
+
+    def _ask(self, wish: ReceiveWish, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
+        name, there = request.request_id, _sent_tokens(request)
+        groups, problem = {}, ""
+        for group, table in zip(self._groups, blocks, strict=True):
+            first, stop = self._needed(group, there - tokens, there)
+            if not tokens:
+                first = stop
+            groups[group.name] = _numbers(first, table[first:stop])
+            if len(groups[group.name].blocks) < stop - first:
+                problem = f"vLLM keeps no block for some of the tokens before token {there} in group {group.name!r}"
+        self._step.receive.append(BlocksToReceive(name, wish.room, wish.engine, there - tokens, there, groups, problem))
+        if tokens:
+            self._receiving.add(name)
+
+    @staticmethod
+    def _needed(group: CacheGroup, prefix_tokens: int, tokens: int) -> tuple[int, int]:
+        """The first block of a request that is needed, and the one after the last."""
+        first = prefix_tokens
+        if group.window_tokens is not None:
+            first = max(first, tokens - group.window_tokens)
+        return first // group.block_tokens, -(-tokens // group.block_tokens)
+
+    # ---- every step ---------------------------------------------------------------------------------------------
+
+    def take_step(self, scheduled_tokens: Mapping[str, int], preempted: Iterable[str]) -> Step:
+        """What the workers are told with a step that is about to run.
+
+        Args:
+            scheduled_tokens: by request, how many tokens the step computes.
+            preempted: requests whose blocks were taken since the step before.
+        """
+        step, self._step = self._step, Step()
+        for name in preempted:
+            sending = self._sending.get(name)
+            if sending is not None:
+                step.preempted.add(name)
+                sending.next_blocks.clear()
+        for name, tokens in scheduled_tokens.items():
+            sending = self._sending.get(name)
+            if sending is not None and not sending.is_complete:
+                self._send(sending, sending.request.num_computed_tokens + tokens, step)
+        return step
+
+    def _send(self, sending: _Sending, computed_tokens: int, step: Step) -> None:
+        computed_tokens = min(computed_tokens, sending.tokens)
+        is_last = computed_tokens == sending.tokens
+        if not (is_last or sending.wish.is_known):
+            return  # nobody can ask for it yet, and until somebody does it may still be preempted
+        assert self._tables is not None
+        name, groups = sending.request.request_id, {}
+        for group, table in zip(self._groups, self._tables(name), strict=True):
+            first, stop = self._needed(group, 0, sending.tokens)
+            first = max(first, sending.next_blocks.get(group.name, 0))
+            if not is_last:
+                stop = computed_tokens // group.block_tokens
+            if first < stop:
+                groups[group.name] = _numbers(first, table[first:stop])
+                sending.next_blocks[group.name] = stop
+                if len(groups[group.name].blocks) < stop - first:
+                    step.give_up[name] = f"vLLM has dropped blocks of group {group.name!r} that were to be sent"
+                elif group.window_tokens is not None:
+                    self._keep(sending, table[first:stop])
+        if groups or is_last:
+            step.send.append(BlocksToSend(name, sending.wish.room, sending.tokens, groups, is_last))
+            sending.is_told = True
+        sending.is_complete = is_last
+
+    def _keep(self, sending: _Sending, blocks: Sequence[Block]) -> None:
+        """Keeps blocks of a window: vLLM gives them away as soon as no later token attends to them."""
+        assert self._pool is not None
+        self._pool.touch(blocks)
+        sending.kept += blocks
+
+    # ---- their ends ---------------------------------------------------------------------------------------------
+
+    def finished(self, request: Request, *, is_aborted: bool) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended here.
+
+        Returns:
+            Whether its blocks are to be kept until the workers have reported it, and what the answer is to contain.
+        """
+        name = request.request_id
+        self._decline(request)
+        if name in self._receiving:
+            self._receiving.discard(name)
+            self._step.give_up[name] = "the request was aborted on the decode side"
+        sending = self._sending.get(name)
+        if sending is None:
+            return False, None
+        if not sending.is_told:
+            del self._sending[name]
+            return False, None
+        if is_aborted or not sending.is_complete:
+            self._step.give_up[name] = "the request was aborted on the prefill side"
+            return True, None
+        return True, answer(sending.wish, engine=self._engine, request=name, tokens=sending.tokens)
+
+    def _decline(self, request: Request) -> None:
+        """Tells the prefill engine of a request that ended before it was scheduled that nothing is wanted."""
+        try:
+            wish = self._receive_wish(request)
+        except UsageError:
+            return  # nobody knows it
+        if wish is not None:
+            _settled(request)
+            self._ask(wish, request, [()] * len(self._groups), 0)
+
+    def reported(self, sent: Iterable[str], received: Iterable[str]) -> None:
+        """The workers are through with requests."""
+        for name in sent:
+            sending = self._sending.pop(name, None)
+            if sending is not None and sending.kept:
+                assert self._pool is not None
+                self._pool.free_blocks(sending.kept)
+        self._receiving.difference_update(received)
+
+
+def _sent_tokens(request: Request) -> int:
+    return request.num_prompt_tokens - 1
+
+
+def _settled(request: Request) -> None:
+    """A request is fetched once: when vLLM schedules it again, after a failure or a preemption, it computes it."""
+    assert request.kv_transfer_params is not None
+    request.kv_transfer_params["do_remote_prefill"] = False
+
+
+def _numbers(first: int, blocks: Sequence[Block]) -> GroupBlocks:
+    """Blocks by number; those that vLLM does not keep are left out."""
+    return GroupBlocks(first, tuple(block.block_id for block in blocks if not block.is_null))

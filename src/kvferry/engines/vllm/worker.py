@@ -1,0 +1,227 @@
+"""The connector's side in vLLM's workers: opens rooms, hands pages in, and tells vLLM what is through.
+
+kvferry's own threads move the bytes, also while the engine does nothing; what is called here only hands on and asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver
+from kvferry.engines.vllm.layouts import DescribedCaches
+from kvferry.engines.vllm.outgoing import Fence, OutgoingRequests, PagesToSend
+from kvferry.engines.vllm.stats import TransferLog
+from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
+from kvferry.errors import KVFerryError
+from kvferry.layout import RankCoordinates
+from kvferry.protocol.chunks import GroupPages
+from kvferry.protocol.states import TransferState
+from kvferry.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What vLLM is told after a step.
+
+    Attributes:
+        sent: requests whose blocks nobody reads any more.
+        received: requests whose blocks nobody writes to any more, whatever became of them.
+        failed: those of them that have not come.
+    """
+
+    sent: set[str]
+    received: set[str]
+    failed: set[str]
+
+
+class WorkerSide:
+    """Owned by the worker's main thread; nothing but its start and its end waits for anything."""
+
+    def __init__(
+        self,
+        described: DescribedCaches,
+        coordinates: RankCoordinates,
+        settings: Settings,
+        *,
+        engine: str,
+        sends: bool,
+        receives: bool,
+    ) -> None:
+        """Registers the caches and starts what is needed.
+
+        Args:
+            engine: this engine's name.
+
+        Raises:
+            KVFerryError: if memory cannot be registered, or a port is taken.
+        """
+        self._pages_per_block = described.pages_per_block
+        self._page_tokens = {group.name: group.page_tokens for group in described.layout.groups}
+        self._prefill: PrefillEndpoint | None = None
+        self._decode: DecodeEndpoint | None = None
+        self._outgoing: OutgoingRequests | None = None
+        self._incoming: dict[str, Receiver] = {}
+        self._not_begun: set[str] = set()
+        self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
+        self._log = TransferLog()
+        layout = described.layout
+
+        def start() -> None:
+            if sends:
+                self._prefill = PrefillEndpoint(layout, engine=engine, coordinates=coordinates, settings=settings)
+                self._outgoing = OutgoingRequests()
+            if receives:
+                self._decode = DecodeEndpoint(layout, engine=engine, coordinates=coordinates, settings=settings)
+
+        try:
+            on_all_processors(start)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends everything, within the settings' close_timeout_s."""
+        if self._outgoing is not None:
+            self._outgoing.close()
+        for endpoint in (self._prefill, self._decode):
+            if endpoint is not None:
+                endpoint.close()
+
+    # ---- what comes with a step -----------------------------------------------------------------------------------
+
+    def before(self, step: Step) -> None:
+        """Before the step runs: blocks of preempted requests are about to be written to."""
+        if self._outgoing is not None:
+            self._outgoing.preempt(step.preempted)
+
+    def receive(self, step: Step) -> None:
+        """Asks for what is wanted."""
+        for receiving in step.receive:
+            self._receive(receiving)
+
+    def after(self, step: Step, fence: Fence) -> None:
+        """The step has been handed to the device: sends what it computes, and gives up what nobody wants.
+
+        Args:
+            fence: whether the device has done it.
+        """
+        for sending in step.send:
+            self._send(sending, fence)
+        for request, reason in step.give_up.items():
+            receiver = self._incoming.get(request)
+            if receiver is not None:
+                receiver.abort(reason)
+            elif self._outgoing is not None:
+                self._outgoing.give_up(request, reason)
+
+    def results(self, finished: Iterable[str]) -> Results:
+        """What is through.
+
+        Args:
+            finished: requests that have ended here since the last call.
+        """
+        sent: set[str] = set()
+        if self._outgoing is not None:
+            finished = set(finished)
+            self._outgoing.keep(finished)
+            ended = self._outgoing.take_ended()
+            for request, sender in ended.items():
+                self._log.sent(request, sender)
+            refused = self._unreported & finished
+            self._unreported -= refused
+            sent = ended.keys() | refused
+        failed, self._not_begun = self._not_begun, set()
+        received = set(failed)
+        for request, receiver in list(self._incoming.items()):
+            if receiver.pages_reusable:
+                del self._incoming[request]
+                self._log.received(request, receiver)
+                received.add(request)
+                if receiver.state is not TransferState.SUCCESS:
+                    failed.add(request)
+        return Results(sent, received, failed)
+
+    @property
+    def log(self) -> TransferLog:
+        """What has been moved."""
+        return self._log
+
+    # ---- rooms ------------------------------------------------------------------------------------------------------
+
+    def _send(self, sending: BlocksToSend, fence: Fence) -> None:
+        if self._prefill is None or self._outgoing is None or sending.request in self._unreported:
+            return
+        pages = {name: self._pages(name, blocks, sending.tokens) for name, blocks in sending.groups.items()}
+        try:
+            open_sender = partial(self._prefill.open, sending.room, tokens=sending.tokens)
+            self._outgoing.add(sending.request, open_sender, pages, fence, last=sending.is_last)
+        except KVFerryError as error:
+            log.error("request %s cannot be sent: %s", sending.request, error)
+            self._unreported.add(sending.request)
+
+    def _receive(self, receiving: BlocksToReceive) -> None:
+        assert self._decode is not None
+        request = receiving.request
+        try:
+            if receiving.problem:
+                raise KVFerryError(receiving.problem)
+            pages = {}
+            for name, blocks in receiving.groups.items():
+                part = self._pages(name, blocks, receiving.tokens)
+                pages[name] = GroupPages(np.array(part.pages, np.int64), part.start if part.pages else None)
+            receiver = self._decode.open(
+                receiving.room,
+                pages,
+                engine=receiving.engine,
+                prefix_tokens=receiving.prefix_tokens,
+                tokens=receiving.tokens,
+            )
+        except KVFerryError as error:
+            log.error("request %s cannot be received: %s", request, error)
+            if receiving.is_wanted:
+                self._not_begun.add(request)
+            return
+        if receiving.is_wanted:
+            self._incoming[request] = receiver
+
+    def _pages(self, group: str, given: GroupBlocks, tokens: int) -> PagesToSend:
+        """The pages of blocks, as far as the request's tokens reach."""
+        ratio = self._pages_per_block[group]
+        start = given.start * ratio
+        pages = [block * ratio + page for block in given.blocks for page in range(ratio)]
+        most = -(-tokens // self._page_tokens[group]) - start
+        return PagesToSend(start, tuple(pages[: max(0, most)]))
+
+
+def on_all_processors(function: Callable[[], None]) -> None:
+    """Runs a function in a thread that may run where the process's parent may, and so may all threads it starts.
+
+    vLLM binds its workers' main threads to few processors, on CPU to one; threads inherit that.
+    """
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        if hasattr(os, "sched_setaffinity"):
+            try:
+                os.sched_setaffinity(0, os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid()))
+            except OSError as error:
+                log.debug("threads stay on the processors of the main thread: %s", error)
+        try:
+            function()
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=run, name="kvferry-vllm-start")
+    thread.start()
+    thread.join()
+    if problems:
+        raise problems[0]

@@ -1,0 +1,398 @@
+"""A real vLLM engine in a process of its own, told what to do through a pipe; it steps by itself, as a server's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+START_S = 180.0
+ANSWER_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an engine is set up.
+
+    Attributes:
+        connector: "kvferry", "nixl" for vLLM's own, or "" for an engine that works alone.
+        role: kv_producer or kv_consumer.
+        name: the engine's, by which others find it.
+        pool_mib: of the KV cache on every rank.
+        step_tokens: the most that one step computes: a longer prompt comes in chunks.
+        policy: what happens to a request whose cache does not come: fail or recompute.
+        settings: of kvferry's.
+    """
+
+    model: Path
+    connector: str = "kvferry"
+    role: str = ""
+    name: str = ""
+    tp: int = 1
+    block_tokens: int = 32
+    pool_mib: int = 64
+    step_tokens: int = 2048
+    prefix_cache: bool = False
+    policy: str = "fail"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What became of a request.
+
+    Attributes:
+        tokens: that were generated.
+        reason: why it ended.
+        parameters: for the decode server.
+        cached_tokens: of the prompt, that were not computed.
+    """
+
+    tokens: tuple[int, ...]
+    reason: str | None
+    parameters: dict[str, Any] | None
+    cached_tokens: int | None
+
+
+class _Engine:
+    """What runs in the process."""
+
+    def __init__(self, shape: Shape) -> None:
+        from vllm import EngineArgs, LLMEngine
+        from vllm.config import KVTransferConfig
+
+        transfer = None
+        if shape.connector:
+            transfer = KVTransferConfig(
+                kv_connector="KVFerryConnector" if shape.connector == "kvferry" else "NixlConnector",
+                kv_connector_module_path="kvferry.engines.vllm" if shape.connector == "kvferry" else None,
+                kv_role=shape.role,
+                engine_id=shape.name,
+                kv_load_failure_policy=shape.policy,
+                kv_buffer_device="cpu",
+                kv_connector_extra_config=dict(shape.settings),
+            )
+        self.engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(shape.model),
+                dtype="float32",
+                tensor_parallel_size=shape.tp,
+                block_size=shape.block_tokens,
+                kv_cache_memory_bytes=shape.pool_mib << 20,
+                max_model_len=1024,
+                max_num_batched_tokens=shape.step_tokens,
+                max_num_seqs=64,
+                enforce_eager=True,
+                enable_prefix_caching=shape.prefix_cache,
+                kv_transfer_config=transfer,
+                disable_log_stats=False,
+            )
+        )
+        self.outputs: dict[str, Output] = {}
+        self.messages = Messages()
+        logging.getLogger("kvferry").addHandler(self.messages)
+        self.faults = Faults(self)
+        self.chunks = CountedSubmissions()
+
+    @property
+    def scheduler(self) -> Any:
+        return self.engine.engine_core.engine_core.scheduler
+
+    def step(self) -> bool:
+        """Steps if there is anything to do; whether there was."""
+        if not self.scheduler.has_requests():
+            return False
+        for output in self.engine.step():
+            if output.finished:
+                completion = output.outputs[0]
+                self.outputs[output.request_id] = Output(
+                    tuple(completion.token_ids),
+                    completion.finish_reason,
+                    output.kv_transfer_params,
+                    output.num_cached_tokens,
+                )
+        return True
+
+    def submit(self, name: str, prompt: Sequence[int], count: int, parameters: dict[str, Any] | None) -> None:
+        from vllm import SamplingParams
+
+        extra = None if parameters is None else {"kv_transfer_params": parameters}
+        sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, extra_args=extra)
+        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+
+    def take(self, name: str) -> Output | None:
+        return self.outputs.pop(name, None)
+
+    def timed(
+        self, name: str, prompt: Sequence[int], count: int, parameters: dict[str, Any] | None
+    ) -> tuple[float, Output]:
+        """Runs a request, alone, and says how many seconds it took."""
+        begun_at = time.perf_counter()
+        self.submit(name, prompt, count, parameters)
+        while name not in self.outputs:
+            self.step()
+        return time.perf_counter() - begun_at, self.outputs.pop(name)
+
+    def abort(self, name: str) -> None:
+        self.engine.abort_request([name])
+
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def is_idle(self) -> bool:
+        return not self.scheduler.has_requests()
+
+    def block_bytes(self) -> int:
+        return sum(cache[0].nbytes for cache in self.caches)
+
+    @property
+    def caches(self) -> list[Any]:
+        """Of the only rank."""
+        worker = self.engine.engine_core.engine_core.model_executor.driver_worker.worker
+        return list(worker.model_runner.kv_caches)
+
+    def metric(self, name: str) -> float:
+        from prometheus_client import REGISTRY
+
+        samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+        return float(sum(sample.value for sample in samples if sample.name == name))
+
+    def logged(self) -> list[str]:
+        return self.messages.said
+
+    def submitted_chunks(self) -> int:
+        return self.chunks.count
+
+    def plant(self, fault: str) -> None:
+        self.faults.plant(fault)
+
+    def heal(self) -> None:
+        self.faults.heal()
+
+
+class Messages(logging.Handler):
+    """What kvferry has logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+class CountedSubmissions:
+    """How many chunks this process has handed in."""
+
+    def __init__(self) -> None:
+        from kvferry.endpoint import Sender
+
+        self.count = 0
+        original = Sender.submit
+
+        def submit(sender: Sender, *arguments: Any, **named: Any) -> None:
+            original(sender, *arguments, **named)
+            self.count += 1
+
+        Sender.submit = submit  # type: ignore[method-assign, assignment]
+
+
+class Faults:
+    """Makes a prefill engine of one rank send what is wrong."""
+
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+        self._undo: list[Callable[[], None]] = []
+
+    def heal(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def plant(self, fault: str) -> None:
+        {
+            "swapped pages": self._swap,
+            "a head is missing": self._drop_head,
+            "the last chunk is missing": self._skip_last,
+        }[fault]()
+
+    def _replace(self, owner: type, name: str, replacement: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, replacement)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def _swap(self) -> None:
+        from kvferry.engines.vllm.outgoing import PagesToSend
+        from kvferry.engines.vllm.worker import WorkerSide
+
+        original = WorkerSide._pages
+
+        def swapped(side: WorkerSide, *arguments: Any) -> PagesToSend:
+            given = original(side, *arguments)
+            pages = list(given.pages)
+            pages[:2] = reversed(pages[:2])
+            return PagesToSend(given.start, tuple(pages))
+
+        self._replace(WorkerSide, "_pages", swapped)
+
+    def _drop_head(self) -> None:
+        from kvferry.engines.vllm.worker import WorkerSide
+
+        original = WorkerSide._pages
+
+        def dropped(side: WorkerSide, *arguments: Any) -> Any:
+            given = original(side, *arguments)
+            for cache in self._engine.caches:
+                cache[list(given.pages), 1] = 0
+            return given
+
+        self._replace(WorkerSide, "_pages", dropped)
+
+    def _skip_last(self) -> None:
+        from kvferry.engines.vllm.outgoing import OutgoingRequests
+
+        original = OutgoingRequests.add
+
+        def skipping(
+            requests: OutgoingRequests, request: str, opens: Any, groups: Any, fence: Any, *, last: bool
+        ) -> None:
+            if last:
+                groups = {}
+            original(requests, request, opens, groups, fence, last=last)
+
+        self._replace(OutgoingRequests, "add", skipping)
+
+
+def _run(pipe: Connection, shape: Shape) -> None:
+    os.environ.update(
+        {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "UCX_TLS": "tcp,self,sm",
+            "OMP_NUM_THREADS": "1",
+            **shape.environment,
+        }
+    )
+    try:
+        engine = _Engine(shape)
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        return
+    pipe.send((True, None))
+    is_busy = False
+    while True:
+        if pipe.poll(0 if is_busy else 0.005):
+            try:
+                method, arguments = pipe.recv()
+            except EOFError:
+                return
+            if method == "close":
+                engine.engine.engine_core.shutdown()
+                pipe.send((True, None))
+                return
+            try:
+                pipe.send((True, getattr(engine, method)(*arguments)))
+            except Exception:
+                pipe.send((False, traceback.format_exc()))
+        is_busy = engine.step()
+
+
+class EngineError(Exception):
+    """What went wrong in the process, with its traceback."""
+
+
+class EngineProcess:
+    """One engine."""
+
+    def __init__(self, shape: Shape) -> None:
+        """Begins to start it; `started` waits."""
+        self.shape = shape
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._has_started = False
+        self.process = context.Process(target=_run, args=(theirs, shape))
+        self.process.start()
+        theirs.close()
+
+    def started(self) -> EngineProcess:
+        """Waits until it serves.
+
+        Raises:
+            EngineError: if it does not come up.
+        """
+        if not self._has_started:
+            self._answer(START_S)
+            self._has_started = True
+        return self
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the engine."""
+        self._pipe.send((method, arguments))
+        return self._answer(ANSWER_S)
+
+    def _answer(self, limit_s: float) -> Any:
+        if not self._pipe.poll(limit_s):
+            raise EngineError(f"{self.shape.name} said nothing for {limit_s} s")
+        try:
+            is_good, value = self._pipe.recv()
+        except EOFError:
+            raise EngineError(f"{self.shape.name} has ended") from None
+        if not is_good:
+            raise EngineError(value)
+        return value
+
+    def submit(self, name: str, prompt: Sequence[int], count: int, parameters: dict[str, Any] | None = None) -> None:
+        """Hands a request in."""
+        self.ask("submit", name, list(prompt), count, parameters)
+
+    def output(self, name: str, limit_s: float = ANSWER_S) -> Output:
+        """Waits for the end of a request."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            found: Output | None = self.ask("take", name)
+            if found is not None:
+                return found
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self.shape.name}: no end of request {name} within {limit_s} s")
+            time.sleep(0.002)
+
+    def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[int, ...]]:
+        """Tokens that follow the prompts, all at once."""
+        for number, prompt in enumerate(prompts):
+            self.submit(f"alone-{number}", prompt, count)
+        return [self.output(f"alone-{number}").tokens for number in range(len(prompts))]
+
+    def wait_idle(self, limit_s: float = 30.0) -> None:
+        """Waits until nothing goes on and nothing is kept."""
+        deadline = time.monotonic() + limit_s
+        while not self.ask("is_idle"):
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self.shape.name} is not idle after {limit_s} s")
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """Ends it at once, its workers too."""
+        import psutil
+
+        for each in (*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)):
+            each.kill()
+        self.process.join()
+
+    def close(self) -> None:
+        """Ends it in order."""
+        if self.process.is_alive():
+            with contextlib.suppress(EngineError, OSError):
+                self.ask("close")
+            self.process.join(20)
+        if self.process.is_alive():
+            self.kill()

@@ -1,0 +1,108 @@
+"""Prefill and decode engines of vLLM's, and requests that cross from one to another."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.real_engines.vllm.engine import EngineProcess, Output, Shape
+from tests.real_engines.vllm.models import VOCABULARY
+from tests.support.registries import RegistryProcess
+
+from kvferry.engines.vllm.parameters import ROOM
+
+COUNT = 12
+"""Tokens that are generated for every prompt."""
+
+SETTINGS: Mapping[str, Any] = {
+    "heartbeat_interval_s": 0.5,
+    "peer_timeout_s": 10.0,
+    "quarantine_s": 0.3,
+}
+
+
+def prompts(seed: int, count: int = 16, *, shortest: int = 5, longest: int = 600) -> list[list[int]]:
+    """Prompts of lengths from the shortest to the longest. No two seeds have a prefix in common."""
+    random_numbers = random.Random(seed)
+    lengths = [shortest + (longest - shortest) * number // max(1, count - 1) for number in range(count)]
+    return [[random_numbers.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+class Engines:
+    """Engines of one model that find each other, started when they are first asked for."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._registry = RegistryProcess(lease_s=2.0)
+        self._begun: dict[str, EngineProcess] = {}
+
+    def begin(self, name: str, **changes: Any) -> EngineProcess:
+        """Begins to start one, so that several start at the same time.
+
+        Args:
+            changes: to its shape. Settings come on top of ours; None stands for no settings at all.
+        """
+        more = changes.pop("settings", {})
+        settings = {} if more is None else {**SETTINGS, "registry_url": self._registry.url, **more}
+        shape = replace(Shape(self._model, name=name, settings=settings), **changes)
+        self._begun[name] = EngineProcess(shape)
+        return self._begun[name]
+
+    def prefill(self, name: str, **changes: Any) -> EngineProcess:
+        """A prefill engine."""
+        return self._begun.get(name) or self.begin(name, role="kv_producer", **changes)
+
+    def decode(self, name: str, **changes: Any) -> EngineProcess:
+        """A decode engine."""
+        return self._begun.get(name) or self.begin(name, role="kv_consumer", **changes)
+
+    def alone(self) -> EngineProcess:
+        """One that does everything itself."""
+        return self._begun.get("alone") or self.begin("alone", connector="")
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for engine in self._begun.values():
+            engine.close()
+        self._registry.kill()
+
+
+class Pair:
+    """A prefill and a decode engine."""
+
+    _rooms = itertools.count(1)
+
+    def __init__(self, prefill: EngineProcess, decode: EngineProcess) -> None:
+        self.prefill, self.decode = prefill.started(), decode.started()
+
+    def begin(self, name: str, prompt: Sequence[int], count: int = COUNT) -> None:
+        """Asks both engines at once, the decode engine first."""
+        room = next(self._rooms)
+        there = self.prefill.shape.name
+        self.decode.submit(name, prompt, count, {"do_remote_prefill": True, "remote_engine_id": there, ROOM: room})
+        self.prefill.submit(name, prompt, 1, {"do_remote_decode": True, ROOM: room})
+
+    def run(self, each: Sequence[Sequence[int]], tag: str) -> list[Output]:
+        """All prompts at once."""
+        for number, prompt in enumerate(each):
+            self.begin(f"{tag}-{number}", prompt)
+        for number in range(len(each)):
+            self.prefill.output(f"{tag}-{number}")
+        return [self.decode.output(f"{tag}-{number}") for number in range(len(each))]
+
+    def run_in_turn(self, prompt: Sequence[int], name: str) -> Output:
+        """First the prefill engine, then the decode engine with what that has answered, as most gateways do."""
+        self.prefill.submit(name, prompt, 1, {"do_remote_decode": True})
+        answer = self.prefill.output(name)
+        self.decode.submit(name, prompt, COUNT, answer.parameters)
+        return self.decode.output(name)
+
+    def free_blocks(self) -> tuple[int, int]:
+        """On either side, once nothing goes on."""
+        for engine in (self.prefill, self.decode):
+            engine.wait_idle()
+        return self.prefill.ask("free_blocks"), self.decode.ask("free_blocks")

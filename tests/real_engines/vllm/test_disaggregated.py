@@ -1,0 +1,158 @@
+"""Prefill and decode on two real vLLM engines: greedy tokens are those of one engine that does everything itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from tests.real_engines.vllm.engine import EngineError, Output
+from tests.real_engines.vllm.models import write
+from tests.real_engines.vllm.pairs import COUNT, Engines, Pair, prompts
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    begun = Engines(write("qwen3", tmp_path_factory.mktemp("qwen3")))
+    for begin in (begun.alone, lambda: begun.prefill("prefill"), lambda: begun.decode("decode", prefix_cache=True)):
+        begin()
+    yield begun
+    begun.close()
+
+
+@pytest.fixture(scope="module")
+def both(engines: Engines) -> Pair:
+    """One engine of either kind, of one rank each."""
+    return Pair(engines.prefill("prefill"), engines.decode("decode"))
+
+
+def are_as_alone(engines: Engines, each: Sequence[Sequence[int]], outputs: Sequence[Output]) -> None:
+    """The tokens are those of the undivided engine, and the prompts were computed elsewhere."""
+    expected = engines.alone().started().generate(each, COUNT)
+    assert [output.tokens for output in outputs] == expected
+    for prompt, output in zip(each, outputs, strict=True):
+        assert output.cached_tokens == len(prompt) - 1, "it was computed on the decode side"
+
+
+def test_sixteen_prompts_at_once(engines: Engines, both: Pair):
+    each = prompts(1)
+    are_as_alone(engines, each, both.run(each, "equal"))
+
+
+def test_one_server_after_the_other(engines: Engines, both: Pair):
+    each = prompts(2, 3)
+    are_as_alone(engines, each, [both.run_in_turn(prompt, f"turn-{number}") for number, prompt in enumerate(each)])
+
+
+@pytest.mark.parametrize("prefill_tp", [2, 1])
+def test_ranks_of_different_number(engines: Engines, prefill_tp: int):
+    if prefill_tp == 2:
+        pair = Pair(engines.prefill("prefill-tp2", tp=2), engines.decode("decode"))
+    else:
+        pair = Pair(engines.prefill("prefill"), engines.decode("decode-tp2", tp=2))
+    each = prompts(3 + prefill_tp)
+    are_as_alone(engines, each, pair.run(each, f"tp{prefill_tp}"))
+
+
+def test_pages_leave_while_a_prompt_is_computed(engines: Engines):
+    """A prompt of 600 tokens in steps of 64; the decode engine has most of it before the last step."""
+    pair = Pair(engines.prefill("prefill-chunked", step_tokens=64), engines.decode("decode"))
+    each = prompts(7)
+    before = pair.prefill.ask("submitted_chunks")
+    are_as_alone(engines, each, pair.run(each, "chunked"))
+    assert pair.prefill.ask("submitted_chunks") - before > 2 * len(each)
+
+
+def test_what_the_decode_side_has_does_not_travel(engines: Engines, both: Pair):
+    (prompt,) = prompts(8, 1, shortest=600)
+    first = both.run([prompt[:400]], "cold")
+    cold_bytes = both.prefill.ask("metric", "vllm:kvferry_sent_bytes_sum")
+    both.prefill.wait_idle()
+    warm = both.run([prompt], "warm")
+    both.prefill.wait_idle()
+    are_as_alone(engines, [prompt[:400], prompt], [*first, *warm])
+    sent = both.prefill.ask("metric", "vllm:kvferry_sent_bytes_sum") - cold_bytes
+    block_bytes = both.prefill.ask("block_bytes")
+    assert sent == (19 - 12) * block_bytes, "600 tokens are 19 blocks of 32; 12 whole ones were there"
+
+
+def test_pages_of_different_size_are_refused_in_words(engines: Engines):
+    """On CPU a block's inner order depends on its size. vLLM's own connector takes it, and answers something else."""
+    pair = Pair(engines.prefill("prefill"), engines.decode("decode-64", block_tokens=64))
+    (prompt,) = prompts(9, 1, shortest=100)
+    pair.begin("refused", prompt)
+    assert pair.decode.output("refused").reason == "error"
+    said = "\n".join(pair.decode.ask("logged"))
+    assert "32 tokens a page" in said
+    assert "64 tokens a page" in said
+    pair.prefill.output("refused")
+    pair.prefill.wait_idle()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_prefill_engine_that_is_killed_fails_or_costs_a_recomputation(engines: Engines, policy: str):
+    decode = engines.decode("decode") if policy == "fail" else engines.decode("decode-recompute", policy=policy)
+    pair = Pair(engines.prefill(f"killed-{policy}", step_tokens=64), decode)
+    expected = engines.alone().started().generate(prompts(10, 1, shortest=600), COUNT)
+    (prompt,) = prompts(10, 1, shortest=600)
+    pair.run(prompts(11, 1, shortest=40), f"before-{policy}")
+    before = pair.prefill.ask("submitted_chunks")
+    pair.begin(f"lost-{policy}", prompt)
+    while pair.prefill.ask("submitted_chunks") - before < 3:
+        time.sleep(0.001)
+    pair.prefill.kill()
+    killed_at = time.monotonic()
+    output = pair.decode.output(f"lost-{policy}")
+    assert time.monotonic() - killed_at < 5.0
+    if policy == "fail":
+        assert output.reason == "error"
+    else:
+        assert output.tokens == expected[0]
+    assert "has ended: its process" in "\n".join(pair.decode.ask("logged"))
+    pair.decode.wait_idle()
+
+
+def test_a_decode_engine_that_aborts_lets_both_sides_go_on(engines: Engines, both: Pair):
+    free = both.free_blocks()
+    (prompt,) = prompts(12, 1, shortest=600)
+    for number in range(10):
+        both.begin(f"aborted-{number}", prompt)
+        time.sleep(0.01 * number)
+        both.decode.ask("abort", f"aborted-{number}")
+        both.prefill.output(f"aborted-{number}")
+    assert both.free_blocks() == free
+    each = prompts(13, 4)
+    are_as_alone(engines, each, both.run(each, "after-aborts"))
+
+
+def test_a_prefill_engine_that_aborts_fails_the_other_side_at_once(engines: Engines, both: Pair):
+    free = both.free_blocks()
+    (prompt,) = prompts(14, 1, shortest=600)
+    both.begin("given-up", prompt)
+    both.prefill.ask("abort", "given-up")
+    assert both.decode.output("given-up", 10.0).reason in ("error", "length")
+    assert both.free_blocks() == free
+
+
+def test_two_hundred_requests_leave_every_block_free(both: Pair):
+    free = both.free_blocks()
+    for batch in range(10):
+        both.run(prompts(100 + batch, 20, longest=200), f"many-{batch}")
+    assert both.free_blocks() == free
+
+
+@pytest.mark.parametrize("fault", ["swapped pages", "a head is missing", "the last chunk is missing"])
+def test_a_planted_fault_is_seen(engines: Engines, fault: str):
+    """What the other tests assert can fail."""
+    pair = Pair(engines.prefill("prefill-planted"), engines.decode("decode"))
+    each = prompts(200 + len(fault), 2, shortest=300)
+    pair.prefill.ask("plant", fault)
+    try:
+        with pytest.raises((AssertionError, EngineError)):
+            are_as_alone(engines, each, pair.run(each, fault))
+    finally:
+        pair.prefill.ask("heal")
+    each = prompts(300 + len(fault), 2, shortest=300)
+    are_as_alone(engines, each, pair.run(each, f"healed from {fault}"))

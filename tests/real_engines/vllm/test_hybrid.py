@@ -1,0 +1,32 @@
+"""A model whose layers attend to a window in five of six: two kinds of layers, several block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.real_engines.vllm.models import write
+from tests.real_engines.vllm.pairs import COUNT, Engines, Pair, prompts
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    begun = Engines(write("hybrid", tmp_path_factory.mktemp("hybrid")))
+    for begin in (begun.alone, lambda: begun.prefill("prefill", step_tokens=128), lambda: begun.decode("decode")):
+        begin()
+    yield begun
+    begun.close()
+
+
+def test_only_the_window_travels_and_tokens_are_the_same(engines: Engines):
+    pair = Pair(engines.prefill("prefill"), engines.decode("decode"))
+    each = prompts(1)
+    # Lengths around the edges of blocks, where vLLM drops the first one of a window.
+    each += prompts(2, 12, shortest=157, longest=168)
+    outputs = pair.run(each, "hybrid")
+    assert [output.tokens for output in outputs] == engines.alone().started().generate(each, COUNT)
+    for prompt, output in zip(each, outputs, strict=True):
+        assert output.cached_tokens == len(prompt) - 1, "it was computed on the decode side"
+    assert len(set(pair.free_blocks())) == 1

@@ -1,0 +1,231 @@
+"""vLLM's caches as layouts: shapes and strides as its GPU and CPU backends have them, on CPU tensors."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.engines.vllm.layouts import CacheGroup, ModelShape, describe, layer_number
+from kvferry.errors import LayoutError
+from kvferry.layout import Entry, Interval, RankCoordinates
+from kvferry.layout.shard import RankLayout, Shard
+
+BLOCKS, BLOCK_TOKENS, LAYERS, HEADS, CONTENT = 6, 4, 3, 8, 10
+"""Heads of the whole model; content is a key and a value."""
+
+ORDERS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+"""Every physical order of (layer, block, head, token, content) that vLLM 0.32 knows."""
+
+
+def names(numbers: list[int]) -> tuple[str, ...]:
+    return tuple(f"model.layers.{number}.self_attn.attn" for number in numbers)
+
+
+def views(order: str, heads: int, *, layers: int = LAYERS, pages: int = BLOCKS, page_tokens: int = BLOCK_TOKENS):
+    """One allocation, and a view of (block, head, token, content) for every layer."""
+    sizes = (layers, pages, heads, page_tokens, CONTENT)
+    permutation = ORDERS[order]
+    memory = torch.arange(layers * pages * heads * page_tokens * CONTENT, dtype=torch.float32)
+    physical = memory.view([sizes[axis] for axis in permutation])
+    logical = physical.permute([permutation.index(axis) for axis in range(5)])
+    return memory, {name: logical[number] for number, name in enumerate(names(list(range(layers))))}
+
+
+def value_at(memory, shard: Shard, layer: int, page: int, token: int, head: int, content: int) -> float:
+    address = (
+        shard.addresses[layer]
+        + page * shard.paging.page_stride
+        + token * shard.paging.token_stride
+        + head * shard.strides[0]
+        + content * shard.strides[1]
+    )
+    return float(memory[(address - memory.data_ptr()) // 4])
+
+
+def group(numbers: list[int], name: str = "group 0", **more: Any) -> CacheGroup:
+    return CacheGroup(name, names(numbers), BLOCK_TOKENS, **more)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_elements_are_where_the_layout_says_whatever_the_order(order: str):
+    memory, caches = views(order, HEADS)
+    described = describe(caches, [group([0, 1, 2])], ModelShape(LAYERS, HEADS), RankCoordinates(), num_blocks=BLOCKS)
+    (shard,) = described.layout.shards
+    assert shard.component.entry is Entry.TOKEN
+    for layer, page, token, head, content in itertools.product(
+        range(LAYERS), (0, BLOCKS - 1), range(BLOCK_TOKENS), (0, 3, HEADS - 1), (0, CONTENT - 1)
+    ):
+        expected = caches[names([layer])[0]][page, head, token, content].item()
+        assert value_at(memory, shard, layer, page, token, head, content) == expected
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "tp_rank", "held"),
+    [(1, 0, Interval(0, 8)), (2, 1, Interval(4, 8)), (4, 2, Interval(4, 6)), (16, 5, Interval(2, 3))],
+)
+def test_a_rank_holds_its_heads(tp_size: int, tp_rank: int, held: Interval):
+    _memory, caches = views("LBHNC", len(held))
+    described = describe(
+        caches,
+        [group([0, 1, 2])],
+        ModelShape(LAYERS, HEADS),
+        RankCoordinates(tp_rank=tp_rank, tp_size=tp_size),
+        num_blocks=BLOCKS,
+    )
+    assert described.layout.shards[0].box == (Interval(0, LAYERS), held, Interval(0, CONTENT))
+
+
+def test_heads_that_do_not_fit_are_named():
+    _memory, caches = views("LBHNC", 3)
+    with pytest.raises(LayoutError, match=r"model.layers.0.self_attn.attn' has 3 heads where rank 1 of 2 holds 4 of"):
+        describe(
+            caches,
+            [group([0, 1, 2])],
+            ModelShape(LAYERS, HEADS),
+            RankCoordinates(tp_rank=1, tp_size=2),
+            num_blocks=BLOCKS,
+        )
+
+
+def test_latents_are_the_same_on_every_rank():
+    _memory, caches = views("LBNHC", 1)
+    described = describe(
+        caches,
+        [group([0, 1, 2], is_latent=True)],
+        ModelShape(LAYERS, HEADS),
+        RankCoordinates(tp_rank=1, tp_size=2),
+        num_blocks=BLOCKS,
+    )
+    (shard,) = described.layout.shards
+    assert [axis.size for axis in shard.component.axes] == [LAYERS, 1, CONTENT]
+    assert shard.box[1] == Interval(0, 1)
+
+
+def test_a_pipeline_stage_holds_its_layers():
+    _memory, caches = views("LBHNC", HEADS)
+    stage = {f"model.layers.{number + 5}.attn": cache for number, cache in enumerate(caches.values())}
+    described = describe(
+        stage,
+        [CacheGroup("group 0", tuple(stage), BLOCK_TOKENS)],
+        ModelShape(8, HEADS),
+        RankCoordinates(pp_rank=1, pp_size=2),
+        num_blocks=BLOCKS,
+    )
+    assert described.layout.shards[0].box[0] == Interval(5, 8)
+
+
+def test_packed_pages_can_be_cut_by_head_alone():
+    memory, caches = views("LBHNC", HEADS)
+    described = describe(
+        caches, [group([0, 1, 2])], ModelShape(LAYERS, HEADS, "a kernel's"), RankCoordinates(), num_blocks=BLOCKS
+    )
+    (shard,) = described.layout.shards
+    assert shard.component.entry is Entry.PAGE
+    assert shard.component.packing == f"a kernel's, {BLOCK_TOKENS} tokens a page"
+    assert [axis.size for axis in shard.component.axes] == [LAYERS, HEADS, BLOCK_TOKENS * CONTENT]
+    assert shard.paging.page_tokens == BLOCK_TOKENS
+    assert value_at(memory, shard, 2, 4, 0, 5, 7) == caches[names([2])[0]][4, 5, 0, 7].item()
+
+
+def test_packed_pages_that_are_not_dense_are_refused():
+    _memory, caches = views("LBNHC", HEADS)
+    with pytest.raises(LayoutError, match="packed, so that tokens and content must lie behind each other"):
+        describe(
+            caches, [group([0, 1, 2])], ModelShape(LAYERS, HEADS, "a kernel's"), RankCoordinates(), num_blocks=BLOCKS
+        )
+
+
+def hybrid(groups: list[CacheGroup]) -> RankLayout:
+    _memory, caches = views("LBHNC", HEADS, layers=6)
+    return describe(caches, groups, ModelShape(6, HEADS), RankCoordinates(), num_blocks=BLOCKS).layout
+
+
+def test_a_hybrid_has_a_component_for_every_kind_however_its_layers_are_grouped():
+    """vLLM groups layers as their sizes and number allow: two engines of one model need not agree."""
+    one = hybrid([group([2, 5], "full"), group([0, 3], "a", window_tokens=7), group([1, 4], "b", window_tokens=7)])
+    two = hybrid([group([2, 5], "full"), group([0, 1, 3, 4], "a", window_tokens=7)])
+    assert one.digest == two.digest
+    assert {component.name: component.window_tokens for component in one.components} == {"kv": None, "kv, window 7": 7}
+    held = sorted((shard.component.name, shard.box[0], shard.group) for shard in two.shards)
+    assert held == [
+        ("kv", Interval(2, 3), "full"),
+        ("kv", Interval(5, 6), "full"),
+        ("kv, window 7", Interval(0, 2), "a"),
+        ("kv, window 7", Interval(3, 5), "a"),
+    ]
+
+
+def test_layers_of_several_groups_may_share_memory():
+    """vLLM lets groups overlay each other; a block belongs to one of them at a time."""
+    _memory, caches = views("LBHNC", HEADS, layers=2)
+    first, second = caches.values()
+    shared = dict(zip(names([0, 1, 2, 3]), (first, second, first, second), strict=True))
+    groups = [group([0, 1], "full"), group([2, 3], "window", window_tokens=7)]
+    layout = describe(shared, groups, ModelShape(4, HEADS), RankCoordinates(), num_blocks=BLOCKS).layout
+    assert len(layout.shards) == 2
+
+
+def test_layers_of_several_sizes_are_components_of_their_own():
+    _memory, caches = views("LBHNC", HEADS)
+    caches[names([1])[0]] = torch.zeros(BLOCKS, HEADS, BLOCK_TOKENS, 2 * CONTENT)
+    layout = describe(
+        caches, [group([0, 1, 2])], ModelShape(LAYERS, HEADS), RankCoordinates(), num_blocks=BLOCKS
+    ).layout
+    assert {component.name for component in layout.components} == {"kv", f"kv, {2 * CONTENT} a head"}
+
+
+def test_a_draft_model_may_be_missing_on_the_other_side():
+    _memory, caches = views("LBHNC", HEADS)
+    layout = describe(caches, [group([0, 1, 2])], ModelShape(2, HEADS), RankCoordinates(), num_blocks=BLOCKS).layout
+    assert {component.name: component.is_optional for component in layout.components} == {"kv": False, "draft 2": True}
+
+
+def test_a_block_may_be_several_pages_of_the_kernel():
+    _memory, caches = views("LBHNC", HEADS, pages=4 * BLOCKS)
+    groups = [CacheGroup("group 0", names([0, 1, 2]), 4 * BLOCK_TOKENS)]
+    described = describe(caches, groups, ModelShape(LAYERS, HEADS), RankCoordinates(), num_blocks=BLOCKS)
+    assert described.pages_per_block == {"group 0": 4}
+    assert described.layout.shards[0].paging.page_tokens == BLOCK_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("cache", "problem"),
+    [
+        (None, "has no cache"),
+        ((torch.zeros(2, 2), torch.zeros(2, 2)), "has 2 tensors, as of recurrent state"),
+        (torch.zeros(BLOCKS, 2, HEADS, BLOCK_TOKENS, CONTENT), r"has shape \(6, 2, 8, 4, 10\)"),
+        (torch.zeros(BLOCKS + 1, HEADS, BLOCK_TOKENS, CONTENT), "with a multiple of 6 blocks"),
+        (torch.zeros(BLOCKS, HEADS, BLOCK_TOKENS // 2, CONTENT), "keep one entry for several tokens"),
+    ],
+)
+def test_what_cannot_be_described_is_named(cache: object, problem: str):
+    caches = {} if cache is None else {names([0])[0]: cache}
+    with pytest.raises(LayoutError, match=problem) as raised:
+        describe(caches, [group([0])], ModelShape(1, HEADS), RankCoordinates(), num_blocks=BLOCKS)
+    assert "model.layers.0.self_attn.attn" in str(raised.value)
+
+
+def test_no_cache_at_all_is_refused():
+    with pytest.raises(LayoutError, match="no KV cache"):
+        describe({}, [], ModelShape(1, HEADS), RankCoordinates(), num_blocks=BLOCKS)
+
+
+@pytest.mark.parametrize("name", ["model.embed", "model.layers.1.experts.2.attn"])
+def test_a_name_without_one_number_is_refused(name: str):
+    with pytest.raises(LayoutError, match="numbers in its name"):
+        layer_number(name)
+
+
+def test_numbers_in_names():
+    assert layer_number("model.layers.12.self_attn.attn") == 12
+    assert layer_number("transformer.h.3.attn2.kv") == 3
