@@ -59,7 +59,7 @@ $(VLLM_INSTALLED): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip install --quiet "$(TORCH)" $(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --editable ".[up]" pytest pytest-timeout psutil
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable ".[up]" hypothesis psutil pytest pytest-timeout
 	@touch $@
 
 test-engines: $(VLLM_INSTALLED)

@@ -759,14 +759,10 @@ class DecodeDriver(Loop):
             for link in self._all_links:
                 with contextlib.suppress(KVFerryError):
                     link.ask_whether_gone(process)
-        # Whoever has its place now may know what became of it.
-        in_use = self._links_with_rooms
+        # Whoever has its place now may know what became of it; and if it lives, it gives the old ring up for a new one.
+        doubtful = [endpoint for endpoint, _ in self._lost.doubtful]
         for link in self._retired_links:
-            if (
-                link in in_use
-                and link.key not in self._links
-                and any(link.rank_of(endpoint) is not None for endpoint, _ in self._lost.doubtful)
-            ):
+            if link.key not in self._links and any(link.rank_of(endpoint) is not None for endpoint in doubtful):
                 self._link(link.key, now + self._settings.bootstrap_timeout_s)
         for number, link in list(self._room_links.items()):
             room = self._rooms[number]

@@ -54,13 +54,11 @@ class Output:
         tokens: that were generated.
         reason: why it ended.
         parameters: for the decode server.
-        cached_tokens: of the prompt, that were not computed.
     """
 
     tokens: tuple[int, ...]
     reason: str | None
     parameters: dict[str, Any] | None
-    cached_tokens: int | None
 
 
 class _Engine:
@@ -118,7 +116,6 @@ class _Engine:
                     tuple(completion.token_ids),
                     completion.finish_reason,
                     output.kv_transfer_params,
-                    output.num_cached_tokens,
                 )
         return True
 

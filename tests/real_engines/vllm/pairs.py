@@ -101,6 +101,11 @@ class Pair:
         self.decode.submit(name, prompt, COUNT, answer.parameters)
         return self.decode.output(name)
 
+    @property
+    def received(self) -> int:
+        """How many requests' caches have come, by the decode engine's own account."""
+        return round(self.decode.ask("metric", "vllm:kvferry_receive_seconds_count") / self.decode.shape.tp)
+
     def free_blocks(self) -> tuple[int, int]:
         """On either side, once nothing goes on."""
         for engine in (self.prefill, self.decode):

@@ -29,21 +29,25 @@ def both(engines: Engines) -> Pair:
 
 
 def are_as_alone(engines: Engines, each: Sequence[Sequence[int]], outputs: Sequence[Output]) -> None:
-    """The tokens are those of the undivided engine, and the prompts were computed elsewhere."""
-    expected = engines.alone().started().generate(each, COUNT)
-    assert [output.tokens for output in outputs] == expected
-    for prompt, output in zip(each, outputs, strict=True):
-        assert output.cached_tokens == len(prompt) - 1, "it was computed on the decode side"
+    """The tokens are those of the undivided engine."""
+    assert [output.tokens for output in outputs] == engines.alone().started().generate(each, COUNT)
+
+
+def check(engines: Engines, pair: Pair, each: Sequence[Sequence[int]], tag: str) -> None:
+    """The tokens of all prompts at once are right, and no prompt was computed on the decode side."""
+    before = pair.received
+    are_as_alone(engines, each, pair.run(each, tag))
+    assert pair.received - before == len(each), "prompts were computed on the decode side"
 
 
 def test_sixteen_prompts_at_once(engines: Engines, both: Pair):
-    each = prompts(1)
-    are_as_alone(engines, each, both.run(each, "equal"))
+    check(engines, both, prompts(1), "equal")
 
 
 def test_one_server_after_the_other(engines: Engines, both: Pair):
-    each = prompts(2, 3)
+    each, before = prompts(2, 3), both.received
     are_as_alone(engines, each, [both.run_in_turn(prompt, f"turn-{number}") for number, prompt in enumerate(each)])
+    assert both.received - before == len(each), "prompts were computed on the decode side"
 
 
 @pytest.mark.parametrize("prefill_tp", [2, 1])
@@ -52,8 +56,7 @@ def test_ranks_of_different_number(engines: Engines, prefill_tp: int):
         pair = Pair(engines.prefill("prefill-tp2", tp=2), engines.decode("decode"))
     else:
         pair = Pair(engines.prefill("prefill"), engines.decode("decode-tp2", tp=2))
-    each = prompts(3 + prefill_tp)
-    are_as_alone(engines, each, pair.run(each, f"tp{prefill_tp}"))
+    check(engines, pair, prompts(3 + prefill_tp), f"tp{prefill_tp}")
 
 
 def test_pages_leave_while_a_prompt_is_computed(engines: Engines):
@@ -61,7 +64,7 @@ def test_pages_leave_while_a_prompt_is_computed(engines: Engines):
     pair = Pair(engines.prefill("prefill-chunked", step_tokens=64), engines.decode("decode"))
     each = prompts(7)
     before = pair.prefill.ask("submitted_chunks")
-    are_as_alone(engines, each, pair.run(each, "chunked"))
+    check(engines, pair, each, "chunked")
     assert pair.prefill.ask("submitted_chunks") - before > 2 * len(each)
 
 
@@ -123,8 +126,7 @@ def test_a_decode_engine_that_aborts_lets_both_sides_go_on(engines: Engines, bot
         both.decode.ask("abort", f"aborted-{number}")
         both.prefill.output(f"aborted-{number}")
     assert both.free_blocks() == free
-    each = prompts(13, 4)
-    are_as_alone(engines, each, both.run(each, "after-aborts"))
+    check(engines, both, prompts(13, 4), "after-aborts")
 
 
 def test_a_prefill_engine_that_aborts_fails_the_other_side_at_once(engines: Engines, both: Pair):
@@ -151,8 +153,7 @@ def test_a_planted_fault_is_seen(engines: Engines, fault: str):
     pair.prefill.ask("plant", fault)
     try:
         with pytest.raises((AssertionError, EngineError)):
-            are_as_alone(engines, each, pair.run(each, fault))
+            check(engines, pair, each, fault)
     finally:
         pair.prefill.ask("heal")
-    each = prompts(300 + len(fault), 2, shortest=300)
-    are_as_alone(engines, each, pair.run(each, f"healed from {fault}"))
+    check(engines, pair, prompts(300 + len(fault), 2, shortest=300), f"healed from {fault}")

@@ -25,8 +25,7 @@ def test_only_the_window_travels_and_tokens_are_the_same(engines: Engines):
     each = prompts(1)
     # Lengths around the edges of blocks, where vLLM drops the first one of a window.
     each += prompts(2, 12, shortest=157, longest=168)
-    outputs = pair.run(each, "hybrid")
+    before, outputs = pair.received, pair.run(each, "hybrid")
     assert [output.tokens for output in outputs] == engines.alone().started().generate(each, COUNT)
-    for prompt, output in zip(each, outputs, strict=True):
-        assert output.cached_tokens == len(prompt) - 1, "it was computed on the decode side"
+    assert pair.received - before == len(each), "prompts were computed on the decode side"
     assert len(set(pair.free_blocks())) == 1

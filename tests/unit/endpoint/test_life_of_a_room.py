@@ -17,6 +17,7 @@ from kvferry import PrefillEndpoint, Receiver, Sender, TransferState
 from kvferry.endpoint.sending import OpenReceived
 from kvferry.errors import (
     ChunkError,
+    PeerDisconnectedError,
     RoomExistsError,
     TransferAbortedError,
     TransferFailedError,
@@ -25,6 +26,7 @@ from kvferry.errors import (
     UnknownRoomError,
 )
 from kvferry.protocol import messages
+from kvferry.protocol.link import LinkState
 from kvferry.protocol.sender import ReceiverAborted
 
 S = TransferState
@@ -637,3 +639,16 @@ def test_a_goodbye_through_an_old_connection_ends_no_new_one(
     driver._submit(close)
     assert closed.wait(WAIT_S)
     assert said == [messages.Detach(endpoint=peer.name, attempt=peer.attempt)]
+
+
+def test_a_ring_that_a_living_rank_was_lost_with_is_given_up_for_a_new_one(pair: Callable[..., Requests]):
+    """Nobody asks for that engine any more; what is left of the old ring would stay on both sides for ever."""
+    requests = pair(path="staged", staging_ring_mib=1.0, staging_chunk_mib=0.25, heartbeat_interval_s=0.1)
+    requests.run(1)
+    driver = requests.decode.endpoints[0]._driver
+    (lost,) = driver._links.values()
+    driver._submit(lambda now: driver._fail_link(lost, PeerDisconnectedError("its queue was full"), now))
+    eventually("it was lost", lambda: lost not in driver._links.values())
+    eventually("it is connected anew", lambda: [link.state for link in driver._links.values()] == [LinkState.READY])
+    eventually("nobody is in doubt", lambda: len(driver._lost) == 0)
+    eventually("the old connections are closed", lambda: not driver._retired_links)
