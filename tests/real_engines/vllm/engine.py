@@ -234,9 +234,9 @@ class Faults:
 
         def swapped(side: WorkerSide, *arguments: Any) -> PagesToSend:
             given = original(side, *arguments)
-            pages = list(given.pages)
-            pages[:2] = reversed(pages[:2])
-            return PagesToSend(given.start, tuple(pages))
+            first, *middle, last = given.pages
+            # Two full ones would change nothing: keys know their positions, and attention sums over all of them.
+            return PagesToSend(given.start, (last, *middle, first))
 
         self._replace(WorkerSide, "_pages", swapped)
 
