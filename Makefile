@@ -50,8 +50,10 @@ demo: $(INSTALLED)
 sim: $(INSTALLED)
 	$(VENV)/bin/kvferry sim --count $(SEEDS) $(if $(SEED),--seed $(SEED))
 
+# The fault matrices mostly wait, for deadlines: a process for each of their files.
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --ignore-glob='*/test_faults_*.py'
+	$(VENV)/bin/python -m pytest -n 4 --dist loadfile tests/processes/test_faults_*.py
 
 # The newest torchvision and torchaudio come along for multimodal models and do not fit a torch for CPUs.
 $(VLLM_INSTALLED): pyproject.toml

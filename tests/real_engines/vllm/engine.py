@@ -295,7 +295,6 @@ def _run(pipe: Connection, shape: Shape) -> None:
                 return
             if method == "close":
                 engine.engine.engine_core.shutdown()
-                pipe.send((True, None))
                 return
             try:
                 pipe.send((True, getattr(engine, method)(*arguments)))
@@ -385,11 +384,13 @@ class EngineProcess:
             each.kill()
         self.process.join()
 
+    def begin_to_close(self) -> None:
+        """Asks it to end in order."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(("close", ()))
+
     def close(self) -> None:
-        """Ends it in order."""
-        if self.process.is_alive():
-            with contextlib.suppress(EngineError, OSError):
-                self.ask("close")
-            self.process.join(20)
+        """Ends it in order, or in any case; see `begin_to_close`."""
+        self.process.join(20)
         if self.process.is_alive():
             self.kill()

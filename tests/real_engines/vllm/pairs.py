@@ -68,6 +68,8 @@ class Engines:
     def close(self) -> None:
         """Ends all of them."""
         for engine in self._begun.values():
+            engine.begin_to_close()
+        for engine in self._begun.values():
             engine.close()
         self._registry.kill()
 

@@ -21,6 +21,7 @@ from kvferry.errors import ConfigurationError, KVFerryError
 _STOP_S = 20
 _POLL_S = 0.25
 _LOG_BYTES = "32MB"
+_TOGETHER = "kvferry.engines.deployment.together"
 
 
 def free_ports(count: int) -> list[int]:
@@ -140,7 +141,7 @@ def configuration(programs: Sequence[Program], directory: Path) -> configparser.
     }
     for priority, program in enumerate(programs):
         config[f"program:{program.name}"] = {
-            "command": _literal(shlex.join(program.command)),
+            "command": _literal(shlex.join((sys.executable, "-m", _TOGETHER, *program.command))),
             "environment": ",".join(f'{name}="{_literal(value)}"' for name, value in program.environment.items()),
             "priority": str(priority),  # the front stops first, the registry last
             "autorestart": "true",

@@ -1,0 +1,129 @@
+"""`kvferry up` with real servers: a stream comes, a server that is killed costs a retry, and nothing is left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from tests.real_engines.vllm.models import write
+
+from kvferry.engines.deployment.supervision import free_ports
+
+pytestmark = pytest.mark.timeout(900)
+
+READY_S = 400.0
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "UCX_TLS": "tcp,self,sm",
+    "OMP_NUM_THREADS": "1",
+}
+
+OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32", "--enforce-eager")
+OPTIONS += ("--kv-cache-memory-bytes", str(64 << 20))
+
+
+class Deployment:
+    """The command."""
+
+    def __init__(self, model: Path, logs: Path) -> None:
+        (self.port,) = free_ports(1)
+        command = [sys.executable, "-m", "kvferry", "up", "--model", str(model), "--prefill", "2", "--decode", "1"]
+        command += ["--port", str(self.port), "--logs", str(logs), "--timeout-s", str(READY_S), "--", *OPTIONS]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **ENVIRONMENT}
+        )
+        self.model, self.logs = str(model), logs
+        assert self.process.stdout is not None
+        self.said: list[str] = []
+        for line in self.process.stdout:
+            self.said.append(line)
+            if line.startswith("Ready"):
+                return
+        raise AssertionError("".join(self.said))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, prompt: str) -> httpx.Response:
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+
+    def health(self) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=10).json()
+        return found
+
+    def pid_of(self, name: str) -> int:
+        """Of a server, by the name of its engine on its command line."""
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            line = " ".join(each.cmdline())
+            if "vllm.entrypoints" in line and f'"engine_id": "{name}"' in line:
+                return each.pid
+        raise AssertionError(f"{name} does not run")
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    started = Deployment(write("qwen3", tmp_path_factory.mktemp("model")), tmp_path_factory.mktemp("logs"))
+    yield started
+    if started.process.poll() is None:
+        started.process.send_signal(signal.SIGINT)
+        started.process.wait(60)
+
+
+def test_curl_streams_a_completion(deployment: Deployment):
+    body = {"model": deployment.model, "prompt": "w1 w2 w3 " * 40, "max_tokens": 5, "stream": True, "ignore_eos": True}
+    command = ["curl", "--silent", "--no-buffer", f"{deployment.url}/v1/completions", "-H"]
+    command += ["Content-Type: application/json", "-d", json.dumps(body)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    events = [line.removeprefix("data: ") for line in said.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    assert len(events) == 6
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]).strip()
+
+
+def test_a_prefill_server_that_is_killed_costs_a_retry_and_comes_back(deployment: Deployment):
+    prompt = "w5 w6 w7 w8 " * 30
+    expected = deployment.ask(prompt).json()["choices"][0]["text"]
+    before = deployment.health()["retries"]
+    os.kill(deployment.pid_of("prefill-0"), signal.SIGKILL)
+    for _ in range(6):
+        answer = deployment.ask(prompt)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == expected
+    assert deployment.health()["retries"] - before <= 1
+    deadline = time.monotonic() + READY_S
+    while not all(each["is_well"] for each in deployment.health()["prefill"]):
+        assert time.monotonic() < deadline, "it did not come back"
+        time.sleep(0.5)
+    for _ in range(4):
+        assert deployment.ask(prompt).json()["choices"][0]["text"] == expected
+    assert {log.stem for log in deployment.logs.glob("*.log")} >= {
+        "registry",
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "front",
+    }
+
+
+def test_it_stops_in_order_and_leaves_nothing(deployment: Deployment):
+    everybody = psutil.Process(deployment.process.pid).children(recursive=True)
+    assert len(everybody) >= 6
+    deployment.process.send_signal(signal.SIGINT)
+    assert deployment.process.wait(60) == 0
+    _, alive = psutil.wait_procs(everybody, timeout=10)
+    assert not alive
