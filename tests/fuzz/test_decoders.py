@@ -67,7 +67,7 @@ class Decoders:
         regions = self._layouts[0].regions()
         self.metadata = tree_of(PeerMetadata(name="hostile-0", device=Device(), regions=regions, private=b"private"))
         self.registration = tree_of(REGISTRATION)
-        self.answers = [(kind, tree_of(answer)) for kind, answer in ANSWERS]
+        self.answers = [(msgspec.json.Decoder(kind), tree_of(answer)) for kind, answer in ANSWERS]
         self.slowest_s = 0.0
         self.accepted = 0
 
@@ -125,11 +125,11 @@ class Decoders:
         body = as_json(mutator.changed(self.registration))
         for data in (body, mutator.damaged(body)):
             self.feed(_decode_registration, data, MessageError, ConfigurationError)
-        kind, answer = chance.choice(self.answers)
+        decoder, answer = chance.choice(self.answers)
         body = as_json(mutator.changed(answer))
         for data in (body, mutator.damaged(body)):
             for status in (200, 400):
-                self.feed(lambda given: self._client._answer(status, given, kind), data, RegistryError)  # noqa: B023
+                self.feed(lambda given: self._client._answer(status, given, decoder), data, RegistryError)  # noqa: B023
         return 14
 
 

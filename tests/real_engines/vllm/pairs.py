@@ -107,7 +107,8 @@ class Pair:
     @property
     def received(self) -> int:
         """How many requests' caches have come, by the decode engine's own account."""
-        return round(self.decode.ask("metric", "vllm:kvferry_receive_seconds_count") / self.decode.shape.tp)
+        counted: float = self.decode.ask("metric", "vllm:kvferry_receive_seconds_count")
+        return round(counted / self.decode.shape.tp)
 
     def free_blocks(self) -> tuple[int, int]:
         """On either side, once nothing goes on."""

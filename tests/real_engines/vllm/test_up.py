@@ -31,8 +31,10 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
-OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32", "--enforce-eager")
-OPTIONS += ("--kv-cache-memory-bytes", str(64 << 20))
+OPTIONS = (
+    *("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32", "--enforce-eager"),
+    *("--kv-cache-memory-bytes", str(64 << 20)),
+)
 
 
 class Deployment:
@@ -70,7 +72,7 @@ class Deployment:
         """Of a server, by the name of its engine on its command line."""
         for each in psutil.Process(self.process.pid).children(recursive=True):
             line = " ".join(each.cmdline())
-            if "vllm.entrypoints" in line and f'"engine_id": "{name}"' in line:
+            if "together" not in line and "vllm.entrypoints" in line and f'"engine_id": "{name}"' in line:
                 return each.pid
         raise AssertionError(f"{name} does not run")
 

@@ -28,6 +28,7 @@ class FakeServer:
     """What speaks OpenAI's interface.
 
     Attributes:
+        rooms: of prompts that prefill servers have computed; decode servers wait for them.
         asked: the bodies of all requests.
         status: of its answers.
         is_well: what it says when asked.
@@ -37,6 +38,7 @@ class FakeServer:
         left: how many requests have ended.
     """
 
+    rooms: set[int]
     asked: list[dict[str, Any]] = field(default_factory=list)
     status: int = 200
     is_well: bool = True
@@ -59,6 +61,11 @@ class FakeServer:
         self.asked.append(body)
         if self.status != 200:
             return JSONResponse({"error": "no"}, self.status)
+        parameters = body.get("kv_transfer_params", {})
+        if parameters.get("do_remote_decode"):
+            self.rooms.add(parameters[ROOM])
+        while parameters.get("do_remote_prefill") and parameters[ROOM] not in self.rooms:
+            await asyncio.sleep(0.001)
         if not body.get("stream"):
             try:
                 while self.waits:
@@ -89,7 +96,8 @@ class Deployment:
     """Two servers of either kind and the front before them."""
 
     def __init__(self) -> None:
-        self.fakes = {name: FakeServer() for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")}
+        rooms: set[int] = set()
+        self.fakes = {name: FakeServer(rooms) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")}
         self.served = {name: Served(fake.app()) for name, fake in self.fakes.items()}
         servers = [Server(served.url, name) for name, served in self.served.items()]
         self.front = Front(servers[:2], servers[2:])

@@ -31,19 +31,30 @@ def started() -> tuple[subprocess.Popen[str], psutil.Process, psutil.Process]:
     return ours, child, grandchild
 
 
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_what_a_killed_command_leaves_behind_is_ended(number: signal.Signals):
     ours, child, grandchild = started()
     child.send_signal(number)
+    assert ours.wait(10) != 0
+    eventually("nothing is left", lambda: has_ended(grandchild))
+
+
+def test_when_we_are_killed_ourselves_nothing_is_left_either():
+    ours, child, grandchild = started()
+    ours.kill()
     ours.wait(10)
-    eventually("nothing is left", lambda: not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE)
+    eventually("nothing is left", lambda: has_ended(child) and has_ended(grandchild))
 
 
 def test_stopping_the_group_stops_all():
-    ours, _, grandchild = started()
+    ours, child, grandchild = started()
     os.killpg(ours.pid, signal.SIGTERM)
     ours.wait(10)
-    eventually("nothing is left", lambda: not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE)
+    eventually("nothing is left", lambda: has_ended(child) and has_ended(grandchild))
 
 
 def test_without_a_group_of_its_own_nothing_is_run():

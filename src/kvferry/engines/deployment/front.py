@@ -67,11 +67,16 @@ class Pool:
 
 
 class TryAnotherError(Exception):
-    """A server failed before anything had gone to the client."""
+    """A server failed before anything had gone to the client.
 
-    def __init__(self, server: Server, problem: str) -> None:
+    Attributes:
+        server: which.
+        is_lost: whether it did not even say so.
+    """
+
+    def __init__(self, server: Server, problem: str, *, is_lost: bool = False) -> None:
         super().__init__(f"{server.engine}: {problem}")
-        self.server = server
+        self.server, self.is_lost = server, is_lost
 
 
 class Front:
@@ -164,6 +169,8 @@ class Front:
                 self.retries += 1
                 last_problem = str(error)
                 avoided.add(error.server)
+                if error.is_lost:  # others need not find out for themselves
+                    error.server.is_well = False
                 log.warning("request is tried again: %s", error)
         return _problem(502, f"tried {self._attempts} times; last, {last_problem}")
 
@@ -205,7 +212,7 @@ class Front:
         try:
             answer = await self._client.post(f"{server.url}{request.url.path}", json=asked, headers=_headers(request))
         except httpx.HTTPError as error:
-            raise TryAnotherError(server, f"{type(error).__name__} {error}") from error
+            raise TryAnotherError(server, f"{type(error).__name__} {error}", is_lost=True) from error
         if answer.is_server_error:
             raise TryAnotherError(server, f"HTTP {answer.status_code}: {answer.text[:200]}")
 
@@ -231,7 +238,7 @@ class Front:
             begun = await _first_event(pieces, server)
         except httpx.HTTPError as error:
             await exits.aclose()
-            raise TryAnotherError(server, f"{type(error).__name__} {error}") from error
+            raise TryAnotherError(server, f"{type(error).__name__} {error}", is_lost=True) from error
         except BaseException:
             await exits.aclose()
             raise

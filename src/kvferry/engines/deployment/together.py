@@ -6,6 +6,7 @@ the command starts stays in our process group; whoever starts us makes us its le
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,15 +14,30 @@ import sys
 
 
 def main() -> None:
-    """Runs the command on our command line, waits for its end, and ends the group."""
+    """Runs the command on our command line and ends as that does."""
+    if os.getpgrp() != os.getpid():
+        sys.exit("kvferry.engines.deployment.together must lead a process group: it ends all of it")
+    _guard()
     # Whoever stops us in order tells the whole group; the command ends as it likes, and we after it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    subprocess.call(sys.argv[1:])  # noqa: S603 - whoever starts us says what
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # ourselves too
+    sys.exit(subprocess.call(sys.argv[1:]))  # noqa: S603 - whoever starts us says what
+
+
+def _guard() -> None:
+    """Starts a process, outside the group, that ends all of the group when we have ended, however we have."""
+    leader = os.getpid()
+    reading, writing = os.pipe()  # the command does not inherit it
+    if os.fork() != 0:
+        os.close(reading)
+        return
+    os.setsid()
+    os.close(writing)
+    os.read(reading, 1)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    if os.getpgrp() != os.getpid():
-        sys.exit("kvferry.engines.deployment.together must lead a process group: it ends all of it")
     main()
