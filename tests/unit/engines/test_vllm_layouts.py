@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from kvferry.engines.vllm.layouts import CacheGroup, ModelShape, describe, layer_number
-from kvferry.errors import LayoutError
-from kvferry.layout import Entry, Interval, RankCoordinates
+from kvferry.errors import IncompatiblePeerError, LayoutError
+from kvferry.layout import Entry, Interval, RankCoordinates, split
 from kvferry.layout.shard import RankLayout, Shard
+from kvferry.plan import check_exchangeable
+from kvferry.plan.proof import prove
 
 BLOCKS, BLOCK_TOKENS, LAYERS, HEADS, CONTENT = 6, 4, 3, 8, 10
 """Heads of the whole model; content is a key and a value."""
@@ -229,3 +231,34 @@ def test_a_name_without_one_number_is_refused(name: str):
 def test_numbers_in_names():
     assert layer_number("model.layers.12.self_attn.attn") == 12
     assert layer_number("transformer.h.3.attn2.kv") == 3
+
+
+def engine(order: str, tp_size: int, page_tokens: int, packing: str | None = None) -> dict[int, RankLayout]:
+    """Every rank of an engine; its memory need not exist any more."""
+    layouts = {}
+    for rank in range(tp_size):
+        held = len(split(HEADS, tp_size, rank))
+        _memory, caches = views(order, held, page_tokens=page_tokens)
+        groups = [CacheGroup("group 0", names([0, 1, 2]), page_tokens)]
+        coordinates = RankCoordinates(tp_rank=rank, tp_size=tp_size)
+        model = ModelShape(LAYERS, HEADS, packing)
+        layouts[rank] = describe(caches, groups, model, coordinates, num_blocks=BLOCKS).layout
+    return layouts
+
+
+@pytest.mark.parametrize(("here", "there"), [("LBHNC", "LBNHC"), ("BLNHC", "LHBNC"), ("BHLNC", "BLHNC")])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (4, 2), (2, 16), (3, 2)])
+@pytest.mark.parametrize("decode_tokens", [4, 8])
+def test_any_order_tensor_parallel_size_and_block_size_can_be_exchanged(
+    here: str, there: str, prefill_tp: int, decode_tp: int, decode_tokens: int
+):
+    """Every byte is written once, by the byte that belongs there."""
+    found = prove(engine(here, prefill_tp, 4), engine(there, decode_tp, decode_tokens), room=3)
+    assert found.receivers == decode_tp
+
+
+def test_packed_blocks_of_another_size_are_refused():
+    sides = engine("LBHNC", 1, 4, "a kernel's"), engine("LBHNC", 1, 8, "a kernel's")
+    with pytest.raises(IncompatiblePeerError, match=r"4 tokens a page.*8 tokens a page|8 tokens a page.*4 tokens"):
+        check_exchangeable(sides[0][0], sides[1][0], source_name="theirs", destination_name="ours")
+    assert prove(sides[0], engine("LBHNC", 2, 4, "a kernel's"), room=3).receivers == 2
