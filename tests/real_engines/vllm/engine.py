@@ -145,6 +145,9 @@ class _Engine:
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def preemptions(self) -> float:
+        return self.metric("vllm:num_preemptions_total")
+
     def is_idle(self) -> bool:
         return not self.scheduler.has_requests()
 

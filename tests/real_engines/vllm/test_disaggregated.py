@@ -138,6 +138,22 @@ def test_a_prefill_engine_that_aborts_fails_the_other_side_at_once(engines: Engi
     assert both.free_blocks() == free
 
 
+def test_requests_that_are_preempted_while_they_are_sent_end_well_or_are_computed_again(engines: Engines):
+    """Requests that only the prefill engine has grow, and take blocks from those that are computed to be sent."""
+    prefill = engines.prefill("prefill-crowded", step_tokens=64, pool_mib=9)
+    pair = Pair(prefill, engines.decode("decode-recompute", policy="recompute"))
+    free, before = pair.free_blocks(), prefill.ask("preemptions")
+    own, each = prompts(15, 3, shortest=200, longest=260), prompts(16, 6, shortest=400)
+    for number, prompt in enumerate(own):
+        prefill.submit(f"own-{number}", prompt, 300)
+    outputs = pair.run(each, "crowded")
+    are_as_alone(engines, each, outputs)
+    for number in range(len(own)):
+        assert len(prefill.output(f"own-{number}").tokens) == 300
+    assert prefill.ask("preemptions") > before, "nothing was preempted: the test shows nothing"
+    assert pair.free_blocks() == free
+
+
 def test_two_hundred_requests_leave_every_block_free(both: Pair):
     free = both.free_blocks()
     for batch in range(10):
