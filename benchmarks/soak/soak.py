@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing.connection
 import random
-import socket
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from benchmarks.soak.faults import Fault, Faults, Kind
 from benchmarks.soak.processes import RankProcess, RegistryProcess
 from benchmarks.soak.ranks import Broken, Fate, Order, Ready, Report
 from benchmarks.soak.watch import Trend, trend
+
+from kvferry.engines.deployment.supervision import free_ports
 
 ENGINES = 2
 """Of either kind."""
@@ -128,7 +129,7 @@ class Soak:
             for prefill, decode in itertools.product(range(ENGINES), repeat=2)
         }
         # Fixed, as in a deployment: a successor answers where its predecessor did.
-        ports = _free_ports(ENGINES)
+        ports = free_ports(ENGINES)
         self._prefills = [
             RankProcess("prefill", number, self._settings(path=PATHS[number % 2], control_port=ports[number]), 0, seed)
             for number, seed in zip(range(ENGINES), itertools.count(plan.seed, 1000), strict=False)
@@ -343,13 +344,3 @@ class Soak:
             if not rank.end():
                 self.account.problem(f"{rank.name} did not end by itself")
         self._registry.kill()
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tests.support.caches import Kept, Model, Pages, Pool, Shape, pool, positions_of
 from tests.support.transports import FaultyTransport
+from tests.support.waiting import eventually
 
 from kvferry import DecodeEndpoint, GroupPages, InProcessNetwork, PrefillEndpoint, Receiver, Sender, Settings
 
@@ -306,6 +307,17 @@ class Requests:
         """Makes the decode ranks' memory untouched again."""
         for memory, _ in self._destinations:
             memory.wipe()
+
+    def begin_held(self) -> Request:
+        """A request of which a write is on its way, and stays there until the prefill transport is `held` no more."""
+        transport = self.prefill.transports[0]
+        transport.held = True
+        request = self.new(1)
+        self.open_decode(request)
+        self.open_prefill(request)
+        self.submit(request)
+        eventually("a write is on its way", lambda: transport.in_flight == 1)
+        return request
 
     def run(
         self, room: int, pages: int = 6, *, prefix_pages: int = 0, cuts: Sequence[int] = (), aux: bytes = b"token"

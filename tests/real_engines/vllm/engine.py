@@ -17,6 +17,15 @@ from typing import Any
 START_S = 180.0
 ANSWER_S = 120.0
 
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "UCX_TLS": "tcp,self,sm",
+    "OMP_NUM_THREADS": "1",
+}
+"""Of every process of vLLM's on a machine without a GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -272,17 +281,7 @@ class Faults:
 
 
 def _run(pipe: Connection, shape: Shape) -> None:
-    os.environ.update(
-        {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "UCX_TLS": "tcp,self,sm",
-            "OMP_NUM_THREADS": "1",
-            **shape.environment,
-        }
-    )
+    os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | dict(shape.environment))
     try:
         engine = _Engine(shape)
     except BaseException:

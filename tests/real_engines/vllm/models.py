@@ -28,7 +28,6 @@ _SIZES = {
 
 _MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("qwen3", {}),
-    "llama": ("llama", {}),
     "hybrid": (
         "gemma3_text",
         {
@@ -42,7 +41,7 @@ _MODELS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def write(name: str, directory: Path) -> Path:
-    """Writes one: "qwen3", "llama" or "hybrid", which attends to a sliding window in five layers of six."""
+    """Writes one: "qwen3" or "hybrid", which attends to a sliding window in five layers of six."""
     architecture, changes = _MODELS[name]
     words = {f"w{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from tests.real_engines.vllm.engine import ENVIRONMENT
 from tests.real_engines.vllm.models import write
 
 from kvferry.engines.deployment.supervision import free_ports
@@ -22,14 +23,6 @@ from kvferry.engines.deployment.supervision import free_ports
 pytestmark = pytest.mark.timeout(900)
 
 READY_S = 400.0
-
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "UCX_TLS": "tcp,self,sm",
-    "OMP_NUM_THREADS": "1",
-}
 
 OPTIONS = (
     *("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32", "--enforce-eager"),

@@ -54,18 +54,6 @@ def is_closed(transport: FaultyTransport) -> bool:
     return transport._closed
 
 
-def with_a_write_held(requests: Requests) -> Request:
-    """A request of which a write is on its way, and stays there until the prefill transport is `held` no more."""
-    transport = requests.prefill.transports[0]
-    transport.held = True
-    request = requests.new(1)
-    requests.open_decode(request)
-    requests.open_prefill(request)
-    requests.submit(request)
-    eventually("a write is on its way", lambda: transport.in_flight == 1)
-    return request
-
-
 def our_threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry-")}
 
@@ -168,7 +156,7 @@ def test_closing_fails_what_is_open_on_both_sides(pair: Callable[..., Requests],
 def test_closing_waits_for_writes_on_their_way(pair: Callable[..., Requests]):
     requests = pair()
     transport = requests.prefill.transports[0]
-    request = with_a_write_held(requests)
+    request = requests.begin_held()
     closing = threading.Thread(target=requests.prefill.endpoints[0].close)
     closing.start()
     with pytest.raises(TransferAbortedError):
@@ -230,7 +218,7 @@ def hanging(engines: Callable[..., Engines]) -> Callable[..., Hanging]:
         both = engines(close_timeout_s=0.2, heartbeat_interval_s=0.1, **settings)
         requests = Requests(both.prefill(Model()), both.decode(Model()))
         requests.connect()
-        request = with_a_write_held(requests)
+        request = requests.begin_held()
         (link,) = requests.decode.endpoints[0]._driver._links.values()
         return Hanging(both, requests, request, link)
 
@@ -385,7 +373,7 @@ def test_rooms_that_are_opened_and_closed_at_once_end(engines: Callable[..., Eng
 def test_whoever_closes_second_waits_too(pair: Callable[..., Requests], side: str):
     requests = pair(close_timeout_s=5.0)
     transport = requests.prefill.transports[0]
-    with_a_write_held(requests)
+    requests.begin_held()
     endpoint = requests.prefill.endpoints[0] if side == "prefill" else requests.decode.endpoints[0]
     closers = [threading.Thread(target=endpoint.close) for _ in range(2)]
     for closer in closers:
@@ -442,7 +430,7 @@ def test_an_endpoint_whose_threads_cannot_start_leaves_nothing(registry_url: str
 def test_the_decode_side_waits_until_nothing_can_be_written(pair: Callable[..., Requests]):
     requests = pair()
     transport = requests.prefill.transports[0]
-    request = with_a_write_held(requests)
+    request = requests.begin_held()
     closing = threading.Thread(target=requests.decode.endpoints[0].close)
     closing.start()
     with pytest.raises(TransferAbortedError, match="the decode endpoint was closed"):

@@ -97,11 +97,7 @@ def test_a_caller_who_never_submits_ends_the_room_on_both_sides(pair: Callable[.
 def test_a_write_that_hangs_fails_the_room_but_keeps_the_pages(pair: Callable[..., Requests]):
     requests = pair(write_timeout_s=0.3)
     transport = requests.prefill.transports[0]
-    transport.held = True
-    request = requests.new(1)
-    requests.open_decode(request)
-    requests.open_prefill(request)
-    requests.submit(request)
+    request = requests.begin_held()
     with pytest.raises(TransferTimeoutError, match=r"did not end within 0.3 s \(KVFERRY_WRITE_TIMEOUT_S\)"):
         request.senders[0].wait(WAIT_S)
     with pytest.raises(TransferFailedError, match="KVFERRY_WRITE_TIMEOUT_S"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,13 +44,11 @@ class Program:
 
     Attributes:
         name: of it, and of its log.
-        environment: beside the caller's.
         health_url: answers with success when the program serves.
     """
 
     name: str
     command: tuple[str, ...]
-    environment: Mapping[str, str]
     health_url: str
 
 
@@ -67,7 +65,6 @@ def vllm_programs(request: DeploymentRequest, ports: Sequence[int]) -> list[Prog
         Program(
             "registry",
             (sys.executable, "-m", "kvferry", "registry", "--host", "127.0.0.1", "--port", str(registry_port)),
-            {},
             f"{url}/health",
         )
     ]
@@ -86,7 +83,7 @@ def vllm_programs(request: DeploymentRequest, ports: Sequence[int]) -> list[Prog
     for kind, given in servers.items():
         for each in given:
             front += [f"--{kind}", each]
-    programs.append(Program("front", tuple(front), {}, f"http://{request.host}:{request.port}/health"))
+    programs.append(Program("front", tuple(front), f"http://{request.host}:{request.port}/health"))
     return programs
 
 
@@ -111,4 +108,4 @@ def _vllm(name: str, role: str, tp: int, port: int, request: DeploymentRequest, 
         *("--tensor-parallel-size", str(tp), "--kv-transfer-config", json.dumps(transfer)),
         *request.engine_options,
     )
-    return Program(name, command, {}, f"http://127.0.0.1:{port}/health")
+    return Program(name, command, f"http://127.0.0.1:{port}/health")

@@ -142,7 +142,6 @@ def configuration(programs: Sequence[Program], directory: Path) -> configparser.
     for priority, program in enumerate(programs):
         config[f"program:{program.name}"] = {
             "command": _literal(shlex.join((sys.executable, "-m", _TOGETHER, *program.command))),
-            "environment": ",".join(f'{name}="{_literal(value)}"' for name, value in program.environment.items()),
             "priority": str(priority),  # the front stops first, the registry last
             "autorestart": "true",
             "startsecs": "3",

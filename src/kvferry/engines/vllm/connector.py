@@ -75,7 +75,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._engine: str = transfer.engine_id
-        self._settings = settings_of(transfer.kv_connector_extra_config)
+        self._settings = Settings(**transfer.kv_connector_extra_config)
         self._groups = groups_of(kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -167,7 +167,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Learns where to look up a request's blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        select = self._transferred
+        select = self._kv_cache_config.select_transfer_block_ids
 
         def tables(request: str) -> Any:
             return select(kv_cache_manager.get_blocks(request).blocks)
@@ -186,7 +186,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks stand ready for a request."""
-        self._scheduler_side.allocated(request, self._transferred(blocks.blocks), num_external_tokens)
+        tables = self._kv_cache_config.select_transfer_block_ids(blocks.blocks)
+        self._scheduler_side.allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVFerryMetadata:
         """What the workers are told with this step."""
@@ -206,10 +207,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         is_aborted = request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         return self._scheduler_side.finished(request, is_aborted=is_aborted)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The same, as vLLM asks where there is one block table."""
-        return self.request_finished_all_groups(request, (block_ids,))
-
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
     @property
@@ -228,10 +225,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert isinstance(metadata, KVFerryMetadata)
         return metadata.step
 
-    def _transferred(self, tables: Any) -> list[Any]:
-        """The block tables of the groups that are transferred."""
-        return [tables[group] for group in self._kv_cache_config.transfer_group_ids]
-
 
 def nothing_to_wait_for() -> bool:
     """A fence that has been reached."""
@@ -246,11 +239,6 @@ def fence() -> Fence:
     event.record()
     query: Callable[[], bool] = event.query
     return query
-
-
-def settings_of(extra: dict[str, Any]) -> Settings:
-    """Settings of kvferry's among what the user gave the connector; others are an error, so that none is overlooked."""
-    return Settings(**extra)
 
 
 def coordinates_of(parallel: Any) -> RankCoordinates:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -207,21 +207,13 @@ def on_all_processors(function: Callable[[], None]) -> None:
 
     vLLM binds its workers' main threads to few processors, on CPU to one; threads inherit that.
     """
-    problems: list[BaseException] = []
+    with ThreadPoolExecutor(1, "kvferry-vllm-start", initializer=_leave_the_processor) as starter:
+        starter.submit(function).result()
 
-    def run() -> None:
-        if hasattr(os, "sched_setaffinity"):
-            try:
-                os.sched_setaffinity(0, os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid()))
-            except OSError as error:
-                log.debug("threads stay on the processors of the main thread: %s", error)
+
+def _leave_the_processor() -> None:
+    if hasattr(os, "sched_setaffinity"):
         try:
-            function()
-        except BaseException as error:
-            problems.append(error)
-
-    thread = threading.Thread(target=run, name="kvferry-vllm-start")
-    thread.start()
-    thread.join()
-    if problems:
-        raise problems[0]
+            os.sched_setaffinity(0, os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid()))
+        except OSError as error:
+            log.debug("threads stay on the processors of the main thread: %s", error)
