@@ -75,8 +75,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     started = Deployment(write("qwen3", tmp_path_factory.mktemp("model")), tmp_path_factory.mktemp("logs"))
     yield started
     if started.process.poll() is None:
-        started.process.send_signal(signal.SIGINT)
-        started.process.wait(60)
+        started.process.send_signal(signal.SIGTERM)
+        started.process.wait(120)
 
 
 def test_curl_streams_a_completion(deployment: Deployment):
@@ -119,6 +119,6 @@ def test_it_stops_in_order_and_leaves_nothing(deployment: Deployment):
     everybody = psutil.Process(deployment.process.pid).children(recursive=True)
     assert len(everybody) >= 6
     deployment.process.send_signal(signal.SIGINT)
-    assert deployment.process.wait(60) == 0
+    assert deployment.process.wait(120) == 0
     _, alive = psutil.wait_procs(everybody, timeout=10)
     assert not alive

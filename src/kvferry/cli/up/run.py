@@ -35,7 +35,8 @@ def run(request: DeploymentRequest, *, logs: Path | None, timeout_s: float) -> N
     def stop(_: int, __: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, stop)
+    # SIGINT as well: a shell lets what it starts in the background ignore it.
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     supervisor = Supervisor(vllm_programs(request, free_ports(ports_needed(request))), directory)
     try:
         console.print(f"Logs are in {directory}.", highlight=False)
@@ -50,4 +51,5 @@ def run(request: DeploymentRequest, *, logs: Path | None, timeout_s: float) -> N
         console.print("Stopping ...")
     finally:
         supervisor.stop()
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

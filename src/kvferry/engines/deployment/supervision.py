@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import os
 import shlex
 import signal
 import socket
@@ -64,9 +63,10 @@ class Supervisor:
             ConfigurationError: if supervisor is not installed.
         """
         try:
+            import psutil  # noqa: F401
             import supervisor  # noqa: F401
         except ImportError as error:
-            raise ConfigurationError("kvferry up needs supervisor: pip install 'kvferry[up]'") from error
+            raise ConfigurationError(f"kvferry up needs {error.name}: pip install 'kvferry[up]'") from error
         self.directory = directory
         self._programs = tuple(programs)
         directory.mkdir(parents=True, exist_ok=True)
@@ -120,15 +120,24 @@ class Supervisor:
         self._process.wait()
 
     def stop(self) -> None:
-        """Stops every process in order and waits for that."""
+        """Stops every process in order and waits for that; whoever interrupts the wait ends all of them at once."""
         if not self.is_running:
             return
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(_STOP_S + 10)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.wait(_STOP_S * (len(self._programs) + 1))  # they stop one after the other
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            self._kill()
+
+    def _kill(self) -> None:
+        import psutil
+
+        programs = psutil.Process(self._process.pid).children()
+        self._process.kill()  # first: it would start them again
+        for program in programs:
+            program.kill()  # and with it goes whatever it has started, see `together`
+        self._process.wait()
+        psutil.wait_procs(programs, timeout=_STOP_S)
 
 
 def configuration(programs: Sequence[Program], directory: Path) -> configparser.RawConfigParser:
