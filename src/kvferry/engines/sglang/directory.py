@@ -1,0 +1,134 @@
+"""How the two sides find each other: through SGLang's bootstrap servers, so that users need not run or name a registry.
+
+Every prefill server runs a bootstrap server, and requests name it to the decode side. Beside it runs a registry of
+kvferry's, for the ranks of this one engine; the bootstrap server says under what name, and where. Where the settings
+name a registry for everybody, that is used instead.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import threading
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from kvferry.control.construction import create_registry_client
+from kvferry.control.registry_client import RegistryClient
+from kvferry.endpoint.platform import SystemPlatform
+from kvferry.errors import RegistryError, RegistryUnreachableError
+from kvferry.protocol.registrations import EngineView
+from kvferry.settings import Settings, bracketed
+
+ROUTE = "/kvferry"
+"""Of the bootstrap server."""
+
+_ANSWER_S = 5.0
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """What a bootstrap server says.
+
+    Attributes:
+        engine: the prefill engine's name.
+        registry_port: of its registry, on the same host; None where the settings name another one.
+    """
+
+    engine: str
+    registry_port: int | None
+
+
+_ANNOUNCEMENT = msgspec.json.Decoder(Announcement)
+
+
+def engine_name(port: int) -> str:
+    """The name of the prefill engine whose bootstrap server listens on a port of this machine."""
+    return f"sglang-{re.sub('[^A-Za-z0-9.-]', '-', platform.node())[:100]}:{port}"
+
+
+def ask(bootstrap_address: str) -> Announcement:
+    """Asks a bootstrap server.
+
+    Args:
+        bootstrap_address: host and port.
+
+    Raises:
+        RegistryUnreachableError: if nothing answers.
+        RegistryError: if it is none that runs kvferry.
+    """
+    url = f"http://{bootstrap_address}{ROUTE}"
+    try:
+        answer = httpx.get(url, timeout=_ANSWER_S, trust_env=False)
+    except httpx.HTTPError as error:
+        raise RegistryUnreachableError(
+            f"the bootstrap server at {bootstrap_address} cannot be reached: {error}"
+        ) from error
+    try:
+        if answer.status_code == 200:
+            return _ANNOUNCEMENT.decode(answer.content)
+    except msgspec.MsgspecError:
+        pass
+    raise RegistryError(
+        f"the bootstrap server at {bootstrap_address} knows nothing of kvferry (status {answer.status_code}): give "
+        "both sides the same --disaggregation-transfer-backend, and install kvferry on both"
+    )
+
+
+def registry_url(bootstrap_address: str, announcement: Announcement, settings: Settings) -> str:
+    """Where the registry is that knows an engine."""
+    if settings.registry_url is not None or announcement.registry_port is None:
+        return settings.registry_address
+    host = urlsplit(f"//{bootstrap_address}").hostname or ""
+    scheme = urlsplit(settings.registry_address).scheme
+    return f"{scheme}://{bracketed(host)}:{announcement.registry_port}"
+
+
+class Directory(RegistryClient):
+    """The registries of all prefill engines that requests have named, as one."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.registry_address)
+        self._settings = settings
+        # Guards the clients: a scheduler's helper adds, the endpoint's asks.
+        self._clients_lock = threading.Lock()
+        self._by_engine: dict[str, RegistryClient] = {}
+
+    def add(self, engine: str, url: str) -> None:
+        """Remembers where an engine is registered."""
+        with self._clients_lock:
+            known = self._by_engine.get(engine)
+            if known is not None and known.url == url.rstrip("/"):
+                return
+            self._by_engine[engine] = create_registry_client(self._settings, url)
+        if known is not None:
+            known.close()
+
+    def engine(self, name: str) -> EngineView:
+        """The live ranks of one engine, see `RegistryClient.engine`."""
+        with self._clients_lock:
+            client = self._by_engine.get(name)
+        if client is None:
+            raise RegistryUnreachableError(f"no request has named a bootstrap server of engine {name!r} yet")
+        return client.engine(name)
+
+    def close(self) -> None:
+        """Closes all connections."""
+        with self._clients_lock:
+            clients = list(self._by_engine.values())
+        for client in clients:
+            client.close()
+        super().close()
+
+
+class DirectoryPlatform(SystemPlatform):
+    """This machine, with a directory in place of a registry."""
+
+    def __init__(self, directory: Directory) -> None:
+        super().__init__()
+        self._directory = directory
+
+    def registry(self, settings: Settings, url: str) -> RegistryClient:
+        """The directory."""
+        return self._directory

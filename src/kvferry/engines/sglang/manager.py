@@ -1,0 +1,326 @@
+"""A rank's side of everything that outlives a request: the endpoint, and what is known of prefill servers."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+import httpx
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.disaggregation.base.conn import KVArgs, StateType
+from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.network import NetworkAddress
+
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver
+from kvferry.engines.sglang.directory import Directory, DirectoryPlatform, ask, registry_url
+from kvferry.engines.sglang.layouts import Buffers, Caches, StateBuffer, describe
+from kvferry.engines.sglang.metadata_rows import MetadataRows
+from kvferry.engines.sglang.settings import settings_beside
+from kvferry.errors import IncompatiblePeerError, KVFerryError, LayoutError, RegistryError, UsageError
+from kvferry.layout import Device, MemoryKind, RankCoordinates
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 5.0
+_FIRST_CONTACT_S = 0.1
+"""How long the scheduler waits for a prefill server that it hears of for the first time; then it goes on, and asks
+again a second later."""
+
+_ANY_RANK = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+
+
+class KVFerryManager(CommonKVManager):  # type: ignore[misc]
+    """A rank's endpoint. Made and called by SGLang's scheduler.
+
+    Attributes:
+        state_types: what the rank caches beside keys and values.
+        metadata_rows: SGLang's metadata buffers.
+    """
+
+    supports_deferred_decode_kv_release = True
+    reports_transfer_latency = True
+
+    def __init__(
+        self,
+        args: KVArgs,
+        disaggregation_mode: DisaggregationMode,
+        server_args: ServerArgs,
+        is_mla_backend: bool | None = False,
+    ) -> None:
+        """Registers the caches and starts the endpoint.
+
+        Raises:
+            UsageError: if an option is on that kvferry does not do.
+            LayoutError: if the caches cannot be described.
+            KVFerryError: if memory cannot be registered, or the bootstrap server does not answer.
+        """
+        _refuse_options(args, disaggregation_mode)
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.state_types: tuple[StateType, ...] = tuple(args.state_types)
+        self.metadata_rows = MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens))
+        self._coordinates = self._place()
+        self._prefill: PrefillEndpoint | None = None
+        self._decode: DecodeEndpoint | None = None
+        settings = settings_beside(
+            envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
+        )
+        caches = caches_of(
+            args, ModelConfig.from_server_args(server_args), is_latent=bool(is_mla_backend), place=self._coordinates
+        )
+        layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
+        if disaggregation_mode is DisaggregationMode.PREFILL:
+            address = self._own_bootstrap_address()
+            announcement = ask(address)
+            where = settings.model_copy(update={"registry_url": registry_url(address, announcement, settings)})
+            self._prefill = PrefillEndpoint(
+                layout, engine=announcement.engine, coordinates=self._coordinates, settings=where, host_registry=False
+            )
+            return
+        self._directory = Directory(settings)
+        self._decode = DecodeEndpoint(
+            layout,
+            engine="sglang-decode",
+            coordinates=self._coordinates,
+            settings=settings,
+            platform=DirectoryPlatform(self._directory),
+        )
+        self._helper = ThreadPoolExecutor(4, "kvferry-sglang-look-up")
+        self._look_ups: dict[str, Future[PrefillServerInfo]] = {}
+        self._engines: dict[str, str] = {}  # by bootstrap address
+        self._refusals: dict[str, str] = {}  # by bootstrap address as well
+        self._receivers: dict[int, Receiver] = {}
+
+    def close(self) -> None:
+        """Ends the endpoint, within the settings' close_timeout_s."""
+        for endpoint in (self._prefill, self._decode):
+            if endpoint is not None:
+                endpoint.close()
+
+    @property
+    def prefill(self) -> PrefillEndpoint:
+        """The endpoint of a prefill rank."""
+        assert self._prefill is not None
+        return self._prefill
+
+    @property
+    def decode(self) -> DecodeEndpoint:
+        """The endpoint of a decode rank."""
+        assert self._decode is not None
+        return self._decode
+
+    # ---- prefill servers, as a decode rank knows them ---------------------------------------------------------------
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Whether a prefill server is known; if not, it is asked aside."""
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        look_up = self._look_ups.get(bootstrap_addr)
+        if look_up is None:
+            look_up = self._look_ups[bootstrap_addr] = self._helper.submit(self._look_up, bootstrap_addr)
+        try:
+            info = look_up.result(_FIRST_CONTACT_S)
+        except FutureTimeoutError:
+            return False
+        except KVFerryError as error:
+            log.error("%s", error)
+            del self._look_ups[bootstrap_addr]
+            return False
+        del self._look_ups[bootstrap_addr]
+        self.prefill_info_table[bootstrap_addr] = info
+        return True
+
+    def engine_at(self, bootstrap_address: str) -> str:
+        """The name of the prefill engine behind a bootstrap server.
+
+        Raises:
+            IncompatiblePeerError: if the two servers cannot work together.
+        """
+        refusal = self._refusals.get(bootstrap_address)
+        if refusal is not None:
+            self.forget_prefill(bootstrap_address)  # it may come back otherwise
+            raise IncompatiblePeerError(refusal)
+        return self._engines[bootstrap_address]
+
+    def forget_prefill(self, bootstrap_address: str) -> None:
+        """The server may have ended, and another one come in its place: it is asked again."""
+        self.prefill_info_table.pop(bootstrap_address, None)
+
+    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
+        """Whether SGLang's own checksums of a rank's caches are of the same bytes on both sides."""
+        info = self.prefill_info_table.get(bootstrap_addr)
+        return info is not None and info.attn_tp_size == self.attn_tp_size
+
+    def _look_up(self, address: str) -> PrefillServerInfo:
+        """Asks a bootstrap server who it is. Runs aside."""
+        announcement = ask(address)
+        try:
+            answer = httpx.get(f"http://{address}/route?{_ANY_RANK}", timeout=_ANSWER_S, trust_env=False)
+        except httpx.HTTPError as error:
+            raise RegistryError(f"the bootstrap server at {address} does not answer: {error}") from error
+        if answer.status_code != 200:
+            raise RegistryError(f"the bootstrap server at {address} is not ready: {answer.text[:200]}")
+        info = PrefillServerInfo(**answer.json())
+        refusal = self._refusal(info, address)
+        if refusal is None:
+            self._refusals.pop(address, None)
+        else:
+            self._refusals[address] = refusal
+        settings = self.decode.settings
+        self._directory.add(announcement.engine, registry_url(address, announcement, settings))
+        self._engines[address] = announcement.engine
+        return info
+
+    def _refusal(self, info: PrefillServerInfo, address: str) -> str | None:
+        """Why this side and a prefill server cannot work together, beyond what layouts say."""
+        pairs = (
+            ("--page-size", info.page_size, self.kv_args.page_size),
+            ("--kv-cache-dtype", info.kv_cache_dtype, self.kv_cache_dtype_str),
+            ("KV layout", info.kv_layout, self.kv_layout),
+            ("--disaggregation-decode-allocation-policy", info.decode_allocation_policy, "early"),
+            ("attention context parallelism", info.attn_cp_size, 1),
+        )
+        problems = [
+            f"{name} is {theirs} there and {ours} here"
+            for name, theirs, ours in pairs
+            if theirs is not None and ours is not None and theirs != ours
+        ]
+        return f"the prefill server at {address} and this one differ: {'; '.join(problems)}" if problems else None
+
+    # ---- rooms of a decode rank -------------------------------------------------------------------------------------
+
+    def receives(self, room: int, receiver: Receiver) -> None:
+        """A room has been opened."""
+        self._receivers[room] = receiver
+
+    def received(self, room: int) -> None:
+        """SGLang is through with a room; what may still be written to is remembered until it is not."""
+        receiver = self._receivers.get(room)
+        if receiver is not None and receiver.pages_reusable:
+            del self._receivers[room]
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether nobody writes to a room's pages any more: proven, whatever anybody has acknowledged."""
+        receiver = self._receivers.get(bootstrap_room)
+        return receiver is None or receiver.pages_reusable
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        """SGLang has taken a failed room's pages back."""
+        self._receivers.pop(bootstrap_room, None)
+
+    # ---- this rank --------------------------------------------------------------------------------------------------
+
+    def _place(self) -> RankCoordinates:
+        # As SGLang's bootstrap server numbers them.
+        is_system_wide = self.system_dp_size > 1
+        return RankCoordinates(
+            tp_rank=self.attn_tp_rank,
+            tp_size=self.attn_tp_size,
+            pp_rank=self.pp_rank,
+            pp_size=self.pp_size,
+            dp_rank=self.system_dp_rank if is_system_wide else self.attn_dp_rank,
+            dp_size=self.system_dp_size if is_system_wide else self.attn_dp_size,
+        )
+
+    def _own_bootstrap_address(self) -> str:
+        """Where this server's own bootstrap server is, as `register_to_bootstrap` finds it."""
+        if self.dist_init_addr:
+            host = NetworkAddress.parse(self.dist_init_addr).resolved().host
+        else:
+            host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bootstrap_host, self.bootstrap_host)  # noqa: S104
+        return str(NetworkAddress(host, self.bootstrap_port).to_host_port_str())
+
+
+def caches_of(args: KVArgs, model: Any, *, is_latent: bool, place: RankCoordinates) -> Caches:
+    """What SGLang says of a rank's caches.
+
+    Args:
+        model: its ModelConfig.
+
+    Raises:
+        LayoutError: if there is state of a kind that is not known here.
+    """
+    known = {StateType.SWA, StateType.MAMBA}
+    if unknown := [each.value for each in args.state_types if each not in known]:
+        raise LayoutError(
+            f"this model caches {', '.join(unknown)}, which kvferry does not transfer yet: it transfers full and "
+            "sliding-window attention, latents and recurrent state"
+        )
+    if len(set(args.state_types)) != len(args.state_types):
+        raise LayoutError(f"this model caches several states of one kind: {[each.value for each in args.state_types]}")
+    kv = Buffers(tuple(args.kv_data_ptrs), tuple(args.kv_data_lens), tuple(args.kv_item_lens))
+    drafts = getattr(args, "num_draft_entries", 0)
+    window: Buffers | None = None
+    state: tuple[StateBuffer, ...] = ()
+    for number, kind in enumerate(args.state_types):
+        given = Buffers(
+            tuple(args.state_data_ptrs[number]),
+            tuple(args.state_data_lens[number]),
+            tuple(args.state_item_lens[number]),
+        )
+        if kind is StateType.SWA:
+            window = given
+        else:
+            state = _state_buffers(args, number, given)
+    return Caches(
+        kv=kv[: len(kv) - drafts],
+        draft=kv[len(kv) - drafts :],
+        page_tokens=args.page_size,
+        kv_heads=None if is_latent or args.is_hybrid_mla_backend else model.get_total_num_kv_heads(),
+        window=window,
+        window_tokens=model.sliding_window_size if window is not None else None,
+        state=state,
+        first_layer=args.prefill_start_layer if place.pp_size > 1 else 0,
+        layers=model.num_hidden_layers if place.pp_size > 1 else None,
+    )
+
+
+def _state_buffers(args: KVArgs, number: int, given: Buffers) -> tuple[StateBuffer, ...]:
+    count = len(given)
+    layers = args.state_layer_ids[number] or range(count)
+    channels = args.state_dim_per_tensor[number] or [0] * count
+    rows = args.state_slice_outer_counts[number] or [1] * count
+    blocks = args.state_conv_shard_groups[number] or [None] * count
+    return tuple(
+        StateBuffer(
+            address=given.addresses[index],
+            length=given.lengths[index],
+            item_bytes=given.item_bytes[index],
+            layer=layers[index],
+            channels=channels[index],
+            rows=rows[index],
+            blocks=tuple(blocks[index]) if blocks[index] else None,
+        )
+        for index in range(count)
+    )
+
+
+def _device(name: str, index: int) -> Device:
+    kinds = {"cpu": MemoryKind.DRAM, "cuda": MemoryKind.VRAM}
+    if name not in kinds:
+        raise UsageError(f"--device is {name}: kvferry transfers between pools of cpu and cuda")
+    return Device(kinds[name], index if name == "cuda" else 0)
+
+
+def _refuse_options(args: KVArgs, mode: DisaggregationMode) -> None:
+    parallel = get_parallel()
+    refused = {
+        "SGLANG_DISAGG_STAGING_BUFFER=1 (kvferry has staging memory of its own: KVFERRY_PATH)": (
+            envs.SGLANG_DISAGG_STAGING_BUFFER.get()
+        ),
+        "attention context parallelism": parallel.attn_cp_size > 1,
+        "decode context parallelism": parallel.attn_dcp_size > 1,
+        "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
+        "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
+        "pipeline stages on the decode side (they work on the prefill side)": (
+            mode is DisaggregationMode.DECODE and parallel.pp_size > 1
+        ),
+        "KV caches in host memory (HiSparse)": "DRAM" in getattr(args, "kv_data_mem_kinds", ()),
+    }
+    if found := [name for name, is_on in refused.items() if is_on]:
+        raise UsageError(f"kvferry does not do this with SGLang yet: {'; '.join(found)}")

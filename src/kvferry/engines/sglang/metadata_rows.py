@@ -1,0 +1,63 @@
+"""What SGLang sends beside the caches: one row of each of its metadata buffers, the first token among them.
+
+The rows are small and in CPU memory; they travel in kvferry's aux data.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvferry.errors import IncompatiblePeerError, KVFerryError
+
+_ROWS = msgspec.msgpack.Decoder(list[bytes])
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataRows:
+    """SGLang's metadata buffers.
+
+    Attributes:
+        addresses: of each.
+        row_bytes: of one request's row in each.
+    """
+
+    addresses: tuple[int, ...]
+    row_bytes: tuple[int, ...]
+
+    def read(self, index: int) -> bytes:
+        """All rows of one request."""
+        return msgspec.msgpack.encode(
+            [
+                ctypes.string_at(address + index * size, size)
+                for address, size in zip(self.addresses, self.row_bytes, strict=True)
+            ]
+        )
+
+    def write(self, index: int, aux: bytes) -> None:
+        """Writes what `read` read on the other side.
+
+        Raises:
+            IncompatiblePeerError: if the other side's rows are not like these.
+            KVFerryError: if the other side sent none.
+        """
+        rows = _decoded(aux)
+        sizes = tuple(len(row) for row in rows)
+        if sizes != self.row_bytes:
+            raise IncompatiblePeerError(
+                f"the prefill side has metadata rows of {list(sizes)} bytes, this side of {list(self.row_bytes)}: "
+                "options that add or widen one must be the same on both, such as --disaggregation-enable-kv-checksum, "
+                "SGLANG_ENABLE_DISAGG_SAMPLING_MASK and the speculative algorithm"
+            )
+        for address, row in zip(self.addresses, rows, strict=True):
+            ctypes.memmove(address + index * len(row), row, len(row))
+
+
+def _decoded(aux: bytes) -> Sequence[bytes]:
+    try:
+        return _ROWS.decode(aux)
+    except msgspec.MsgspecError as error:
+        raise KVFerryError(f"the prefill side sent no metadata rows ({len(aux)} bytes of aux data)") from error

@@ -1,0 +1,141 @@
+"""A request on a decode rank."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+from kvferry.endpoint import Receiver
+from kvferry.engines.sglang.layouts import KV_GROUP
+from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.engines.sglang.sender import POLLS, state_pages
+from kvferry.errors import KVFerryError, UsageError
+from kvferry.protocol.chunks import GroupPages
+from kvferry.protocol.states import TransferState
+
+
+class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
+    """Made and called by SGLang's scheduler. Nothing here waits."""
+
+    kv_mgr: KVFerryManager
+    conclude_state: int | None
+
+    def __init__(self, mgr: KVFerryManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        """Remembers the request."""
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        self._transfer: Receiver | None = None
+        self._aux_index: int | None = None
+        self._engine = ""
+        self.bootstrap_infos: list[dict[str, Any]] = []  # SGLang counts whom it waits for; nobody, see the manager
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """Finds the prefill server."""
+        if self.conclude_state == KVPoll.Failed:
+            return
+        self.prefill_dp_rank = prefill_dp_rank
+        try:
+            self._engine = self.kv_mgr.engine_at(self.bootstrap_addr)
+        except KVFerryError as error:
+            self._fail(str(error))
+            return
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: KVTransferDestination = KVTransferDestination.DEVICE,
+        device_kv_indices: Any = None,
+    ) -> None:
+        """Asks for the request's cache."""
+        if self.conclude_state == KVPoll.Failed:
+            return
+        pages = np.array(kv_indices, np.int64)
+        prefix_tokens = decode_prefix_len or 0
+        total_pages = prefix_tokens // self.kv_mgr.kv_args.page_size + len(pages)
+        try:
+            if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
+                raise UsageError("kvferry does not write to host memory for SGLang yet")
+            self._transfer = self.kv_mgr.decode.open(
+                self.bootstrap_room,
+                {KV_GROUP: GroupPages(pages), **state_pages(self.kv_mgr.state_types, state_indices, total_pages)},
+                engine=self._engine,
+                prefill_dp_rank=self.prefill_dp_rank,
+                prefix_tokens=prefix_tokens,
+            )
+        except KVFerryError as error:
+            self._fail(str(error))
+            return
+        self._aux_index = aux_index
+        self.init_time = time.time()
+        self.kv_mgr.receives(self.bootstrap_room, self._transfer)
+
+    def poll(self) -> int:
+        """Where the transfer stands. A success has its first token in SGLang's metadata buffers."""
+        if self.conclude_state is not None:
+            return int(self.conclude_state)
+        transfer, room = self._transfer, self.bootstrap_room
+        status = self.kv_mgr.request_status.get(room, KVPoll.Failed)
+        if transfer is not None and status != KVPoll.Failed:
+            status = self._status_of(transfer)
+            self.kv_mgr.update_status(room, status)
+        if status in (KVPoll.Success, KVPoll.Failed):
+            self.conclude_state = status
+        return int(status)
+
+    def abort(self) -> None:
+        """SGLang gives the request up."""
+        super().abort()
+        self._give_up("SGLang gave the request up")
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """Tells the prefill side that nobody wants the request; its pages come back when the manager says so."""
+        self._give_up("SGLang gave the request up")
+        self.abort_notified = self._transfer is not None
+
+    def clear(self) -> None:
+        """SGLang is through with the request."""
+        super().clear()
+        self._give_up("SGLang is through with the request")
+        self.kv_mgr.received(self.bootstrap_room)
+
+    def is_abort_release_safe(self) -> bool:
+        """Whether nobody writes to the pages any more."""
+        return self._transfer is None or self._transfer.pages_reusable
+
+    def _status_of(self, transfer: Receiver) -> int:
+        state = transfer.state
+        if state is TransferState.FAILED:
+            return self._status_of_failed(transfer)
+        # SGLang knows this state as the one before pages are given.
+        if state is TransferState.BOOTSTRAPPING:
+            return int(KVPoll.WaitingForInput)
+        if state is TransferState.SUCCESS and self._aux_index is not None:
+            try:
+                self.kv_mgr.metadata_rows.write(self._aux_index, transfer.aux)
+            except KVFerryError as error:
+                self._fail(str(error))
+                return int(KVPoll.Failed)
+        return int(POLLS[state])
+
+    def _status_of_failed(self, transfer: Receiver) -> int:
+        if not self.kv_mgr.enable_deferred_decode_kv_release and not transfer.pages_reusable:
+            return int(KVPoll.Transferring)  # SGLang would take the pages back as soon as it hears of it
+        self.kv_mgr.forget_prefill(self.bootstrap_addr)
+        self._fail(str(transfer.error))
+        return int(KVPoll.Failed)
+
+    def _fail(self, reason: str) -> None:
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.conclude_state = KVPoll.Failed
+
+    def _give_up(self, reason: str) -> None:
+        if self._transfer is not None and not self._transfer.state.is_final:
+            self._transfer.abort(reason)

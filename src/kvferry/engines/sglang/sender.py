@@ -1,0 +1,167 @@
+"""A request on a prefill rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric, StateType
+from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+from kvferry.endpoint import Sender
+from kvferry.engines.sglang.layouts import KV_GROUP, STATE_GROUP, WINDOW_GROUP
+from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.errors import KVFerryError
+from kvferry.protocol.chunks import GroupPages
+from kvferry.protocol.states import TransferState
+
+POLLS: Mapping[TransferState, int] = {
+    TransferState.BOOTSTRAPPING: KVPoll.Bootstrapping,
+    TransferState.WAITING_FOR_INPUT: KVPoll.WaitingForInput,
+    TransferState.TRANSFERRING: KVPoll.Transferring,
+    TransferState.SUCCESS: KVPoll.Success,
+    TransferState.FAILED: KVPoll.Failed,
+}
+"""What SGLang calls the states of a transfer."""
+
+
+def state_pages(types: tuple[StateType, ...], indices: list[Any] | None, total_pages: int) -> dict[str, GroupPages]:
+    """The pages and slots of what a request has beside keys and values.
+
+    Args:
+        types: what the rank caches.
+        indices: of each, as SGLang gives them; None where there is nothing.
+        total_pages: of the whole request; a window's are the last of them.
+    """
+    groups = {}
+    for kind, given in zip(types, indices or [None] * len(types), strict=True):
+        pages = np.asarray([] if given is None else given, np.int64).reshape(-1)
+        if kind is StateType.SWA:
+            groups[WINDOW_GROUP] = GroupPages(pages, total_pages - len(pages))
+        else:
+            groups[STATE_GROUP] = GroupPages(pages)
+    return groups
+
+
+class KVFerrySender(CommonKVSender):  # type: ignore[misc]
+    """Made and called by SGLang's scheduler. Nothing here waits."""
+
+    kv_mgr: KVFerryManager
+    aux_index: int
+    conclude_state: int | None
+    curr_idx: int
+    _early_send_wait_event: object | None
+
+    def __init__(
+        self,
+        mgr: KVFerryManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        """Opens the room."""
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        self._transfer: Sender | None = None
+        self._early: list[np.ndarray[Any, Any]] = []
+        self.num_kv_indices = 0
+        if mgr.request_status.get(bootstrap_room) == KVPoll.Failed:
+            return
+        try:
+            self._transfer = mgr.prefill.open(bootstrap_room)
+        except KVFerryError as error:
+            self._fail(str(error))
+
+    def pop_decode_prefix_len(self) -> int:
+        """SGLang hands all pages in; kvferry sends those that the decode side lacks."""
+        return 0
+
+    def send(
+        self,
+        kv_indices: Any,
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+        indices_event: object | None = None,
+    ) -> None:
+        """Hands the next pages of the request in."""
+        if self._transfer is None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
+            return
+        pages = np.array(kv_indices, np.int64)
+        if self._early_send_wait_event is not None:
+            # The device may still write what comes early. What comes next comes when it has, so that it can wait.
+            self._early_send_wait_event = None
+            self._early.append(pages)
+            return
+        pages = np.concatenate([*self._early, pages])
+        self._early.clear()
+        start, self.curr_idx = self.curr_idx, self.curr_idx + len(pages)
+        is_last = self.curr_idx == self.num_kv_indices
+        groups = {KV_GROUP: GroupPages(pages, start)}
+        aux = None
+        if is_last:
+            groups |= state_pages(self.kv_mgr.state_types, state_indices, self.num_kv_indices)
+            aux = self.kv_mgr.metadata_rows.read(self.aux_index)
+        try:
+            self._transfer.submit(groups, last=is_last, aux=aux)
+        except KVFerryError as error:
+            self._transfer.abort(str(error))
+            self._fail(str(error))
+
+    def poll(self) -> int:
+        """Where the transfer stands."""
+        self._look()
+        return self._conclude(self.kv_mgr.check_status)
+
+    def poll_pp_consensus(self) -> int:
+        """Where the transfers of all pipeline stages stand."""
+        self._look()
+        return self._conclude(self.kv_mgr.check_status_pp_consensus)
+
+    def abort(self) -> None:
+        """SGLang gives the request up, and reuses its pages at once: what is read of them goes nowhere."""
+        super().abort()
+        self._give_up("SGLang gave the request up")
+
+    def clear(self) -> None:
+        """SGLang is through with the request."""
+        super().clear()
+        self._give_up("SGLang is through with the request")
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        """What has been moved."""
+        if self._transfer is not None:
+            writes = self._transfer.stats.writes
+            self._transfer_metric.transfer_total_bytes = sum(each.total_bytes for each in writes)
+            if writes:
+                begun = min(each.submitted_at for each in writes)
+                self._transfer_metric.transfer_latency_s = max(each.done_at for each in writes) - begun
+        return self._transfer_metric
+
+    def _look(self) -> None:
+        """Tells the manager's table where the transfer stands: SGLang's own code reads it there."""
+        transfer = self._transfer
+        if transfer is None or self.conclude_state is not None or self.bootstrap_room not in self.kv_mgr.request_status:
+            return
+        state = transfer.state
+        if state is TransferState.FAILED:
+            self._fail(str(transfer.error))
+        else:
+            self.kv_mgr.update_status(self.bootstrap_room, POLLS[state])
+
+    def _conclude(self, check: Any) -> int:
+        if self.conclude_state is not None:
+            return int(self.conclude_state)
+        room = self.bootstrap_room
+        status = int(check(room)) if room in self.kv_mgr.request_status else KVPoll.Failed
+        if status in (KVPoll.Success, KVPoll.Failed):
+            self.conclude_state = status
+            self.trace_ctx.trace_req_finish()
+        return status
+
+    def _fail(self, reason: str) -> None:
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+
+    def _give_up(self, reason: str) -> None:
+        if self._transfer is not None and not self._transfer.state.is_final:
+            self._transfer.abort(reason)

@@ -1,0 +1,30 @@
+"""What SGLang users may set of the plug-in, beside kvferry's own settings."""
+
+from __future__ import annotations
+
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from kvferry.settings import PREFIX, Settings
+
+
+class PluginSettings(BaseSettings):
+    """Settings of the plug-in. Each is an environment variable: `replaces_nixl` is KVFERRY_SGLANG_REPLACES_NIXL.
+
+    Attributes:
+        replaces_nixl: whether kvferry also answers to SGLang's own backend name `nixl`.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=f"{PREFIX}SGLANG_", frozen=True)
+
+    replaces_nixl: bool = False
+
+
+def settings_beside(bootstrap_timeout_s: float, waiting_timeout_s: float) -> Settings:
+    """kvferry's settings; what the user did not set follows SGLang's own, which mean the same."""
+    settings = Settings()
+    unset = {
+        name: value
+        for name, value in (("bootstrap_timeout_s", bootstrap_timeout_s), ("waiting_timeout_s", waiting_timeout_s))
+        if name not in settings.model_fields_set
+    }
+    return settings.model_copy(update=unset)
