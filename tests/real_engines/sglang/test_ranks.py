@@ -1,0 +1,411 @@
+"""SGLang's manager, sender and receiver with unequal ranks on both sides, byte for byte.
+
+All ranks are in one process, which NIXL's bindings do not bear: its agents would wait for each other. Bytes move in
+process therefore; `test_disaggregated` and `test_unequal` have processes, and NIXL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from sglang.srt.disaggregation.common.conn import KVTransferError
+from tests.real_engines.sglang.ranks import (
+    DECODE,
+    PREFILL,
+    SERVER_ARGS,
+    KVFerryManager,
+    KVFerryReceiver,
+    KVFerrySender,
+    KVPoll,
+    Model,
+    Rank,
+    Whole,
+    free_port,
+    place,
+)
+
+from kvferry import InProcessNetwork
+from kvferry.endpoint import decode as decode_module
+from kvferry.endpoint import prefill as prefill_module
+from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
+from kvferry.transport.inprocess import InProcessTransport
+
+pytestmark = pytest.mark.timeout(40)
+
+WAIT_S = 20.0
+
+
+@dataclass
+class Side:
+    """The ranks of one engine."""
+
+    ranks: list[Rank]
+    managers: list[KVFerryManager]
+
+
+class Pair:
+    """A prefill and a decode engine."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        network = InProcessNetwork()
+        for module in (decode_module, prefill_module):
+            patch.setattr(module, "create_transport", lambda _, name, **__: InProcessTransport(network, name))
+        self.port = free_port()
+        self._bootstrap = KVFerryBootstrapServer("127.0.0.1", self.port)
+        self._begun: list[KVFerryManager] = []
+        self.model = Model()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def begin(
+        self, model: Model, *, prefill_tp: int = 1, decode_tp: int = 1, prefill_pp: int = 1, **decode: Any
+    ) -> None:
+        """Starts both.
+
+        Args:
+            decode: what is different in the decode side's model.
+        """
+        self.model = model
+        self.prefill = self._start(PREFILL, model, prefill_tp, prefill_pp)
+        self.decode = self._start(DECODE, replace(model, **decode), decode_tp, 1)
+
+    def _start(self, mode: Any, model: Model, tp: int, pp: int) -> Side:
+        side = Side([], [])
+        for stage in range(pp):
+            layers = range(stage * model.layers // pp, (stage + 1) * model.layers // pp)
+            for tp_rank in range(tp):
+                rank = Rank(model, tp=tp, tp_rank=tp_rank, layers=layers)
+                with place(self._patch, self.port, model, tp=tp, tp_rank=tp_rank, pp=pp, pp_rank=stage):
+                    args = rank.arguments
+                    args.pp_rank = stage
+                    manager = KVFerryManager(args, mode, SERVER_ARGS, model.heads is None)
+                self._begun.append(manager)
+                side.ranks.append(rank)
+                side.managers.append(manager)
+        return side
+
+    def sender(self, manager: KVFerryManager, room: int) -> KVFerrySender:
+        with place(self._patch, self.port, self.model, tp=1, tp_rank=0, pp=1, pp_rank=0):
+            return KVFerrySender(manager, self.address, room)
+
+    def receiver(self, manager: KVFerryManager, room: int) -> KVFerryReceiver:
+        deadline = time.monotonic() + WAIT_S
+        while not manager.try_ensure_parallel_info(self.address):
+            assert time.monotonic() < deadline, "the prefill server cannot be found"
+            time.sleep(0.05)
+        receiver = KVFerryReceiver(manager, self.address, room)
+        receiver.init(0)
+        return receiver
+
+    def close(self) -> None:
+        for manager in self._begun:
+            manager.close()
+        self._bootstrap.close()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setenv("KVFERRY_HEARTBEAT_INTERVAL_S", "0.5")
+    started = Pair(monkeypatch)
+    yield started
+    started.close()
+
+
+def wait(polls: Callable[[], list[int]], expected: int) -> None:
+    """Polls like a scheduler, which takes the least of all ranks, until that is the expected."""
+    deadline = time.monotonic() + WAIT_S
+    while (least := min(polls())) != expected:
+        assert least != KVPoll.Failed, "it failed"
+        assert time.monotonic() < deadline, f"the ranks stand at {polls()}"
+        time.sleep(0.002)
+
+
+class Request:
+    """A request that crosses, as SGLang's two schedulers handle it.
+
+    Attributes:
+        pages: of the whole prompt.
+        held_pages: of those, the first ones that the decode side has already.
+    """
+
+    def __init__(self, pair: Pair, room: int, pages: int = 7, *, held_pages: int = 0) -> None:
+        self.pair, self.room, self.pages, self.held_pages = pair, room, pages, held_pages
+        model = pair.model
+        self.whole = Whole(model, pages, seed=room)
+        random = np.random.default_rng(room)
+        window = min(pages, -(-model.window_tokens // model.page_tokens)) if model.window_layers else 0
+        self.source = [random.permutation(40)[:pages].tolist(), random.permutation(40)[:window].tolist(), 2]
+        self.destination = [
+            random.permutation(40)[: pages - held_pages].tolist(),
+            random.permutation(40)[:window].tolist(),
+            4,
+        ]
+        self.aux_index = room % 8
+        for rank in pair.prefill.ranks:
+            rank.fill(self.whole, *self.source)
+            rank.rooms[self.aux_index] = room
+            rank.tokens[self.aux_index] = 17 + room
+        self.senders = [pair.sender(manager, room) for manager in pair.prefill.managers]
+        self.receivers = [pair.receiver(manager, room) for manager in pair.decode.managers]
+
+    def state_indices(self, side: list[Any]) -> list[Any]:
+        model = self.pair.model
+        return [side[1]] * bool(model.window_layers) + [[side[2]]] * bool(model.state_layers)
+
+    def ask(self) -> None:
+        for receiver in self.receivers:
+            receiver.send_metadata(
+                np.array(self.destination[0], np.int32),
+                self.aux_index,
+                self.state_indices(self.destination),
+                decode_prefix_len=self.held_pages * self.pair.model.page_tokens,
+            )
+
+    def send(self, *, cut: int = 3) -> None:
+        """In two chunks, as with chunked prefill."""
+        pages = self.source[0]
+        for sender in self.senders:
+            assert sender.pop_decode_prefix_len() == 0
+            sender.init(len(pages), self.aux_index)
+            sender.send(np.array(pages[:cut], np.int32), None)
+            sender.send(np.array(pages[cut:], np.int32), self.state_indices(self.source))
+
+    def sent(self) -> list[int]:
+        return [sender.poll() for sender in self.senders]
+
+    def received(self) -> list[int]:
+        return [receiver.poll() for receiver in self.receivers]
+
+    def run(self) -> None:
+        assert set(self.sent()) == {KVPoll.Bootstrapping}
+        wait(self.received, KVPoll.WaitingForInput)
+        self.ask()
+        wait(self.sent, KVPoll.WaitingForInput)
+        self.send()
+        wait(self.received, KVPoll.Success)
+        wait(self.sent, KVPoll.Success)
+        self.check()
+        for sender in self.senders:
+            sender.clear()
+        for receiver in self.receivers:
+            receiver.clear()
+
+    def check(self) -> None:
+        for rank in self.pair.decode.ranks:
+            rank.check(self.whole, *self.destination, held_pages=self.held_pages)
+            assert rank.rooms[self.aux_index, 0] == self.room
+            assert rank.tokens[self.aux_index, 0] == 17 + self.room
+
+
+MODELS = {
+    "heads": Model(),
+    "latents": Model(heads=None, head_bytes=24),
+    "a window": Model(window_layers=2),
+    "recurrent state": Model(state_layers=2),
+    "few heads": Model(heads=1),
+}
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize("model", MODELS)
+def test_caches_arrive(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, model: str, path: str, prefill_tp: int, decode_tp: int
+):
+    monkeypatch.setenv("KVFERRY_PATH", path)
+    pair.begin(MODELS[model], prefill_tp=prefill_tp, decode_tp=decode_tp)
+    Request(pair, 1).run()
+    Request(pair, 2, held_pages=3).run()
+    Request(pair, 1).run()  # the number again
+
+
+@pytest.mark.parametrize("decode_tp", [1, 2])
+def test_pipeline_stages_send_their_layers(pair: Pair, decode_tp: int):
+    pair.begin(Model(layers=4), prefill_pp=2, decode_tp=decode_tp)
+    Request(pair, 1).run()
+
+
+def test_pages_that_the_decode_side_holds_do_not_travel(pair: Pair):
+    pair.begin(Model())
+    request = Request(pair, 1, pages=8, held_pages=5)
+    request.run()
+    per_page = 2 * 3 * 4 * 4 * 8
+    assert request.senders[0].get_transfer_metric().transfer_total_bytes == 3 * per_page
+
+
+def test_a_request_without_pages_ends(pair: Pair):
+    pair.begin(Model())
+    request = Request(pair, 1, pages=4, held_pages=4)
+    request.run()
+
+
+def test_a_page_that_is_another_ones_shows(pair: Pair):
+    pair.begin(Model())
+    request = Request(pair, 1)
+    request.source[0][2] = next(page for page in range(40) if page not in request.source[0])
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        request.run()
+
+
+def test_what_is_early_waits_for_what_the_device_has_done(pair: Pair):
+    pair.begin(Model())
+    request = Request(pair, 1)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    (sender,) = request.senders
+    pages = request.source[0]
+    sender.init(len(pages), request.aux_index)
+    early = pages[:3]
+    for rank in pair.prefill.ranks:
+        rank.kv[0][0][early] = 0  # the device has not written it yet
+    sender._early_send_wait_event = object()
+    sender.send(np.array(early, np.int32))
+    time.sleep(0.2)
+    assert sender.poll() == KVPoll.WaitingForInput
+    for rank in pair.prefill.ranks:
+        rank.fill(request.whole, *request.source)
+    sender.send(np.array(pages[3:], np.int32))
+    wait(request.received, KVPoll.Success)
+    request.check()
+
+
+def test_an_abort_on_the_prefill_side_fails_both(pair: Pair):
+    pair.begin(Model(), prefill_tp=2)
+    request = Request(pair, 1)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    request.senders[0].abort()
+    assert request.senders[0].poll() == KVPoll.Failed
+    assert_fails(request.received, request.receivers, "SGLang gave the request up")
+    assert_reusable(pair, request)
+
+
+def test_an_abort_on_the_decode_side_fails_both(pair: Pair):
+    pair.begin(Model(), decode_tp=2)
+    request = Request(pair, 1)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    request.receivers[0].abort()
+    assert request.receivers[0].poll() == KVPoll.Failed
+    assert request.receivers[0].abort_notified
+    assert_fails(request.sent, request.senders, "SGLang gave the request up")
+    for receiver in request.receivers:
+        receiver.ensure_abort_notified(force_arm=True)
+    assert_reusable(pair, request)
+
+
+def assert_fails(polls: Callable[[], list[int]], sides: list[Any], why: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while min(polls()) != KVPoll.Failed:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    failed = [side for side in sides if side.poll() == KVPoll.Failed]
+    with pytest.raises(KVTransferError, match=why):
+        failed[-1].failure_exception()
+
+
+def assert_reusable(pair: Pair, request: Request) -> None:
+    deadline = time.monotonic() + WAIT_S
+    for manager in pair.decode.managers:
+        while not manager.is_abort_release_safe(request.room, 1):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        manager.clear_deferred_abort_state(request.room)
+
+
+def test_pages_are_kept_until_nobody_writes(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    pair.begin(Model())
+    request = Request(pair, 1)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    (receiver,), (manager,) = request.receivers, pair.decode.managers
+    monkeypatch.setattr(type(receiver._transfer), "pages_reusable", property(lambda _: False))
+    receiver.abort()
+    assert receiver.poll() == KVPoll.Failed  # SGLang hears of it at once, and keeps the pages
+    with pytest.raises(KVTransferError):
+        receiver.failure_exception()
+    assert not receiver.is_abort_release_safe()
+    assert not manager.is_abort_release_safe(1, 0)
+    monkeypatch.undo()
+    assert_reusable(pair, request)
+
+
+def test_without_deferred_release_sglang_hears_of_a_failure_when_pages_are_safe(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", "0")
+    pair.begin(Model())
+    request = Request(pair, 1)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    (receiver,) = request.receivers
+    with monkeypatch.context() as held:
+        held.setattr(type(receiver._transfer), "pages_reusable", property(lambda _: False))
+        request.senders[0].abort()
+        deadline = time.monotonic() + WAIT_S
+        while receiver._transfer is None or not receiver._transfer.state.is_final:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        assert receiver.poll() == KVPoll.Transferring
+    assert_fails(request.received, request.receivers, "SGLang gave the request up")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"page_tokens": 8}, "--page-size is 4 there and 8 here"),
+        ({"layers": 2}, "layer 3|layer"),
+        ({"heads": 2}, "head 4|head"),
+        ({"window_layers": 1}, "window"),
+    ],
+)
+def test_engines_that_cannot_work_together_say_so(pair: Pair, changes: dict[str, int], words: str):
+    pair.begin(Model(), **changes)
+    manager = pair.decode.managers[0]
+    receiver = pair.receiver(manager, 1)
+    if receiver.poll() != KVPoll.Failed:
+        state: list[Any] = [[]] * bool(changes.get("window_layers"))
+        receiver.send_metadata(np.arange(3, dtype=np.int32), 0, state)
+    assert_fails(lambda: [receiver.poll()], [receiver], words)
+
+
+def test_metadata_rows_of_other_sizes_fail_the_request(pair: Pair):
+    pair.begin(Model())
+    manager = pair.decode.managers[0]
+    manager.metadata_rows = replace(manager.metadata_rows, row_bytes=(64, 128))
+    request = Request(pair, 1)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    request.send()
+    assert_fails(request.received, request.receivers, r"metadata rows of \[64, 64\] bytes, this side of \[64, 128\]")
+
+
+def test_a_bootstrap_server_without_kvferry_is_named(pair: Pair):
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+
+    pair.begin(Model())
+    port = free_port()
+    other = CommonKVBootstrapServer("127.0.0.1", port)
+    manager = pair.decode.managers[0]
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            future = manager._helper.submit(manager._look_up, f"127.0.0.1:{port}")
+            try:
+                future.result(5)
+            except Exception as error:
+                if "knows nothing of kvferry" in str(error):
+                    break
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert not manager.try_ensure_parallel_info(f"127.0.0.1:{port}")
+    finally:
+        other.close()
