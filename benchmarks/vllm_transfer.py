@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.real_engines.models import prompts, write
 from tests.real_engines.vllm.engine import EngineProcess
-from tests.real_engines.vllm.models import write
-from tests.real_engines.vllm.pairs import Engines, prompts
+from tests.real_engines.vllm.pairs import Engines
 
 LENGTHS = (32, 256, 900)
 

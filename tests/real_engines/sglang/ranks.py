@@ -201,11 +201,24 @@ def place(
 ) -> Iterator[None]:
     """What SGLang's code is told about the rank that it runs on."""
     parallel = SimpleNamespace(
-        **{"attn_tp_size": tp, "attn_tp_rank": tp_rank, "attn_cp_size": 1, "attn_cp_rank": 0},
-        **{"attn_dcp_size": 1, "attn_dcp_rank": 0, "attn_dp_size": 1, "attn_dp_rank": 0, "dp_size": 1},
-        **{"pp_size": pp, "pp_group": None, "num_dp_ranks": 1, "nnodes": 1, "dist_init_addr": None},
-        **{"enable_kv_cache_sharding": False, "enable_dsa_cache_layer_split": False},
-        **{"enable_cp_tp_group_sharing": False, "load_balance_method": "round_robin"},
+        attn_tp_size=tp,
+        attn_tp_rank=tp_rank,
+        attn_cp_size=1,
+        attn_cp_rank=0,
+        attn_dcp_size=1,
+        attn_dcp_rank=0,
+        attn_dp_size=1,
+        attn_dp_rank=0,
+        dp_size=1,
+        pp_size=pp,
+        pp_group=None,
+        num_dp_ranks=1,
+        nnodes=1,
+        dist_init_addr=None,
+        enable_kv_cache_sharding=False,
+        enable_dsa_cache_layer_split=False,
+        enable_cp_tp_group_sharing=False,
+        load_balance_method="round_robin",
     )
     disagg = SimpleNamespace(disaggregation_bootstrap_port=port, disaggregation_decode_allocation_policy="early")
     config = SimpleNamespace(

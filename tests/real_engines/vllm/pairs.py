@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.real_engines.vllm.engine import EngineProcess, Output, Shape
-from tests.real_engines.vllm.models import VOCABULARY
 from tests.support.registries import RegistryProcess
 
 from kvferry.engines.vllm.parameters import ROOM
@@ -24,13 +22,6 @@ SETTINGS: Mapping[str, Any] = {
     "bootstrap_timeout_s": 20.0,
     "quarantine_s": 0.3,
 }
-
-
-def prompts(seed: int, count: int = 16, *, shortest: int = 5, longest: int = 600) -> list[list[int]]:
-    """Prompts of lengths from the shortest to the longest. No two seeds have a prefix in common."""
-    random_numbers = random.Random(seed)
-    lengths = [shortest + (longest - shortest) * number // max(1, count - 1) for number in range(count)]
-    return [[random_numbers.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
 
 
 class Engines:

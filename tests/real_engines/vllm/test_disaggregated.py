@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
+from tests.real_engines.models import prompts, write
 from tests.real_engines.vllm.engine import EngineError, Output
-from tests.real_engines.vllm.models import write
-from tests.real_engines.vllm.pairs import COUNT, Engines, Pair, prompts
+from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
 
 pytestmark = pytest.mark.timeout(600)
 

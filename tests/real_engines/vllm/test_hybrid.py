@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.real_engines.vllm.models import write
-from tests.real_engines.vllm.pairs import COUNT, Engines, Pair, prompts
+from tests.real_engines.models import prompts, write
+from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from tests.real_engines.models import write
 from tests.real_engines.vllm.engine import ENVIRONMENT
-from tests.real_engines.vllm.models import write
 
 from kvferry.engines.deployment.supervision import free_ports
 

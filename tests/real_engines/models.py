@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ _SIZES = {
 
 _MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("qwen3", {}),
+    "llama": ("llama", {}),
     "hybrid": (
         "gemma3_text",
         {
@@ -41,7 +43,7 @@ _MODELS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def write(name: str, directory: Path) -> Path:
-    """Writes one: "qwen3" or "hybrid", which attends to a sliding window in five layers of six."""
+    """Writes one: "qwen3", "llama" or "hybrid", which attends to a sliding window in five layers of six."""
     architecture, changes = _MODELS[name]
     words = {f"w{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
@@ -51,3 +53,10 @@ def write(name: str, directory: Path) -> Path:
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **_SIZES | changes))
     network.to(torch.float32).save_pretrained(directory)
     return directory
+
+
+def prompts(seed: int, count: int = 16, *, shortest: int = 5, longest: int = 600) -> list[list[int]]:
+    """Prompts of lengths from the shortest to the longest. No two seeds have a prefix in common."""
+    random_numbers = random.Random(seed)
+    lengths = [shortest + (longest - shortest) * number // max(1, count - 1) for number in range(count)]
+    return [[random_numbers.randrange(VOCABULARY) for _ in range(length)] for length in lengths]

@@ -1,0 +1,207 @@
+"""Engines of SGLang's, each in processes of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+START_S = 240.0
+ANSWER_S = 120.0
+
+ROOT = Path(__file__).resolve().parents[3]
+STUBS = Path(__file__).resolve().parent / "stubs"
+
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "UCX_TLS": "tcp,self,sm",
+    "KVFERRY_HEARTBEAT_INTERVAL_S": "0.5",
+    "KVFERRY_PEER_TIMEOUT_S": "10",
+    "KVFERRY_QUARANTINE_S": "0.3",
+}
+
+OPTIONS: Mapping[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "dtype": "float32",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,  # a prefill engine with it asks for events of CUDA's, on a CPU as well
+    "skip_tokenizer_init": True,
+    "page_size": 16,
+    "max_total_tokens": 4096,
+    "max_running_requests": 32,
+    "mem_fraction_static": 0.3,
+    "log_level": "warning",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an engine is.
+
+    Attributes:
+        options: of SGLang's, beside `OPTIONS`.
+        path: goes before everything else on Python's module path.
+    """
+
+    model: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    path: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Output:
+    """What became of a request.
+
+    Attributes:
+        tokens: that were generated.
+        error: why it failed; None if it did not.
+    """
+
+    tokens: tuple[int, ...]
+    error: str | None
+
+
+def disaggregated(mode: str, port: int, backend: str = "kvferry", **more: Any) -> dict[str, Any]:
+    """Options of a prefill or a decode engine."""
+    return {
+        "disaggregation_mode": mode,
+        "disaggregation_transfer_backend": backend,
+        "disaggregation_bootstrap_port": port,
+        "disaggregation_decode_retraction_backup": "cpu_tensor",
+        **more,
+    }
+
+
+def _run(pipe: Connection, shape: Shape) -> None:
+    sys.path[:0] = map(str, shape.path)  # the path of whoever spawned us has replaced the environment's
+    try:
+        from sglang.srt.entrypoints.engine import Engine
+
+        engine = Engine(**{**OPTIONS, "model_path": str(shape.model), **shape.options})
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+        return
+    pipe.send(("ready", None))
+
+    def generate(arguments: dict[str, Any]) -> None:
+        try:
+            answer = [_output(each) for each in engine.generate(**arguments)]
+        except Exception as error:
+            answer = [Output((), str(error))] * len(arguments["input_ids"])
+        pipe.send(("generated", answer))
+
+    with ThreadPoolExecutor(1) as generating:
+        while True:
+            what, arguments = pipe.recv()
+            if what == "abort":
+                abort = partial(engine.tokenizer_manager.abort_request, abort_all=True)
+                engine.loop.call_soon_threadsafe(abort)
+            else:
+                generating.submit(generate, arguments)
+
+
+def _output(each: dict[str, Any]) -> Output:
+    reason = each["meta_info"]["finish_reason"]
+    error = reason.get("message", "aborted") if reason["type"] == "abort" else None
+    return Output(tuple(each.get("output_ids") or ()), error)
+
+
+class EngineProcess:
+    """An engine, from outside."""
+
+    def __init__(self, shape: Shape) -> None:
+        """Begins to start it."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        path = [*map(str, shape.path), str(STUBS), str(ROOT), str(ROOT / "src")]
+        new = {**ENVIRONMENT, **shape.environment, "PYTHONPATH": os.pathsep.join(path)}
+        before = {name: os.environ.get(name) for name in new}
+        os.environ.update(new)  # for Python itself, which reads its path before anything of ours runs
+        try:
+            self._process = context.Process(target=_run, args=(theirs, shape))
+            self._process.start()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+        theirs.close()
+
+    def started(self) -> EngineProcess:
+        """Waits until it serves."""
+        kind, answer = self._take(START_S)
+        assert kind == "ready", answer
+        return self
+
+    def submit(self, prompts: Sequence[Sequence[int]], count: int, *, rooms: Sequence[int] = (), port: int = 0) -> None:
+        """Hands requests in, all at once; `outputs` waits for them."""
+        arguments: dict[str, Any] = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": [{"temperature": 0, "max_new_tokens": count, "ignore_eos": True}] * len(prompts),
+        }
+        if rooms:
+            arguments |= {
+                "bootstrap_host": ["127.0.0.1"] * len(prompts),
+                "bootstrap_port": [port] * len(prompts),
+                "bootstrap_room": list(rooms),
+            }
+        self._pipe.send(("generate", arguments))
+
+    def outputs(self, limit_s: float = ANSWER_S) -> list[Output]:
+        """What became of the requests."""
+        kind, answer = self._take(limit_s)
+        assert kind == "generated"
+        return list(answer)
+
+    def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[int, ...]]:
+        """Generates, as an engine that is not divided."""
+        self.submit(prompts, count)
+        found = self.outputs()
+        assert all(each.error is None for each in found), found
+        return [each.tokens for each in found]
+
+    def abort(self) -> None:
+        """Gives up whatever is going on."""
+        self._pipe.send(("abort", None))
+
+    def kill(self) -> None:
+        """Ends the engine and all of its processes, without a word."""
+        family = psutil.Process(self._process.pid).children(recursive=True)
+        self._process.kill()
+        for each in family:
+            each.kill()
+        self._process.join()
+        psutil.wait_procs(family, timeout=10)
+
+    def close(self) -> None:
+        """Ends it."""
+        if self._process.is_alive():
+            self.kill()
+
+    def _take(self, limit_s: float) -> tuple[str, Any]:
+        deadline = time.monotonic() + limit_s
+        while not self._pipe.poll(0.2):
+            assert self._process.is_alive(), "the engine has ended"
+            assert time.monotonic() < deadline, f"no answer within {limit_s} s"
+        found: tuple[str, Any] = self._pipe.recv()
+        return found
+
+
+assert sys.version_info >= (3, 11), "SGLang needs Python 3.11"

@@ -1,0 +1,143 @@
+"""The parts of SGLang's plug-in that need no SGLang: metadata rows, settings, and how the two sides find each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.control.registry_server import RegistryServer
+from kvferry.engines.sglang.directory import Announcement, Directory, ask, engine_name, registry_url
+from kvferry.engines.sglang.metadata_rows import MetadataRows
+from kvferry.engines.sglang.settings import PluginSettings, settings_beside
+from kvferry.errors import IncompatiblePeerError, KVFerryError, RegistryError, RegistryUnreachableError
+from kvferry.protocol.registrations import check_engine_name
+from kvferry.settings import Settings
+
+
+def rows_of(*tables: np.ndarray) -> MetadataRows:
+    return MetadataRows(tuple(each.ctypes.data for each in tables), tuple(each[0].nbytes for each in tables))
+
+
+def test_rows_cross_whatever_their_index():
+    random = np.random.default_rng(1)
+    sent = [random.integers(0, 99, (6, 16), np.int32), random.integers(0, 99, (6, 8), np.uint64)]
+    received = [np.zeros_like(each) for each in sent]
+    rows_of(*received).write(2, rows_of(*sent).read(5))
+    for before, after in zip(sent, received, strict=True):
+        np.testing.assert_array_equal(after[2], before[5])
+        assert not np.delete(after, 2, axis=0).any()
+
+
+def test_rows_of_other_sizes_change_nothing():
+    table = np.zeros((4, 8), np.uint8)
+    aux = rows_of(np.ones((4, 8), np.uint8), np.ones((4, 8), np.uint8)).read(0)
+    with pytest.raises(IncompatiblePeerError, match=r"\[8, 8\] bytes, this side of \[8\]"):
+        rows_of(table).write(0, aux)
+    assert not table.any()
+
+
+@pytest.mark.parametrize("aux", [b"", b"\xc1", msgspec.msgpack.encode({"a": 1})])
+def test_what_are_no_rows_is_refused(aux: bytes):
+    with pytest.raises(KVFerryError, match="sent no metadata rows"):
+        rows_of(np.zeros((4, 8), np.uint8)).write(0, aux)
+
+
+def test_limits_follow_sglangs_where_the_user_sets_none(monkeypatch: pytest.MonkeyPatch):
+    assert settings_beside(11.0, 12.0).waiting_timeout_s == 12.0
+    monkeypatch.setenv("KVFERRY_BOOTSTRAP_TIMEOUT_S", "77")
+    monkeypatch.setenv("KVFERRY_SECRET", "a secret of some length")
+    settings = settings_beside(11.0, 12.0)
+    assert (settings.bootstrap_timeout_s, settings.waiting_timeout_s) == (77.0, 12.0)
+    assert settings.shared_secret == "a secret of some length"
+
+
+def test_nixl_is_replaced_only_if_asked_for(monkeypatch: pytest.MonkeyPatch):
+    assert not PluginSettings().replaces_nixl
+    monkeypatch.setenv("KVFERRY_SGLANG_REPLACES_NIXL", "1")
+    assert PluginSettings().replaces_nixl
+
+
+def test_every_machine_has_a_name_that_engines_can_have(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("platform.node", lambda: "a machine/of mine" * 20)
+    check_engine_name(engine_name(8998))
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_bootstrap_server_says_who_it_is():
+    announcement = Announcement("sglang-a:8998", 4321)
+    with answering(200, msgspec.json.encode(announcement)) as address:
+        assert ask(address) == announcement
+
+
+@pytest.mark.parametrize(("status", "body"), [(404, b"not found"), (200, b"<html>"), (200, b'{"engine": 3}')])
+def test_another_server_is_told_apart(status: int, body: bytes):
+    with answering(status, body) as address, pytest.raises(RegistryError, match=f"{address} knows nothing of kvferry"):
+        ask(address)
+
+
+def test_a_server_that_is_gone_is_named():
+    with answering(200, b"") as address:
+        pass
+    with pytest.raises(RegistryUnreachableError, match=f"{address} cannot be reached"):
+        ask(address)
+
+
+@pytest.mark.parametrize(
+    ("make", "port", "url"),
+    [
+        (Settings, 4321, "http://10.0.0.7:4321"),
+        (lambda: Settings(registry_url="http://10.0.0.1:8998"), 4321, "http://10.0.0.1:8998"),
+        (lambda: Settings(registry_url="http://10.0.0.1:8998"), None, "http://10.0.0.1:8998"),
+    ],
+)
+def test_a_registry_is_beside_the_bootstrap_server_unless_all_share_one(
+    make: Callable[[], Settings], port: int | None, url: str
+):
+    assert registry_url("10.0.0.7:8998", Announcement("sglang-a:8998", port), make()) == url
+
+
+def test_addresses_of_version_six_keep_their_brackets():
+    assert registry_url("[::1]:8998", Announcement("a", 4321), Settings()) == "http://[::1]:4321"
+
+
+def test_a_directory_asks_the_registry_of_the_engine():
+    with RegistryServer("127.0.0.1", 0) as one, RegistryServer("127.0.0.1", 0) as other:
+        directory = Directory(Settings())
+        with pytest.raises(RegistryUnreachableError, match="no request has named a bootstrap server of engine 'a'"):
+            directory.engine("a")
+        directory.add("a", one.url)
+        directory.add("b", other.url)
+        other.close()
+        assert directory.engine("a").registrations == ()
+        with pytest.raises(RegistryUnreachableError):
+            directory.engine("b")
+        directory.add("b", one.url)  # it has come back elsewhere
+        assert directory.engine("b").registrations == ()
+        directory.close()
