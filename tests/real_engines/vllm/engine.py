@@ -118,7 +118,10 @@ class _Engine:
         """Steps if there is anything to do; whether there was."""
         if not self.scheduler.has_requests():
             return False
-        for output in self.engine.step():
+        outputs = self.engine.step()
+        if not outputs:
+            time.sleep(0.001)  # as vLLM's own loop does where no model ran, to let threads of connectors run
+        for output in outputs:
             if output.finished:
                 completion = output.outputs[0]
                 self.outputs[output.request_id] = Output(
