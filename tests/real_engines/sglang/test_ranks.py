@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from sglang.srt.disaggregation.common.conn import KVTransferError
+from tests.real_engines.sglang.crossings import WAIT_S, Members, Request, wait
 from tests.real_engines.sglang.ranks import (
     DECODE,
     PREFILL,
-    SERVER_ARGS,
-    KVFerryManager,
-    KVFerryReceiver,
-    KVFerrySender,
     KVPoll,
     Model,
     Rank,
-    Whole,
     free_port,
-    place,
 )
 
 from kvferry import InProcessNetwork
@@ -37,33 +32,16 @@ from kvferry.transport.inprocess import InProcessTransport
 
 pytestmark = pytest.mark.timeout(40)
 
-WAIT_S = 20.0
 
-
-@dataclass
-class Side:
-    """The ranks of one engine."""
-
-    ranks: list[Rank]
-    managers: list[KVFerryManager]
-
-
-class Pair:
-    """A prefill and a decode engine."""
+class Pair(Members):
+    """A prefill and a decode engine in one process."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._patch = patch
         network = InProcessNetwork()
         for module in (decode_module, prefill_module):
             patch.setattr(module, "create_transport", lambda _, name, **__: InProcessTransport(network, name))
-        self.port = free_port()
+        super().__init__(patch, free_port(), Model())
         self._bootstrap = KVFerryBootstrapServer("127.0.0.1", self.port)
-        self._begun: list[KVFerryManager] = []
-        self.model = Model()
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
 
     def begin(
         self, model: Model, *, prefill_tp: int = 1, decode_tp: int = 1, prefill_pp: int = 1, **decode: Any
@@ -74,40 +52,16 @@ class Pair:
             decode: what is different in the decode side's model.
         """
         self.model = model
-        self.prefill = self._start(PREFILL, model, prefill_tp, prefill_pp)
-        self.decode = self._start(DECODE, replace(model, **decode), decode_tp, 1)
-
-    def _start(self, mode: Any, model: Model, tp: int, pp: int) -> Side:
-        side = Side([], [])
-        for stage in range(pp):
-            layers = range(stage * model.layers // pp, (stage + 1) * model.layers // pp)
-            for tp_rank in range(tp):
-                rank = Rank(model, tp=tp, tp_rank=tp_rank, layers=layers)
-                with place(self._patch, self.port, model, tp=tp, tp_rank=tp_rank, pp=pp, pp_rank=stage):
-                    args = rank.arguments
-                    args.pp_rank = stage
-                    manager = KVFerryManager(args, mode, SERVER_ARGS, model.heads is None)
-                self._begun.append(manager)
-                side.ranks.append(rank)
-                side.managers.append(manager)
-        return side
-
-    def sender(self, manager: KVFerryManager, room: int) -> KVFerrySender:
-        with place(self._patch, self.port, self.model, tp=1, tp_rank=0, pp=1, pp_rank=0):
-            return KVFerrySender(manager, self.address, room)
-
-    def receiver(self, manager: KVFerryManager, room: int) -> KVFerryReceiver:
-        deadline = time.monotonic() + WAIT_S
-        while not manager.try_ensure_parallel_info(self.address):
-            assert time.monotonic() < deadline, "the prefill server cannot be found"
-            time.sleep(0.05)
-        receiver = KVFerryReceiver(manager, self.address, room)
-        receiver.init(0)
-        return receiver
+        for stage in range(prefill_pp):
+            layers = range(stage * model.layers // prefill_pp, (stage + 1) * model.layers // prefill_pp)
+            for tp_rank in range(prefill_tp):
+                rank = Rank(model, tp=prefill_tp, tp_rank=tp_rank, layers=layers)
+                self.start(PREFILL, rank, pp=prefill_pp, stage=stage)
+        for tp_rank in range(decode_tp):
+            self.start(DECODE, Rank(replace(model, **decode), tp=decode_tp, tp_rank=tp_rank))
 
     def close(self) -> None:
-        for manager in self._begun:
-            manager.close()
+        super().close()
         self._bootstrap.close()
 
 
@@ -117,92 +71,6 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     started = Pair(monkeypatch)
     yield started
     started.close()
-
-
-def wait(polls: Callable[[], list[int]], expected: int) -> None:
-    """Polls like a scheduler, which takes the least of all ranks, until that is the expected."""
-    deadline = time.monotonic() + WAIT_S
-    while (least := min(polls())) != expected:
-        assert least != KVPoll.Failed, "it failed"
-        assert time.monotonic() < deadline, f"the ranks stand at {polls()}"
-        time.sleep(0.002)
-
-
-class Request:
-    """A request that crosses, as SGLang's two schedulers handle it.
-
-    Attributes:
-        pages: of the whole prompt.
-        held_pages: of those, the first ones that the decode side has already.
-    """
-
-    def __init__(self, pair: Pair, room: int, pages: int = 7, *, held_pages: int = 0) -> None:
-        self.pair, self.room, self.pages, self.held_pages = pair, room, pages, held_pages
-        model = pair.model
-        self.whole = Whole(model, pages, seed=room)
-        random = np.random.default_rng(room)
-        window = min(pages, -(-model.window_tokens // model.page_tokens)) if model.window_layers else 0
-        self.source = [random.permutation(40)[:pages].tolist(), random.permutation(40)[:window].tolist(), 2]
-        self.destination = [
-            random.permutation(40)[: pages - held_pages].tolist(),
-            random.permutation(40)[:window].tolist(),
-            4,
-        ]
-        self.aux_index = room % 8
-        for rank in pair.prefill.ranks:
-            rank.fill(self.whole, *self.source)
-            rank.rooms[self.aux_index] = room
-            rank.tokens[self.aux_index] = 17 + room
-        self.senders = [pair.sender(manager, room) for manager in pair.prefill.managers]
-        self.receivers = [pair.receiver(manager, room) for manager in pair.decode.managers]
-
-    def state_indices(self, side: list[Any]) -> list[Any]:
-        model = self.pair.model
-        return [side[1]] * bool(model.window_layers) + [[side[2]]] * bool(model.state_layers)
-
-    def ask(self) -> None:
-        for receiver in self.receivers:
-            receiver.send_metadata(
-                np.array(self.destination[0], np.int32),
-                self.aux_index,
-                self.state_indices(self.destination),
-                decode_prefix_len=self.held_pages * self.pair.model.page_tokens,
-            )
-
-    def send(self, *, cut: int = 3) -> None:
-        """In two chunks, as with chunked prefill."""
-        pages = self.source[0]
-        for sender in self.senders:
-            assert sender.pop_decode_prefix_len() == 0
-            sender.init(len(pages), self.aux_index)
-            sender.send(np.array(pages[:cut], np.int32), None)
-            sender.send(np.array(pages[cut:], np.int32), self.state_indices(self.source))
-
-    def sent(self) -> list[int]:
-        return [sender.poll() for sender in self.senders]
-
-    def received(self) -> list[int]:
-        return [receiver.poll() for receiver in self.receivers]
-
-    def run(self) -> None:
-        assert set(self.sent()) == {KVPoll.Bootstrapping}
-        wait(self.received, KVPoll.WaitingForInput)
-        self.ask()
-        wait(self.sent, KVPoll.WaitingForInput)
-        self.send()
-        wait(self.received, KVPoll.Success)
-        wait(self.sent, KVPoll.Success)
-        self.check()
-        for sender in self.senders:
-            sender.clear()
-        for receiver in self.receivers:
-            receiver.clear()
-
-    def check(self) -> None:
-        for rank in self.pair.decode.ranks:
-            rank.check(self.whole, *self.destination, held_pages=self.held_pages)
-            assert rank.rooms[self.aux_index, 0] == self.room
-            assert rank.tokens[self.aux_index, 0] == 17 + self.room
 
 
 MODELS = {

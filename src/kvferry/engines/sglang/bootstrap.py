@@ -9,6 +9,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from kvferry.control.construction import create_registry
 from kvferry.control.registry_server import RegistryServer
 from kvferry.engines.sglang.directory import ROUTE, Announcement, engine_name
+from kvferry.errors import SettingsError
 from kvferry.settings import Settings
 
 
@@ -22,14 +23,7 @@ class KVFerryBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
             SettingsError: if the registry cannot listen where the settings say.
         """
         settings = Settings()
-        self._registry: RegistryServer | None = None
-        if settings.registry_url is None:
-            # SGLang's own default port is the registry's as well.
-            is_chosen = "registry_port" in settings.model_fields_set
-            self._registry = create_registry(
-                settings if is_chosen else settings.model_copy(update={"registry_port": 0})
-            )
-            self._registry.start()
+        self._registry = None if settings.registry_url is not None else _registry(settings, port)
         self._announcement = Announcement(
             engine=engine_name(port), registry_port=self._registry.address[1] if self._registry else None
         )
@@ -47,3 +41,22 @@ class KVFerryBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
 
     async def _announce(self, _: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(self._announcement), content_type="application/json")
+
+
+def _registry(settings: Settings, bootstrap_port: int) -> RegistryServer:
+    """A registry on a port of its own: where none is chosen, not on its default, which is SGLang's as well."""
+    if "registry_port" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"registry_port": 0})
+    registry = create_registry(settings)
+    registry.start()
+    if registry.address[1] != bootstrap_port:
+        return registry
+    if settings.registry_port:
+        registry.close()
+        raise SettingsError(
+            f"registry_port (KVFERRY_REGISTRY_PORT) is {bootstrap_port}, and so is --disaggregation-bootstrap-port: "
+            "choose another for one of them"
+        )
+    other = _registry(settings, bootstrap_port)
+    registry.close()
+    return other

@@ -22,7 +22,7 @@ from kvferry.engines.sglang.directory import Directory, DirectoryPlatform, ask, 
 from kvferry.engines.sglang.layouts import Buffers, Caches, StateBuffer, describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.settings import settings_beside
-from kvferry.errors import IncompatiblePeerError, KVFerryError, LayoutError, RegistryError, UsageError
+from kvferry.errors import IncompatiblePeerError, LayoutError, RegistryError, UsageError
 from kvferry.layout import Device, MemoryKind, RankCoordinates
 
 log = logging.getLogger(__name__)
@@ -127,8 +127,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             info = look_up.result(_FIRST_CONTACT_S)
         except FutureTimeoutError:
             return False
-        except KVFerryError as error:
-            log.error("%s", error)
+        except Exception as error:  # whatever somebody's server answers, the scheduler goes on
+            log.error("the prefill server at %s cannot be used: %s", bootstrap_addr, error)
             del self._look_ups[bootstrap_addr]
             return False
         del self._look_ups[bootstrap_addr]

@@ -65,12 +65,13 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         self._transfer: Sender | None = None
         self._early: list[np.ndarray[Any, Any]] = []
         self.num_kv_indices = 0
-        if mgr.request_status.get(bootstrap_room) == KVPoll.Failed:
-            return
         try:
             self._transfer = mgr.prefill.open(bootstrap_room)
         except KVFerryError as error:
             self._fail(str(error))
+            return
+        if mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang has refused it: the other side is told
+            self._transfer.abort(mgr.failure_records.get(bootstrap_room, "SGLang refused the request"))
 
     def pop_decode_prefix_len(self) -> int:
         """SGLang hands all pages in; kvferry sends those that the decode side lacks."""

@@ -1,0 +1,163 @@
+"""Requests that cross between ranks of SGLang's, handled as its two schedulers handle them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.real_engines.sglang.ranks import (
+    PREFILL,
+    SERVER_ARGS,
+    KVFerryManager,
+    KVFerryReceiver,
+    KVFerrySender,
+    KVPoll,
+    Model,
+    Rank,
+    Whole,
+    place,
+)
+
+WAIT_S = 20.0
+
+
+@dataclass
+class Side:
+    """The ranks of one engine."""
+
+    ranks: list[Rank]
+    managers: list[KVFerryManager]
+
+
+class Members:
+    """Ranks of a prefill and a decode engine: all of them, or those that this process has."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, port: int, model: Model) -> None:
+        self._patch, self.port, self.model = patch, port, model
+        self._begun: list[KVFerryManager] = []
+        self.prefill, self.decode = Side([], []), Side([], [])
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self, mode: Any, rank: Rank, *, pp: int = 1, stage: int = 0) -> None:
+        """Starts one rank."""
+        with place(self._patch, self.port, rank.model, tp=rank.tp, tp_rank=rank.tp_rank, pp=pp, pp_rank=stage):
+            args = rank.arguments
+            args.pp_rank = stage
+            manager = KVFerryManager(args, mode, SERVER_ARGS, rank.model.heads is None)
+        self._begun.append(manager)
+        side = self.prefill if mode is PREFILL else self.decode
+        side.ranks.append(rank)
+        side.managers.append(manager)
+
+    def sender(self, manager: KVFerryManager, room: int) -> KVFerrySender:
+        with place(self._patch, self.port, self.model, tp=1, tp_rank=0, pp=1, pp_rank=0):
+            return KVFerrySender(manager, self.address, room)
+
+    def receiver(self, manager: KVFerryManager, room: int) -> KVFerryReceiver:
+        deadline = time.monotonic() + WAIT_S
+        while not manager.try_ensure_parallel_info(self.address):
+            assert time.monotonic() < deadline, "the prefill server cannot be found"
+            time.sleep(0.05)
+        receiver = KVFerryReceiver(manager, self.address, room)
+        receiver.init(0)
+        return receiver
+
+    def close(self) -> None:
+        for manager in self._begun:
+            manager.close()
+
+
+def wait(polls: Callable[[], list[int]], expected: int) -> None:
+    """Polls like a scheduler, which takes the least of all ranks, until that is the expected."""
+    deadline = time.monotonic() + WAIT_S
+    while (least := min(polls())) != expected:
+        assert least != KVPoll.Failed, "it failed"
+        assert time.monotonic() < deadline, f"the ranks stand at {polls()}"
+        time.sleep(0.002)
+
+
+class Request:
+    """A request that crosses, as SGLang's two schedulers handle it.
+
+    Attributes:
+        pages: of the whole prompt.
+        held_pages: of those, the first ones that the decode side has already.
+    """
+
+    def __init__(self, pair: Members, room: int, pages: int = 7, *, held_pages: int = 0) -> None:
+        self.pair, self.room, self.pages, self.held_pages = pair, room, pages, held_pages
+        model = pair.model
+        self.whole = Whole(model, pages, seed=room)
+        random = np.random.default_rng(room)
+        window = min(pages, -(-model.window_tokens // model.page_tokens)) if model.window_layers else 0
+        self.source = [random.permutation(40)[:pages].tolist(), random.permutation(40)[:window].tolist(), 2]
+        self.destination = [
+            random.permutation(40)[: pages - held_pages].tolist(),
+            random.permutation(40)[:window].tolist(),
+            4,
+        ]
+        self.aux_index = room % 8
+        for rank in pair.prefill.ranks:
+            rank.fill(self.whole, *self.source)
+            rank.rooms[self.aux_index] = room
+            rank.tokens[self.aux_index] = 17 + room
+        self.senders = [pair.sender(manager, room) for manager in pair.prefill.managers]
+        self.receivers = [pair.receiver(manager, room) for manager in pair.decode.managers]
+
+    def state_indices(self, side: list[Any]) -> list[Any]:
+        model = self.pair.model
+        return [side[1]] * bool(model.window_layers) + [[side[2]]] * bool(model.state_layers)
+
+    def ask(self) -> None:
+        for receiver in self.receivers:
+            receiver.send_metadata(
+                np.array(self.destination[0], np.int32),
+                self.aux_index,
+                self.state_indices(self.destination),
+                decode_prefix_len=self.held_pages * self.pair.model.page_tokens,
+            )
+
+    def send(self, *, cut: int = 3) -> None:
+        """In two chunks, as with chunked prefill."""
+        pages = self.source[0]
+        for sender in self.senders:
+            assert sender.pop_decode_prefix_len() == 0
+            sender.init(len(pages), self.aux_index)
+            sender.send(np.array(pages[:cut], np.int32), None)
+            sender.send(np.array(pages[cut:], np.int32), self.state_indices(self.source))
+
+    def sent(self) -> list[int]:
+        return [sender.poll() for sender in self.senders]
+
+    def received(self) -> list[int]:
+        return [receiver.poll() for receiver in self.receivers]
+
+    def run(self) -> None:
+        assert set(self.sent()) == {KVPoll.Bootstrapping}
+        wait(self.received, KVPoll.WaitingForInput)
+        self.ask()
+        wait(self.sent, KVPoll.WaitingForInput)
+        self.send()
+        wait(self.received, KVPoll.Success)
+        wait(self.sent, KVPoll.Success)
+        self.check()
+        self.clear()
+
+    def clear(self) -> None:
+        for sender in self.senders:
+            sender.clear()
+        for receiver in self.receivers:
+            receiver.clear()
+
+    def check(self) -> None:
+        for rank in self.pair.decode.ranks:
+            rank.check(self.whole, *self.destination, held_pages=self.held_pages)
+            assert rank.rooms[self.aux_index, 0] == self.room
+            assert rank.tokens[self.aux_index, 0] == 17 + self.room
