@@ -37,7 +37,7 @@ class Adversary:
         doomed: until when writes of dead processes go on.
         held: until when writes do not get on.
         lines_heal: when connections that are cut come back.
-        unwell_until: until when peers may take each other for lost that are not.
+        unwell_until: until when peers may take each other for lost that are not, or may not find each other.
     """
 
     def __init__(self, world: World) -> None:
@@ -194,6 +194,8 @@ class Adversary:
 
     def _registry(self) -> None:
         self._excuse_all("the registry failed")
+        # One that is back knows nobody, and whoever asked in vain asks again only after a while.
+        self.unwell_until = max(self.unwell_until, self._world.now + RECOVERY_S)
         lot = self._world.fate.random()
         if not self._world.registry.answers or lot < 0.4:
             self._world.registry.restart()

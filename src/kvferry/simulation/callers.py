@@ -76,7 +76,7 @@ class Callers:
             if not process.takes_work or self._is_wronged(process):
                 request.excused(f"{process.name} was not well")
         if self._world.now < self._world.adversary.unwell_until:
-            request.excused("peers took each other for lost just now")
+            request.excused("peers may not have found each other again")
         if any(line.is_cut for line in self._world.office.lines) or not self._world.registry.answers:
             request.excused("the network was not well")
         if "absent" in self._world.circumstances.odds and draw.random() < 0.3:
