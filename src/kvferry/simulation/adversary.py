@@ -77,7 +77,7 @@ class Adversary:
             return None
         self._excuse_all(f"{what} failed")
         if what == "connect":  # whoever waits for the same link soon after fails with it
-            self.unwell_until = max(self.unwell_until, self._world.now + RECOVERY_S)
+            self._upset_until(self._world.now + RECOVERY_S)
         return TransportError(f"the simulation lets {what} fail")
 
     def go_wrong(self) -> None:
@@ -86,6 +86,10 @@ class Adversary:
             happens = _HAPPENINGS.get(kind)
             if happens is not None and self._world.fate.random() < odds and self._counts(kind):
                 happens(self)
+
+    def _upset_until(self, time_s: float) -> None:
+        """Requests that come before then may fail for what has happened now."""
+        self.unwell_until = max(self.unwell_until, time_s)
 
     def _excuse_all(self, why: str) -> None:
         for request in self._world.requests:
@@ -195,7 +199,7 @@ class Adversary:
     def _registry(self) -> None:
         self._excuse_all("the registry failed")
         # One that is back knows nobody, and whoever asked in vain asks again only after a while.
-        self.unwell_until = max(self.unwell_until, self._world.now + RECOVERY_S)
+        self._upset_until(self._world.now + RECOVERY_S)
         lot = self._world.fate.random()
         if not self._world.registry.answers or lot < 0.4:
             self._world.registry.restart()
@@ -232,7 +236,7 @@ class Adversary:
 
     def _hold_up(self, flight: SimulatedFlight) -> None:
         self.held[flight] = self._world.now + self._world.fate.choice([0.5, 3.0, 8.0])
-        self.unwell_until = max(self.unwell_until, self.held[flight] + RECOVERY_S)  # others wait behind it
+        self._upset_until(self.held[flight] + RECOVERY_S)  # others wait behind it
         self._excuse_all("a write came late")
 
     def _jump(self) -> None:
