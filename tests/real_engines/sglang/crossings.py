@@ -9,18 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.real_engines.sglang.ranks import (
-    PREFILL,
-    SERVER_ARGS,
-    KVFerryManager,
-    KVFerryReceiver,
-    KVFerrySender,
-    KVPoll,
-    Model,
-    Rank,
-    Whole,
-    place,
-)
+from sglang.srt.disaggregation.base.conn import KVPoll
+from tests.real_engines.sglang.ranks import PREFILL, SERVER_ARGS, Model, Rank, Whole, place
+
+from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.engines.sglang.receiver import KVFerryReceiver
+from kvferry.engines.sglang.sender import KVFerrySender
 
 WAIT_S = 20.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,20 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll, StateType
+from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from kvferry.engines.sglang import manager as manager_module
-from kvferry.engines.sglang.manager import KVFerryManager
-from kvferry.engines.sglang.receiver import KVFerryReceiver
-from kvferry.engines.sglang.sender import KVFerrySender
 
 PAGES = 40
 SLOTS = 6
 METADATA_ROWS = 8
-
-POLL_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -239,26 +233,5 @@ def place(
         yield
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 SERVER_ARGS = SimpleNamespace(device="cpu", enable_pd_role_switch=False)
-
-__all__ = [
-    "DECODE",
-    "PREFILL",
-    "SERVER_ARGS",
-    "KVFerryManager",
-    "KVFerryReceiver",
-    "KVFerrySender",
-    "KVPoll",
-    "Model",
-    "Rank",
-    "Whole",
-    "free_port",
-    "place",
-]

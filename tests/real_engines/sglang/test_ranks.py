@@ -13,20 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, KVTransferError
 from tests.real_engines.sglang.crossings import WAIT_S, Members, Request, wait
-from tests.real_engines.sglang.ranks import (
-    DECODE,
-    PREFILL,
-    KVPoll,
-    Model,
-    Rank,
-    free_port,
-)
+from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
 
 from kvferry import InProcessNetwork
 from kvferry.endpoint import decode as decode_module
 from kvferry.endpoint import prefill as prefill_module
+from kvferry.engines.deployment.supervision import free_ports, refuse_taken
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 from kvferry.transport.inprocess import InProcessTransport
 
@@ -40,7 +35,7 @@ class Pair(Members):
         network = InProcessNetwork()
         for module in (decode_module, prefill_module):
             patch.setattr(module, "create_transport", lambda _, name, **__: InProcessTransport(network, name))
-        super().__init__(patch, free_port(), Model())
+        super().__init__(patch, free_ports(1)[0], Model())
         self._bootstrap = KVFerryBootstrapServer("127.0.0.1", self.port)
 
     def begin(
@@ -93,6 +88,14 @@ def test_caches_arrive(
     Request(pair, 1).run()
     Request(pair, 2, held_pages=3).run()
     Request(pair, 1).run()  # the number again
+
+
+def test_what_is_closed_lets_go_of_its_port(pair: Pair):
+    pair.begin(Model())
+    managers = [*pair.prefill.managers, *pair.decode.managers]
+    pair.close()
+    for manager in managers:
+        refuse_taken(manager.local_ip, manager.rank_port)
 
 
 @pytest.mark.parametrize("decode_tp", [1, 2])
@@ -257,10 +260,8 @@ def test_metadata_rows_of_other_sizes_fail_the_request(pair: Pair):
 
 
 def test_a_bootstrap_server_without_kvferry_is_named(pair: Pair):
-    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
-
     pair.begin(Model())
-    port = free_port()
+    (port,) = free_ports(1)
     other = CommonKVBootstrapServer("127.0.0.1", port)
     manager = pair.decode.managers[0]
     try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from sglang.srt.disaggregation.base.conn import KVPoll
 from tests.real_engines.sglang.crossings import wait
 from tests.real_engines.sglang.processes import START_S, RankProcess
-from tests.real_engines.sglang.ranks import KVPoll, free_port
 
+from kvferry.engines.deployment.supervision import free_ports
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 
 pytestmark = pytest.mark.timeout(300)
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(params=[(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[list[RankProcess], list[RankProcess]]]:
     prefill_tp, decode_tp = request.param
-    port = free_port()
+    (port,) = free_ports(1)
     bootstrap = KVFerryBootstrapServer("127.0.0.1", port)
     prefill = [RankProcess("prefill", port, prefill_tp, rank) for rank in range(prefill_tp)]
     decode = [RankProcess("decode", port, decode_tp, rank) for rank in range(decode_tp)]

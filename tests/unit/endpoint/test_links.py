@@ -21,6 +21,7 @@ from tests.support.waiting import eventually
 from kvferry import DecodeEndpoint, InProcessTransport, TokenShare, TransferState, interleaved
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
+from kvferry.engines.deployment.supervision import free_ports
 from kvferry.errors import (
     IncompatiblePeerError,
     LayoutError,
@@ -119,10 +120,8 @@ def test_an_engine_of_which_a_rank_is_missing_is_told_apart(engines: Callable[..
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
+    (port,) = free_ports(1)
+    return port
 
 
 def test_a_registry_that_is_down_is_named(engines: Callable[..., Engines], free_port: int):
@@ -426,12 +425,7 @@ def test_a_connection_is_not_undone_while_a_write_uses_it(engines: Callable[...,
     requests = Requests(both.prefill(Model()), both.decode(Model()))
     transport = requests.prefill.transports[0]
     requests.connect()
-    transport.held = True
-    request = requests.new(1)
-    requests.open_decode(request)
-    requests.open_prefill(request)
-    requests.submit(request)
-    eventually("the write is on its way", lambda: transport.in_flight == 1)
+    request = requests.begin_held()
     driver = requests.decode.endpoints[0]._driver
     stop, turn = threading.Event(), driver.turn
     driver.turn = lambda **named: stop.wait(60) and turn(**named)  # type: ignore[method-assign]

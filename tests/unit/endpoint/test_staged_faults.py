@@ -26,12 +26,7 @@ def test_a_prefill_rank_that_gets_no_more_memory_goes_on_with_what_it_has(
 
     transport = requests.prefill.transports[0]
     transport.on_register = refuse
-    transport.held = True
-    request = requests.new(1)
-    requests.open_decode(request)
-    requests.open_prefill(request)
-    requests.submit(request)
-    eventually("one has the slot", lambda: transport.in_flight == 1)
+    request = requests.begin_held()  # has the slot
     eventually("the other was refused more", lambda: "no room for more memory" in caplog.text)
     transport.held = False
     request.wait()

@@ -48,6 +48,23 @@ def engine_name(port: int) -> str:
     return f"sglang-{re.sub('[^A-Za-z0-9.-]', '-', platform.node())[:100]}:{port}"
 
 
+def get(bootstrap_address: str, path: str) -> httpx.Response:
+    """What a bootstrap server answers, whatever that is.
+
+    Args:
+        bootstrap_address: host and port.
+
+    Raises:
+        RegistryUnreachableError: if nothing answers.
+    """
+    try:
+        return httpx.get(f"http://{bootstrap_address}{path}", timeout=_ANSWER_S, trust_env=False)
+    except httpx.HTTPError as error:
+        raise RegistryUnreachableError(
+            f"the bootstrap server at {bootstrap_address} cannot be reached: {error}"
+        ) from error
+
+
 def ask(bootstrap_address: str) -> Announcement:
     """Asks a bootstrap server.
 
@@ -58,13 +75,7 @@ def ask(bootstrap_address: str) -> Announcement:
         RegistryUnreachableError: if nothing answers.
         RegistryError: if it is none that runs kvferry.
     """
-    url = f"http://{bootstrap_address}{ROUTE}"
-    try:
-        answer = httpx.get(url, timeout=_ANSWER_S, trust_env=False)
-    except httpx.HTTPError as error:
-        raise RegistryUnreachableError(
-            f"the bootstrap server at {bootstrap_address} cannot be reached: {error}"
-        ) from error
+    answer = get(bootstrap_address, ROUTE)
     try:
         if answer.status_code == 200:
             return _ANNOUNCEMENT.decode(answer.content)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
@@ -18,7 +18,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver
-from kvferry.engines.sglang.directory import Directory, DirectoryPlatform, ask, registry_url
+from kvferry.engines.sglang.directory import Directory, DirectoryPlatform, ask, get, registry_url
 from kvferry.engines.sglang.layouts import Buffers, Caches, StateBuffer, describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.settings import settings_beside
@@ -27,12 +27,24 @@ from kvferry.layout import Device, MemoryKind, RankCoordinates
 
 log = logging.getLogger(__name__)
 
-_ANSWER_S = 5.0
 _FIRST_CONTACT_S = 0.1
 """How long the scheduler waits for a prefill server that it hears of for the first time; then it goes on, and asks
 again a second later."""
 
 _ANY_RANK = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillServer:
+    """What a decode rank knows of a prefill server.
+
+    Attributes:
+        engine: its name.
+        refusal: why the two cannot work together; None if they can.
+    """
+
+    engine: str
+    refusal: str | None
 
 
 class KVFerryManager(CommonKVManager):  # type: ignore[misc]
@@ -44,7 +56,6 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     """
 
     supports_deferred_decode_kv_release = True
-    reports_transfer_latency = True
 
     def __init__(
         self,
@@ -92,8 +103,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         )
         self._helper = ThreadPoolExecutor(4, "kvferry-sglang-look-up")
         self._look_ups: dict[str, Future[PrefillServerInfo]] = {}
-        self._engines: dict[str, str] = {}  # by bootstrap address
-        self._refusals: dict[str, str] = {}  # by bootstrap address as well
+        self._servers: dict[str, PrefillServer] = {}  # by bootstrap address
         self._receivers: dict[int, Receiver] = {}
 
     def close(self) -> None:
@@ -101,6 +111,9 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         for endpoint in (self._prefill, self._decode):
             if endpoint is not None:
                 endpoint.close()
+        # SGLang's manager has a socket that nothing here uses. Left to the garbage collector, a context can wait for
+        # its socket for ever, in whatever thread it is collected.
+        self._zmq_ctx.destroy(linger=0)
 
     @property
     def prefill(self) -> PrefillEndpoint:
@@ -141,11 +154,11 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         Raises:
             IncompatiblePeerError: if the two servers cannot work together.
         """
-        refusal = self._refusals.get(bootstrap_address)
-        if refusal is not None:
+        server = self._servers[bootstrap_address]
+        if server.refusal is not None:
             self.forget_prefill(bootstrap_address)  # it may come back otherwise
-            raise IncompatiblePeerError(refusal)
-        return self._engines[bootstrap_address]
+            raise IncompatiblePeerError(server.refusal)
+        return server.engine
 
     def forget_prefill(self, bootstrap_address: str) -> None:
         """The server may have ended, and another one come in its place: it is asked again."""
@@ -159,21 +172,12 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     def _look_up(self, address: str) -> PrefillServerInfo:
         """Asks a bootstrap server who it is. Runs aside."""
         announcement = ask(address)
-        try:
-            answer = httpx.get(f"http://{address}/route?{_ANY_RANK}", timeout=_ANSWER_S, trust_env=False)
-        except httpx.HTTPError as error:
-            raise RegistryError(f"the bootstrap server at {address} does not answer: {error}") from error
+        answer = get(address, f"/route?{_ANY_RANK}")
         if answer.status_code != 200:
             raise RegistryError(f"the bootstrap server at {address} is not ready: {answer.text[:200]}")
         info = PrefillServerInfo(**answer.json())
-        refusal = self._refusal(info, address)
-        if refusal is None:
-            self._refusals.pop(address, None)
-        else:
-            self._refusals[address] = refusal
-        settings = self.decode.settings
-        self._directory.add(announcement.engine, registry_url(address, announcement, settings))
-        self._engines[address] = announcement.engine
+        self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings))
+        self._servers[address] = PrefillServer(announcement.engine, self._refusal(info, address))
         return info
 
     def _refusal(self, info: PrefillServerInfo, address: str) -> str | None:

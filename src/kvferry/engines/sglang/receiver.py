@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from kvferry.endpoint import Receiver
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
-from kvferry.engines.sglang.sender import POLLS, state_pages
+from kvferry.engines.sglang.transfers import POLLS, give_up, state_pages
 from kvferry.errors import KVFerryError, UsageError
 from kvferry.protocol.chunks import GroupPages
 from kvferry.protocol.states import TransferState
@@ -73,7 +72,6 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             self._fail(str(error))
             return
         self._aux_index = aux_index
-        self.init_time = time.time()
         self.kv_mgr.receives(self.bootstrap_room, self._transfer)
 
     def poll(self) -> int:
@@ -89,20 +87,18 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             self.conclude_state = status
         return int(status)
 
-    def abort(self) -> None:
-        """SGLang gives the request up."""
-        super().abort()
-        self._give_up("SGLang gave the request up")
-
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Tells the prefill side that nobody wants the request; its pages come back when the manager says so."""
-        self._give_up("SGLang gave the request up")
+        """Tells the prefill side that nobody wants the request; its pages come back when the manager says so.
+
+        SGLang calls it for failures, and `abort` does.
+        """
+        give_up(self._transfer, "SGLang gave the request up")
         self.abort_notified = self._transfer is not None
 
     def clear(self) -> None:
         """SGLang is through with the request."""
         super().clear()
-        self._give_up("SGLang is through with the request")
+        give_up(self._transfer, "SGLang is through with the request")
         self.kv_mgr.received(self.bootstrap_room)
 
     def is_abort_release_safe(self) -> bool:
@@ -135,7 +131,3 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.conclude_state = KVPoll.Failed
-
-    def _give_up(self, reason: str) -> None:
-        if self._transfer is not None and not self._transfer.state.is_final:
-            self._transfer.abort(reason)

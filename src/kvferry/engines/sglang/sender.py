@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric, StateType
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from kvferry.endpoint import Sender
-from kvferry.engines.sglang.layouts import KV_GROUP, STATE_GROUP, WINDOW_GROUP
+from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.engines.sglang.transfers import POLLS, give_up, state_pages
 from kvferry.errors import KVFerryError
 from kvferry.protocol.chunks import GroupPages
 from kvferry.protocol.states import TransferState
-
-POLLS: Mapping[TransferState, int] = {
-    TransferState.BOOTSTRAPPING: KVPoll.Bootstrapping,
-    TransferState.WAITING_FOR_INPUT: KVPoll.WaitingForInput,
-    TransferState.TRANSFERRING: KVPoll.Transferring,
-    TransferState.SUCCESS: KVPoll.Success,
-    TransferState.FAILED: KVPoll.Failed,
-}
-"""What SGLang calls the states of a transfer."""
-
-
-def state_pages(types: tuple[StateType, ...], indices: list[Any] | None, total_pages: int) -> dict[str, GroupPages]:
-    """The pages and slots of what a request has beside keys and values.
-
-    Args:
-        types: what the rank caches.
-        indices: of each, as SGLang gives them; None where there is nothing.
-        total_pages: of the whole request; a window's are the last of them.
-    """
-    groups = {}
-    for kind, given in zip(types, indices or [None] * len(types), strict=True):
-        pages = np.asarray([] if given is None else given, np.int64).reshape(-1)
-        if kind is StateType.SWA:
-            groups[WINDOW_GROUP] = GroupPages(pages, total_pages - len(pages))
-        else:
-            groups[STATE_GROUP] = GroupPages(pages)
-    return groups
 
 
 class KVFerrySender(CommonKVSender):  # type: ignore[misc]
@@ -121,12 +94,12 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
     def abort(self) -> None:
         """SGLang gives the request up, and reuses its pages at once: what is read of them goes nowhere."""
         super().abort()
-        self._give_up("SGLang gave the request up")
+        give_up(self._transfer, "SGLang gave the request up")
 
     def clear(self) -> None:
         """SGLang is through with the request."""
         super().clear()
-        self._give_up("SGLang is through with the request")
+        give_up(self._transfer, "SGLang is through with the request")
 
     def get_transfer_metric(self) -> KVTransferMetric:
         """What has been moved."""
@@ -162,7 +135,3 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-
-    def _give_up(self, reason: str) -> None:
-        if self._transfer is not None and not self._transfer.state.is_final:
-            self._transfer.abort(reason)

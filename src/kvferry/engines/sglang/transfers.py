@@ -1,0 +1,47 @@
+"""What the two sides of a request have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVPoll, StateType
+
+from kvferry.endpoint import Receiver, Sender
+from kvferry.engines.sglang.layouts import STATE_GROUP, WINDOW_GROUP
+from kvferry.protocol.chunks import GroupPages
+from kvferry.protocol.states import TransferState
+
+POLLS: Mapping[TransferState, int] = {
+    TransferState.BOOTSTRAPPING: KVPoll.Bootstrapping,
+    TransferState.WAITING_FOR_INPUT: KVPoll.WaitingForInput,
+    TransferState.TRANSFERRING: KVPoll.Transferring,
+    TransferState.SUCCESS: KVPoll.Success,
+    TransferState.FAILED: KVPoll.Failed,
+}
+"""What SGLang calls the states of a transfer."""
+
+
+def state_pages(types: tuple[StateType, ...], indices: list[Any] | None, total_pages: int) -> dict[str, GroupPages]:
+    """The pages and slots of what a request has beside keys and values.
+
+    Args:
+        types: what the rank caches.
+        indices: of each, as SGLang gives them; None where there is nothing.
+        total_pages: of the whole request; a window's are the last of them.
+    """
+    groups = {}
+    for kind, given in zip(types, indices or [None] * len(types), strict=True):
+        pages = np.asarray([] if given is None else given, np.int64).reshape(-1)
+        if kind is StateType.SWA:
+            groups[WINDOW_GROUP] = GroupPages(pages, total_pages - len(pages))
+        else:
+            groups[STATE_GROUP] = GroupPages(pages)
+    return groups
+
+
+def give_up(transfer: Sender | Receiver | None, reason: str) -> None:
+    """Aborts a transfer that was begun and has not ended."""
+    if transfer is not None and not transfer.state.is_final:
+        transfer.abort(reason)
