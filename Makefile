@@ -21,11 +21,12 @@ SEED ?=
 MINUTES ?= 5
 SOAK_FLAGS ?=
 
-.PHONY: help sim demo test test-engines test-gpu fuzz check format docs bench bench-memory bench-gpu soak clean
+.PHONY: help sim demo test vllm test-engines test-gpu fuzz check format docs bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
 	@echo "make test    set up, then run the tests"
+	@echo "make vllm    set up vLLM for CPUs with kvferry in .venv-vllm, to try it: docs/vllm.md"
 	@echo "make test-engines  set up real engines in environments of their own, then run the tests on them"
 	@echo "make test-gpu  run the tests that need a GPU, in PYTHON's environment: nothing is set up"
 	@echo "make sim     set up, then run SEEDS=20000 simulated schedules on all cores, from SEED= on"
@@ -67,6 +68,8 @@ $(VLLM_INSTALLED): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --editable ".[up]" hypothesis psutil pytest pytest-timeout
 	@touch $@
+
+vllm: $(VLLM_INSTALLED)
 
 $(SGLANG_INSTALLED): pyproject.toml $(SGLANG_TESTS)/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tests.real_engines.models import prompts, write
+from examples.tiny_model import write
+from tests.real_engines.prompts import prompts
 from tests.real_engines.vllm.engine import EngineProcess
 from tests.real_engines.vllm.pairs import Engines
 

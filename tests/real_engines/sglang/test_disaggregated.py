@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -10,20 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.real_engines.models import prompts, write
+from examples.tiny_model import write
+from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import EngineProcess, Output, Shape, disaggregated
 from tests.real_engines.sglang.tampering import Tampering
+
+from kvferry.engines.deployment.supervision import free_ports
 
 pytestmark = pytest.mark.timeout(600)
 
 TOKENS = 12
 ROOMS = count(1000)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Pair:
@@ -32,7 +28,7 @@ class Pair:
     def __init__(self, model: Path, directory: Path, *, backend: str = "kvferry", **environment: str) -> None:
         """Begins to start both."""
         self.tampering = Tampering(directory)
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         self._model, self._backend = model, backend
         self._environment = {**self.tampering.environment, **environment}
         self.prefill = self._begin("prefill", chunked_prefill_size=128)
@@ -145,22 +141,14 @@ def test_a_hundred_requests_leave_nothing(pair: Pair, undivided: EngineProcess):
     assert_equal(pair.run([prompt], 2), undivided.generate([prompt], 2))
 
 
-def test_an_abort_on_the_decode_side(pair: Pair, undivided: EngineProcess):
-    (given,) = prompts(7, 1, shortest=400)
-    pair.decode.submit([given], TOKENS, rooms=[next(ROOMS)], port=pair.port)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_abort(pair: Pair, undivided: EngineProcess, side: str):
+    (given,) = prompts(7 + len(side), 1, shortest=400)
+    engine = pair.prefill if side == "prefill" else pair.decode
+    engine.submit([given], TOKENS, rooms=[next(ROOMS)], port=pair.port)
     time.sleep(1)
-    pair.decode.abort()
-    (answer,) = pair.decode.outputs(30)
-    assert answer.error
-    assert_equal(pair.run([given]), undivided.generate([given], TOKENS))
-
-
-def test_an_abort_on_the_prefill_side(pair: Pair, undivided: EngineProcess):
-    (given,) = prompts(8, 1, shortest=400)
-    pair.prefill.submit([given], TOKENS, rooms=[next(ROOMS)], port=pair.port)
-    time.sleep(1)
-    pair.prefill.abort()
-    (answer,) = pair.prefill.outputs(30)
+    engine.abort()
+    (answer,) = engine.outputs(30)
     assert answer.error
     assert_equal(pair.run([given]), undivided.generate([given], TOKENS))
 

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
-from tests.real_engines.models import prompts, write
+from examples.tiny_model import write
+from tests.real_engines.prompts import prompts
 from tests.real_engines.vllm.engine import EngineError, Output
 from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
 

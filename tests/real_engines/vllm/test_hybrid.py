@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.real_engines.models import prompts, write
+from examples.tiny_model import write
+from tests.real_engines.prompts import prompts
 from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
 
 pytestmark = pytest.mark.timeout(600)

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from tests.real_engines.models import write
+from examples.tiny_model import write
 from tests.real_engines.vllm.engine import ENVIRONMENT
 
 from kvferry.engines.deployment.supervision import free_ports

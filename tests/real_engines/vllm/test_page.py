@@ -1,0 +1,77 @@
+"""The section of docs/vllm.md for newcomers, followed word for word."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
+ROOT = Path(__file__).parents[3]
+SECTION = "## Try it without a GPU"
+
+
+def blocks() -> list[str]:
+    """What is typed into the first terminal, and into the second."""
+    page = (ROOT / "docs/vllm.md").read_text()
+    section = page[page.index(SECTION) :].split("\n## ", 1)[0]
+    return re.findall(r"^```bash\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder with all that a clone has, and this environment as the one that `make vllm` has made."""
+    for each in ROOT.iterdir():
+        if not each.name.startswith("."):
+            (tmp_path / each.name).symlink_to(each)
+    (tmp_path / ".venv-vllm").symlink_to(sys.prefix)
+    return tmp_path
+
+
+def test_the_page_works_as_it_is(clone: Path):
+    first, second = blocks()
+    environment = {"PATH": os.environ["PATH"], "HOME": str(clone)}
+    terminal = subprocess.Popen(
+        ["bash", "-e"],
+        cwd=clone,
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert terminal.stdin is not None
+    assert terminal.stdout is not None
+    terminal.stdin.write(first)
+    terminal.stdin.close()
+    said = []
+    for line in terminal.stdout:
+        said.append(line)
+        if line.startswith("Ready: http://127.0.0.1:8000/"):
+            break
+    assert said[-1].startswith("Ready"), "".join(said)
+    everybody = psutil.Process(terminal.pid).children(recursive=True)
+    try:
+        answers = subprocess.run(
+            ["bash", "-e"], input=second, cwd=clone, env=environment, capture_output=True, text=True, timeout=120
+        )
+    finally:
+        os.killpg(terminal.pid, signal.SIGINT)
+    assert answers.returncode == 0, answers.stderr
+    events = [line.removeprefix("data: ") for line in answers.stdout.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]", answers.stdout
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]).strip()
+    health = json.loads(answers.stdout.splitlines()[-1])
+    assert [each["is_well"] for each in (*health["prefill"], *health["decode"])] == [True, True, True]
+    assert terminal.wait(120) == 0
+    _, alive = psutil.wait_procs(everybody, timeout=10)
+    assert not alive
