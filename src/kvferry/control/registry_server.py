@@ -1,44 +1,23 @@
-"""Serves a registry over HTTP, from a thread of its own or as a whole process.
-
-A host process may have a uvicorn and an event loop of its own: nothing here touches loggers, event loop
-policies or, when run in a thread, signals.
-"""
+"""The registry's HTTP server."""
 
 from __future__ import annotations
 
-import errno
-import ipaddress
 import logging
-import socket
-import ssl
-import threading
 import time
-from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvferry.control.credentials import ServerCertificate
+from kvferry.control.http_server import HttpServer
 from kvferry.control.registry_messages import LONGEST_LEASE_S
-from kvferry.errors import RegistryError, SettingsError, UsageError
+from kvferry.errors import RegistryError, SettingsError
 from kvferry.protocol.registrations import Registrations
 from kvferry.settings import is_loopback
 
 if TYPE_CHECKING:
-    import asyncio
-
-    import uvicorn
-
-_BACKLOG = 1024
-# A client has so long to ask something, and only so many may take their time: the file descriptors that connections
-# take are those of the whole process.
-_LONGEST_HEAD_S = 10
-_MOST_SILENT = 512
-# Longer than a renewal takes to come round, so that a rank's connection lives as long as the rank.
-_KEEP_ALIVE_S = 120
-_GRACEFUL_SHUTDOWN_S = 1
+    from starlette.types import ASGIApp
 
 
-class RegistryServer:
+class RegistryServer(HttpServer):
     """The registry's HTTP server.
 
     One object serves once: `start` and `close`, or `serve_forever`.
@@ -54,6 +33,12 @@ class RegistryServer:
         SettingsError: if a value is impossible.
     """
 
+    title = "the registry"
+    thread_name = "kvferry-registry"
+    port_setting = "KVFERRY_REGISTRY_PORT"
+    when_taken = ", or set host_registry=False if the registry that is already there should be used"
+    failed = RegistryError
+
     def __init__(
         self,
         host: str = "127.0.0.1",
@@ -63,275 +48,21 @@ class RegistryServer:
         token: str | None = None,
         certificate: ServerCertificate | None = None,
     ) -> None:
-        if not host:
-            raise SettingsError("the registry's host is empty: name the address to listen on, such as '127.0.0.1'")
-        if not 0 <= port <= 65535:
-            raise SettingsError(f"the registry's port is {port}: it must lie in [0, 65535]")
+        super().__init__(host, port, tls=None if certificate is None else certificate.context())
         if lease_s > LONGEST_LEASE_S:
             raise SettingsError(f"lease_s is {lease_s}: a lease lasts at most {LONGEST_LEASE_S:g} s")
-        self._host = host
-        self._port = port
         self._registrations = Registrations(lease_s)
         self._token = token
-        self._tls = None if certificate is None else certificate.context()
         if token is not None and certificate is None and not is_loopback(host):
             logging.getLogger(__name__).warning(
                 "the registry listens on %s without TLS: whoever listens on that network can register there as well; "
                 "see docs/security.md",
                 host,
             )
-        # Guards the step from new to started, and the one to closed.
-        self._lock = threading.Lock()
-        self._is_used = False
-        self._address: tuple[str, int] | None = None
-        self._server: uvicorn.Server | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """The IP address and port that the server listens on.
+    def app(self) -> ASGIApp:
+        """The registry's routes."""
+        # Imported late: processes that only use a registry need not load a web server.
+        from kvferry.control.registry_app import registry_app
 
-        Raises:
-            UsageError: if the server was not started.
-        """
-        if self._address is None:
-            raise UsageError("the registry has no address before it is started")
-        return self._address
-
-    @property
-    def url(self) -> str:
-        """Where clients on this machine reach the registry; for a wildcard address, the loopback address.
-
-        Raises:
-            UsageError: if the server was not started.
-        """
-        return _url(self.address, has_tls=self._tls is not None)
-
-    def start(self, timeout_s: float = 10.0) -> None:
-        """Serve from a daemon thread; return once requests are answered.
-
-        Raises:
-            SettingsError: if the address cannot be listened on: the port is taken, or the host is not this
-                machine's.
-            RegistryError: if the server did not come up within the timeout, in seconds.
-            UsageError: if this object was started or closed before.
-        """
-        with self._lock:
-            is_up = threading.Event()
-            server, listener = self._prepare(is_up.set)
-
-            def serve() -> None:
-                try:
-                    server.run(sockets=[listener])
-                    if not server.should_exit:
-                        raise RegistryError("the server ended by itself")
-                # SystemExit is how uvicorn says that it could not start; in a thread it would vanish.
-                except BaseException as error:
-                    self._failure = error
-                    logging.getLogger(__name__).exception("the registry at %s died", self.url)
-                finally:
-                    listener.close()
-                    is_up.set()
-
-            self._thread = threading.Thread(target=serve, name="kvferry-registry", daemon=True)
-            self._thread.start()
-        was_in_time = is_up.wait(timeout_s)
-        if self._failure is not None or not was_in_time:
-            self.close()
-            reason = repr(self._failure) if self._failure else f"it did not answer within {timeout_s:g} s"
-            raise RegistryError(f"the registry at {self.url} did not start: {reason}") from self._failure
-
-    def serve_forever(self, on_started: Callable[[str], None] | None = None) -> None:
-        """Serve from the calling thread until SIGINT, SIGTERM or `close`, then return.
-
-        Signals are handled if the calling thread is the main thread.
-
-        Args:
-            on_started: called with the url once requests are answered.
-
-        Raises:
-            SettingsError: if the address cannot be listened on.
-            UsageError: if this object was started or closed before.
-        """
-        with self._lock:
-            server, listener = self._prepare(lambda: on_started(self.url) if on_started else None)
-        with listener:
-            server.run(sockets=[listener])
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Stop serving, close every connection and end the thread. May be called again, and from any thread.
-
-        Raises:
-            RegistryError: if the thread did not end within the timeout, in seconds.
-        """
-        with self._lock:
-            self._is_used = True
-            server, thread = self._server, self._thread
-        if server is not None:
-            server.should_exit = True
-        if thread is not None:
-            thread.join(timeout_s)
-            if thread.is_alive():
-                raise RegistryError(f"the registry at {self.url} did not stop within {timeout_s:g} s")
-
-    def __enter__(self) -> RegistryServer:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _prepare(self, on_up: Callable[[], None]) -> tuple[uvicorn.Server, socket.socket]:
-        if self._is_used:
-            raise UsageError("this registry was started or closed before: make a new RegistryServer")
-        # The port is taken here, so that a failure is raised in the caller's thread.
-        listener = _listen(self._host, self._port)
-        try:
-            host, port = listener.getsockname()[:2]
-            server = _quiet_server(self._registrations, on_up, token=self._token, tls=self._tls)
-        except BaseException:
-            listener.close()
-            raise
-        self._address = (host, port)
-        self._server = server
-        self._is_used = True
-        return server, listener
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Bound is not enough: until one of them listens, two servers can share a port."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        is_dual = host == "::" and socket.has_dualstack_ipv6()
-        listener = socket.create_server(
-            (str(address[0]), port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual
-        )
-        # Accepted connections inherit it. asyncio would set it, but not on what such a listener accepts: each
-        # answer would wait 40 ms for the acknowledgement of its own headers.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listener
-    # A name that cannot be encoded raises UnicodeError, one that cannot be resolved an OSError.
-    except (OSError, UnicodeError) as error:
-        raise SettingsError(f"the registry cannot listen on host {host!r}, port {port}: {_remedy(error)}") from error
-
-
-def _remedy(error: Exception) -> str:
-    number = error.errno if isinstance(error, OSError) else None
-    if number == errno.EADDRINUSE:
-        return (
-            "the port is taken. Choose another with KVFERRY_REGISTRY_PORT, or set host_registry=False if the "
-            "registry that is already there should be used"
-        )
-    if number in (errno.EACCES, errno.EPERM):
-        return "this process may not use that port. Choose one above 1023 with KVFERRY_REGISTRY_PORT"
-    if isinstance(error, (socket.gaierror, UnicodeError)) or number == errno.EADDRNOTAVAIL:
-        return f"the host is no address of this machine ({error}). Use one that is, or 0.0.0.0 for all"
-    return str(error)
-
-
-def _url(address: tuple[str, int], *, has_tls: bool) -> str:
-    host, port = address
-    scheme = "https" if has_tls else "http"
-    ip = ipaddress.ip_address(host.partition("%")[0])
-    if ip.is_unspecified:
-        host = "127.0.0.1" if ip.version == 4 else "::1"
-    return f"{scheme}://{host}:{port}" if ip.version == 4 else f"{scheme}://[{host}]:{port}"
-
-
-def _quiet_server(
-    registrations: Registrations, on_up: Callable[[], None], *, token: str | None, tls: ssl.SSLContext | None
-) -> uvicorn.Server:
-    # Imported late: processes that only use a registry need not load a web server.
-    import h11
-    import uvicorn
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    from kvferry.control.registry_app import registry_app
-
-    logger = logging.getLogger(f"{__name__}.requests")
-    logger.setLevel(logging.ERROR)
-    silent: dict[H11Protocol, asyncio.TimerHandle] = {}
-    """Connections that have not said what they want, oldest first. Of the server's one event loop."""
-
-    class QuietProtocol(H11Protocol):
-        """Writes no logs of requests, and waits only so long for the head of one.
-
-        uvicorn's own switch for the access log would silence the host process's servers too, and so would the level of
-        its logger, which tells of every client that speaks no HTTP.
-        """
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.access_log = False
-            self.logger = logger
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._expect_head()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:
-                self._expect_nothing()
-            elif self not in silent and self.timeout_keep_alive_task is None:
-                self._expect_head()  # it began another request on a connection that was kept
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._expect_nothing()
-            super().connection_lost(exc)
-
-        def send_400_response(self, msg: str) -> None:
-            # What follows a good head may be no HTTP. Then the answer to the head comes too late, or has begun already.
-            if self.cycle is not None:
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
-            try:
-                super().send_400_response(msg)
-            except h11.LocalProtocolError:
-                self.transport.abort()
-
-        def _expect_head(self) -> None:
-            silent[self] = self.loop.call_later(_LONGEST_HEAD_S, self._give_up)
-            if len(silent) > _MOST_SILENT:
-                next(iter(silent))._give_up()  # type: ignore[attr-defined]
-
-        def _expect_nothing(self) -> None:
-            timer = silent.pop(self, None)
-            if timer is not None:
-                timer.cancel()
-
-        def _give_up(self) -> None:
-            self._expect_nothing()
-            self.transport.abort()
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            on_up()
-
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            # uvicorn would raise the signal again after the shutdown, and the command would end as if killed.
-            self.force_exit = self.should_exit
-            self.should_exit = True
-
-    config = uvicorn.Config(
-        registry_app(registrations, time.monotonic, token=token),
-        http=QuietProtocol,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-        backlog=_BACKLOG,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
-    )
-    config.load()
-    config.ssl = tls  # made by us: uvicorn would ask for the password of an encrypted key on the terminal
-    return Server(config)
+        return registry_app(self._registrations, time.monotonic, token=self._token)

@@ -154,7 +154,7 @@ def test_no_token_in_any_log(caplog: pytest.LogCaptureFixture, server: RegistryS
 
 class TestSilentClients:
     def test_a_client_that_asks_nothing_is_sent_away(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("kvferry.control.registry_server._LONGEST_HEAD_S", 0.3)
+        monkeypatch.setattr("kvferry.control.http_server._LONGEST_HEAD_S", 0.3)
         with RegistryServer(port=0) as server, RegistryClient(server.url) as client:
             for said in (b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
                 with socket.create_connection(server.address, 10) as connection:
@@ -165,7 +165,7 @@ class TestSilentClients:
             assert client.health()
 
     def test_dripping_does_not_win_time(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("kvferry.control.registry_server._LONGEST_HEAD_S", 0.3)
+        monkeypatch.setattr("kvferry.control.http_server._LONGEST_HEAD_S", 0.3)
         with RegistryServer(port=0) as server, socket.create_connection(server.address, 10) as connection:
             started_at = time.monotonic()
             with suppress(OSError):
@@ -175,7 +175,7 @@ class TestSilentClients:
             assert time.monotonic() - started_at < 4
 
     def test_a_second_request_has_no_more_time(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("kvferry.control.registry_server._LONGEST_HEAD_S", 0.3)
+        monkeypatch.setattr("kvferry.control.http_server._LONGEST_HEAD_S", 0.3)
         with RegistryServer(port=0) as server, socket.create_connection(server.address, 10) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
@@ -184,7 +184,7 @@ class TestSilentClients:
             assert ended(connection)
 
     def test_of_too_many_the_oldest_goes_so_that_friends_get_in(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("kvferry.control.registry_server._MOST_SILENT", 4)
+        monkeypatch.setattr("kvferry.control.http_server._MOST_SILENT", 4)
         with RegistryServer(port=0) as server, RegistryClient(server.url) as client:
             silent = [socket.create_connection(server.address, 10) for _ in range(12)]
             assert client.health()
