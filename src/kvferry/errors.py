@@ -24,6 +24,7 @@
     |   |-- RegistryUnreachableError
     |   |-- RegistryAccessError     the registry answers only to those who know its secret
     |   `-- RegistrationRefusedError
+    |-- ObserveError                metrics and status cannot be served, or asked for
     `-- TransferError               how a transfer ended, if not well
         |-- TransferAbortedError    one side called abort
         |-- TransferTimeoutError    a deadline passed
@@ -145,6 +146,10 @@ class RegistryAccessError(RegistryError):
 
 class RegistrationRefusedError(RegistryError):
     """The registry refused a rank's registration."""
+
+
+class ObserveError(KVFerryError):
+    """Metrics and status cannot be served, or whoever was asked for them does not answer."""
 
 
 class TransferError(KVFerryError):

@@ -120,6 +120,15 @@ class Settings(BaseSettings):
         "UCX and UCX_NET_DEVICES. By default lo as long as host and the registry are on loopback, else all.",
     )
 
+    observe_host: str = Field("127.0.0.1", description="Address that metrics and status are served on.")
+    observe_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Serve metrics (/metrics), status (/status) and health (/health) on this port plus the rank's "
+        "number; 0 takes any free one. Not served without it. Read-only, for everyone who reaches the address.",
+    )
+
     workers: int = Field(
         default_factory=lambda: default_workers(os.cpu_count() or 1),
         ge=1,

@@ -721,6 +721,7 @@ class World:
             chunk_bytes=self.chunk_bytes,
             writer=rank.number,
             give_up=partial(self._give_up, rank, name),
+            now=lambda: 0.0,
         )
         return self.classes.queue(packing, lambda: rank.events.append((room, PostNextPart(name))))
 

@@ -27,6 +27,7 @@ from kvferry.endpoint.platform import SystemPlatform
 from kvferry.endpoint.receiving import Receiver, ReceivingRoom
 from kvferry.endpoint.scattering import ArrivalTask, Scatterers, ScatterTask
 from kvferry.layout import Device, Region
+from kvferry.observe.records import PlacedRecord
 from kvferry.plan import ElectedRoute, PairPlan, Unit, packing, pair
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.packing import SEGMENT_ALIGNMENT, PackedPiece, PackedSide, Segment, Starts, SubChunk
@@ -166,6 +167,7 @@ class StagedPair(Pair):
             chunk_bytes=chunk_bytes,
             writer=self.source.coordinates.engine_rank,
             give_up=lambda span: None,
+            now=lambda: 0.0,
         )
         memory = SourceMemory(chunk_bytes, staging_memory(slots), lambda: None)
         write = StagedWrite(message.room, Write(receiver, message.generation, 0, 0, unit, of_unit), here)
@@ -220,9 +222,9 @@ class Receiving:
         assert isinstance(message, StagedArrived)
         span = Span(message.start, message.begin, message.stop)
         assert self.ring.take(span)
-        self._scatterers.submit(ScatterTask(self._room, self.ring, span, message))
+        self._scatterers.submit(ScatterTask(self._room, 0.0, self.ring, span, message))
 
-    def _done(self, task: ArrivalTask, error: Exception | None) -> None:
+    def _done(self, task: ArrivalTask, _: PlacedRecord, error: Exception | None) -> None:
         if error is not None:
             raise error
         task.give_back()

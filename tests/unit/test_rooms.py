@@ -21,6 +21,7 @@ ROOMS = (
     "transport",
     "staging",
     "control",
+    "observe",
     "endpoint",
     "simulation",
     "models",

@@ -4,7 +4,7 @@ from kvferry.endpoint.decode import DecodeEndpoint
 from kvferry.endpoint.prefill import PrefillEndpoint
 from kvferry.endpoint.receiving import Receiver
 from kvferry.endpoint.sending import Sender
-from kvferry.endpoint.stats import ReceiverStats, SenderStats, WriteRecord
+from kvferry.observe.records import ReceiverStats, SenderStats, WriteRecord
 
 __all__ = [
     "DecodeEndpoint",

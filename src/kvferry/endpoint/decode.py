@@ -8,11 +8,20 @@ from types import TracebackType
 
 from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_driver import DecodeDriver
+from kvferry.endpoint.observing import Shown, endpoint_status
 from kvferry.endpoint.platform import Platform, SystemPlatform
 from kvferry.endpoint.receiving import Receiver, ReceivingRoom
 from kvferry.endpoint.threads import ThreadHealth
-from kvferry.errors import EndpointClosedError, LayoutError, QueueFullError, RoomExistsError, UnknownRoomError
+from kvferry.errors import (
+    EndpointClosedError,
+    KVFerryError,
+    LayoutError,
+    QueueFullError,
+    RoomExistsError,
+    UnknownRoomError,
+)
 from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.observe.status import EndpointStatus, Side
 from kvferry.plan import check_token_share
 from kvferry.protocol.chunks import AnyPages
 from kvferry.protocol.demands import demands_of
@@ -71,6 +80,8 @@ class DecodeEndpoint:
             self.settings, endpoint_name(engine, self.engine_rank), writes=False
         )
         self._deadlines = deadlines(self.settings)
+        self._started_at = self._platform.now()
+        self._shown = Shown(Side.DECODE, self.engine_rank, self.settings, self.status)
         # Guards the table of rooms, which callers add to and the driver takes from.
         self._lock = threading.Lock()
         self._rooms: dict[int, Receiver] = {}
@@ -97,8 +108,14 @@ class DecodeEndpoint:
             self.settings,
             staging,
             platform=self._platform,
+            observer=self._shown.observer,
             forget_room=self._forget_room,
         )
+        try:
+            self._shown.start()
+        except BaseException:
+            self.close()
+            raise
 
     def open(
         self,
@@ -139,7 +156,15 @@ class DecodeEndpoint:
             SettingsError: if no engine can have that name.
             EndpointClosedError: if the endpoint was closed.
         """
-        checked_room(room)
+        try:
+            return self._open(checked_room(room), pages, engine, prefill_dp_rank, prefix_tokens, tokens)
+        except KVFerryError as error:
+            self._shown.observer.refused(error)
+            raise
+
+    def _open(
+        self, room: int, pages: AnyPages, engine: str, prefill_dp_rank: int, prefix_tokens: int, tokens: int | None
+    ) -> Receiver:
         check_engine_name(engine)
         groups = demands_of(self.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=f"room {room}")
         if prefill_dp_rank < 0:
@@ -205,6 +230,28 @@ class DecodeEndpoint:
         self._driver.connect(LinkKey(engine, prefill_dp_rank), limit_s)
 
     @property
+    def observe_url(self) -> str | None:
+        """Where metrics and status are served; None where no setting asks for it."""
+        return self._shown.server.url if self._shown.server is not None else None
+
+    def status(self) -> EndpointStatus:
+        """Where the endpoint stands now, for people and tools to look at."""
+        now = self._platform.now()
+        return endpoint_status(
+            Side.DECODE,
+            self.settings,
+            engine=self.engine,
+            rank=self.engine_rank,
+            endpoint=self.transport.endpoint_name,
+            up_s=now - self._started_at,
+            problem="",
+            rooms=self._driver.rooms(now),
+            peers=self._driver.peers(now),
+            staging=self._driver.staging,
+            threads=self.health,
+        )
+
+    @property
     def open_rooms(self) -> int:
         """How many rooms have not ended, still quarantine their pages, or may still be known to a prefill rank."""
         with self._lock:
@@ -239,6 +286,7 @@ class DecodeEndpoint:
         # Also those that have their pages back: prefill ranks may still write into staging memory for them.
         yield lambda: not self.open_rooms, deadline
         yield from self._driver.closing()
+        self._shown.close()
         self._registry_client.close()
         self.transport.close()
 

@@ -33,6 +33,10 @@ from kvferry.errors import (
     RegistryError,
     TransferTimeoutError,
 )
+from kvferry.observe.logs import clock_time
+from kvferry.observe.observer import Observer, Retry
+from kvferry.observe.records import PlacedRecord
+from kvferry.observe.status import PeerStatus, RoomStatus, StagingStatus
 from kvferry.protocol import messages
 from kvferry.protocol.credits import Span
 from kvferry.protocol.link import Channel, Identity, Link, LinkKey, LinkState
@@ -86,12 +90,14 @@ class DecodeDriver(Loop):
         staging: ReceivingStaging,
         *,
         platform: Platform,
+        observer: Observer,
         forget_room: Callable[[int], None],
     ) -> None:
         """Starts the thread.
 
         Args:
             platform: the machine.
+            observer: is told what happens.
             forget_room: called with the number of a room that is over and done with.
         """
         self._identity = identity
@@ -101,6 +107,7 @@ class DecodeDriver(Loop):
         self._staging = staging
         self._forget_room = forget_room
         self._platform = platform
+        self._observer = observer
         self._end = platform.connect_as(identity.endpoint, settings)
         self._resolvers = platform.aside("kvferry-decode-resolver")
         self._inbox: deque[Callable[[float], None]] = deque()
@@ -121,6 +128,7 @@ class DecodeDriver(Loop):
         self._hot_until = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
+        self._silent: frozenset[tuple[LinkKey, int]] = frozenset()  # prefill ranks that the log has been told of
         self._last_heartbeat_at = float("inf")
         self._is_stopping = threading.Event()
         name = f"kvferry-decode-{identity.coordinates.engine_rank}"
@@ -140,6 +148,38 @@ class DecodeDriver(Loop):
         """How the threads are."""
         scatterers = self._scatterers.threads if self._scatterers is not None else ()
         return tuple(thread.health for thread in (self._thread, *scatterers))
+
+    def rooms(self, now: float) -> list[RoomStatus]:
+        """Where every room stands."""
+        shown = []
+        for room in list(self._rooms.values()):
+            link = self._room_links.get(room.room)
+            peers = tuple(peer.endpoint for peer in link.peers) if link is not None else ()
+            shown.append(room.status(now, peers))
+        return shown
+
+    def peers(self, now: float) -> list[PeerStatus]:
+        """How every prefill rank is that is known or looked for."""
+        shown = []
+        for link in list(self._links.values()):
+            ranks = link.standing(now)
+            is_ready = link.state is LinkState.READY
+            if not ranks:
+                name = f"{link.key.engine}/dp{link.key.dp_rank}"
+                shown.append(PeerStatus(name=name, state=link.state.value, is_ready=False, silent_s=0.0))
+            for rank in ranks:
+                name = rank.endpoint or f"{link.key.engine}/{rank.rank}"
+                state = "ready" if is_ready else link.state.value
+                shown.append(PeerStatus(name=name, state=state, is_ready=is_ready, silent_s=rank.silent_s))
+        return shown
+
+    @property
+    def staging(self) -> StagingStatus:
+        """Our rings."""
+        rings = list(self._staging.rings.values())
+        return StagingStatus(
+            total_bytes=sum(ring.memory.num_bytes for ring in rings), used_bytes=sum(ring.held_bytes for ring in rings)
+        )
 
     def open_room(self, room: ReceivingRoom, key: LinkKey) -> None:
         """Takes a new room in."""
@@ -285,7 +325,10 @@ class DecodeDriver(Loop):
             del self._rooms[room.room]
             self._room_links.pop(room.room, None)
             self._forget_room(room.room)  # before the caller learns of the end, who may use the number again then
+        had_ended = room.receiver.stats.ended_at is not None
         room.show(now)
+        if room.machine.state.is_final and not had_ended:
+            self._observer.received(room.room, room.receiver.stats, room.machine.error)
         for command in commands:
             # A room that could not be opened at one rank has failed, and the others were told so already.
             is_too_late = isinstance(command, SendOpen) and room.machine.state.is_final
@@ -365,7 +408,7 @@ class DecodeDriver(Loop):
                 elif plan is None:
                     log.warning("dropped a notification for room %d: rank %d has nothing to send", message.room, writer)
                 else:
-                    self._arriving = VerifyTask(room, plan, message, self._staging.checks.memory)
+                    self._arriving = VerifyTask(room, now, plan, message, self._staging.checks.memory)
                     self._handle(room, ArrivedUnverified(writer, sequence), now)
                     self._arriving = None
             case messages.WriterFinished(writer=writer, chunks=chunks, aux=aux):
@@ -384,7 +427,7 @@ class DecodeDriver(Loop):
         task = None
         if room is not None and link is not None and room.generation == message.generation:
             if link.is_rank(message.writer, peer):
-                task = ScatterTask(room, ring, span, message, is_verified=self._staging.checks is not None)
+                task = ScatterTask(room, now, ring, span, message, is_verified=self._staging.checks is not None)
             else:
                 log.warning("dropped a notification for room %d: %s is not rank %d", message.room, peer, message.writer)
         if task is None:
@@ -403,16 +446,17 @@ class DecodeDriver(Loop):
         assert self._scatterers is not None
         self._scatterers.submit(task)
 
-    def _on_task_done(self, task: ArrivalTask, error: Exception | None) -> None:
+    def _on_task_done(self, task: ArrivalTask, record: PlacedRecord, error: Exception | None) -> None:
         """From the threads that scatter and verify; from ours where there are none."""
         assert self._scatterers is not None
         if self._scatterers.threads:
-            self._submit(lambda now: self._task_done(task, error, now))
+            self._submit(lambda now: self._task_done(task, record, error, now))
         else:
-            self._task_done(task, error, self._platform.now())
+            self._task_done(task, record, error, self._platform.now())
 
-    def _task_done(self, task: ArrivalTask, error: Exception | None, now: float) -> None:
+    def _task_done(self, task: ArrivalTask, record: PlacedRecord, error: Exception | None, now: float) -> None:
         task.give_back()
+        task.room.placed(record)
         self._handle(task.room, task.event(error), now)
 
     def _span_void(self, message: messages.SpanVoid) -> None:
@@ -609,6 +653,7 @@ class DecodeDriver(Loop):
 
     def _started_over(self, link: Link) -> None:
         """What the ranks were offered before may be written to until they are connected anew, or known to be gone."""
+        self._observer.retried(Retry.CONNECT)
         while link.left_behind:
             peer = link.left_behind.pop()
             self._lost.add(peer.endpoint, peer.process)
@@ -619,6 +664,7 @@ class DecodeDriver(Loop):
         if self._links.get(link.key) is not link:
             return
         log.error("the link to prefill engine %r is down: %s", link.key.engine, error)
+        self._observer.peer_lost(f"{link.key.engine}/dp{link.key.dp_rank}", error)
         del self._links[link.key]
         self._retired_links.append(link)
         for peer in link.peers:
@@ -648,6 +694,7 @@ class DecodeDriver(Loop):
         for link in list(self._links.values()):
             if link.look_up_at is not None and link.look_up_at <= now < link.deadline:
                 link.look_up_at = None
+                self._observer.retried(Retry.LOOK_UP)
                 self._resolvers.submit(partial(self._look_up, link))
             elif link.state is not LinkState.READY and now >= link.deadline:
                 self._fail_link(link, self._why_not_ready(link), now)
@@ -689,6 +736,7 @@ class DecodeDriver(Loop):
         self._last_heartbeat_at = now
         for link in self._links.values():
             link.forgive(late_s, now)
+        self._tell_silence(now)
         for link in list(self._links.values()):
             silent = link.silent_rank(now, self._settings.peer_timeout_s)
             try:
@@ -707,6 +755,27 @@ class DecodeDriver(Loop):
         if not self._rooms:  # what comes for rooms that are over keeps staging memory until it is taken
             self._take_notifications(now)
         self._repeat(now)
+
+    def _tell_silence(self, now: float) -> None:
+        """Writes to the log, once for each, which prefill ranks have fallen silent."""
+        silent = {}
+        for link in self._links.values():
+            for rank in link.standing(now):
+                if rank.silent_s > 2 * self._settings.heartbeat_interval_s:
+                    silent[link.key, rank.rank] = rank
+        for (key, number), rank in silent.items():
+            if (key, number) not in self._silent:
+                log.warning(
+                    "prefill rank %d of %r (%s) has been silent for %.1f s, since %s: is it stopped, or its machine "
+                    "overloaded? Its rooms fail when it has been for KVFERRY_PEER_TIMEOUT_S",
+                    number,
+                    key.engine,
+                    rank.endpoint or "not connected yet",
+                    rank.silent_s,
+                    clock_time(rank.silent_s),
+                    extra={"peer": rank.endpoint},
+                )
+        self._silent = frozenset(silent)
 
     def _release_what_is_proved(self, now: float) -> None:
         """Gives back what lost ranks might have written to, of those that will not write again."""

@@ -16,6 +16,9 @@ from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.workers import Worker
 from kvferry.errors import TransportError
 from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.observe.logs import clock_time
+from kvferry.observe.observer import Observer
+from kvferry.observe.status import PeerStatus
 from kvferry.plan import Path
 from kvferry.protocol.messages import Attach, Attached, Message, Refused
 from kvferry.transport import FlightReport, Transport
@@ -65,6 +68,7 @@ class DecodePeer(Actor):
         coordinates: RankCoordinates,
         staging: SendingStaging,
         send: Callable[[str, Message], None],
+        observer: Observer,
         now: float,
     ) -> None:
         super().__init__(run_queue)
@@ -81,12 +85,35 @@ class DecodePeer(Actor):
         self._coordinates = coordinates
         self._staging = staging
         self._send = send
+        self._observer = observer
+        self._is_silence_told = False
         # Guards the two below: whoever waits for the end must not miss it.
         self._end_lock = threading.Lock()
         self._is_undone = False
         self._when_undone: list[Callable[[], None]] = []
         if earlier is not None:
             earlier.when_undone(partial(self.post, EarlierUndone()))
+
+    def status(self, now: float) -> PeerStatus:
+        """How it is, for others to see. From any thread."""
+        is_ready = self.attachment is not None
+        state = "leaving" if self._is_detaching else "ready" if is_ready else "connecting"
+        silent_s = max(0.0, now - self.last_heard_at)
+        return PeerStatus(name=self.name, state=state, is_ready=is_ready, silent_s=silent_s)
+
+    def tell_silence(self, silence_s: float, noticed_s: float) -> None:
+        """Writes to the log, once, that the decode rank has fallen silent. For the control thread only."""
+        is_silent = silence_s > noticed_s
+        if is_silent and not self._is_silence_told:
+            log.warning(
+                "decode rank %s has been silent for %.1f s, since %s: is it stopped, or its machine overloaded? Its "
+                "rooms fail when it has been for KVFERRY_PEER_TIMEOUT_S",
+                self.name,
+                silence_s,
+                clock_time(silence_s),
+                extra={"peer": self.name},
+            )
+        self._is_silence_told = is_silent
 
     def when_undone(self, call: Callable[[], None]) -> None:
         """Calls back once the connection is undone, from whichever thread undoes it; at once if it is."""
@@ -164,6 +191,7 @@ class DecodePeer(Actor):
 
     def _refuse(self, error: Exception) -> None:
         log.warning("refused decode rank %s: %s", self.name, error)
+        self._observer.refused(error)
         self._send(
             self.name,
             Refused(

@@ -15,6 +15,7 @@ from kvferry.endpoint.actors import Lookout
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
+from kvferry.endpoint.observing import Shown, endpoint_status
 from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.platform import Platform, SystemPlatform
 from kvferry.endpoint.sending import OpenReceived, Sender, SendingRoom, void
@@ -31,6 +32,7 @@ from kvferry.errors import (
     UsageError,
 )
 from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.observe.status import EndpointStatus, Side, StagingStatus
 from kvferry.plan import check_token_share
 from kvferry.protocol import messages
 from kvferry.protocol.bounded import forget_oldest
@@ -105,6 +107,9 @@ class PrefillEndpoint:
         self.is_aux_writer = self.coordinates.is_aux_writer
         self.transport = transport or create_transport(self.settings, endpoint_name(engine, self.engine_rank))
         self._deadlines = deadlines(self.settings)
+        self._started_at = self.now()
+        self._shown = Shown(Side.PREFILL, self.engine_rank, self.settings, self.status)
+        self.observer = self._shown.observer
         self._peers = DecodePeers(self._make_peer)
         # Guards the table: what comes for a room goes either to it, or to whoever opens it later.
         self._rooms_lock = threading.Lock()
@@ -134,6 +139,7 @@ class PrefillEndpoint:
             self._release_memory()
             raise
         try:
+            self._shown.start()
             self._announce()  # last: whoever finds us is served
         except BaseException:
             self.close()
@@ -211,6 +217,37 @@ class PrefillEndpoint:
         return tuple(thread.health for thread in (*self._threads, *self._workers.threads))
 
     @property
+    def observe_url(self) -> str | None:
+        """Where metrics and status are served; None where no setting asks for it."""
+        return self._shown.server.url if self._shown.server is not None else None
+
+    def status(self) -> EndpointStatus:
+        """Where the endpoint stands now, for people and tools to look at."""
+        now = self.now()
+        with self._rooms_lock:
+            rooms = list(self._table.rooms.values())
+        peers = self._peers.all()
+        rings = [peer.attachment.paths.staged for peer in peers if peer.attachment is not None]
+        error = self._lease.last_error if self._lease is not None else None
+        return endpoint_status(
+            Side.PREFILL,
+            self.settings,
+            engine=self.engine,
+            rank=self.engine_rank,
+            endpoint=self.transport.endpoint_name,
+            up_s=now - self._started_at,
+            problem=f"not registered: {error}" if error is not None else "",
+            rooms=[room.status(now) for room in rooms],
+            peers=[peer.status(now) for peer in peers],
+            staging=StagingStatus(
+                total_bytes=sum(staged.peer.ring.num_bytes for staged in rings if staged is not None),
+                used_bytes=sum(staged.peer.ring.in_use for staged in rings if staged is not None),
+                waiting_rooms=sum(room.waits_for_memory for room in rooms),
+            ),
+            threads=self.health,
+        )
+
+    @property
     def open_rooms(self) -> int:
         """How many rooms have not ended, or still have writes on their way."""
         with self._rooms_lock:
@@ -232,7 +269,13 @@ class PrefillEndpoint:
             UsageError: if the number is out of range, or tokens is needed and None.
             EndpointClosedError: if the endpoint was closed.
         """
-        checked_room(room)
+        try:
+            return self._open(checked_room(room), tokens)
+        except KVFerryError as error:
+            self.observer.refused(error)
+            raise
+
+    def _open(self, room: int, tokens: int | None) -> Sender:
         if tokens is None and self.layout.tokens.dealing.depends_on_length:
             raise UsageError(
                 f"room {room}: this rank's share of a request depends on its length ({self.layout.tokens.dealing}): "
@@ -311,6 +354,7 @@ class PrefillEndpoint:
         else:
             yield lambda: not any(thread.is_alive for thread in self._threads), float("inf")
         self._release_registry()
+        self._shown.close()
 
     def __enter__(self) -> PrefillEndpoint:
         return self
@@ -535,6 +579,7 @@ class PrefillEndpoint:
                 self._table.attached(identity, message.attempt)
             self._peers.attach(message)
             return
+        self.observer.refused(problem)
         refused = messages.Refused(
             endpoint=self.transport.endpoint_name,
             attempt=message.attempt,
@@ -563,6 +608,7 @@ class PrefillEndpoint:
             coordinates=self.coordinates,
             staging=self._staging,
             send=self.send,
+            observer=self.observer,
             now=self.now(),
         )
 
@@ -588,6 +634,7 @@ class PrefillEndpoint:
             room.post(OpenReceived(attachment, message))
 
     def _refuse_room(self, identity: str, message: messages.OpenRoom, error: KVFerryError) -> None:
+        self.observer.refused(error)
         self.send(
             identity,
             messages.RoomFailed(
@@ -625,6 +672,7 @@ class PrefillEndpoint:
     def _give_up(self, receiver: str, error: KVFerryError) -> None:
         """Loses a decode rank that may live: it connects anew as soon as it hears of it."""
         log.error("lost decode rank %s: %s", receiver, error)
+        self.observer.peer_lost(receiver, error)
         self._given_up[receiver] = None
         forget_oldest(self._given_up, self.settings.max_decode_ranks)
         self._lose(receiver, error)
@@ -651,6 +699,7 @@ class PrefillEndpoint:
         for peer in self._peers.all():
             peer.last_heard_at = min(now, peer.last_heard_at + late_s)
             silence_s = now - peer.last_heard_at
+            peer.tell_silence(silence_s, 2 * self.settings.heartbeat_interval_s)
             if silence_s > self.settings.peer_timeout_s:
                 silent = f"silent for {silence_s:.1f} s (KVFERRY_PEER_TIMEOUT_S)"
                 self._give_up(peer.name, PeerDisconnectedError(silent))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvferry.endpoint.stats import ReceiverStats
 from kvferry.endpoint.transfer import Transfer
+from kvferry.observe.records import PlacedRecord, ReceiverStats
+from kvferry.observe.status import RoomStatus
 from kvferry.protocol.messages import OpenGroup
 from kvferry.protocol.placing import UnitPlaces
 from kvferry.protocol.receiver import (
@@ -14,6 +15,7 @@ from kvferry.protocol.receiver import (
     ReceiverEvent,
     ReceiverMachine,
 )
+from kvferry.protocol.states import TransferState
 
 
 class Receiver(Transfer):
@@ -60,6 +62,28 @@ class ReceivingRoom:
         self.machine = machine
         self.places = places
         self.serial = 0  # of its wish, once it has a link
+        self._placed: list[PlacedRecord] = []
+
+    def placed(self, record: PlacedRecord) -> None:
+        """Something was put into its pages, or verified there."""
+        self._placed.append(record)
+
+    def status(self, now: float, peers: tuple[str, ...]) -> RoomStatus:
+        """Where the room stands, for others to see. From any thread."""
+        machine, stats = self.machine, self.receiver.stats
+        is_quarantined = machine.state is TransferState.FAILED and not machine.are_pages_reusable
+        return RoomStatus(
+            room=self.room,
+            state=machine.state.value,
+            age_s=now - stats.opened_at,
+            chunks=machine.chunks,
+            path="staged" if self._placed else "",
+            moved_bytes=sum(placed.num_bytes for placed in list(self._placed)),
+            waits_for=machine.waits_for,
+            peers=peers,
+            quarantined_pages=sum(len(group.pages) // 8 for group in self.groups) if is_quarantined else 0,
+            failed_for_s=now - stats.ended_at if stats.ended_at is not None else 0.0,
+        )
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverCommand]:
         """Tells the machine what happened; returns what it says is to be done."""
@@ -73,6 +97,7 @@ class ReceivingRoom:
             first_arrival_at=now if chunks and stats.first_arrival_at is None else stats.first_arrival_at,
             ended_at=now if self.machine.state.is_final and stats.ended_at is None else stats.ended_at,
             chunks=chunks,
+            placed=tuple(self._placed) if self.machine.state.is_final else (),
         )
         self.receiver._aux = self.machine.aux
         self.receiver._update(self.machine.state, self.machine.error, pages_reusable=self.machine.are_pages_reusable)

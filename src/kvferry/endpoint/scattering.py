@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvferry.endpoint.platform import Platform
 from kvferry.endpoint.receiving import ReceivingRoom
 from kvferry.endpoint.threads import Loop
+from kvferry.observe.records import PlacedRecord
 from kvferry.protocol.credits import Span
 from kvferry.protocol.messages import ChunkArrived, StagedArrived
 from kvferry.protocol.receiver import PartScattered, ReceiverEvent, Verified
@@ -24,11 +25,13 @@ class ArrivalTask(ABC):
 
     Attributes:
         room: the room.
+        arrived_at: when it was seen to have arrived.
     """
 
     __slots__ = ()
 
     room: ReceivingRoom
+    arrived_at: float
 
     def run(self, kernels: Kernels) -> Exception | None:
         """Does it, unless nobody wants it any more; returns the error that it met."""
@@ -47,6 +50,10 @@ class ArrivalTask(ABC):
     @abstractmethod
     def work(self, kernels: Kernels) -> None:
         """Does it; may raise anything."""
+
+    @abstractmethod
+    def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
+        """What is recorded of it."""
 
     @abstractmethod
     def event(self, error: Exception | None) -> ReceiverEvent:
@@ -68,6 +75,7 @@ class ScatterTask(ArrivalTask):
     """
 
     room: ReceivingRoom
+    arrived_at: float
     ring: WriterRing
     span: Span
     message: StagedArrived
@@ -75,6 +83,9 @@ class ScatterTask(ArrivalTask):
 
     def work(self, kernels: Kernels) -> None:
         scatter_part(self.message, self.ring, self.span, self.room.places, kernels, is_verified=self.is_verified)
+
+    def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
+        return PlacedRecord(self.message.writer, self.arrived_at, begun_at, done_at, self.span.num_bytes)
 
     def event(self, error: Exception | None) -> PartScattered:
         return PartScattered(self.message.writer, self.message.sequence, self.message.part, error)
@@ -94,6 +105,7 @@ class VerifyTask(ArrivalTask):
     """
 
     room: ReceivingRoom
+    arrived_at: float
     plan: PackedPlan
     message: ChunkArrived
     memory: DigestMemory
@@ -102,6 +114,9 @@ class VerifyTask(ArrivalTask):
         verify_chunk(
             self.message, self.plan.plan, self.plan.packed, self.room.places, self.memory, is_wanted=self.is_wanted
         )
+
+    def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
+        return PlacedRecord(self.message.writer, self.arrived_at, begun_at, done_at, 0)
 
     def event(self, error: Exception | None) -> Verified:
         return Verified(self.message.writer, self.message.sequence, error)
@@ -136,7 +151,7 @@ class Scatterers:
         self,
         count: int,
         kernels: Kernels,
-        on_done: Callable[[ArrivalTask, Exception | None], None],
+        on_done: Callable[[ArrivalTask, PlacedRecord, Exception | None], None],
         *,
         platform: Platform,
         name: str,
@@ -145,8 +160,10 @@ class Scatterers:
 
         Args:
             count: how many.
-            on_done: called with every task, once it is through, and the error that it met; from the threads, if any.
+            on_done: called with every task, once it is through, what is recorded of it, and the error that it met;
+                from the threads, if any.
         """
+        self._now = platform.now
         self._kernels = kernels
         self._on_done = on_done
         self._tasks: queue.SimpleQueue[ArrivalTask | None] = queue.SimpleQueue()
@@ -167,4 +184,6 @@ class Scatterers:
             self._tasks.put(None)
 
     def _work(self, task: ArrivalTask) -> None:
-        self._on_done(task, task.run(self._kernels))
+        begun_at = self._now()
+        error = task.run(self._kernels)
+        self._on_done(task, task.placed(begun_at, self._now()), error)

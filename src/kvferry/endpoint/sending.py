@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeAlias
 
 from kvferry.endpoint.actors import Actor, RunQueue
 from kvferry.endpoint.attachment import Attachment
-from kvferry.endpoint.stats import SenderStats, WriteRecord
 from kvferry.endpoint.transfer import Transfer
 from kvferry.endpoint.workers import Worker, WorkerPool
 from kvferry.errors import KVFerryError, PeerDisconnectedError, QueueFullError, TransferFailedError, UsageError
 from kvferry.layout import PageGroup
+from kvferry.observe.observer import Observer
+from kvferry.observe.records import PartRecord, SenderStats, WriteRecord
+from kvferry.observe.status import RoomStatus
 from kvferry.plan import Choice, ElectedRoute, Path, Unit
 from kvferry.protocol import messages
 from kvferry.protocol.chunks import AnyPages, ChunkSequence, HandedIn
@@ -72,14 +74,30 @@ class PartLanded:
     """A sub-chunk is in the receiver's staging memory, or its write failed.
 
     Attributes:
-        num_bytes: bytes of the cache that it carried.
+        posted: what it was.
+        landed_at: when we saw that.
         result: the transport's report, or why the write failed.
     """
 
     receiver: str
     sequence: int
-    num_bytes: int
+    posted: Posted
+    landed_at: float
     result: FlightReport | Exception
+
+    @property
+    def record(self) -> PartRecord:
+        """What is recorded of it."""
+        posted = self.posted
+        return PartRecord(
+            ready_at=posted.ready_at,
+            begun_at=posted.begun_at,
+            gathered_at=posted.gathered_at,
+            posted_at=posted.posted_at,
+            landed_at=self.landed_at,
+            num_bytes=posted.num_bytes,
+            runs=posted.runs,
+        )
 
 
 RoomEvent: TypeAlias = SenderEvent | HandedIn | OpenReceived | PostNextPart | PartLanded
@@ -92,20 +110,20 @@ class _Account:
     Attributes:
         choice: its path, and why.
         submitted_at, begun_at: when its chunk was handed in and when this was begun.
-        total_bytes, post_s, transfer_s: of the parts that are through.
+        descriptors, post_s, transfer_s, parts: of the parts that are through.
     """
 
     choice: Choice
     submitted_at: float
     begun_at: float
-    total_bytes: int = 0
     descriptors: int = 0
     post_s: float = 0.0
     transfer_s: float = 0.0
+    parts: list[PartRecord] = field(default_factory=list)
 
-    def add(self, report: FlightReport, *, num_bytes: int, descriptors: int) -> None:
+    def add(self, report: FlightReport, part: PartRecord, *, descriptors: int) -> None:
         """Counts a part that is through."""
-        self.total_bytes += num_bytes
+        self.parts.append(part)
         self.descriptors += descriptors
         self.post_s += report.post_s
         self.transfer_s += report.transfer_s
@@ -116,13 +134,14 @@ class _Account:
             receiver=receiver,
             path=self.choice.path,
             why=self.choice.reason,
-            total_bytes=self.total_bytes,
+            total_bytes=sum(part.num_bytes for part in self.parts),
             descriptors=self.descriptors,
             submitted_at=self.submitted_at,
             posted_at=self.begun_at,
             done_at=now,
             transport_post_s=self.post_s,
             transport_transfer_s=self.transfer_s,
+            parts=tuple(self.parts),
         )
 
 
@@ -140,6 +159,7 @@ class Surroundings(Protocol):
     """What a sending room needs of its endpoint. All of it may be called from any worker."""
 
     transport: Transport
+    observer: Observer
     engine_rank: int
     group_rank: int
     page_groups: tuple[PageGroup, ...]
@@ -177,6 +197,7 @@ class Sender(Transfer):
         settle: Callable[[int], None] | None,
         most_waiting: int,
         now: Callable[[], float],
+        observer: Observer,
     ) -> None:
         """For `PrefillEndpoint.open`.
 
@@ -194,6 +215,7 @@ class Sender(Transfer):
         self._abort = abort
         self._settle = settle
         self._now = now
+        self._observer = observer
         self._most_waiting = most_waiting
         self._taken_up = 0  # chunks that wait no more; written by the room's turns alone
         self._through = 0  # chunks handed in before all of which had been read; by the room's turns as well
@@ -231,12 +253,15 @@ class Sender(Transfer):
             self._check_aux(aux, last=last)
         with self._lock:
             if self._chunks.submitted - self._taken_up >= self._most_waiting:
-                raise QueueFullError(
+                full = QueueFullError(
                     f"room {self.room}: {self._most_waiting} chunks wait to be written already "
                     "(KVFERRY_MAX_WAITING_CHUNKS): submit this one when some have been"
                 )
+                self._observer.refused(full)
+                raise full
             chunk = self._chunks.hand_in(pages, start=start, is_last=last, aux=aux, now=self._now())
             self._hand_in(chunk)
+        self._observer.submitted(self._now() - chunk.submitted_at)
         if self._settle is not None:
             self._settle(chunk.number)
 
@@ -279,10 +304,12 @@ class SendingRoom(Actor):
         self._submitted_at: dict[int, float] = {}
         self._all_open_at: float | None = None
         self._writes: list[WriteRecord] = []
+        self._observer = surroundings.observer
         self._staged: dict[str, StagedQueue] = {}  # by receiver
         self._accounts: dict[tuple[str, int], _Account] = {}  # of staged writes, by receiver and sequence
         self._last_submitted_at: float | None = None
         self._handled_chunks = self._settled_chunks = 0
+        self._pages = 0  # that were handed in
         # In synchronous mode, guards the number of settled chunks and wakes the caller who waits for it.
         self._progress = threading.Condition() if synchronous else None
         self.sender = Sender(
@@ -293,10 +320,36 @@ class SendingRoom(Actor):
             settle=self._wait_settled if synchronous else None,
             most_waiting=settings.max_waiting_chunks,
             now=surroundings.now,
+            observer=surroundings.observer,
         )
 
     def _queue_for(self, event: RoomEvent) -> RunQueue:
         return self._gathering if isinstance(event, PostNextPart) else super()._queue_for(event)
+
+    def status(self, now: float) -> RoomStatus:
+        """Where the room stands, for others to see. From any thread."""
+        machine, writes = self._machine, list(self._writes)
+        accounts = list(self._accounts.values())
+        parts = [part for account in accounts for part in list(account.parts)]
+        waiting = [receiver for receiver, queue in list(self._staged.items()) if queue.waits_since is not None]
+        path = accounts[-1].choice.path if accounts else writes[-1].path if writes else None
+        return RoomStatus(
+            room=self.room,
+            state=machine.state.value,
+            age_s=now - self.sender.stats.opened_at,
+            chunks=self._handled_chunks,
+            path=path.value if path is not None else "",
+            moved_bytes=sum(write.total_bytes for write in writes) + sum(part.num_bytes for part in parts),
+            waits_for=f"staging memory for {', '.join(waiting)}" if waiting else machine.waits_for,
+            peers=tuple(self._generations),
+            quarantined_pages=self._pages if machine.state is TransferState.FAILED and not machine.is_drained else 0,
+            failed_for_s=now - ended_at if (ended_at := self.sender.stats.ended_at) is not None else 0.0,
+        )
+
+    @property
+    def waits_for_memory(self) -> bool:
+        """Whether a sub-chunk waits for staging memory. From any thread."""
+        return any(queue.waits_since is not None for queue in list(self._staged.values()))
 
     @property
     def failed_alone(self) -> bool:
@@ -364,7 +417,9 @@ class SendingRoom(Actor):
                 self._submitted_at[event.number] = event.submitted_at
                 if event.is_last:
                     self._last_submitted_at = event.submitted_at
-                self._tell(ChunkSubmitted(event.chunk()), worker)
+                chunk = event.chunk()
+                self._pages += sum(len(part.pages) for part in chunk.parts)
+                self._tell(ChunkSubmitted(chunk), worker)
                 self._handled_chunks += 1
             case PostNextPart(receiver):
                 self._post_next_part(receiver, worker)
@@ -390,6 +445,7 @@ class SendingRoom(Actor):
 
     def _tell(self, event: SenderEvent, worker: Worker) -> None:
         if isinstance(event, WriteFailed):
+            self._observer.write_failed(self.room, event.receiver, event.error)
             self._surroundings.write_failed(self._attachments[event.receiver], event.error)
         now = self._surroundings.now()
         commands = self._machine.handle(event, now)
@@ -419,6 +475,8 @@ class SendingRoom(Actor):
                 ended_at=ended_at,
                 writes=tuple(self._writes) if machine.state.is_final else (),
             )
+            if ended_at is not None and stats.ended_at is None:
+                self._observer.sent(self.room, self.sender.stats, machine.error)
         if machine.is_done:
             self._surroundings.forget_room(self)
             while self._next_opens:
@@ -483,9 +541,11 @@ class SendingRoom(Actor):
 
     def _write_directly(self, command: Write, attachment: Attachment, account: _Account, worker: Worker) -> None:
         surroundings = self._surroundings
+        begun_at = surroundings.now()
         try:
             elected = self._elected[command.receiver]
             selected = attachment.select(command.unit, elected, command.moves)
+            gathered_at = surroundings.now()
             segments: tuple[messages.StagedSegment, ...] = ()
             if attachment.digests is not None:
                 segments = attachment.digests.of_write(command.unit, elected, command.moves, attachment.paths.packed)
@@ -510,13 +570,28 @@ class SendingRoom(Actor):
             self.post(WriteFailed(command.receiver, command.sequence, error))
             return
 
+        posted_at = surroundings.now()
+        self._observer.wire_began(gathered_at)  # a transport may have moved bytes while it was posted
+
         def done(report: FlightReport) -> None:
-            account.add(report, num_bytes=report.total_bytes, descriptors=report.descriptors)
-            self._writes.append(account.record(command.receiver, surroundings.now()))
+            now = surroundings.now()
+            self._observer.wire_ended(now)
+            part = PartRecord(
+                ready_at=begun_at,
+                begun_at=begun_at,
+                gathered_at=gathered_at,
+                posted_at=posted_at,
+                landed_at=now,
+                num_bytes=report.total_bytes,
+                runs=len(selected.local_indices),
+            )
+            account.add(report, part, descriptors=report.descriptors)
+            self._keep(account.record(command.receiver, now))
             attachment.end_write()
             self.post(WriteDone(command.receiver, command.sequence))
 
         def failed(error: Exception) -> None:
+            self._observer.wire_ended(surroundings.now())
             attachment.end_write()
             self.post(WriteFailed(command.receiver, command.sequence, error))
 
@@ -524,6 +599,10 @@ class SendingRoom(Actor):
             self.post(SenderBroke(error))
 
         worker.watch(flight, done, failed, broke)
+
+    def _keep(self, record: WriteRecord) -> None:
+        self._writes.append(record)
+        self._observer.write_ended(self.room, record)
 
     def _write_staged(self, command: Write, attachment: Attachment, account: _Account) -> None:
         receiver = command.receiver
@@ -553,14 +632,18 @@ class SendingRoom(Actor):
             chunk_bytes=staged.chunk_bytes,
             writer=surroundings.engine_rank,
             give_up=give_up,
+            now=surroundings.now,
             is_digested=attachment.digests is not None,
         )
         return StagedQueue(packing, wake=lambda: self.post(PostNextPart(receiver)))
 
     def _post_next_part(self, receiver: str, worker: Worker) -> None:
         queue = self._staged[receiver]
+        had_waited = queue.waits_since is not None
         found = queue.post_next(worker.memory) if not self._machine.state.is_final else None
         if found is None:
+            if queue.waits_since is not None and not had_waited:
+                self._observer.deferred(receiver)
             return
         write, posted = found
         if posted is None:
@@ -573,18 +656,22 @@ class SendingRoom(Actor):
     def _watch_part(self, queue: StagedQueue, write: StagedWrite, posted: Posted, worker: Worker) -> None:
         receiver, sequence = write.command.receiver, write.command.sequence
         is_posting = True
+        self._observer.wire_began(posted.gathered_at)
         landed: list[PartLanded] = []
 
         def done(report: FlightReport) -> None:
             posted.memory.give_back(posted.slot)
-            ended(PartLanded(receiver, sequence, posted.num_bytes, report))
+            ended(report)
 
         def failed(error: Exception) -> None:
             posted.memory.give_back(posted.slot)
             queue.packing.give_up(posted.span)
-            ended(PartLanded(receiver, sequence, posted.num_bytes, error))
+            ended(error)
 
-        def ended(event: PartLanded) -> None:
+        def ended(result: FlightReport | Exception) -> None:
+            now = self._surroundings.now()
+            self._observer.wire_ended(now)
+            event = PartLanded(receiver, sequence, posted, now, result)
             if is_posting:
                 landed.append(event)
             else:
@@ -602,7 +689,7 @@ class SendingRoom(Actor):
         receiver, sequence, result = event.receiver, event.sequence, event.result
         write = self._staged[receiver].landed(sequence, result if isinstance(result, Exception) else None)
         if isinstance(result, FlightReport):
-            self._accounts[receiver, sequence].add(result, num_bytes=event.num_bytes, descriptors=1)
+            self._accounts[receiver, sequence].add(result, event.record, descriptors=1)
             self._tell(WriteProgressed(receiver, sequence), worker)
         self._maybe_end(write, worker)
 
@@ -615,7 +702,7 @@ class SendingRoom(Actor):
         self._staged[receiver].ended(write)
         self._attachments[receiver].end_write()
         if write.error is None:
-            self._writes.append(account.record(receiver, self._surroundings.now()))
+            self._keep(account.record(receiver, self._surroundings.now()))
             self._tell(WriteDone(receiver, sequence), worker)
         else:
             self._tell(WriteFailed(receiver, sequence, write.error), worker)

@@ -105,6 +105,21 @@ class Identity:
     checksums: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class RankStanding:
+    """How a prefill rank is, as far as a decode rank knows.
+
+    Attributes:
+        rank: its number.
+        endpoint: its name; empty until it has said it.
+        silent_s: for how long it has owed an answer.
+    """
+
+    rank: int
+    endpoint: str
+    silent_s: float
+
+
 class Link:
     """One group of ranks: what to say to them, and what their answers mean. It sends, but waits for nothing.
 
@@ -346,6 +361,17 @@ class Link:
             welcome = rank.welcome
             if welcome is not None and welcome.process.machine == process.machine and welcome.process != process:
                 rank.channel.send(data)
+
+    def standing(self, now: float) -> list[RankStanding]:
+        """How the group's ranks are; nobody while they are looked up. May be called from another thread."""
+        return [
+            RankStanding(
+                number,
+                rank.welcome.endpoint if rank.welcome is not None else "",
+                max(0.0, now - asked_at) if (asked_at := rank.asked_at) is not None else 0.0,
+            )
+            for number, rank in list(self._ranks.items())
+        ]
 
     def heard(self, channel: Channel) -> None:
         """Something came from a rank: it lives."""

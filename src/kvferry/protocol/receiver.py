@@ -306,6 +306,18 @@ class ReceiverMachine:
         return sorted(self._unanswered)
 
     @property
+    def waits_for(self) -> str:
+        """What it waits for, in words. May be read from another thread."""
+        if self.state is TransferState.BOOTSTRAPPING:
+            return "the prefill engine to be connected"
+        if self.state is TransferState.FAILED and self.undrained:
+            return f"prefill ranks {self.undrained} to say that they write no more"
+        if self.state.is_final:
+            return f"prefill ranks {self.unanswered} to hear of its end" if self._unanswered else ""
+        incomplete = [rank for rank, writer in list(self._expected.items()) if not writer.is_complete]
+        return f"prefill ranks {incomplete}"
+
+    @property
     def deadline(self) -> float | None:
         """When `ReceiverTick` is due at the latest; None where nothing is awaited."""
         if self.state.is_final:

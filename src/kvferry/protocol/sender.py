@@ -283,6 +283,22 @@ class SenderMachine:
         return self.state.is_final and self.is_drained
 
     @property
+    def waits_for(self) -> str:
+        """What it waits for, in words. May be read from another thread."""
+        receivers = list(self._receivers.items())
+        if self.state is TransferState.BOOTSTRAPPING:
+            expected = [receiver.opened.expected_receivers for _, receiver in receivers]
+            return f"{len(expected)} of {expected[0] if expected else 'some'} decode ranks have opened it"
+        writing = [name for name, receiver in receivers if receiver.writes_in_flight]
+        if writing:
+            return f"writes to {', '.join(writing)}"
+        if self.state.is_final:
+            return ""
+        if self._last_chunk is None:
+            return "the next chunk of the caller"
+        return f"{', '.join(name for name, receiver in receivers if not receiver.is_content)} to verify"
+
+    @property
     def deadline(self) -> float | None:
         """When `SenderTick` is due at the latest; None where nothing is awaited."""
         if self.state.is_final:

@@ -55,6 +55,7 @@ class Packing:
         chunk_bytes: the size of a sub-chunk.
         writer: this rank's engine rank.
         give_up: says that nothing will come of a span of the receiver's ring.
+        now: the time.
         is_digested: whether the receiver asked for digests.
     """
 
@@ -67,6 +68,7 @@ class Packing:
     chunk_bytes: int
     writer: int
     give_up: Callable[[Span], None]
+    now: Callable[[], float]
     is_digested: bool = False
 
 
@@ -79,6 +81,9 @@ class Posted:
         slot, span: what it keeps of this side's staging memory, and of the receiver's ring.
         memory: whose slot it is.
         num_bytes: bytes of the cache that it carries.
+        runs: in how many blocks they lay.
+        ready_at: when it might have begun, but for memory on either side.
+        begun_at, gathered_at, posted_at: when it was gathered, and when it was posted.
     """
 
     flight: Flight
@@ -86,6 +91,11 @@ class Posted:
     span: Span
     memory: SourceMemory
     num_bytes: int
+    runs: int
+    ready_at: float
+    begun_at: float
+    gathered_at: float
+    posted_at: float
 
 
 class StagedWrite:
@@ -121,12 +131,13 @@ class StagedWrite:
         """Whether all of it is through, or what there was of it."""
         return self.next_bytes is None and self.in_flight == 0
 
-    def post(self, slot: Slot, memory: SourceMemory, span: Span) -> Posted:
+    def post(self, slot: Slot, memory: SourceMemory, span: Span, *, ready_at: float | None = None) -> Posted:
         """Gathers the next sub-chunk and posts it.
 
         Args:
             slot: where to gather it, one of memory's.
             span: as many bytes as it has of the receiver's ring.
+            ready_at: since when it has waited for either; None if it has not.
 
         Raises:
             TransportError: if it cannot be posted; nothing is on its way then.
@@ -134,8 +145,10 @@ class StagedWrite:
         chunk = self._next
         assert chunk is not None
         self._next = next(self._rest, None)
-        digests = self._gather(chunk, slot.address)
         packing = self._packing
+        begun_at = packing.now()
+        digests, runs = self._gather(chunk, slot.address)
+        gathered_at = packing.now()
         flight = packing.transport.write(
             Region(slot.address, chunk.num_bytes),
             self.command.receiver,
@@ -144,11 +157,24 @@ class StagedWrite:
         )
         self.parts += 1
         self.in_flight += 1
-        return Posted(flight, slot, span, memory, sum(segment.num_bytes for segment in chunk.segments))
+        return Posted(
+            flight=flight,
+            slot=slot,
+            span=span,
+            memory=memory,
+            num_bytes=sum(segment.num_bytes for segment in chunk.segments),
+            runs=runs,
+            ready_at=begun_at if ready_at is None else ready_at,
+            begun_at=begun_at,
+            gathered_at=gathered_at,
+            posted_at=packing.now(),
+        )
 
-    def _gather(self, chunk: SubChunk, address: int) -> list[messages.Digests | None]:
-        """Packs the segments, and returns their digests while what was packed is in the processor's cache."""
-        offset = 0
+    def _gather(self, chunk: SubChunk, address: int) -> tuple[list[messages.Digests | None], int]:
+        """Packs the segments; returns their digests, while what was packed is in the processor's cache, and how many
+        blocks they were in.
+        """
+        offset = runs = 0
         digests: list[messages.Digests | None] = []
         row_bytes = row_bytes_of(chunk.num_bytes)
         for segment in chunk.segments:
@@ -165,7 +191,8 @@ class StagedWrite:
                 else None
             )
             offset += segment.num_bytes
-        return digests
+            runs += len(starts)
+        return digests, runs
 
     def _arrived(
         self, chunk: SubChunk, span: Span, digests: Sequence[messages.Digests | None]
@@ -217,6 +244,7 @@ class StagedQueue:
         self._posted: dict[int, StagedWrite] = {}  # those with parts on their way, by sequence
         self._span: Span | None = None  # of the receiver's ring, while a slot is waited for
         self._waits_at: SharedRing | SourceMemory | None = None
+        self._waits_since: float | None = None  # the sub-chunk that is next
 
     def wake(self) -> None:
         """Lets the room have a turn, unless it is to have one already. From any thread."""
@@ -252,10 +280,12 @@ class StagedQueue:
             self._span = self._reserve(num_bytes)
         slot = self._take_slot(memory) if self._span is not None else None
         if self._span is None or slot is None:
+            self._waits_since = self.packing.now() if self._waits_since is None else self._waits_since
             return None
         span, self._span = self._span, None
+        since, self._waits_since = self._waits_since, None
         try:
-            return write, write.post(slot, memory, span)
+            return write, write.post(slot, memory, span, ready_at=since)
         except Exception as error:
             memory.give_back(slot)
             self.packing.give_up(span)
@@ -279,6 +309,11 @@ class StagedQueue:
         if self._waits_at is not None:
             where, self._waits_at = self._waits_at, None
             where.withdraw(self)
+
+    @property
+    def waits_since(self) -> float | None:
+        """Since when the next sub-chunk has waited for memory, on this side or the receiver's; None if it does not."""
+        return self._waits_since
 
     @property
     def has_more(self) -> bool:

@@ -88,7 +88,7 @@ class WriterRing:
         self.plan = plan
         self._reading = ReadingRing(memory.num_bytes)
         self._pieces = PackedPlan(plan)
-        self._being_read: set[int] = set()  # where the spans start
+        self._being_read: dict[int, int] = {}  # where the spans start, and stop
         self._reported = 0
 
     def packed(self, unit: Unit) -> tuple[PackedPiece, ...]:
@@ -102,7 +102,7 @@ class WriterRing:
         """
         if span.start in self._being_read or not self._reading.can_hold(span):
             return False
-        self._being_read.add(span.start)
+        self._being_read[span.start] = span.stop
         return True
 
     @property
@@ -110,12 +110,17 @@ class WriterRing:
         """Whether nothing of it is being read."""
         return not self._being_read
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that wait to be read, or are. From any thread."""
+        return sum(stop - start for start, stop in list(self._being_read.items()))
+
     def give_back(self, span: Span) -> None:
         """Says that a span was read.
 
         The writer learns of it several times a round, and whenever nothing is left to be read: it may wait for that.
         """
-        self._being_read.discard(span.start)
+        self._being_read.pop(span.start, None)
         self._reading.release(span)
         position = self._reading.position
         is_due = position - self._reported >= self.memory.num_bytes // _CREDITS_A_ROUND or self.is_idle

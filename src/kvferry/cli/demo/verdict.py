@@ -12,9 +12,9 @@ from kvferry.cli.demo.options import DemoOptions, EngineShape, slices
 from kvferry.cli.demo.pool import DECODE_POISON, Contents
 from kvferry.cli.demo.ranks import Decoded, Described, Ended, Received, Sent, Undivided
 from kvferry.cli.demo.run import Outcome
-from kvferry.endpoint.stats import WriteRecord, busy_s
 from kvferry.engines.reference.caches import array_shape, entries_kept
 from kvferry.layout import Box, Interval, RankLayout, ShardedComponent
+from kvferry.observe.records import WriteRecord, busy_s
 from kvferry.plan import Piece, elect_writer, pieces_for_receiver, prove
 
 Shards = dict[int, dict[str, Contents]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from kvferry.endpoint import Receiver, Sender
-from kvferry.endpoint.stats import busy_s
+from kvferry.observe.records import busy_s
 from kvferry.protocol.states import TransferState
 
 log = logging.getLogger(__name__)

@@ -8,6 +8,29 @@ from kvferry.plan import Path
 
 
 @dataclass(frozen=True, slots=True)
+class PartRecord:
+    """What went to a receiver in one write of the transport: a chunk, or a sub-chunk through staging memory.
+
+    Attributes:
+        ready_at: when it might have begun, but for memory on either side; `begun_at` if there was enough.
+        begun_at: when gathering began, or the selection of descriptors.
+        gathered_at: when all was gathered, or selected, and the transport was given the write.
+        posted_at: when the transport had taken it.
+        landed_at: when we saw that the transport was through with it.
+        num_bytes: that it carried.
+        runs: in how many pieces they lay: descriptors before neighbours were merged, or blocks that were gathered.
+    """
+
+    ready_at: float
+    begun_at: float
+    gathered_at: float
+    posted_at: float
+    landed_at: float
+    num_bytes: int
+    runs: int
+
+
+@dataclass(frozen=True, slots=True)
 class WriteRecord:
     """One chunk's write to one receiver.
 
@@ -21,6 +44,7 @@ class WriteRecord:
         posted_at: when the transport was given the write.
         done_at: when the transport was through with it.
         transport_post_s, transport_transfer_s: the transport's own account of posting and of the whole write.
+        parts: what it was written in.
     """
 
     receiver: str
@@ -33,6 +57,12 @@ class WriteRecord:
     done_at: float
     transport_post_s: float
     transport_transfer_s: float
+    parts: tuple[PartRecord, ...] = ()
+
+    @property
+    def runs(self) -> int:
+        """In how many pieces the bytes lay."""
+        return sum(part.runs for part in self.parts)
 
     @property
     def waiting_s(self) -> float:
@@ -73,6 +103,24 @@ class SenderStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedRecord:
+    """A part that was put into its pages, or a chunk that was verified there.
+
+    Attributes:
+        writer: the prefill rank that it came from.
+        arrived_at: when we saw that it was in our memory.
+        begun_at, done_at: when the putting or verifying began and ended.
+        num_bytes: of a part, in staging memory; 0 for a chunk.
+    """
+
+    writer: int
+    arrived_at: float
+    begun_at: float
+    done_at: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReceiverStats:
     """One rank's account of a room it received.
 
@@ -81,12 +129,14 @@ class ReceiverStats:
         first_arrival_at: when the first chunk had arrived; None before.
         ended_at: when the room ended; None before.
         chunks: chunks that arrived, over all writers.
+        placed: what was put into pages, or verified; known when the room has ended.
     """
 
     opened_at: float
     first_arrival_at: float | None
     ended_at: float | None
     chunks: int
+    placed: tuple[PlacedRecord, ...] = ()
 
 
 def busy_s(writes: list[WriteRecord]) -> float:

@@ -1,0 +1,117 @@
+"""What an endpoint shows of itself: its status, and the metrics that a setting turns on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from kvferry._version import __version__
+from kvferry.endpoint.threads import ThreadHealth
+from kvferry.observe.metrics import Metrics
+from kvferry.observe.observer import Observer
+from kvferry.observe.server import ObserveServer
+from kvferry.observe.status import (
+    MOST_ROOMS,
+    EndpointStatus,
+    PeerStatus,
+    RoomStatus,
+    Side,
+    StagingStatus,
+    ThreadStatus,
+)
+from kvferry.settings import Settings
+
+
+class Shown:
+    """What others see of an endpoint.
+
+    Attributes:
+        observer: to be told what happens.
+        server: where metrics and status are served; None where nobody asked for them.
+    """
+
+    def __init__(self, side: Side, rank: int, settings: Settings, status: Callable[[], EndpointStatus]) -> None:
+        """Listens, if the settings say so, and answers once it is started.
+
+        Raises:
+            SettingsError: if the port is impossible.
+        """
+        self.observer = Observer()
+        self.server: ObserveServer | None = None
+        if settings.observe_port is not None:
+            metrics = Metrics(side, status)
+            port = settings.observe_port + rank if settings.observe_port else 0
+            self.observer = metrics
+            self.server = ObserveServer(settings.observe_host, port, metrics, status)
+
+    def start(self) -> None:
+        """Serves, once the endpoint can say where it stands.
+
+        Raises:
+            SettingsError: if the port is taken.
+            ObserveError: if the server does not come up.
+        """
+        if self.server is not None:
+            self.server.start()
+
+    def close(self) -> None:
+        """Serves no more."""
+        if self.server is not None:
+            self.server.close()
+
+
+def endpoint_status(
+    side: Side,
+    settings: Settings,
+    *,
+    engine: str,
+    rank: int,
+    endpoint: str,
+    up_s: float,
+    problem: str,
+    rooms: Sequence[RoomStatus],
+    peers: Sequence[PeerStatus],
+    staging: StagingStatus,
+    threads: Sequence[ThreadHealth],
+) -> EndpointStatus:
+    """Puts together where an endpoint stands.
+
+    Args:
+        up_s: for how long it has run.
+        problem: what is wrong with it.
+        rooms: all that are open.
+    """
+    states: dict[str, int] = {}
+    for room in rooms:
+        states[room.state] = states.get(room.state, 0) + 1
+    oldest = sorted(rooms, key=lambda room: -room.age_s)
+    return EndpointStatus(
+        side=side,
+        engine=engine,
+        rank=rank,
+        endpoint=endpoint,
+        version=__version__,
+        process=os.getpid(),
+        at_unix_s=time.time(),
+        up_s=up_s,
+        peer_timeout_s=settings.peer_timeout_s,
+        heartbeat_s=settings.heartbeat_interval_s,
+        problem=problem,
+        states=states,
+        oldest_room_s=oldest[0].age_s if oldest else 0.0,
+        quarantined_pages=sum(room.quarantined_pages for room in rooms),
+        quarantine_s=max((room.failed_for_s for room in rooms if room.quarantined_pages), default=0.0),
+        rooms=tuple(oldest[:MOST_ROOMS]),
+        peers=tuple(peers),
+        staging=staging,
+        threads=tuple(
+            ThreadStatus(
+                name=thread.name,
+                is_alive=thread.is_alive,
+                failures=thread.failures,
+                last_failure=thread.last_failure,
+            )
+            for thread in threads
+        ),
+    )

@@ -1,0 +1,1 @@
+"""What an endpoint does, as others can see it: records, metrics, a status page, traces."""

@@ -1,0 +1,67 @@
+"""Lines for logs: rare enough to be read, and with what a reader needs to find the rest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from datetime import datetime, timezone
+
+_FIELDS = ("room", "peer", "side", "state")
+
+
+def clock_time(age_s: float) -> str:
+    """When something was that is so many seconds ago, as people write it: UTC, to the second."""
+    moment = datetime.fromtimestamp(time.time() - age_s, timezone.utc)
+    return moment.strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+class Limited:
+    """Writes so many lines of a kind in a period, and says later how many it has left out."""
+
+    def __init__(self, log: logging.Logger, *, most: int = 20, period_s: float = 10.0) -> None:
+        # Guards the counts: failures are told of in any thread.
+        self._lock = threading.Lock()
+        self._log = log
+        self._most = most
+        self._period_s = period_s
+        self._began_at = float("-inf")
+        self._written = 0
+        self._left_out = 0
+
+    def error(self, now: float, message: str, *arguments: object, **fields: object) -> None:
+        """Writes a line at error level, unless there were too many.
+
+        Args:
+            now: the time, in seconds of a steady clock.
+            fields: what the line is about, for `JsonLines`: room, peer, side, state.
+        """
+        with self._lock:
+            left_out = 0
+            if now - self._began_at >= self._period_s:
+                left_out, self._left_out = self._left_out, 0
+                self._began_at, self._written = now, 0
+            self._written += 1
+            is_written = self._written <= self._most
+            self._left_out += not is_written
+        if left_out:
+            self._log.error("%d more such lines were left out before this one", left_out)
+        if is_written:
+            self._log.error(message, *arguments, extra=fields)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and what the line is about where it says so."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: getattr(record, name) for name in _FIELDS if hasattr(record, name)}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)

@@ -1,0 +1,197 @@
+"""Metrics of one endpoint, for Prometheus: docs/metrics.md lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvferry import errors
+from kvferry.errors import KVFerryError
+from kvferry.observe.busy import BusyTime
+from kvferry.observe.observer import Observer, Retry
+from kvferry.observe.outcomes import Outcome, outcome_of
+from kvferry.observe.records import PartRecord, ReceiverStats, SenderStats, WriteRecord
+from kvferry.observe.status import EndpointStatus, Side
+from kvferry.plan import Path
+from kvferry.protocol.states import TransferState
+
+MOST_NAMED_PEERS = 32
+"""Silent peers that are named one by one: labels are bounded."""
+
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+SUBMIT_SECONDS = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+
+PHASES = ("queue", "credit", "gather", "post", "wire", "arrival", "scatter")
+"""What the time of a transfer goes into; see docs/metrics.md."""
+
+
+class Metrics(Observer):
+    """Counts what it is told, and asks for the rest when it is read."""
+
+    def __init__(self, side: Side, status: Callable[[], EndpointStatus]) -> None:
+        """Args:
+        status: where the endpoint stands now.
+        """
+        self._registry = registry = CollectorRegistry()
+        self._side = side
+        self._busy = BusyTime()
+
+        def counter(name: str, meaning: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"kvferry_{name}", meaning, labels, registry=registry)
+
+        def histogram(name: str, meaning: str, labels: Sequence[str] = (), *, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"kvferry_{name}", meaning, labels, buckets=buckets, registry=registry)
+
+        transfers = counter("transfers", "Transfers that have ended.", ("outcome",))
+        self._transfers = {outcome: transfers.labels(outcome.value) for outcome in Outcome}
+        self._transfer_seconds = histogram(
+            "transfer_seconds", "From the opening of a room to its end, of transfers that succeeded.", buckets=SECONDS
+        )
+        phases = histogram("phase_seconds", "What the time of transfers went into.", ("phase",), buckets=SECONDS)
+        self._phases = {phase: phases.labels(phase) for phase in PHASES}
+        self._submit_seconds = histogram(
+            "submit_seconds", "How long a caller was busy with handing a chunk in.", buckets=SUBMIT_SECONDS
+        )
+
+        def by_path(name: str, meaning: str) -> dict[Path, Counter]:
+            found = counter(name, meaning, ("path",))
+            return {path: found.labels(path.value) for path in Path}
+
+        self._sent_bytes = by_path("sent_bytes", "Bytes of caches that were written to peers.")
+        self._writes = by_path("writes", "Writes of chunks that are through.")
+        self._runs = by_path("runs", "Pieces that the bytes lay in, before neighbours were merged or gathered.")
+        self._descriptors = by_path("descriptors", "Descriptors that were posted; through staging, bulk writes.")
+        self._failed_writes = counter("failed_writes", "Writes of chunks that failed.")
+        self._deferrals = counter("deferrals", "Times that a sub-chunk had to wait for staging memory of either side.")
+        self._wire_busy = counter(
+            "wire_busy_seconds", "Time with at least one write on its way. Overlapping writes count once."
+        )
+        self._placed_bytes = counter("placed_bytes", "Bytes that were put from staging memory into pages.")
+        self._refusals = counter("refusals", "What was refused, by the error that said so.", ("error",))
+        retries = counter("retries", "What was done again.", ("what",))
+        self._retries = {what: retries.labels(what.value) for what in Retry}
+        self._lost_peers = counter("lost_peers", "Times that a peer was given up.")
+        registry.register(_Standing(status))
+
+    def exposition(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    # ---- what is told -----------------------------------------------------------------------------------------------
+
+    def submitted(self, seconds: float) -> None:
+        self._submit_seconds.observe(seconds)
+
+    def wire_began(self, now: float) -> None:
+        self._busy.begin(now)
+
+    def wire_ended(self, now: float) -> None:
+        self._wire_busy.inc(self._busy.end(now))
+
+    def write_ended(self, room: int, record: WriteRecord) -> None:
+        path = record.path
+        self._writes[path].inc()
+        self._sent_bytes[path].inc(record.total_bytes)
+        self._runs[path].inc(record.runs)
+        self._descriptors[path].inc(record.descriptors)
+        self._phases["queue"].observe(max(0.0, record.posted_at - record.submitted_at))
+        for part in record.parts:
+            self._part(part)
+
+    def _part(self, part: PartRecord) -> None:
+        phases = self._phases
+        if part.ready_at < part.begun_at:
+            phases["credit"].observe(part.begun_at - part.ready_at)
+        phases["gather"].observe(part.gathered_at - part.begun_at)
+        phases["post"].observe(part.posted_at - part.gathered_at)
+        phases["wire"].observe(part.landed_at - part.gathered_at)
+
+    def write_failed(self, room: int, receiver: str, error: Exception) -> None:
+        self._failed_writes.inc()
+
+    def deferred(self, receiver: str) -> None:
+        self._deferrals.inc()
+
+    def sent(self, room: int, stats: SenderStats, error: Exception | None) -> None:
+        self._ended(stats.opened_at, stats.ended_at, error)
+
+    def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
+        for placed in stats.placed:
+            self._phases["arrival"].observe(placed.begun_at - placed.arrived_at)
+            self._phases["scatter"].observe(placed.done_at - placed.begun_at)
+            self._placed_bytes.inc(placed.num_bytes)
+        self._ended(stats.opened_at, stats.ended_at, error)
+
+    def _ended(self, opened_at: float, ended_at: float | None, error: Exception | None) -> None:
+        self._transfers[outcome_of(error)].inc()
+        if error is None and ended_at is not None:
+            self._transfer_seconds.observe(ended_at - opened_at)
+
+    def refused(self, error: Exception) -> None:
+        name = type(error).__name__
+        is_ours = isinstance(error, KVFerryError) and hasattr(errors, name)
+        self._refusals.labels(name if is_ours else "another").inc()
+
+    def retried(self, what: Retry) -> None:
+        self._retries[what].inc()
+
+    def peer_lost(self, peer: str, error: Exception) -> None:
+        self._lost_peers.inc()
+
+
+class _Standing(Collector):
+    """The gauges: where the endpoint stands when it is asked."""
+
+    def __init__(self, status: Callable[[], EndpointStatus]) -> None:
+        self._status = status
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # so that registering does not ask an endpoint that is not there yet
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._status()
+        info = InfoMetricFamily("kvferry_endpoint", "Which endpoint this is.")
+        known = {"side": status.side.value, "engine": status.engine, "rank": str(status.rank)}
+        info.add_metric([], {**known, "version": status.version})
+        yield info
+        yield _gauge("healthy", "Whether all threads run, and nothing else is wrong.", float(not _trouble(status)))
+        failures = CounterMetricFamily("kvferry_thread_failures", "Turns of threads that met an unexpected error.")
+        failures.add_metric([], sum(thread.failures for thread in status.threads))
+        yield failures
+        rooms = GaugeMetricFamily("kvferry_rooms", "Rooms that are open.", labels=["state"])
+        for state in TransferState:
+            rooms.add_metric([state.value], status.states.get(state.value, 0))
+        yield rooms
+        yield _gauge("oldest_room_seconds", "How long the oldest room has been open.", status.oldest_room_s)
+        peers = GaugeMetricFamily("kvferry_peers", "Peers on the other side.", labels=["state"])
+        ready = sum(peer.is_ready for peer in status.peers)
+        silent = status.silent_peers
+        peers.add_metric(["ready"], ready)
+        peers.add_metric(["connecting"], len(status.peers) - ready)
+        peers.add_metric(["silent"], len(silent))
+        yield peers
+        silence = GaugeMetricFamily(
+            "kvferry_peer_silent_seconds", "Peers that have missed two heartbeats, the longest silent.", labels=["peer"]
+        )
+        for peer in silent[:MOST_NAMED_PEERS]:
+            silence.add_metric([peer.name], peer.silent_s)
+        yield silence
+        staging = status.staging
+        yield _gauge("staging_bytes", "Staging memory for chunks.", staging.total_bytes)
+        yield _gauge("staging_used_bytes", "Of it, what holds something or is reserved.", staging.used_bytes)
+        yield _gauge("staging_waiting_rooms", "Rooms that wait for staging memory.", staging.waiting_rooms)
+        yield _gauge(
+            "quarantined_pages", "Pages of failed transfers that a write may still touch.", status.quarantined_pages
+        )
+        yield _gauge("quarantine_seconds", "How long the oldest of these transfers has failed.", status.quarantine_s)
+
+
+def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"kvferry_{name}", meaning, value=value)
+
+
+def _trouble(status: EndpointStatus) -> bool:
+    return bool(status.problem) or not status.is_healthy

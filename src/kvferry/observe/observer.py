@@ -1,0 +1,55 @@
+"""What an endpoint tells whoever watches it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from kvferry.observe.records import ReceiverStats, SenderStats, WriteRecord
+
+
+class Retry(Enum):
+    """What is done again."""
+
+    LOOK_UP = "look-up"
+    CONNECT = "connect"
+    MESSAGE = "message"
+
+
+class Observer:
+    """Is told what happens, in whatever thread it happens, and returns at once. This one does not care.
+
+    Nothing that it raises may reach a transfer: whoever overrides a method sees to that.
+    """
+
+    def submitted(self, seconds: float) -> None:
+        """A caller has handed a chunk in, which took so long."""
+
+    def wire_began(self, now: float) -> None:
+        """The transport was given a write."""
+
+    def wire_ended(self, now: float) -> None:
+        """The transport is through with one, well or not."""
+
+    def write_ended(self, room: int, record: WriteRecord) -> None:
+        """A write is through."""
+
+    def write_failed(self, room: int, receiver: str, error: Exception) -> None:
+        """A write failed."""
+
+    def deferred(self, receiver: str) -> None:
+        """A sub-chunk has to wait for staging memory, on this side or the receiver's."""
+
+    def sent(self, room: int, stats: SenderStats, error: Exception | None) -> None:
+        """A room that this rank sends has ended."""
+
+    def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
+        """A room that this rank receives has ended."""
+
+    def refused(self, error: Exception) -> None:
+        """Something was refused: a caller's request, a peer, or a peer's room."""
+
+    def retried(self, what: Retry) -> None:
+        """Something is done again."""
+
+    def peer_lost(self, peer: str, error: Exception) -> None:
+        """A peer is given up."""
