@@ -101,6 +101,12 @@ class Pair:
         counted: float = self.decode.ask("metric", "vllm:kvferry_receive_seconds_count")
         return round(counted / self.decode.shape.tp)
 
+    @property
+    def said(self) -> str:
+        """What kvferry has logged on both sides."""
+        lines = [f"{each.shape.name}: {line}" for each in (self.prefill, self.decode) for line in each.ask("logged")]
+        return "\n".join(lines)
+
     def free_blocks(self) -> tuple[int, int]:
         """On either side, once nothing goes on."""
         for engine in (self.prefill, self.decode):

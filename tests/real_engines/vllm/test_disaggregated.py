@@ -37,7 +37,9 @@ def are_as_alone(engines: Engines, each: Sequence[Sequence[int]], outputs: Seque
 def check(engines: Engines, pair: Pair, each: Sequence[Sequence[int]], tag: str) -> None:
     """The tokens of all prompts at once are right, and no prompt was computed on the decode side."""
     before = pair.received
-    are_as_alone(engines, each, pair.run(each, tag))
+    outputs = pair.run(each, tag)
+    assert all(output.tokens for output in outputs), pair.said
+    are_as_alone(engines, each, outputs)
     assert pair.received - before == len(each), "prompts were computed on the decode side"
 
 
@@ -88,9 +90,8 @@ def test_pages_of_different_size_are_refused_in_words(engines: Engines):
     (prompt,) = prompts(9, 1, shortest=100)
     pair.begin("refused", prompt)
     assert pair.decode.output("refused").reason == "error"
-    said = "\n".join(pair.decode.ask("logged"))
-    assert "32 tokens a page" in said
-    assert "64 tokens a page" in said
+    assert "32 tokens a page" in pair.said
+    assert "64 tokens a page" in pair.said
     pair.prefill.output("refused")
     pair.prefill.wait_idle()
 

@@ -1,0 +1,246 @@
+"""What endpoints show of themselves: metrics that add up, and a status that says who waits for what."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.support.caches import Model, Shape
+from tests.support.engines import Engines, Requests
+from tests.support.waiting import eventually
+
+from kvferry import DecodeEndpoint, PrefillEndpoint, TransferState
+from kvferry.engines.deployment.supervision import free_ports
+from kvferry.errors import QueueFullError, RoomExistsError, SettingsError
+from kvferry.observe.metrics import MOST_NAMED_PEERS, PHASES, Metrics
+from kvferry.observe.outcomes import Outcome
+from kvferry.observe.status import MOST_ROOMS, EndpointStatus, PeerStatus, Side
+
+KIB = 1 / 1024  # of a MiB
+ATTENTION = Model(layers=4, heads=4)
+TIGHT: dict[str, Any] = {"path": "staged", "staging_chunk_mib": 0.5 * KIB, "staging_ring_mib": 1 * KIB}
+
+
+def metrics_of(endpoint: PrefillEndpoint | DecodeEndpoint) -> dict[tuple[str, ...], float]:
+    """Every sample that is served, by its name and the values of its labels."""
+    assert endpoint.observe_url is not None
+    text = httpx.get(f"{endpoint.observe_url}/metrics").text
+    return {
+        (sample.name.removeprefix("kvferry_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def status_of(endpoint: PrefillEndpoint | DecodeEndpoint) -> EndpointStatus:
+    """As it is served."""
+    assert endpoint.observe_url is not None
+    return msgspec.json.decode(httpx.get(f"{endpoint.observe_url}/status").content, type=EndpointStatus)
+
+
+@pytest.fixture
+def free_base() -> int:
+    """A port with a free one behind it."""
+    return next(port for port in free_ports(32) if port < 65535)
+
+
+@pytest.fixture
+def watched(pair: Callable[..., Requests]) -> Callable[..., Requests]:
+    """A pair whose endpoints serve metrics."""
+
+    def make(**settings: Any) -> Requests:
+        return pair(ATTENTION, observe_port=0, **settings)
+
+    return make
+
+
+@pytest.mark.parametrize("settings", [{"path": "direct"}, TIGHT], ids=["direct", "staged"])
+def test_transfers_add_up(watched: Callable[..., Requests], settings: dict[str, Any]):
+    if settings["path"] == "staged":
+        pytest.importorskip("torch")
+    requests = watched(**settings)
+    begun_at = time.monotonic()
+    for room in range(3):
+        requests.run(room, 6, cuts=(2,))
+    took_s = time.monotonic() - begun_at
+    sent = metrics_of(requests.prefill.endpoints[0])
+    received = metrics_of(requests.decode.endpoints[0])
+    expected_bytes = 3 * 6 * requests.prefill.pools[0].bytes_per_page
+    path = settings["path"]
+    assert sent["sent_bytes_total", path] == expected_bytes
+    assert sent["writes_total", path] == 6
+    assert sent["transfers_total", "success"] == received["transfers_total", "success"] == 3
+    assert sent["transfer_seconds_count",] == received["transfer_seconds_count",] == 3
+    assert sent["submit_seconds_count",] == 6
+    assert 0 < sent["wire_busy_seconds_total",] <= took_s
+    assert sent["runs_total", path] >= sent["descriptors_total", path] >= 6
+    assert sent["phase_seconds_count", "queue"] == 6
+    assert sent["phase_seconds_count", "wire"] == sent["phase_seconds_count", "gather"] >= 6
+    assert sent["phase_seconds_sum", "wire"] + sent["phase_seconds_sum", "gather"] < 10 * took_s
+    if path == "staged":
+        assert sent["phase_seconds_count", "wire"] > 6, "in sub-chunks"
+        assert received["phase_seconds_count", "scatter"] == sent["phase_seconds_count", "wire"]
+        assert received["placed_bytes_total",] >= expected_bytes
+        assert sent["deferrals_total",] > 0, "a ring of two sub-chunks is too small for six pages"
+        assert sent["staging_bytes",] == 1024
+    assert sent["rooms", TransferState.TRANSFERRING.value] == 0
+    assert sent["healthy",] == received["healthy",] == 1
+
+
+def test_every_way_to_end_is_counted(watched: Callable[..., Requests]):
+    requests = watched(bootstrap_timeout_s=0.5)
+    prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    aborted = requests.new(1)
+    requests.open_decode(aborted)
+    aborted.receivers[0].abort("enough")
+    aborted.wait_ended()
+    alone = prefill.open(2)
+    with pytest.raises(RoomExistsError):
+        prefill.open(2)
+    eventually("it fails for nobody came", lambda: alone.state.is_final)
+    requests.run(3)
+    assert metrics_of(decode)["transfers_total", "aborted"] == 1
+    counted = metrics_of(prefill)
+    assert counted["transfers_total", "timed_out"] == 1
+    assert counted["transfers_total", "success"] == 1
+    assert counted["refusals_total", "RoomExistsError"] == 1
+
+
+def test_what_is_refused_for_a_full_queue_is_counted(watched: Callable[..., Requests]):
+    requests = watched(max_waiting_chunks=1)
+    prefill = requests.prefill.endpoints[0]
+    sender = prefill.open(1)
+    sender.submit([0])
+    with pytest.raises(QueueFullError):
+        sender.submit([1])
+    assert metrics_of(prefill)["refusals_total", "QueueFullError"] == 1
+
+
+def test_a_status_says_who_waits_for_what(watched: Callable[..., Requests]):
+    requests = watched()
+    prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    requests.connect()
+    lonely = requests.new(7)
+    requests.open_prefill(lonely)
+    (room,) = status_of(prefill).rooms
+    assert (room.room, room.state, room.waits_for) == (
+        7,
+        TransferState.BOOTSTRAPPING.value,
+        "0 of some decode ranks have opened it",
+    )
+    requests.open_decode(lonely)
+    eventually("both know", lambda: status_of(prefill).states == {TransferState.WAITING_FOR_INPUT.value: 1})
+    assert status_of(prefill).rooms[0].waits_for == "the next chunk of the caller"
+    assert status_of(decode).rooms[0].waits_for == "prefill ranks [0]"
+    transport = requests.prefill.transports[0]
+    transport.held = True
+    requests.submit(lonely)
+    eventually("a write is on its way", lambda: transport.in_flight == 1)
+    (room,) = status_of(prefill).rooms
+    assert room.waits_for == f"writes to {decode.transport.endpoint_name}"
+    assert room.peers == (decode.transport.endpoint_name,)
+    assert [(peer.name, peer.is_ready) for peer in status_of(prefill).peers] == [(decode.transport.endpoint_name, True)]
+    assert [(peer.name, peer.is_ready) for peer in status_of(decode).peers] == [(prefill.transport.endpoint_name, True)]
+    transport.held = False
+    lonely.wait()
+    assert status_of(prefill).rooms == ()
+
+
+def test_quarantined_pages_are_shown_until_they_are_safe(watched: Callable[..., Requests]):
+    requests = watched()
+    prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    request = requests.begin_held()
+    request.receivers[0].abort("not wanted any more")
+    request.wait_ended()
+    for endpoint in (prefill, decode):
+        eventually("six pages are quarantined", lambda at=endpoint: metrics_of(at)["quarantined_pages",] == 6)
+        assert metrics_of(endpoint)["quarantine_seconds",] > 0
+    requests.prefill.transports[0].held = False
+    for endpoint in (prefill, decode):
+        eventually("they are safe", lambda at=endpoint: metrics_of(at)["quarantined_pages",] == 0)
+
+
+def test_silent_peers_are_named(watched: Callable[..., Requests], caplog: pytest.LogCaptureFixture):
+    requests = watched(heartbeat_interval_s=0.1, peer_timeout_s=30.0)
+    prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    requests.connect()
+    eventually("both are heard", lambda: not status_of(prefill).silent_peers)
+    decode._driver._next_ping_at = float("inf")  # as if it had stopped
+    name = decode.transport.endpoint_name
+    eventually("it is noticed", lambda: [peer.name for peer in status_of(prefill).silent_peers] == [name])
+    assert metrics_of(prefill)["peer_silent_seconds", name] > 0.2
+    assert metrics_of(prefill)["peers", "silent"] == 1
+
+    def lines() -> list[str]:
+        return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+
+    eventually("the log names it", lambda: any(f"decode rank {name} has been silent for" in each for each in lines()))
+    assert len([each for each in lines() if "silent" in each]) == 1, "once"
+    decode._driver._next_ping_at = 0.0
+    eventually("it is back", lambda: not status_of(prefill).silent_peers)
+
+
+def test_health_says_what_is_wrong(engines: Callable[..., Engines]):
+    both = engines(observe_port=0)
+    decode = both.decode(ATTENTION).endpoints[0]
+    assert httpx.get(f"{decode.observe_url}/health").status_code == 200
+    decode._driver._is_stopping.set()
+    eventually("a thread has ended", lambda: not decode.is_healthy)
+    assert httpx.get(f"{decode.observe_url}/health").status_code == 503
+    assert metrics_of(decode)["healthy",] == 0
+
+
+def test_every_rank_has_a_port_of_its_own(engines: Callable[..., Engines], free_base: int):
+    both = engines(observe_port=free_base)
+    ranks = both.prefill(ATTENTION, Shape(tp=2)).endpoints
+    assert [each.observe_url for each in ranks] == [f"http://127.0.0.1:{free_base + rank}" for rank in range(2)]
+    with pytest.raises(SettingsError, match=r"KVFERRY_OBSERVE_PORT.*number higher"):
+        both.prefill(ATTENTION)
+
+
+def test_nothing_is_served_unless_it_is_asked_for(pair: Callable[..., Requests]):
+    requests = pair(ATTENTION)
+    assert requests.prefill.endpoints[0].observe_url is None
+    assert requests.prefill.endpoints[0].status().side is Side.PREFILL
+
+
+def test_a_closed_endpoint_lets_go_of_its_port(watched: Callable[..., Requests]):
+    requests = watched()
+    for endpoint in (requests.prefill.endpoints[0], requests.decode.endpoints[0]):
+        url = endpoint.observe_url
+        endpoint.close()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+
+
+def test_labels_are_bounded(pair: Callable[..., Requests]):
+    status = pair(ATTENTION).prefill.endpoints[0].status()
+    many = tuple(PeerStatus(name=f"d{each}", state="ready", is_ready=True, silent_s=99.0) for each in range(1000))
+    crowded = msgspec.structs.replace(status, peers=many)
+    metrics = Metrics(Side.PREFILL, lambda: crowded)
+    for number in range(1000):
+        metrics.refused(type(f"Strange{number}Error", (Exception,), {})())
+    families = list(text_string_to_metric_families(metrics.exposition().decode()))
+    values: dict[str, int] = {family.name: len(family.samples) for family in families}
+    assert values["kvferry_peer_silent_seconds"] == MOST_NAMED_PEERS
+    assert values["kvferry_refusals"] <= 2, "how many, and since when"
+    assert values["kvferry_transfers"] <= 2 * len(Outcome)
+    assert {each.labels["phase"] for f in families if f.name == "kvferry_phase_seconds" for each in f.samples} == set(
+        PHASES
+    )
+
+
+def test_only_the_oldest_rooms_are_shown(watched: Callable[..., Requests]):
+    prefill = watched().prefill.endpoints[0]
+    for room in range(MOST_ROOMS + 5):
+        prefill.open(room)
+    status = status_of(prefill)
+    assert status.states == {TransferState.BOOTSTRAPPING.value: MOST_ROOMS + 5}
+    assert [room.room for room in status.rooms[:3]] == [0, 1, 2]
+    assert len(status.rooms) == MOST_ROOMS

@@ -1,0 +1,25 @@
+"""How transfers end, in few words."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry import errors
+from kvferry.observe.outcomes import Outcome, outcome_of
+from kvferry.protocol.failures import caused
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (None, Outcome.SUCCESS),
+        (errors.TransferAbortedError("a"), Outcome.ABORTED),
+        (errors.TransferTimeoutError("a"), Outcome.TIMED_OUT),
+        (errors.ChecksumError("a"), Outcome.WRONG_BYTES),
+        (caused("a write failed", errors.PeerDisconnectedError("gone")), Outcome.PEER_LOST),
+        (caused("connecting failed", errors.IncompatiblePeerError("no")), Outcome.INCOMPATIBLE),
+        (caused("it broke", ValueError("x")), Outcome.FAILED),
+    ],
+)
+def test_the_cause_counts(error: Exception | None, outcome: Outcome):
+    assert outcome_of(error) is outcome
