@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import multiprocessing.context
 import os
@@ -58,6 +59,17 @@ class End:
     error: str = ""
 
 
+class _Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
 class Rank:
     """What runs in the process: one endpoint at a time."""
 
@@ -67,6 +79,8 @@ class Rank:
         self.transfers: dict[int, tuple[Sender | Receiver, Pages]] = {}
         self.prefixes: dict[int, int] = {}
         self.gates = Gates()
+        self._log = _Lines()
+        logging.getLogger("kvferry").addHandler(self._log)
 
     def start_prefill(
         self,
@@ -225,6 +239,17 @@ class Rank:
     def resources(self) -> Resources:
         """What the process holds."""
         return resources()
+
+    def observe_url(self) -> str:
+        """Where the endpoint shows itself."""
+        assert self.endpoint is not None
+        assert self.endpoint.observe_url is not None
+        return self.endpoint.observe_url
+
+    def logged(self) -> list[str]:
+        """What was logged since the last call."""
+        lines, self._log.said = self._log.said, []
+        return lines
 
     def is_healthy(self) -> bool:
         """Whether every thread of the endpoint runs."""

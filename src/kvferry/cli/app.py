@@ -339,6 +339,26 @@ def up(
 
 
 @app.command()
+def top(
+    where: Annotated[
+        list[str] | None,
+        typer.Argument(help="Endpoints: port, host:port or host:9470-9477; else KVFERRY_OBSERVE_PORT of this machine."),
+    ] = None,
+    interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the tables once, and end.")] = False,
+) -> None:
+    """Show endpoints and their open rooms: where they stand, how fast they move, and what they wait for.
+
+    Endpoints answer when they are started with KVFERRY_OBSERVE_PORT, on that port plus their rank. Works in any
+    terminal, over ssh too. The exit code is 0 only if somebody answered.
+    """
+    from kvferry.cli.top.run import run
+
+    if not run(where or (), interval_s=interval_s, once=once, console=Console()):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
 def sim(
     seed: Annotated[int | None, typer.Option(help="The schedule to run, or the first of several.")] = None,
     count: Annotated[int, typer.Option(min=1, help="How many schedules, from the first on.")] = 1,

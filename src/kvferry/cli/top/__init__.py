@@ -1,0 +1,1 @@
+"""`kvferry top`: endpoints and rooms, as they go along."""
