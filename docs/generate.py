@@ -1,7 +1,8 @@
 """Writes what the documents say about the code from the code: `make docs`.
 
 The state diagrams of docs/protocol.md come from the transition tables, docs/settings.md from `Settings`, the
-table of docs/reliability.md from `protocol/holding.py`. A test checks that none has fallen behind.
+tables of docs/reliability.md and docs/observability.md from `protocol/holding.py` and `observe/metrics.py`. A test
+checks that none has fallen behind.
 """
 
 from __future__ import annotations
@@ -9,8 +10,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic_core import PydanticUndefined
 
+from kvferry.errors import UsageError
+from kvferry.observe.metrics import Metrics
+from kvferry.observe.status import EndpointStatus, PeerStatus, Side, StagingStatus
 from kvferry.protocol.holding import Waits, markdown
 from kvferry.protocol.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, mermaid
 from kvferry.settings import PREFIX, Settings
@@ -44,6 +50,49 @@ def protocol_page() -> str:
     return text
 
 
+def observability_page() -> str:
+    """docs/observability.md with its table of metrics made anew."""
+    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for family in exported():
+        labels = sorted({label for sample in family.samples for label in sample.labels if label != "le"})
+        name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+        lines.append(f"| `{name}` | {family.type} | {', '.join(labels) or '-'} | {family.documentation} |")
+    before, rest = (DOCS / "observability.md").read_text().split("<!-- metrics -->\n")
+    _, after = rest.split("<!-- /metrics -->")
+    table = "\n".join(lines)
+    return f"{before}<!-- metrics -->\n{table}\n<!-- /metrics -->{after}"
+
+
+def exported() -> list[Metric]:
+    """Every metric of an endpoint to which everything has happened once."""
+    peer = PeerStatus(name="a", state="ready", is_ready=True, silent_s=1e9)
+    status = EndpointStatus(
+        side=Side.PREFILL,
+        engine="",
+        rank=0,
+        endpoint="",
+        version="",
+        process=0,
+        at_unix_s=0.0,
+        up_s=0.0,
+        peer_timeout_s=1.0,
+        heartbeat_s=1.0,
+        problem="",
+        states={},
+        oldest_room_s=0.0,
+        quarantined_pages=0,
+        quarantine_s=0.0,
+        rooms=(),
+        peers=(peer,),
+        staging=StagingStatus(),
+        threads=(),
+    )
+    metrics = Metrics(Side.PREFILL, lambda: status)
+    metrics.refused(UsageError())
+    families = text_string_to_metric_families(metrics.exposition().decode())
+    return [family for family in families if not family.name.endswith("_created")]
+
+
 def settings_page() -> str:
     """docs/settings.md."""
     lines = [
@@ -67,6 +116,7 @@ def main() -> None:
     (DOCS / "protocol.md").write_text(protocol_page())
     (DOCS / "settings.md").write_text(settings_page())
     (DOCS / "reliability.md").write_text(reliability_page())
+    (DOCS / "observability.md").write_text(observability_page())
 
 
 if __name__ == "__main__":

@@ -48,6 +48,10 @@ def test_the_settings_page_lists_every_setting():
     assert (ROOT / "docs/settings.md").read_text() == generator().settings_page(), "run `make docs`"
 
 
+def test_the_page_on_observability_lists_every_metric():
+    assert (ROOT / "docs/observability.md").read_text() == generator().observability_page(), "run `make docs`"
+
+
 def test_the_readme_shows_the_example_as_it_is():
     assert (ROOT / "examples/two_processes.py").read_text() == python_blocks("README.md")[0]
 
