@@ -81,7 +81,7 @@ class DecodeEndpoint:
         )
         self._deadlines = deadlines(self.settings)
         self._started_at = self._platform.now()
-        self._shown = Shown(Side.DECODE, self.engine_rank, self.settings, self.status)
+        self._shown = Shown(Side.DECODE, engine, self.engine_rank, self.settings, self.status)
         # Guards the table of rooms, which callers add to and the driver takes from.
         self._lock = threading.Lock()
         self._rooms: dict[int, Receiver] = {}

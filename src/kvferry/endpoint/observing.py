@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 from kvferry._version import __version__
 from kvferry.endpoint.threads import ThreadHealth
+from kvferry.observe.logs import FailureLog
 from kvferry.observe.metrics import Metrics
-from kvferry.observe.observer import Observer
+from kvferry.observe.observer import Both, Observer
 from kvferry.observe.server import ObserveServer
 from kvferry.observe.status import (
     MOST_ROOMS,
@@ -31,18 +32,20 @@ class Shown:
         server: where metrics and status are served; None where nobody asked for them.
     """
 
-    def __init__(self, side: Side, rank: int, settings: Settings, status: Callable[[], EndpointStatus]) -> None:
-        """Listens, if the settings say so, and answers once it is started.
+    def __init__(
+        self, side: Side, engine: str, rank: int, settings: Settings, status: Callable[[], EndpointStatus]
+    ) -> None:
+        """Prepares to serve, if the settings say so; `start` begins.
 
         Raises:
             SettingsError: if the port is impossible.
         """
-        self.observer = Observer()
+        self.observer: Observer = FailureLog(f"{side.value} rank {rank} of {engine!r}")
         self.server: ObserveServer | None = None
         if settings.observe_port is not None:
             metrics = Metrics(side, status)
             port = settings.observe_port + rank if settings.observe_port else 0
-            self.observer = metrics
+            self.observer = Both(self.observer, metrics)
             self.server = ObserveServer(settings.observe_host, port, metrics, status)
 
     def start(self) -> None:

@@ -108,7 +108,7 @@ class PrefillEndpoint:
         self.transport = transport or create_transport(self.settings, endpoint_name(engine, self.engine_rank))
         self._deadlines = deadlines(self.settings)
         self._started_at = self.now()
-        self._shown = Shown(Side.PREFILL, self.engine_rank, self.settings, self.status)
+        self._shown = Shown(Side.PREFILL, engine, self.engine_rank, self.settings, self.status)
         self.observer = self._shown.observer
         self._peers = DecodePeers(self._make_peer)
         # Guards the table: what comes for a room goes either to it, or to whoever opens it later.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from kvferry.errors import KVFerryError
 from kvferry.protocol.states import TransferState
+
+log = logging.getLogger(__name__)
 
 
 class Transfer:
@@ -70,6 +73,7 @@ class Transfer:
         # In this order: whoever sees pages reusable sees the end, whoever was woken by the end sees pages reusable.
         has_changed = state is not self.state
         if has_changed:
+            log.debug("room %d: %s", self.room, state.value, extra={"room": self.room, "state": state.value})
             self._error = error
             self.state = state
         if pages_reusable:

@@ -8,6 +8,12 @@ import threading
 import time
 from datetime import datetime, timezone
 
+from kvferry.observe.observer import Observer
+from kvferry.observe.outcomes import Outcome, outcome_of
+from kvferry.observe.records import ReceiverStats, SenderStats
+
+log = logging.getLogger(__name__)
+
 _FIELDS = ("room", "peer", "side", "state")
 
 
@@ -49,6 +55,41 @@ class Limited:
             self._log.error("%d more such lines were left out before this one", left_out)
         if is_written:
             self._log.error(message, *arguments, extra=fields)
+
+
+class FailureLog(Observer):
+    """Writes a line for every transfer that fails, with the cause; those that somebody aborted are no failures."""
+
+    def __init__(self, who: str) -> None:
+        """Args:
+        who: the endpoint, as it stands in the line.
+        """
+        self._who = who
+        self._limited = Limited(log)
+
+    def sent(self, room: int, stats: SenderStats, error: Exception | None) -> None:
+        self._ended(room, stats.opened_at, stats.ended_at, error, "prefill")
+
+    def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
+        self._ended(room, stats.opened_at, stats.ended_at, error, "decode")
+
+    def _ended(self, room: int, opened_at: float, ended_at: float | None, error: Exception | None, side: str) -> None:
+        if error is None or ended_at is None:
+            return
+        about = {"room": room, "side": side}
+        if outcome_of(error) is Outcome.ABORTED:
+            log.info("room %d on %s was given up: %s", room, self._who, error, extra=about)
+            return
+        self._limited.error(
+            ended_at,
+            "room %d failed on %s %.1f s after it was opened: %s: %s",
+            room,
+            self._who,
+            ended_at - opened_at,
+            type(error).__name__,
+            error,
+            **about,
+        )
 
 
 class JsonLines(logging.Formatter):

@@ -244,3 +244,31 @@ def test_only_the_oldest_rooms_are_shown(watched: Callable[..., Requests]):
     assert status.states == {TransferState.BOOTSTRAPPING.value: MOST_ROOMS + 5}
     assert [room.room for room in status.rooms[:3]] == [0, 1, 2]
     assert len(status.rooms) == MOST_ROOMS
+
+
+def test_a_failure_is_one_line_with_its_cause(watched: Callable[..., Requests], caplog: pytest.LogCaptureFixture):
+    requests = watched(bootstrap_timeout_s=0.3)
+    alone = requests.prefill.endpoints[0].open(77)
+    eventually("it fails for nobody came", lambda: alone.state.is_final)
+    eventually("the log says so", lambda: any("room 77" in each.getMessage() for each in caplog.records))
+    (line,) = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert "room 77 failed on prefill rank 0 of" in line.getMessage()
+    assert "KVFERRY_BOOTSTRAP_TIMEOUT_S" in line.getMessage(), "what to do"
+    assert (line.__dict__["room"], line.__dict__["side"]) == (77, "prefill")
+
+
+def test_who_gives_up_fills_no_log(watched: Callable[..., Requests], caplog: pytest.LogCaptureFixture):
+    requests = watched()
+    request = requests.new(5)
+    requests.open_prefill(request)
+    request.senders[0].abort("the client went away")
+    eventually("it has ended", lambda: request.senders[0].state.is_final)
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_every_state_is_a_line_at_debug(watched: Callable[..., Requests], caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.DEBUG, logger="kvferry.endpoint.transfer")
+    watched().run(9)
+    states = [each.__dict__["state"] for each in caplog.records if each.__dict__.get("room") == 9]
+    assert states.count("success") == 2
+    assert states.count("transferring") == 2
