@@ -359,6 +359,26 @@ def top(
 
 
 @app.command()
+def trace(
+    where: Annotated[
+        list[str], typer.Argument(help="Endpoints: port, host:port or host:9470-9477, of both sides if you can.")
+    ],
+    seconds: Annotated[float, typer.Option(min=0.1, max=60, help="How long to record.")] = 5.0,
+    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("kvferry-trace.json"),
+) -> None:
+    """Record what endpoints do for a while, and write a trace to look at in ui.perfetto.dev or chrome://tracing.
+
+    A row is a worker or a wire, a colour a phase: queue, credit, gather, post, wire, arrival, scatter, and every room
+    as a whole. Endpoints of several machines are put on one time line by their clocks. The exit code is 0 only if all
+    endpoints answered.
+    """
+    from kvferry.cli.top.recording import record
+
+    if not record(where, seconds=seconds, output=output, console=Console()):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
 def sim(
     seed: Annotated[int | None, typer.Option(help="The schedule to run, or the first of several.")] = None,
     count: Annotated[int, typer.Option(min=1, help="How many schedules, from the first on.")] = 1,

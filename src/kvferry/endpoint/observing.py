@@ -10,7 +10,7 @@ from kvferry._version import __version__
 from kvferry.endpoint.threads import ThreadHealth
 from kvferry.observe.logs import FailureLog
 from kvferry.observe.metrics import Metrics
-from kvferry.observe.observer import Both, Observer
+from kvferry.observe.observer import Observer, Several
 from kvferry.observe.server import ObserveServer
 from kvferry.observe.status import (
     MOST_ROOMS,
@@ -21,6 +21,7 @@ from kvferry.observe.status import (
     StagingStatus,
     ThreadStatus,
 )
+from kvferry.observe.tracing import Recorder
 from kvferry.settings import Settings
 
 
@@ -45,8 +46,9 @@ class Shown:
         if settings.observe_port is not None:
             metrics = Metrics(side, status)
             port = settings.observe_port + rank if settings.observe_port else 0
-            self.observer = Both(self.observer, metrics)
-            self.server = ObserveServer(settings.observe_host, port, metrics, status)
+            recorder = Recorder()
+            self.observer = Several(self.observer, metrics, recorder)
+            self.server = ObserveServer(settings.observe_host, port, metrics, recorder, status)
 
     def start(self) -> None:
         """Serves, once the endpoint can say where it stands.

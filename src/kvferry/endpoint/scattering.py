@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,6 +65,17 @@ class ArrivalTask(ABC):
         """Gives back the memory that it is about. For the driver's thread, once it is done, or will not be."""
 
 
+def _placed(task: ArrivalTask, writer: int, begun_at: float, done_at: float, num_bytes: int) -> PlacedRecord:
+    return PlacedRecord(
+        writer=writer,
+        arrived_at=task.arrived_at,
+        begun_at=begun_at,
+        done_at=done_at,
+        num_bytes=num_bytes,
+        thread=threading.current_thread().name,
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ScatterTask(ArrivalTask):
     """A part of a chunk that is in staging memory and belongs into pages.
@@ -85,7 +97,7 @@ class ScatterTask(ArrivalTask):
         scatter_part(self.message, self.ring, self.span, self.room.places, kernels, is_verified=self.is_verified)
 
     def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
-        return PlacedRecord(self.message.writer, self.arrived_at, begun_at, done_at, self.span.num_bytes)
+        return _placed(self, self.message.writer, begun_at, done_at, self.span.num_bytes)
 
     def event(self, error: Exception | None) -> PartScattered:
         return PartScattered(self.message.writer, self.message.sequence, self.message.part, error)
@@ -116,7 +128,7 @@ class VerifyTask(ArrivalTask):
         )
 
     def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
-        return PlacedRecord(self.message.writer, self.arrived_at, begun_at, done_at, 0)
+        return _placed(self, self.message.writer, begun_at, done_at, 0)
 
     def event(self, error: Exception | None) -> Verified:
         return Verified(self.message.writer, self.message.sequence, error)

@@ -76,6 +76,7 @@ class PartLanded:
     Attributes:
         posted: what it was.
         landed_at: when we saw that.
+        thread: whose work it was.
         result: the transport's report, or why the write failed.
     """
 
@@ -83,6 +84,7 @@ class PartLanded:
     sequence: int
     posted: Posted
     landed_at: float
+    thread: str
     result: FlightReport | Exception
 
     @property
@@ -97,6 +99,7 @@ class PartLanded:
             landed_at=self.landed_at,
             num_bytes=posted.num_bytes,
             runs=posted.runs,
+            thread=self.thread,
         )
 
 
@@ -571,6 +574,7 @@ class SendingRoom(Actor):
             return
 
         posted_at = surroundings.now()
+        thread = threading.current_thread().name
         self._observer.wire_began(gathered_at)  # a transport may have moved bytes while it was posted
 
         def done(report: FlightReport) -> None:
@@ -584,6 +588,7 @@ class SendingRoom(Actor):
                 landed_at=now,
                 num_bytes=report.total_bytes,
                 runs=len(selected.local_indices),
+                thread=thread,
             )
             account.add(report, part, descriptors=report.descriptors)
             self._keep(account.record(command.receiver, now))
@@ -656,6 +661,7 @@ class SendingRoom(Actor):
     def _watch_part(self, queue: StagedQueue, write: StagedWrite, posted: Posted, worker: Worker) -> None:
         receiver, sequence = write.command.receiver, write.command.sequence
         is_posting = True
+        thread = threading.current_thread().name
         self._observer.wire_began(posted.gathered_at)
         landed: list[PartLanded] = []
 
@@ -671,7 +677,7 @@ class SendingRoom(Actor):
         def ended(result: FlightReport | Exception) -> None:
             now = self._surroundings.now()
             self._observer.wire_ended(now)
-            event = PartLanded(receiver, sequence, posted, now, result)
+            event = PartLanded(receiver, sequence, posted, now, thread, result)
             if is_posting:
                 landed.append(event)
             else:

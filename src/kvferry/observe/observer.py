@@ -55,52 +55,52 @@ class Observer:
         """A peer is given up."""
 
 
-class Both(Observer):
-    """Tells two."""
+class Several(Observer):
+    """Tells several."""
 
-    def __init__(self, first: Observer, second: Observer) -> None:
-        self._both = first, second
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
 
     def submitted(self, seconds: float) -> None:
-        for each in self._both:
+        for each in self._observers:
             each.submitted(seconds)
 
     def wire_began(self, now: float) -> None:
-        for each in self._both:
+        for each in self._observers:
             each.wire_began(now)
 
     def wire_ended(self, now: float) -> None:
-        for each in self._both:
+        for each in self._observers:
             each.wire_ended(now)
 
     def write_ended(self, room: int, record: WriteRecord) -> None:
-        for each in self._both:
+        for each in self._observers:
             each.write_ended(room, record)
 
     def write_failed(self, room: int, receiver: str, error: Exception) -> None:
-        for each in self._both:
+        for each in self._observers:
             each.write_failed(room, receiver, error)
 
     def deferred(self, receiver: str) -> None:
-        for each in self._both:
+        for each in self._observers:
             each.deferred(receiver)
 
     def sent(self, room: int, stats: SenderStats, error: Exception | None) -> None:
-        for each in self._both:
+        for each in self._observers:
             each.sent(room, stats, error)
 
     def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
-        for each in self._both:
+        for each in self._observers:
             each.received(room, stats, error)
 
     def refused(self, error: Exception) -> None:
-        for each in self._both:
+        for each in self._observers:
             each.refused(error)
 
     def retried(self, what: Retry) -> None:
-        for each in self._both:
+        for each in self._observers:
             each.retried(what)
 
     def peer_lost(self, peer: str, error: Exception) -> None:
-        for each in self._both:
+        for each in self._observers:
             each.peer_lost(peer, error)

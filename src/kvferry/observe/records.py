@@ -19,6 +19,7 @@ class PartRecord:
         landed_at: when we saw that the transport was through with it.
         num_bytes: that it carried.
         runs: in how many pieces they lay: descriptors before neighbours were merged, or blocks that were gathered.
+        thread: whose work it was.
     """
 
     ready_at: float
@@ -28,6 +29,7 @@ class PartRecord:
     landed_at: float
     num_bytes: int
     runs: int
+    thread: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class PlacedRecord:
         arrived_at: when we saw that it was in our memory.
         begun_at, done_at: when the putting or verifying began and ended.
         num_bytes: of a part, in staging memory; 0 for a chunk.
+        thread: whose work it was.
     """
 
     writer: int
@@ -118,6 +121,7 @@ class PlacedRecord:
     begun_at: float
     done_at: float
     num_bytes: int
+    thread: str = ""
 
 
 @dataclass(frozen=True, slots=True)

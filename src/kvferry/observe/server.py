@@ -11,15 +11,18 @@ from kvferry.control.http_server import HttpServer
 from kvferry.errors import ObserveError
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.status import EndpointStatus
+from kvferry.observe.tracing import Recorder, Window
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
+
+LONGEST_WINDOW_S = 60.0
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ObserveServer(HttpServer):
-    """Serves `/metrics`, `/status` and `/health`."""
+    """Serves `/metrics`, `/status`, `/health` and `/trace?seconds=5`."""
 
     title = "the metrics' server"
     thread_name = "kvferry-observe"
@@ -27,15 +30,18 @@ class ObserveServer(HttpServer):
     when_taken = ": every rank of a machine takes the one that is its number higher"
     failed = ObserveError
 
-    def __init__(self, host: str, port: int, metrics: Metrics, status: Callable[[], EndpointStatus]) -> None:
+    def __init__(
+        self, host: str, port: int, metrics: Metrics, recorder: Recorder, status: Callable[[], EndpointStatus]
+    ) -> None:
         """Args:
-            metrics, status: of the endpoint.
+            metrics, recorder, status: of the endpoint.
 
         Raises:
             SettingsError: if a value is impossible.
         """
         super().__init__(host, port)
         self._metrics = metrics
+        self._recorder = recorder
         self._status = status
 
     def app(self) -> ASGIApp:
@@ -59,4 +65,17 @@ class ObserveServer(HttpServer):
             body = {"is_well": is_well, "problem": found.problem}
             return Response(msgspec.json.encode(body), 200 if is_well else 503, media_type="application/json")
 
-        return Starlette(routes=[Route("/metrics", metrics), Route("/status", status), Route("/health", health)])
+        def trace(request: Request) -> Response:
+            try:
+                seconds = float(request.query_params.get("seconds", "1"))
+            except ValueError:
+                seconds = 0.0
+            if not 0 < seconds <= LONGEST_WINDOW_S:
+                return Response(f"seconds is a number above 0, and {LONGEST_WINDOW_S:g} at most", 400)
+            spans, left_out = self._recorder.record(seconds)
+            found = self._status()
+            window = Window(found.side, found.engine, found.rank, found.endpoint, spans, left_out)
+            return Response(msgspec.json.encode(window), media_type="application/json")
+
+        routes = {"/metrics": metrics, "/status": status, "/health": health, "/trace": trace}
+        return Starlette(routes=[Route(path, endpoint) for path, endpoint in routes.items()])

@@ -1,0 +1,183 @@
+"""A window of what an endpoint does, piece by piece, and traces that viewers of Perfetto and Chrome open."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry.observe.observer import Observer
+from kvferry.observe.records import ReceiverStats, SenderStats, WriteRecord
+from kvferry.observe.status import Side
+
+MOST_SPANS = 200_000
+"""Of a window; later ones are left out and counted."""
+
+COLOURS: Mapping[str, str] = {
+    "transfer": "grey",
+    "queue": "terrible",
+    "credit": "bad",
+    "gather": "thread_state_running",
+    "post": "thread_state_runnable",
+    "wire": "rail_load",
+    "arrival": "yellow",
+    "scatter": "rail_response",
+}
+"""By phase, of those that the trace viewers know by name."""
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Something that took time.
+
+    Attributes:
+        phase: what; "transfer" is a whole room.
+        row: whose work it was, or what it was on.
+        room: for which room.
+        begin_s, end_s: in seconds since 1970, by the clock of the machine.
+        num_bytes: that it moved.
+        what: more about it, in words.
+    """
+
+    phase: str
+    row: str
+    room: int
+    begin_s: float
+    end_s: float
+    num_bytes: int = 0
+    what: str = ""
+
+
+class Window(msgspec.Struct, frozen=True):
+    """What an endpoint has recorded.
+
+    Attributes:
+        side, engine, rank, endpoint: which endpoint it is.
+        spans: everything that has ended within the window; what had begun before it as well.
+        left_out: how many there was no space for.
+    """
+
+    side: Side
+    engine: str
+    rank: int
+    endpoint: str
+    spans: list[Span]
+    left_out: int
+
+
+class Recorder(Observer):
+    """Keeps what it is told while somebody records, and costs a look at a flag while nobody does."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+        # Guards the window: one at a time, whoever asks.
+        self._lock = threading.Lock()
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        self._count = 0
+        self._unix_s = 0.0  # of the steady clock's zero
+
+    def record(self, seconds: float) -> tuple[list[Span], int]:
+        """Records for so long; returns what has ended meanwhile, and how many things were left out.
+
+        Others who want to record at the same time wait.
+        """
+        with self._lock:
+            self._spans.clear()
+            self._count = 0
+            self._unix_s = time.time() - time.monotonic()
+            self._is_on = True
+            try:
+                time.sleep(seconds)
+            finally:
+                self._is_on = False
+            spans = list(self._spans)
+            return spans, self._count - len(spans)
+
+    def _add(
+        self, phase: str, row: str, room: int, begin: float, end: float, num_bytes: int = 0, what: str = ""
+    ) -> None:
+        if end > begin:
+            self._count += 1
+            self._spans.append(Span(phase, row, room, begin + self._unix_s, end + self._unix_s, num_bytes, what))
+
+    def write_ended(self, room: int, record: WriteRecord) -> None:
+        if not self._is_on:
+            return
+        self._add("queue", "queue", room, record.submitted_at, record.posted_at)
+        for part in record.parts:
+            thread = part.thread
+            self._add("credit", "credit", room, part.ready_at, part.begun_at, part.num_bytes, record.receiver)
+            self._add("gather", thread, room, part.begun_at, part.gathered_at, part.num_bytes)
+            self._add("post", thread, room, part.gathered_at, part.posted_at, part.num_bytes)
+            what = f"{record.path.value} to {record.receiver}: {record.why}"
+            self._add("wire", "wire", room, part.gathered_at, part.landed_at, part.num_bytes, what)
+
+    def sent(self, room: int, stats: SenderStats, error: Exception | None) -> None:
+        if self._is_on and stats.ended_at is not None:
+            self._add("transfer", "rooms", room, stats.opened_at, stats.ended_at, stats.total_bytes, _end(error))
+
+    def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
+        if not self._is_on or stats.ended_at is None:
+            return
+        for placed in stats.placed:
+            what = f"from prefill rank {placed.writer}"
+            self._add("arrival", "arrival", room, placed.arrived_at, placed.begun_at, placed.num_bytes, what)
+            self._add("scatter", placed.thread, room, placed.begun_at, placed.done_at, placed.num_bytes, what)
+        self._add("transfer", "rooms", room, stats.opened_at, stats.ended_at, 0, _end(error))
+
+
+def _end(error: Exception | None) -> str:
+    return "success" if error is None else f"{type(error).__name__}: {error}"
+
+
+def chrome_trace(windows: Sequence[Window]) -> dict[str, Any]:
+    """The trace event format of Chrome and Perfetto: a process an endpoint, a row a worker, a colour a phase.
+
+    What overlaps on a row, as writes on a wire do, gets rows of its own. Times begin with the earliest. The format:
+    "Trace Event Format" by the Chromium project.
+    """
+    begin_s = min((span.begin_s for window in windows for span in window.spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for process, window in enumerate(windows, 1):
+        name = f"{window.side.value} {window.engine}/{window.rank}"
+        events.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}})
+        for thread, (row, spans) in enumerate(_rows(window.spans), 1):
+            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": row}})
+            events += [_event(span, process, thread, begin_s) for span in spans]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(span: Span, process: int, thread: int, begin_s: float) -> dict[str, Any]:
+    about: dict[str, Any] = {"room": span.room, "bytes": span.num_bytes, "what": span.what}
+    if span.num_bytes:
+        about["MB/s"] = round(span.num_bytes / 1e6 / (span.end_s - span.begin_s), 1)
+    return {
+        "ph": "X",
+        "name": f"room {span.room}" if span.phase == "transfer" else span.phase,
+        "cat": span.phase,
+        "cname": COLOURS[span.phase],
+        "pid": process,
+        "tid": thread,
+        "ts": round((span.begin_s - begin_s) * 1e6, 3),
+        "dur": round((span.end_s - span.begin_s) * 1e6, 3),
+        "args": about,
+    }
+
+
+def _rows(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
+    """Spans by row, in the order of their beginning, and as many rows of a name as overlap."""
+    by_name: dict[str, list[list[Span]]] = {}
+    for span in sorted(spans, key=lambda each: (each.begin_s, -each.end_s)):
+        lanes = by_name.setdefault(span.row, [])
+        lane = next((lane for lane in lanes if lane[-1].end_s <= span.begin_s), None)
+        if lane is None:
+            lanes.append([span])
+        else:
+            lane.append(span)
+    for name in sorted(by_name):
+        lanes = by_name[name]
+        for number, lane in enumerate(lanes, 1):
+            yield (name if len(lanes) == 1 else f"{name} {number}"), lane
