@@ -312,6 +312,11 @@ class Settings(BaseSettings):
         return min(self.queues, self.workers)
 
 
+def environment() -> dict[str, str]:
+    """All of this process's environment, for tools that show it or hand it on."""
+    return dict(os.environ)
+
+
 def is_wildcard(host: str) -> bool:
     """Whether a host means every interface, so that nobody can connect to it under that name."""
     try:

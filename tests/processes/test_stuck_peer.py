@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from typing import Any
 
 import httpx
 import pytest
@@ -58,6 +60,13 @@ def top(*addresses: str) -> str:
     return run.stdout
 
 
+def doctor(address: str) -> tuple[int, list[dict[str, Any]]]:
+    """What the command finds, and its exit code."""
+    command = [sys.executable, "-m", "kvferry", "doctor", "--json", "--no-wire", address]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run.returncode, json.loads(run.stdout)["findings"]
+
+
 def seconds_since(words: str) -> float:
     """How long ago "since 2026-11-22 10:00:00Z" was."""
     found = re.search(r"since\s+(\d{4}-\d\d-\d\d)\s+(\d\d:\d\d:\d\d)Z", words)
@@ -89,6 +98,11 @@ def test_everything_names_it(ranks: tuple[RankProcess, RankProcess]):
     (line,) = [each for each in prefill.do(Rank.logged) if "silent" in each]
     assert line.startswith(f"decode rank {name} has been silent for")
     assert 0 <= seconds_since(line) < 30
+    code, findings = doctor(here)
+    assert code == 2
+    (named,) = [each["what"] for each in findings if each["severity"] == "error"]
+    assert f"prefill prefill/0 has not heard {name} for" in named
+    assert 0 <= seconds_since(named) < 30
     assert f"{there} does not answer" in " ".join(top(here, there).split())
     decode.thaw()
     eventually("it is back", lambda: "!" not in top(here, there), within_s=20)

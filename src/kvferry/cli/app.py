@@ -339,6 +339,30 @@ def up(
 
 
 @app.command()
+def doctor(
+    where: Annotated[
+        list[str] | None,
+        typer.Argument(help="Endpoints that run: port, host:port or host:9470-9477; else KVFERRY_OBSERVE_PORT here."),
+    ] = None,
+    peer: Annotated[
+        str | None, typer.Option(help="An endpoint on another machine, host:port, to check this one against.")
+    ] = None,
+    wire: Annotated[bool, typer.Option(help="Measure NIXL between two processes of this machine.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Look at what is installed, set, reachable and running, and say what is wrong and what to do.
+
+    Run it in the environment and with the variables of a rank. The exit code is 0 if all is good, 1 if something
+    deserves a look, and 2 if something is wrong.
+    """
+    from kvferry.cli.doctor.run import run
+
+    worst = run(where or (), peer=peer, moves_bytes=wire, wants_json=json, console=Console())
+    if worst:
+        raise typer.Exit(int(worst))
+
+
+@app.command()
 def top(
     where: Annotated[
         list[str] | None,

@@ -1,0 +1,77 @@
+"""Which way NIXL really takes between two processes of this machine, and how fast it is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from kvferry.cli.doctor.findings import Finding, error, good, warning
+from kvferry.cli.doctor.probe import Measured
+
+_LONGEST_S = 60.0
+_SLOW_BYTES_PER_S = 0.5e9
+_TITLE = "remote memory write by ucp_put"
+_ROW = re.compile(r"\|\s*(?P<range>[\w.]+)\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|")
+
+
+def wire(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Moves bytes between two processes, as endpoints with these settings would.
+
+    Args:
+        environment: of this process; the processes get it, too.
+    """
+    command = [sys.executable, "-m", "kvferry.cli.doctor.probe"]
+    try:
+        # UCX says which protocols it picks when it picks them.
+        run = subprocess.run(  # noqa: S603 - this interpreter, and a module of ours
+            command,
+            env={**environment, "UCX_PROTO_INFO": "y"},
+            capture_output=True,
+            text=True,
+            timeout=_LONGEST_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        yield error("wire", f"two processes of this machine moved nothing within {_LONGEST_S:g} s", _REMEDY)
+        return
+    try:
+        measured = msgspec.json.decode(run.stdout.strip().rpartition("\n")[2], type=Measured)
+    except msgspec.MsgspecError:
+        last = (run.stderr or run.stdout).strip().rpartition("\n")[2]
+        yield error("wire", f"two processes of this machine could not exchange anything: {last}", _REMEDY)
+        return
+    ways = picked(run.stdout + run.stderr)
+    speed = f"{measured.bytes_per_s / 1e9:.1f} GB/s in bulk, {measured.latency_s * 1e6:.0f} us for 4 KiB"
+    how = f"UCX takes {', '.join(ways)}" if ways else "UCX does not say which way"
+    yield good("wire", f"between two processes here: {speed}; {how}")
+    if ways and all("tcp" in way for way in ways):
+        yield warning(
+            "wire",
+            "bytes go over TCP between processes of one machine, though memory would be faster",
+            "look at UCX_TLS: it needs cma or an RDMA transport; containers need the ptrace capability for cma",
+        )
+    if measured.bytes_per_s < _SLOW_BYTES_PER_S:
+        yield warning(
+            "wire", f"{measured.bytes_per_s / 1e9:.2f} GB/s is slow", "is the machine busy? kvferry bench says"
+        )
+
+
+_REMEDY = "run with UCX_LOG_LEVEL=info, and look at UCX_TLS, UCX_NET_DEVICES and KVFERRY_NIXL_DEVICE"
+
+
+def picked(said: str) -> list[str]:
+    """The ways that UCX says it has picked for writes, in the order of its saying so."""
+    found: dict[str, None] = {}
+    is_of_writes = False
+    for line in said.splitlines():
+        if _TITLE in line:
+            is_of_writes = True
+        elif " by ucp_" in line:
+            is_of_writes = False
+        elif is_of_writes and (row := _ROW.search(line)) and ".." in row["range"]:
+            found[row["config"]] = None
+    return list(found)
