@@ -21,7 +21,7 @@ SEED ?=
 MINUTES ?= 5
 SOAK_FLAGS ?=
 
-.PHONY: help sim demo test vllm test-engines test-gpu fuzz check format docs bench bench-memory bench-gpu soak clean
+.PHONY: help sim demo test vllm test-engines test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -33,6 +33,7 @@ help:
 	@echo "make fuzz    set up, then run every fuzzer for so long (MINUTES=5)"
 	@echo "make check   set up, then check style and types"
 	@echo "make format  let the tools fix style"
+	@echo "make site    set up, then build the documentation into site/; any warning is an error"
 	@echo "make docs    write what the documents say about the code from the code"
 	@echo "make bench   set up, then measure the standard set and write docs/benchmarks.md"
 	@echo "make bench-memory  set up, then see whether memory grows over 100,000 transfers"
@@ -107,6 +108,10 @@ format: $(INSTALLED)
 docs: $(INSTALLED)
 	$(VENV)/bin/python docs/generate.py
 
+# The variable silences a notice of MkDocs Material about its successor.
+site: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
 bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.standard
 
@@ -121,4 +126,4 @@ soak: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.soak --minutes $(MINUTES) $(SOAK_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

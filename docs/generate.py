@@ -87,7 +87,7 @@ def exported() -> list[Metric]:
         staging=StagingStatus(),
         threads=(),
     )
-    metrics = Metrics(Side.PREFILL, lambda: status)
+    metrics = Metrics(lambda: status)
     metrics.refused(UsageError())
     families = text_string_to_metric_families(metrics.exposition().decode())
     return [family for family in families if not family.name.endswith("_created")]

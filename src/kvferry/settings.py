@@ -126,7 +126,8 @@ class Settings(BaseSettings):
         ge=0,
         le=65535,
         description="Serve metrics (/metrics), status (/status) and health (/health) on this port plus the rank's "
-        "number; 0 takes any free one. Not served without it. Read-only, for everyone who reaches the address.",
+        "number, or the next that is free; 0 takes any free one. Not served without it. Read-only, for everyone who "
+        "reaches the address.",
     )
 
     workers: int = Field(

@@ -18,7 +18,10 @@ def test_the_library_needs_neither_torch_nor_transformers():
 
 
 def test_importing_loads_no_command_line_no_server_and_no_nixl():
-    script = "import sys, kvferry; print([m for m in ('typer', 'rich', 'uvicorn', 'nixl_cu13') if m in sys.modules])"
+    script = (
+        "import sys, kvferry; unwanted = ('typer', 'rich', 'uvicorn', 'prometheus_client', 'nixl_cu13'); "
+        "print([m for m in unwanted if m in sys.modules])"
+    )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout == "[]\n"
 

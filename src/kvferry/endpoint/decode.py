@@ -232,7 +232,7 @@ class DecodeEndpoint:
     @property
     def observe_url(self) -> str | None:
         """Where metrics and status are served; None where no setting asks for it."""
-        return self._shown.server.url if self._shown.server is not None else None
+        return self._shown.url
 
     def status(self) -> EndpointStatus:
         """Where the endpoint stands now, for people and tools to look at."""

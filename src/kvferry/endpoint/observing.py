@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from kvferry._version import __version__
 from kvferry.endpoint.threads import ThreadHealth
 from kvferry.observe.logs import FailureLog
-from kvferry.observe.metrics import Metrics
 from kvferry.observe.observer import Observer, Several
-from kvferry.observe.server import ObserveServer
 from kvferry.observe.status import (
     MOST_ROOMS,
     EndpointStatus,
@@ -24,46 +24,52 @@ from kvferry.observe.status import (
 from kvferry.observe.tracing import Recorder
 from kvferry.settings import Settings
 
+if TYPE_CHECKING:
+    from kvferry.observe.server import ObserveServer
+
 
 class Shown:
     """What others see of an endpoint.
 
     Attributes:
         observer: to be told what happens.
-        server: where metrics and status are served; None where nobody asked for them.
+        url: where metrics and status are served; None where nobody asked for them, or before `start`.
     """
 
     def __init__(
         self, side: Side, engine: str, rank: int, settings: Settings, status: Callable[[], EndpointStatus]
     ) -> None:
-        """Prepares to serve, if the settings say so; `start` begins.
-
-        Raises:
-            SettingsError: if the port is impossible.
-        """
+        """Prepares what the settings ask for; `start` serves it."""
         self.observer: Observer = FailureLog(f"{side.value} rank {rank} of {engine!r}")
-        self.server: ObserveServer | None = None
-        if settings.observe_port is not None:
-            metrics = Metrics(side, status)
-            port = settings.observe_port + rank if settings.observe_port else 0
-            recorder = Recorder()
-            self.observer = Several(self.observer, metrics, recorder)
-            self.server = ObserveServer(settings.observe_host, port, metrics, recorder, status)
+        self.url: str | None = None
+        self._server: ObserveServer | None = None
+        self._serve: Callable[[], ObserveServer] | None = None
+        if settings.observe_port is None:
+            return
+        # Imported late: processes that show nothing need not load what shows it.
+        from kvferry.observe.metrics import Metrics
+        from kvferry.observe.server import serve
+
+        metrics, recorder = Metrics(status), Recorder()
+        self.observer = Several(self.observer, metrics, recorder)
+        port = settings.observe_port + rank if settings.observe_port else 0
+        self._serve = partial(serve, settings.observe_host, port, metrics, recorder, status)
 
     def start(self) -> None:
         """Serves, once the endpoint can say where it stands.
 
         Raises:
-            SettingsError: if the port is taken.
+            SettingsError: if no port is free, or the host is not this machine's.
             ObserveError: if the server does not come up.
         """
-        if self.server is not None:
-            self.server.start()
+        if self._serve is not None:
+            self._server = self._serve()
+            self.url = self._server.url
 
     def close(self) -> None:
         """Serves no more."""
-        if self.server is not None:
-            self.server.close()
+        if self._server is not None:
+            self._server.close()
 
 
 def endpoint_status(

@@ -14,7 +14,7 @@ from kvferry.observe.busy import BusyTime
 from kvferry.observe.observer import Observer, Retry
 from kvferry.observe.outcomes import Outcome, outcome_of
 from kvferry.observe.records import PartRecord, ReceiverStats, SenderStats, WriteRecord
-from kvferry.observe.status import EndpointStatus, Side
+from kvferry.observe.status import EndpointStatus
 from kvferry.plan import Path
 from kvferry.protocol.states import TransferState
 
@@ -31,12 +31,11 @@ PHASES = ("queue", "credit", "gather", "post", "wire", "arrival", "scatter")
 class Metrics(Observer):
     """Counts what it is told, and asks for the rest when it is read."""
 
-    def __init__(self, side: Side, status: Callable[[], EndpointStatus]) -> None:
+    def __init__(self, status: Callable[[], EndpointStatus]) -> None:
         """Args:
         status: where the endpoint stands now.
         """
         self._registry = registry = CollectorRegistry()
-        self._side = side
         self._busy = BusyTime()
 
         def counter(name: str, meaning: str, labels: Sequence[str] = ()) -> Counter:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvferry.control.http_server import HttpServer
-from kvferry.errors import ObserveError
+from kvferry.errors import ObserveError, SettingsError
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.status import EndpointStatus
 from kvferry.observe.tracing import Recorder, Window
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 LONGEST_WINDOW_S = 60.0
+PORTS = 32
+"""That are tried, one after the other: prefill and decode ranks of one machine may have been given the same."""
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -27,7 +30,7 @@ class ObserveServer(HttpServer):
     title = "the metrics' server"
     thread_name = "kvferry-observe"
     port_setting = "KVFERRY_OBSERVE_PORT"
-    when_taken = ": every rank of a machine takes the one that is its number higher"
+    when_taken = f": so are the {PORTS - 1} behind it"
     failed = ObserveError
 
     def __init__(
@@ -79,3 +82,26 @@ class ObserveServer(HttpServer):
 
         routes = {"/metrics": metrics, "/status": status, "/health": health, "/trace": trace}
         return Starlette(routes=[Route(path, endpoint) for path, endpoint in routes.items()])
+
+
+def serve(
+    host: str, port: int, metrics: Metrics, recorder: Recorder, status: Callable[[], EndpointStatus]
+) -> ObserveServer:
+    """Serves on the first port that is free, from the given one on; 0 stands for any.
+
+    Raises:
+        SettingsError: if there is none, or the host is not this machine's.
+        ObserveError: if the server does not come up.
+    """
+    last = min(port + PORTS, 65536) - 1 if port else port
+    for each in range(port, last + 1):
+        server = ObserveServer(host, each, metrics, recorder, status)
+        try:
+            server.start()
+        except SettingsError as error:
+            is_taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            if not is_taken or each == last:
+                raise
+        else:
+            return server
+    raise AssertionError("there is a last port")

@@ -46,8 +46,9 @@ def status_of(endpoint: PrefillEndpoint | DecodeEndpoint) -> EndpointStatus:
 
 @pytest.fixture
 def free_base() -> int:
-    """A port with a free one behind it."""
-    return next(port for port in free_ports(32) if port < 65535)
+    """A port with two free ones behind it."""
+    (base,) = free_ports(1)
+    return min(base, 65000)
 
 
 @pytest.fixture
@@ -200,8 +201,22 @@ def test_every_rank_has_a_port_of_its_own(engines: Callable[..., Engines], free_
     both = engines(observe_port=free_base)
     ranks = both.prefill(ATTENTION, Shape(tp=2)).endpoints
     assert [each.observe_url for each in ranks] == [f"http://127.0.0.1:{free_base + rank}" for rank in range(2)]
-    with pytest.raises(SettingsError, match=r"KVFERRY_OBSERVE_PORT.*number higher"):
-        both.prefill(ATTENTION)
+    (other,) = both.decode(ATTENTION).endpoints
+    assert other.observe_url == f"http://127.0.0.1:{free_base + 2}", "the next that is free"
+
+
+def test_a_host_that_is_not_ours_is_refused(engines: Callable[..., Engines]):
+    with pytest.raises(SettingsError, match=r"192\.0\.2\.77.*no address of this machine"):
+        engines(observe_port=0, observe_host="192.0.2.77").decode(ATTENTION)
+
+
+def test_ports_that_are_all_taken_are_named(engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvferry.observe.server.PORTS", 1)
+    both = engines(observe_port=0)
+    (first,) = both.decode(ATTENTION).endpoints
+    port = int(str(first.observe_url).rpartition(":")[2])
+    with pytest.raises(SettingsError, match=rf"{port}: the port is taken.*KVFERRY_OBSERVE_PORT"):
+        both.decode(ATTENTION, observe_port=port)
 
 
 def test_nothing_is_served_unless_it_is_asked_for(pair: Callable[..., Requests]):
@@ -223,7 +238,7 @@ def test_labels_are_bounded(pair: Callable[..., Requests]):
     status = pair(ATTENTION).prefill.endpoints[0].status()
     many = tuple(PeerStatus(name=f"d{each}", state="ready", is_ready=True, silent_s=99.0) for each in range(1000))
     crowded = msgspec.structs.replace(status, peers=many)
-    metrics = Metrics(Side.PREFILL, lambda: crowded)
+    metrics = Metrics(lambda: crowded)
     for number in range(1000):
         metrics.refused(type(f"Strange{number}Error", (Exception,), {})())
     families = list(text_string_to_metric_families(metrics.exposition().decode()))

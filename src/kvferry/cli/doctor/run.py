@@ -13,7 +13,7 @@ from rich.text import Text
 from kvferry.cli.doctor import configuration, machine, others
 from kvferry.cli.doctor.findings import Finding, Severity, error
 from kvferry.cli.doctor.wire import wire
-from kvferry.cli.top.asking import addresses
+from kvferry.cli.top.asking import addresses, present
 from kvferry.errors import SettingsError
 from kvferry.settings import Settings, environment
 
@@ -84,7 +84,7 @@ def _everything(targets: Sequence[str], peers: Sequence[str], *, moves_bytes: bo
     yield from _safely("limits", lambda: machine.limits(settings))
     yield from _safely("devices", lambda: machine.devices(settings))
     yield from _safely("registry", lambda: others.registry(settings))
-    running = targets or ([f"127.0.0.1:{settings.observe_port}"] if settings.observe_port else [])
+    running = targets or (present(settings.observe_port) if settings.observe_port else [])
     yield from _safely("endpoints", lambda: others.endpoints(running, are_expected=bool(targets)))
     for each in peers:
         yield from _safely("peer", lambda at=each: others.peer(at))  # type: ignore[misc]

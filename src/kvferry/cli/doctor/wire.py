@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -38,9 +39,8 @@ def wire(environment: Mapping[str, str]) -> Iterator[Finding]:
     except subprocess.TimeoutExpired:
         yield error("wire", f"two processes of this machine moved nothing within {_LONGEST_S:g} s", _REMEDY)
         return
-    try:
-        measured = msgspec.json.decode(run.stdout.strip().rpartition("\n")[2], type=Measured)
-    except msgspec.MsgspecError:
+    measured = _measured(run.stdout)
+    if measured is None:
         last = (run.stderr or run.stdout).strip().rpartition("\n")[2]
         yield error("wire", f"two processes of this machine could not exchange anything: {last}", _REMEDY)
         return
@@ -61,6 +61,15 @@ def wire(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 _REMEDY = "run with UCX_LOG_LEVEL=info, and look at UCX_TLS, UCX_NET_DEVICES and KVFERRY_NIXL_DEVICE"
+
+
+def _measured(said: str) -> Measured | None:
+    """What the probe has printed, wherever UCX printed something as well."""
+    for line in said.splitlines():
+        if line.startswith("{"):
+            with contextlib.suppress(msgspec.MsgspecError):
+                return msgspec.json.decode(line, type=Measured)
+    return None
 
 
 def picked(said: str) -> list[str]:

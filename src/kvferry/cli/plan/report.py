@@ -320,10 +320,7 @@ def why(study: Study) -> Iterator[str]:
     )
     for other in others:
         yield f"path: {study.path(other)}, if pages lie {other.value}"
-    yield (
-        "Estimated with constants of one machine; endpoints will measure theirs when they connect. Today they write "
-        "direct."
-    )
+    yield "Estimated with constants of one machine; endpoints measure theirs when they connect."
 
 
 def _writers(study: Study) -> Table:

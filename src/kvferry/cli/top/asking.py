@@ -13,6 +13,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.errors import ConfigurationError
+from kvferry.observe.server import PORTS
 from kvferry.observe.status import EndpointStatus
 
 _ANSWER_S = 2.0
@@ -60,6 +61,17 @@ def addresses(given: Sequence[str]) -> list[str]:
         host = match["host"] or "127.0.0.1"
         found += [f"{host}:{port}" for port in range(first, last + 1)]
     return list(dict.fromkeys(found))
+
+
+def present(port: int) -> list[str]:
+    """The endpoints of this machine that answer on a port or behind it; the port itself if none does."""
+    targets = [f"127.0.0.1:{each}" for each in range(port, min(port + PORTS, 65536))]
+    asker = Asker(targets)
+    try:
+        found = [sample.address for sample in asker.ask() if sample.status is not None]
+    finally:
+        asker.close()
+    return found or targets[:1]
 
 
 class Asker:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.live import Live
 
-from kvferry.cli.top.asking import Asker, Sample, addresses
+from kvferry.cli.top.asking import Asker, Sample, addresses, present
 from kvferry.cli.top.view import page, rates
 from kvferry.errors import ConfigurationError
 from kvferry.settings import Settings
@@ -31,7 +31,7 @@ def run(given: Sequence[str], *, interval_s: float, once: bool, console: Console
             "no address: name the endpoints, such as `kvferry top 9470-9477`; endpoints answer when they are started "
             "with KVFERRY_OBSERVE_PORT"
         )
-    asker = Asker(addresses(given or [str(port)]))
+    asker = Asker(addresses(given) if given else present(int(port or 0)))
     try:
         if once:
             return _once(asker, console)
