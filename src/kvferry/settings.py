@@ -130,6 +130,12 @@ class Settings(BaseSettings):
         "reaches the address.",
     )
 
+    traces: bool = Field(
+        False,
+        description="Make OpenTelemetry spans of transfers, for the tracer provider that the process has set up; with "
+        "kvferry[otel]. The decode side's context travels to the prefill side.",
+    )
+
     workers: int = Field(
         default_factory=lambda: default_workers(os.cpu_count() or 1),
         ge=1,

@@ -193,6 +193,7 @@ class DecodeEndpoint:
                     "(KVFERRY_MAX_ROOMS): open it when others have ended"
                 )
             self._rooms[room] = receiver
+            opened.trace = self._shown.observer.begin_receiving(room)
             # Under the lock, so that a close that aborts this room comes behind it.
             self._driver.open_room(opened, LinkKey(engine, prefill_dp_rank))
         return receiver

@@ -347,6 +347,7 @@ class DecodeDriver(Loop):
                     receivers=self._identity.coordinates.group_size,
                     tokens=room.tokens,
                     groups=room.groups,
+                    trace=room.trace,
                 )
             case SendAbort(rank, reason, error):
                 message = messages.AbortRoom(

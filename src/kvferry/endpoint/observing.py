@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvferry._version import __version__
 from kvferry.endpoint.threads import ThreadHealth
+from kvferry.errors import ConfigurationError
 from kvferry.observe.logs import FailureLog
 from kvferry.observe.observer import Observer, Several
 from kvferry.observe.status import (
@@ -39,11 +40,17 @@ class Shown:
     def __init__(
         self, side: Side, engine: str, rank: int, settings: Settings, status: Callable[[], EndpointStatus]
     ) -> None:
-        """Prepares what the settings ask for; `start` serves it."""
+        """Prepares what the settings ask for; `start` serves it.
+
+        Raises:
+            ConfigurationError: if spans are asked for, and OpenTelemetry is not installed.
+        """
         self.observer: Observer = FailureLog(f"{side.value} rank {rank} of {engine!r}")
         self.url: str | None = None
         self._server: ObserveServer | None = None
         self._serve: Callable[[], ObserveServer] | None = None
+        if settings.traces:
+            self.observer = Several(self.observer, _spans(engine, rank))
         if settings.observe_port is None:
             return
         # Imported late: processes that show nothing need not load what shows it.
@@ -70,6 +77,16 @@ class Shown:
         """Serves no more."""
         if self._server is not None:
             self._server.close()
+
+
+def _spans(engine: str, rank: int) -> Observer:
+    try:
+        from kvferry.observe.spans import Spans
+    except ImportError as error:
+        raise ConfigurationError(
+            f"traces (KVFERRY_TRACES) need OpenTelemetry: pip install 'kvferry[otel]' ({error})"
+        ) from error
+    return Spans(engine, rank)
 
 
 def endpoint_status(

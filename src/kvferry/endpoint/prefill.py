@@ -293,6 +293,7 @@ class PrefillEndpoint:
                     "(KVFERRY_MAX_ROOMS): open it when others have ended"
                 )
             opened = SendingRoom(machine, self._workers, self, self.settings)
+            self.observer.begin_sending(room)
             for receiver, message in self._table.add(opened):
                 self._deliver(opened, receiver, message)
         self._lookout.begin()

@@ -53,6 +53,7 @@ class ReceivingRoom:
         tokens: int | None,
         receiver: Receiver,
         places: UnitPlaces,
+        trace: str = "",
     ) -> None:
         self.room = machine.room
         self.generation = generation
@@ -61,6 +62,7 @@ class ReceivingRoom:
         self.receiver = receiver
         self.machine = machine
         self.places = places
+        self.trace = trace  # as it travels
         self.serial = 0  # of its wish, once it has a link
         self._placed: list[PlacedRecord] = []
 

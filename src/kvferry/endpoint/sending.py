@@ -391,6 +391,7 @@ class SendingRoom(Actor):
         self._attachments[attachment.receiver] = attachment
         self._elected[attachment.receiver] = elected
         self._generations[attachment.receiver] = message.generation
+        self._observer.asked(self.room, message.trace)
         return ReceiverOpened(
             receiver=attachment.receiver,
             generation=message.generation,

@@ -21,6 +21,16 @@ class Observer:
     Nothing that it raises may reach a transfer: whoever overrides a method sees to that.
     """
 
+    def begin_receiving(self, room: int) -> str:
+        """A caller opens a room on a decode rank. Returns the trace context that is to travel with it, if any."""
+        return ""
+
+    def begin_sending(self, room: int) -> None:
+        """A caller opens a room on a prefill rank."""
+
+    def asked(self, room: int, trace_context: str) -> None:
+        """A decode rank has asked for a room that is open here, with the trace context that came with it."""
+
     def submitted(self, seconds: float) -> None:
         """A caller has handed a chunk in, which took so long."""
 
@@ -60,6 +70,17 @@ class Several(Observer):
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
+
+    def begin_receiving(self, room: int) -> str:
+        return max(each.begin_receiving(room) for each in self._observers)  # one of them traces, at most
+
+    def begin_sending(self, room: int) -> None:
+        for each in self._observers:
+            each.begin_sending(room)
+
+    def asked(self, room: int, trace_context: str) -> None:
+        for each in self._observers:
+            each.asked(room, trace_context)
 
     def submitted(self, seconds: float) -> None:
         for each in self._observers:

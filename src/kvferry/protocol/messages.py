@@ -249,6 +249,7 @@ class OpenRoom(Message, frozen=True):
         receivers: how many decode ranks will open this room with the same prefill rank.
         tokens: how many tokens the request has; None where the decode side did not say.
         groups: what is wanted, for every group of the decode rank's layout.
+        trace: the decode side's trace context, as W3C's `traceparent`; empty if nobody traces.
     """
 
     room: Random
@@ -258,6 +259,7 @@ class OpenRoom(Message, frozen=True):
     receivers: Annotated[int, msgspec.Meta(le=2**31)]
     tokens: Position | None
     groups: Annotated[tuple[OpenGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+    trace: ShortText = ""
 
 
 class AbortRoom(Message, frozen=True):
