@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from enum import Enum
 
 from kvferry.observe.records import ReceiverStats, SenderStats, WriteRecord
+
+log = logging.getLogger(__name__)
 
 
 class Retry(Enum):
@@ -16,10 +20,7 @@ class Retry(Enum):
 
 
 class Observer:
-    """Is told what happens, in whatever thread it happens, and returns at once. This one does not care.
-
-    Nothing that it raises may reach a transfer: whoever overrides a method sees to that.
-    """
+    """Is told what happens, in whatever thread it happens, and returns at once. This one does not care."""
 
     def begin_receiving(self, room: int) -> str:
         """A caller opens a room on a decode rank. Returns the trace context that is to travel with it, if any."""
@@ -66,62 +67,58 @@ class Observer:
 
 
 class Several(Observer):
-    """Tells several."""
+    """Tells several. One that raises is logged, and the others are told all the same: no transfer suffers from it."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
+    def _each(self, tell: Callable[[Observer], object]) -> None:
+        for each in self._observers:
+            try:
+                tell(each)
+            except Exception:
+                log.exception("%s met an error; what it shows may be wrong", type(each).__name__)
+
     def begin_receiving(self, room: int) -> str:
-        return max(each.begin_receiving(room) for each in self._observers)  # one of them traces, at most
+        said: list[str] = []
+        self._each(lambda each: said.append(each.begin_receiving(room)))
+        return max(said, default="")  # one of them traces, at most
 
     def begin_sending(self, room: int) -> None:
-        for each in self._observers:
-            each.begin_sending(room)
+        self._each(lambda each: each.begin_sending(room))
 
     def asked(self, room: int, trace_context: str) -> None:
-        for each in self._observers:
-            each.asked(room, trace_context)
+        self._each(lambda each: each.asked(room, trace_context))
 
     def submitted(self, seconds: float) -> None:
-        for each in self._observers:
-            each.submitted(seconds)
+        self._each(lambda each: each.submitted(seconds))
 
     def wire_began(self, now: float) -> None:
-        for each in self._observers:
-            each.wire_began(now)
+        self._each(lambda each: each.wire_began(now))
 
     def wire_ended(self, now: float) -> None:
-        for each in self._observers:
-            each.wire_ended(now)
+        self._each(lambda each: each.wire_ended(now))
 
     def write_ended(self, room: int, record: WriteRecord) -> None:
-        for each in self._observers:
-            each.write_ended(room, record)
+        self._each(lambda each: each.write_ended(room, record))
 
     def write_failed(self, room: int, receiver: str, error: Exception) -> None:
-        for each in self._observers:
-            each.write_failed(room, receiver, error)
+        self._each(lambda each: each.write_failed(room, receiver, error))
 
     def deferred(self, receiver: str) -> None:
-        for each in self._observers:
-            each.deferred(receiver)
+        self._each(lambda each: each.deferred(receiver))
 
     def sent(self, room: int, stats: SenderStats, error: Exception | None) -> None:
-        for each in self._observers:
-            each.sent(room, stats, error)
+        self._each(lambda each: each.sent(room, stats, error))
 
     def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
-        for each in self._observers:
-            each.received(room, stats, error)
+        self._each(lambda each: each.received(room, stats, error))
 
     def refused(self, error: Exception) -> None:
-        for each in self._observers:
-            each.refused(error)
+        self._each(lambda each: each.refused(error))
 
     def retried(self, what: Retry) -> None:
-        for each in self._observers:
-            each.retried(what)
+        self._each(lambda each: each.retried(what))
 
     def peer_lost(self, peer: str, error: Exception) -> None:
-        for each in self._observers:
-            each.peer_lost(peer, error)
+        self._each(lambda each: each.peer_lost(peer, error))

@@ -75,9 +75,11 @@ class ObserveServer(HttpServer):
                 seconds = 0.0
             if not 0 < seconds <= LONGEST_WINDOW_S:
                 return Response(f"seconds is a number above 0, and {LONGEST_WINDOW_S:g} at most", 400)
-            spans, left_out = self._recorder.record(seconds)
+            recorded = self._recorder.record(seconds)
+            if recorded is None:
+                return Response("somebody else records: try again when that is over", 409)
             found = self._status()
-            window = Window(found.side, found.engine, found.rank, found.endpoint, spans, left_out)
+            window = Window(found.side, found.engine, found.rank, found.endpoint, *recorded)
             return Response(msgspec.json.encode(window), media_type="application/json")
 
         routes = {"/metrics": metrics, "/status": status, "/health": health, "/trace": trace}

@@ -79,12 +79,15 @@ class Recorder(Observer):
         self._count = 0
         self._unix_s = 0.0  # of the steady clock's zero
 
-    def record(self, seconds: float) -> tuple[list[Span], int]:
-        """Records for so long; returns what has ended meanwhile, and how many things were left out.
+    def record(self, seconds: float) -> tuple[list[Span], int] | None:
+        """Records for so long.
 
-        Others who want to record at the same time wait.
+        Returns:
+            What has ended meanwhile, and how many things were left out; None if somebody else records.
         """
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
             self._spans.clear()
             self._count = 0
             self._unix_s = time.time() - time.monotonic()
@@ -95,6 +98,8 @@ class Recorder(Observer):
                 self._is_on = False
             spans = list(self._spans)
             return spans, self._count - len(spans)
+        finally:
+            self._lock.release()
 
     def _add(
         self, phase: str, row: str, room: int, begin: float, end: float, num_bytes: int = 0, what: str = ""

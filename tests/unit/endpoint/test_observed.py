@@ -287,3 +287,28 @@ def test_every_state_is_a_line_at_debug(watched: Callable[..., Requests], caplog
     states = [each.__dict__["state"] for each in caplog.records if each.__dict__.get("room") == 9]
     assert states.count("success") == 2
     assert states.count("transferring") == 2
+
+
+def test_a_trace_is_recorded_for_a_sensible_time(watched: Callable[..., Requests]):
+    url = watched().decode.endpoints[0].observe_url
+    for seconds in ("0", "-1", "61", "nan", "soon"):
+        assert httpx.get(f"{url}/trace", params={"seconds": seconds}).status_code == 400
+    assert httpx.get(f"{url}/trace", params={"seconds": "0.01"}).json()["spans"] == []
+
+
+def test_nobody_writes_there(watched: Callable[..., Requests]):
+    url = watched().decode.endpoints[0].observe_url
+    for path in ("metrics", "status", "health", "trace"):
+        assert httpx.post(f"{url}/{path}").status_code == 405
+
+
+def test_metrics_that_break_break_no_transfer(
+    watched: Callable[..., Requests], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    def breaks(*_: Any) -> None:
+        raise ValueError("no counter")
+
+    for name in ("submitted", "wire_began", "wire_ended", "write_ended", "sent", "received"):
+        monkeypatch.setattr(Metrics, name, breaks)
+    watched().run(1)
+    assert "Metrics met an error" in caplog.text

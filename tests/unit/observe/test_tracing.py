@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import TypeAlias
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,8 @@ from kvferry.observe.records import PartRecord, WriteRecord
 from kvferry.observe.status import Side
 from kvferry.observe.tracing import COLOURS, Recorder, Span, Window, chrome_trace
 from kvferry.plan import Path
+
+Recorded: TypeAlias = tuple[list[Span], int] | None
 
 
 def write(at: float) -> WriteRecord:
@@ -26,16 +29,19 @@ def test_nothing_is_kept_while_nobody_records():
 
 
 def test_what_ends_in_the_window_is_there_with_its_phases():
-    recorder, found = Recorder(), []
+    recorder, found = Recorder(), list[Recorded]()
     thread = threading.Thread(target=lambda: found.append(recorder.record(0.3)))
     thread.start()
     while not recorder._is_on:
         time.sleep(0.001)
+    assert recorder.record(0.01) is None, "one at a time"
     now = time.monotonic()
     recorder.write_ended(7, write(now - 6))
     thread.join()
     recorder.write_ended(8, write(now))
-    ((spans, left_out),) = found
+    (recorded,) = found
+    assert recorded is not None
+    spans, left_out = recorded
     assert left_out == 0
     assert {span.room for span in spans} == {7}
     lengths = {span.phase: round(span.end_s - span.begin_s, 3) for span in spans}
