@@ -14,6 +14,7 @@ from kvferry.cli.doctor.findings import Finding, error, good, warning
 from kvferry.cli.doctor.probe import Measured
 
 _LONGEST_S = 60.0
+_MEASURED = msgspec.json.Decoder(Measured)
 _SLOW_BYTES_PER_S = 0.5e9
 _TITLE = "remote memory write by ucp_put"
 _ROW = re.compile(r"\|\s*(?P<range>[\w.]+)\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|")
@@ -68,7 +69,7 @@ def _measured(said: str) -> Measured | None:
     for line in said.splitlines():
         if line.startswith("{"):
             with contextlib.suppress(msgspec.MsgspecError):
-                return msgspec.json.decode(line, type=Measured)
+                return _MEASURED.decode(line)
     return None
 
 
