@@ -271,6 +271,7 @@ class StagedQueue:
             self._writes.popleft()
         if not self._writes:
             self._stop_waiting()  # whoever is behind must not wait for us
+            self._waits_since = None
             return None
         write = self._writes[0]
         num_bytes = write.next_bytes
@@ -335,6 +336,7 @@ class StagedQueue:
     def cancel(self, error: Exception) -> list[StagedWrite]:
         """Posts no more; returns the writes of which nothing is on its way. The others end when their parts have."""
         self._stop_waiting()
+        self._waits_since = None
         if self._span is not None:
             span, self._span = self._span, None
             self.packing.give_up(span)
