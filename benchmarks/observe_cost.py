@@ -1,4 +1,4 @@
-"""What metrics cost: the same benchmark with them and without, in turns, while somebody reads them every second.
+"""What metrics cost: the same benchmark with them and without, in turns, while somebody reads them now and then.
 
 `python -m benchmarks.observe_cost --rounds 6`. Prints throughput of either, and the ratio of their medians with the
 range of what pairs of rounds that differ in nothing would show.
@@ -34,7 +34,7 @@ class Round:
     gb_per_s: dict[str, float]
 
 
-def measure(*, is_observed: bool, seconds: float, chunks: int) -> Round:
+def measure(*, is_observed: bool, seconds: float, chunks: int, read_s: float) -> Round:
     """Runs the benchmark once."""
     environment = {**os.environ}
     if is_observed:
@@ -43,7 +43,7 @@ def measure(*, is_observed: bool, seconds: float, chunks: int) -> Round:
     command += ["--seconds", str(seconds), "--chunks", str(chunks)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
         over = threading.Event()
-        reader = threading.Thread(target=_read, args=(over,), daemon=True)
+        reader = threading.Thread(target=_read, args=(over, read_s), daemon=True)
         reader.start()  # in both kinds of rounds: where nobody answers, it costs as little
         said, _ = run.communicate()
         over.set()
@@ -51,9 +51,11 @@ def measure(*, is_observed: bool, seconds: float, chunks: int) -> Round:
     return Round({case["variant"]: case["gb_per_s"] for case in json.loads(said)["cases"]})
 
 
-def _read(over: threading.Event) -> None:
+def _read(over: threading.Event, every_s: float) -> None:
+    if not every_s:
+        return
     with httpx.Client(trust_env=False, timeout=1.0) as client:
-        while not over.wait(1.0):
+        while not over.wait(every_s):
             for port in range(BASE_PORT, BASE_PORT + PORTS // 8):
                 try:
                     client.get(f"http://127.0.0.1:{port}/metrics")
@@ -69,11 +71,16 @@ def main() -> None:
     parser.add_argument(
         "--chunks", type=int, default=4, help="that a request is submitted in: more writes, more to count"
     )
+    parser.add_argument("--read-s", type=float, default=10.0, help="seconds between reads of the metrics; 0 for never")
     chosen = parser.parse_args()
+
+    def run(is_observed: bool) -> Round:
+        return measure(is_observed=is_observed, seconds=chosen.seconds, chunks=chosen.chunks, read_s=chosen.read_s)
+
     kinds: dict[bool, list[Round]] = {False: [], True: []}
     for number in range(chosen.rounds):
         for is_observed in (number % 2 == 0, number % 2 == 1):  # neither is always first
-            kinds[is_observed].append(measure(is_observed=is_observed, seconds=chosen.seconds, chunks=chosen.chunks))
+            kinds[is_observed].append(run(is_observed))
     print("| path | without, GB/s | with metrics, GB/s | ratio of medians | spread of rounds without |")
     print("|---|---|---|---|---|")
     for variant in kinds[False][0].gb_per_s:
