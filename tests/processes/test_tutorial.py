@@ -6,31 +6,22 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.support.clones import ROOT, bash_blocks, make_clone
 
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.timeout(300)
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder with all that a clone has, and this environment as the one that `make demo` has made."""
-    for each in ROOT.iterdir():
-        if not each.name.startswith("."):
-            (tmp_path / each.name).symlink_to(each)
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    return tmp_path
+    return make_clone(tmp_path, ".venv")
 
 
 def test_the_tutorial_works_as_it_is(clone: Path):
-    blocks = re.findall(
-        r"^```bash\n(.*?)^```$", (ROOT / "docs/tutorial.md").read_text(), flags=re.MULTILINE | re.DOTALL
-    )
+    blocks = bash_blocks((ROOT / "docs/tutorial.md").read_text())
     assert len(blocks) == 5
     script = "".join(f"echo '== {number}'\n{block}" for number, block in enumerate(blocks))
     environment = {"PATH": os.environ["PATH"], "HOME": str(clone), "COLUMNS": "100"}

@@ -203,9 +203,8 @@ class HttpServer(ABC):
         """A listening socket. Bound is not enough: until one of them listens, two servers can share a port."""
         host, port = self._host, self._port
         try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-                0
-            ]
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, address = found[0]
             is_dual = host == "::" and socket.has_dualstack_ipv6()
             listener = socket.create_server(
                 (str(address[0]), port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual

@@ -33,7 +33,7 @@ from kvferry.errors import (
     RegistryError,
     TransferTimeoutError,
 )
-from kvferry.observe.logs import clock_time
+from kvferry.observe.logs import tell_silence
 from kvferry.observe.observer import Observer, Retry
 from kvferry.observe.records import PlacedRecord
 from kvferry.observe.status import PeerStatus, RoomStatus, StagingStatus
@@ -766,16 +766,8 @@ class DecodeDriver(Loop):
                     silent[link.key, rank.rank] = rank
         for (key, number), rank in silent.items():
             if (key, number) not in self._silent:
-                log.warning(
-                    "prefill rank %d of %r (%s) has been silent for %.1f s, since %s: is it stopped, or its machine "
-                    "overloaded? Its rooms fail when it has been for KVFERRY_PEER_TIMEOUT_S",
-                    number,
-                    key.engine,
-                    rank.endpoint or "not connected yet",
-                    rank.silent_s,
-                    clock_time(rank.silent_s),
-                    extra={"peer": rank.endpoint},
-                )
+                who = f"prefill rank {number} of {key.engine!r} ({rank.endpoint or 'not connected yet'})"
+                tell_silence(who, rank.endpoint, rank.silent_s)
         self._silent = frozenset(silent)
 
     def _release_what_is_proved(self, now: float) -> None:

@@ -16,7 +16,7 @@ from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.workers import Worker
 from kvferry.errors import TransportError
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.observe.logs import clock_time
+from kvferry.observe.logs import tell_silence
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import PeerStatus
 from kvferry.plan import Path
@@ -105,14 +105,7 @@ class DecodePeer(Actor):
         """Writes to the log, once, that the decode rank has fallen silent. For the control thread only."""
         is_silent = silence_s > noticed_s
         if is_silent and not self._is_silence_told:
-            log.warning(
-                "decode rank %s has been silent for %.1f s, since %s: is it stopped, or its machine overloaded? Its "
-                "rooms fail when it has been for KVFERRY_PEER_TIMEOUT_S",
-                self.name,
-                silence_s,
-                clock_time(silence_s),
-                extra={"peer": self.name},
-            )
+            tell_silence(f"decode rank {self.name}", self.name, silence_s)
         self._is_silence_told = is_silent
 
     def when_undone(self, call: Callable[[], None]) -> None:

@@ -53,7 +53,6 @@ class ReceivingRoom:
         tokens: int | None,
         receiver: Receiver,
         places: UnitPlaces,
-        trace: str = "",
     ) -> None:
         self.room = machine.room
         self.generation = generation
@@ -62,7 +61,7 @@ class ReceivingRoom:
         self.receiver = receiver
         self.machine = machine
         self.places = places
-        self.trace = trace  # as it travels
+        self.trace = ""  # the context that travels with its wish
         self.serial = 0  # of its wish, once it has a link
         self._placed: list[PlacedRecord] = []
 

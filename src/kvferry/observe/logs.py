@@ -23,6 +23,22 @@ def clock_time(age_s: float) -> str:
     return moment.strftime("%Y-%m-%d %H:%M:%SZ")
 
 
+def tell_silence(who: str, endpoint: str, silence_s: float) -> None:
+    """Writes that a peer has fallen silent.
+
+    Args:
+        who: the peer, as it stands in the line.
+    """
+    log.warning(
+        "%s has been silent for %.1f s, since %s: is it stopped, or its machine overloaded? Its rooms fail when it has "
+        "been for KVFERRY_PEER_TIMEOUT_S",
+        who,
+        silence_s,
+        clock_time(silence_s),
+        extra={"peer": endpoint},
+    )
+
+
 class Limited:
     """Writes so many lines of a kind in a period, and says later how many it has left out."""
 

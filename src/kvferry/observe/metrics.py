@@ -1,4 +1,4 @@
-"""Metrics of one endpoint, for Prometheus: docs/metrics.md lists them."""
+"""Metrics of one endpoint, for Prometheus: docs/observability.md lists them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 3
 SUBMIT_SECONDS = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 
 PHASES = ("queue", "credit", "gather", "post", "wire", "arrival", "scatter")
-"""What the time of a transfer goes into; see docs/metrics.md."""
+"""What the time of a transfer goes into; see docs/observability.md."""
 
 
 class Metrics(Observer):
@@ -156,7 +156,7 @@ class _Standing(Collector):
         known = {"side": status.side.value, "engine": status.engine, "rank": str(status.rank)}
         info.add_metric([], {**known, "version": status.version})
         yield info
-        yield _gauge("healthy", "Whether all threads run, and nothing else is wrong.", float(not _trouble(status)))
+        yield _gauge("healthy", "Whether all threads run, and nothing else is wrong.", float(status.is_well))
         failures = CounterMetricFamily("kvferry_thread_failures", "Turns of threads that met an unexpected error.")
         failures.add_metric([], sum(thread.failures for thread in status.threads))
         yield failures
@@ -190,7 +190,3 @@ class _Standing(Collector):
 
 def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"kvferry_{name}", meaning, value=value)
-
-
-def _trouble(status: EndpointStatus) -> bool:
-    return bool(status.problem) or not status.is_healthy

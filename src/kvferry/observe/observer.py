@@ -16,7 +16,6 @@ class Retry(Enum):
 
     LOOK_UP = "look-up"
     CONNECT = "connect"
-    MESSAGE = "message"
 
 
 class Observer:

@@ -64,9 +64,8 @@ class ObserveServer(HttpServer):
 
         def health(_: Request) -> Response:
             found = self._status()
-            is_well = found.is_healthy and not found.problem
-            body = {"is_well": is_well, "problem": found.problem}
-            return Response(msgspec.json.encode(body), 200 if is_well else 503, media_type="application/json")
+            body = {"is_well": found.is_well, "problem": found.problem}
+            return Response(msgspec.json.encode(body), 200 if found.is_well else 503, media_type="application/json")
 
         def trace(request: Request) -> Response:
             try:

@@ -133,6 +133,11 @@ class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
         return all(thread.is_alive for thread in self.threads)
 
     @property
+    def is_well(self) -> bool:
+        """Whether all threads run, and nothing else is wrong."""
+        return self.is_healthy and not self.problem
+
+    @property
     def silent_peers(self) -> tuple[PeerStatus, ...]:
         """Peers that have missed two heartbeats: longest first."""
         late = [peer for peer in self.peers if peer.silent_s > 2 * self.heartbeat_s]

@@ -15,7 +15,7 @@ from kvferry.observe.records import ReceiverStats, SenderStats, WriteRecord
 from kvferry.observe.status import Side
 
 MOST_SPANS = 200_000
-"""Of a window; later ones are left out and counted."""
+"""Of a window; with more, the earliest are left out, and counted."""
 
 COLOURS: Mapping[str, str] = {
     "transfer": "grey",

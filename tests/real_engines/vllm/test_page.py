@@ -4,36 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.clones import ROOT, bash_blocks, make_clone
 
 pytestmark = pytest.mark.timeout(600)
 
-ROOT = Path(__file__).parents[3]
 SECTION = "## Try it without a GPU"
 
 
 def blocks() -> list[str]:
     """What is typed into the first terminal, and into the second."""
     page = (ROOT / "docs/vllm.md").read_text()
-    section = page[page.index(SECTION) :].split("\n## ", 1)[0]
-    return re.findall(r"^```bash\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    return bash_blocks(page[page.index(SECTION) :].split("\n## ", 1)[0])
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder with all that a clone has, and this environment as the one that `make vllm` has made."""
-    for each in ROOT.iterdir():
-        if not each.name.startswith("."):
-            (tmp_path / each.name).symlink_to(each)
-    (tmp_path / ".venv-vllm").symlink_to(sys.prefix)
-    return tmp_path
+    return make_clone(tmp_path, ".venv-vllm")
 
 
 def test_the_page_works_as_it_is(clone: Path):

@@ -9,7 +9,7 @@ import httpx
 
 from kvferry._version import __version__
 from kvferry.cli.doctor.findings import Finding, error, good, warning
-from kvferry.cli.top.asking import Asker, Sample
+from kvferry.cli.top.asking import Sample, ask_once
 from kvferry.cli.top.view import troubles
 from kvferry.control.construction import create_registry_client
 from kvferry.errors import KVFerryError
@@ -50,11 +50,7 @@ def endpoints(targets: Sequence[str], *, are_expected: bool) -> Iterator[Finding
         targets: hosts and ports of what they show.
         are_expected: whether the user has named them.
     """
-    asker = Asker(targets)
-    try:
-        samples = asker.ask()
-    finally:
-        asker.close()
+    samples = ask_once(targets)
     for sample in samples:
         yield from _endpoint(sample, is_expected=are_expected)
     for trouble in troubles([sample for sample in samples if sample.status is not None]):
@@ -90,7 +86,7 @@ def peer(address: str) -> Iterator[Finding]:
         address: host and port of what it shows.
     """
     sent_at, begun_at = time.time(), time.monotonic()
-    (sample,) = _asked(address)
+    (sample,) = ask_once([address])
     if sample.status is None:
         yield error(
             "peer", f"{address} {sample.problem}", "start an endpoint there with KVFERRY_OBSERVE_PORT and _HOST"
@@ -108,14 +104,6 @@ def peer(address: str) -> Iterator[Finding]:
     else:
         yield good("clock", f"that of {address} differs by less than {max(skew_s, took_s):.2f} s")
     yield from _round_trip(address)
-
-
-def _asked(address: str) -> list[Sample]:
-    asker = Asker([address])
-    try:
-        return asker.ask()
-    finally:
-        asker.close()
 
 
 def _round_trip(address: str) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry._version import __version__
 from kvferry.errors import ConfigurationError
 from kvferry.observe.server import PORTS
 from kvferry.observe.status import EndpointStatus
@@ -31,7 +32,7 @@ class Sample:
         taken_at: when, by a steady clock.
         status: where it stands; None if it did not say.
         problem: why not.
-        sent_bytes, wire_busy_s: of its counters.
+        sent_bytes: of its counters.
     """
 
     address: str
@@ -39,7 +40,6 @@ class Sample:
     status: EndpointStatus | None
     problem: str = ""
     sent_bytes: float = 0.0
-    wire_busy_s: float = 0.0
 
 
 def addresses(given: Sequence[str]) -> list[str]:
@@ -66,12 +66,16 @@ def addresses(given: Sequence[str]) -> list[str]:
 def present(port: int) -> list[str]:
     """The endpoints of this machine that answer on a port or behind it; the port itself if none does."""
     targets = [f"127.0.0.1:{each}" for each in range(port, min(port + PORTS, 65536))]
+    return [sample.address for sample in ask_once(targets) if sample.status is not None] or targets[:1]
+
+
+def ask_once(targets: Sequence[str]) -> list[Sample]:
+    """Where endpoints stand now, in the order of their hosts and ports."""
     asker = Asker(targets)
     try:
-        found = [sample.address for sample in asker.ask() if sample.status is not None]
+        return asker.ask()
     finally:
         asker.close()
-    return found or targets[:1]
 
 
 class Asker:
@@ -99,30 +103,15 @@ class Asker:
             status = self._client.get(f"http://{address}/status").raise_for_status()
             metrics = self._client.get(f"http://{address}/metrics").raise_for_status()
             found = _STATUS.decode(status.content)
-            counters = _counters(metrics.text)
+            sent_bytes = _sent_bytes(metrics.text)
         except httpx.HTTPError as error:
             return Sample(address, time.monotonic(), None, f"does not answer: {error}")
         except (msgspec.MsgspecError, ValueError) as error:
-            return Sample(address, time.monotonic(), None, f"is no endpoint of kvferry {_version()}: {error}")
-        return Sample(
-            address,
-            time.monotonic(),
-            found,
-            sent_bytes=counters.get("kvferry_sent_bytes_total", 0.0),
-            wire_busy_s=counters.get("kvferry_wire_busy_seconds_total", 0.0),
-        )
+            return Sample(address, time.monotonic(), None, f"is no endpoint of kvferry {__version__}: {error}")
+        return Sample(address, time.monotonic(), found, sent_bytes=sent_bytes)
 
 
-def _version() -> str:
-    from kvferry._version import __version__
-
-    return __version__
-
-
-def _counters(text: str) -> dict[str, float]:
-    """Every metric's samples, added up over their labels."""
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
+def _sent_bytes(text: str) -> float:
+    """Of a metrics page, over all paths."""
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == "kvferry_sent_bytes_total")

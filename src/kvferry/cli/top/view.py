@@ -121,7 +121,7 @@ def _endpoints(samples: Sequence[Sample], found: Rates) -> Table:
 
 
 def _health(status: EndpointStatus) -> Text:
-    if not status.is_healthy or status.problem:
+    if not status.is_well:
         return Text("not well", style="red")
     if status.silent_peers:
         return Text("missing peers", style="yellow")
