@@ -1,94 +1,165 @@
-"""What metrics cost: the same benchmark with them and without, in turns, while somebody reads them now and then.
+"""What metrics cost: in the same processes, an endpoint with metrics and one without move the same requests in turns.
 
-`python -m benchmarks.observe_cost --rounds 6`. Prints throughput of either, and the ratio of their medians with the
-range of what pairs of rounds that differ in nothing would show.
+`python -m benchmarks.observe_cost`. A turn takes a fraction of a second, so that whatever else the machine does meets
+either alike, and the metrics are read as Prometheus would. Everything is repeated with new processes, where the other
+endpoint is made first: where an endpoint's memory lies makes it faster or slower for as long as it lives. Prints the
+ratios of throughput and of processor time a byte, each with the range in which 95 % of medians lie if repetitions and
+their turns are drawn anew. What an idle server costs meets both alike, and is not in there: see `benchmarks.idle`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import secrets
 import statistics
-import subprocess
-import sys
 import threading
-import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import httpx
+import numpy as np
 
-from kvferry.observe.server import PORTS
+from kvferry.cli.bench.measure import Measurement, Run, Surroundings
+from kvferry.cli.bench.options import OBSERVED_PORT, BenchOptions
+from kvferry.cli.bench.run import Typed, prepare
+from kvferry.cli.bench.teams import LocalTeam, Teams
 
-BASE_PORT = 19_470
+PATHS = ("direct", "staged")
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """One run of the benchmark.
+class Turn:
+    """What both endpoints did, one after the other: with metrics divided by without.
 
     Attributes:
-        gb_per_s: by variant.
+        throughput: bytes a second.
+        processor_time: seconds of all processes a byte.
     """
 
-    gb_per_s: dict[str, float]
+    throughput: float
+    processor_time: float
 
 
-def measure(*, is_observed: bool, seconds: float, chunks: int, read_s: float) -> Round:
-    """Runs the benchmark once."""
-    environment = {**os.environ}
-    if is_observed:
-        environment["KVFERRY_OBSERVE_PORT"] = str(BASE_PORT)
-    command = [sys.executable, "-m", "kvferry", "bench", "--preset", "small", "--json", "--variants", "direct,staged"]
-    command += ["--seconds", str(seconds), "--chunks", str(chunks)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
-        over = threading.Event()
-        reader = threading.Thread(target=_read, args=(over, read_s), daemon=True)
-        reader.start()  # in both kinds of rounds: where nobody answers, it costs as little
-        said, _ = run.communicate()
-        over.set()
+def planned(preset: str, tokens: int, chunks: int, passes: int) -> list[BenchOptions]:
+    """What is moved, in every turn."""
+    return prepare(
+        Typed(
+            preset=preset,
+            config=None,
+            device="cpu",
+            prefill_tp=1,
+            decode_tp=1,
+            page_size="16",
+            decode_page_size=None,
+            prefill_layout="nhd",
+            decode_layout="nhd",
+            pages="scattered",
+            variants=",".join(f"{path},{path}-observed" for path in PATHS),
+            tokens=tokens,
+            chunks=chunks,
+            requests=8,
+            passes=passes,
+            in_flight=4,
+            repetitions=1,
+            seconds=0,
+            nixl_threads=None,
+            plant_wrong_byte=False,
+        )
+    )
+
+
+@contextmanager
+def reading(every_s: float) -> Iterator[None]:
+    """Meanwhile reads the metrics of every endpoint now and then; 0 for never."""
+    over = threading.Event()
+
+    def read() -> None:
+        with httpx.Client(trust_env=False, timeout=1.0) as client:
+            while not over.wait(every_s):
+                for port in range(OBSERVED_PORT, OBSERVED_PORT + 2 * len(PATHS)):
+                    try:
+                        client.get(f"http://127.0.0.1:{port}/metrics")
+                    except httpx.HTTPError:
+                        continue  # nobody lives there
+
+    reader = threading.Thread(target=read, daemon=True)
+    if every_s:
+        reader.start()
+    yield
+    over.set()
+    if every_s:
         reader.join()
-    return Round({case["variant"]: case["gb_per_s"] for case in json.loads(said)["cases"]})
 
 
-def _read(over: threading.Event, every_s: float) -> None:
-    if not every_s:
-        return
-    with httpx.Client(trust_env=False, timeout=1.0) as client:
-        while not over.wait(every_s):
-            for port in range(BASE_PORT, BASE_PORT + PORTS // 8):
-                try:
-                    client.get(f"http://127.0.0.1:{port}/metrics")
-                except httpx.HTTPError:
-                    time.sleep(0)
+def measure(options: list[BenchOptions], turns: int) -> dict[str, list[Turn]]:
+    """Turns in new processes, by path."""
+    found: dict[str, list[Turn]] = {path: [] for path in PATHS}
+    with LocalTeam.started("prefill", options) as prefill, LocalTeam.started("decode", options) as decode:
+        surroundings = Surroundings(secrets.token_hex(4), None, shares_clock=True)
+        measurement = Measurement(options, 0, Teams(prefill, decode), surroundings, lambda _: None)
+        measurement.start()
+        for number in range(-1, turns):
+            for path in PATHS:
+                variants = (path, f"{path}-observed")
+                turn: dict[str, Run] = {}
+                for variant in variants if number % 2 else variants[::-1]:  # neither is always first
+                    turn[variant], _ = measurement.run(variant, passes=options[0].passes)
+                without, observed = (turn[variant] for variant in variants)
+                if number < 0:
+                    continue  # that warmed up
+                found[path].append(
+                    Turn(
+                        throughput=observed.bytes_per_s / without.bytes_per_s,
+                        processor_time=_processor_time(observed) / _processor_time(without),
+                    )
+                )
+    return found
+
+
+def _reversed(options: list[BenchOptions]) -> list[BenchOptions]:
+    """The same, but for which endpoints are made first: those may be faster."""
+    return [replace(each, variants=each.variants[::-1]) for each in options]
+
+
+def _processor_time(run: Run) -> float:
+    return run.cpu_s / run.num_bytes
+
+
+def shown(ratios: list[list[float]]) -> str:
+    """The median of ratios, which come by repetition, and its range."""
+    chance = np.random.default_rng(0)
+    medians = []
+    for _ in range(2000):
+        drawn = [ratios[index] for index in chance.integers(len(ratios), size=len(ratios))]
+        medians.append(np.median(np.concatenate([chance.choice(each, size=len(each)) for each in drawn])))
+    low, high = np.percentile(medians, (2.5, 97.5))
+    middle = statistics.median(ratio for each in ratios for ratio in each)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6, help="pairs of runs, one of each kind")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each run")
-    parser.add_argument(
-        "--chunks", type=int, default=4, help="that a request is submitted in: more writes, more to count"
-    )
+    parser.add_argument("--repetitions", type=int, default=10, help="with new processes; an even number")
+    parser.add_argument("--turns", type=int, default=20, help="of each endpoint in every repetition")
+    parser.add_argument("--preset", default="small", help="the model: small ones write more often, and count more")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a request")
+    parser.add_argument("--passes", type=int, default=4, help="eights of requests in a turn")
+    parser.add_argument("--chunks", type=int, default=4, help="that a request is submitted in")
     parser.add_argument("--read-s", type=float, default=10.0, help="seconds between reads of the metrics; 0 for never")
     chosen = parser.parse_args()
-
-    def run(is_observed: bool) -> Round:
-        return measure(is_observed=is_observed, seconds=chosen.seconds, chunks=chosen.chunks, read_s=chosen.read_s)
-
-    kinds: dict[bool, list[Round]] = {False: [], True: []}
-    for number in range(chosen.rounds):
-        for is_observed in (number % 2 == 0, number % 2 == 1):  # neither is always first
-            kinds[is_observed].append(run(is_observed))
-    print("| path | without, GB/s | with metrics, GB/s | ratio of medians | spread of rounds without |")
-    print("|---|---|---|---|---|")
-    for variant in kinds[False][0].gb_per_s:
-        off, on = ([each.gb_per_s[variant] for each in kinds[kind]] for kind in (False, True))
-        middle = statistics.median(off)
-        spread = f"{min(off) / middle:.3f} to {max(off) / middle:.3f}"
-        ratio = statistics.median(on) / middle
-        print(f"| {variant} | {middle:.3f} | {statistics.median(on):.3f} | {ratio:.3f} | {spread} |")
+    options = planned(chosen.preset, chosen.tokens, chosen.chunks, chosen.passes)
+    with reading(chosen.read_s):
+        repetitions = [
+            measure(_reversed(options) if number % 2 else options, chosen.turns) for number in range(chosen.repetitions)
+        ]
+    print("| path | throughput, with metrics / without | processor time a byte, with / without |")
+    print("|---|---|---|")
+    for path in PATHS:
+        throughput = shown([[turn.throughput for turn in each[path]] for each in repetitions])
+        processor_time = shown([[turn.processor_time for turn in each[path]] for each in repetitions])
+        print(f"| {path} | {throughput} | {processor_time} |")
 
 
 if __name__ == "__main__":

@@ -45,22 +45,22 @@ class Shown:
         Raises:
             ConfigurationError: if spans are asked for, and OpenTelemetry is not installed.
         """
-        self.observer: Observer = FailureLog(f"{side.value} rank {rank} of {engine!r}")
+        observers: list[Observer] = [FailureLog(f"{side.value} rank {rank} of {engine!r}")]
         self.url: str | None = None
         self._server: ObserveServer | None = None
         self._serve: Callable[[], ObserveServer] | None = None
         if settings.traces:
-            self.observer = Several(self.observer, _spans(engine, rank))
-        if settings.observe_port is None:
-            return
-        # Imported late: processes that show nothing need not load what shows it.
-        from kvferry.observe.metrics import Metrics
-        from kvferry.observe.server import serve
+            observers.append(_spans(engine, rank))
+        if settings.observe_port is not None:
+            # Imported late: processes that show nothing need not load what shows it.
+            from kvferry.observe.metrics import Metrics
+            from kvferry.observe.server import serve
 
-        metrics, recorder = Metrics(status), Recorder()
-        self.observer = Several(self.observer, metrics, recorder)
-        port = settings.observe_port + rank if settings.observe_port else 0
-        self._serve = partial(serve, settings.observe_host, port, metrics, recorder, status)
+            metrics, recorder = Metrics(status), Recorder()
+            observers += (metrics, recorder)
+            port = settings.observe_port + rank if settings.observe_port else 0
+            self._serve = partial(serve, settings.observe_host, port, metrics, recorder, status)
+        self.observer: Observer = Several(*observers)
 
     def start(self) -> None:
         """Serves, once the endpoint can say where it stands.

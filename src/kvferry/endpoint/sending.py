@@ -576,11 +576,9 @@ class SendingRoom(Actor):
 
         posted_at = surroundings.now()
         thread = threading.current_thread().name
-        self._observer.wire_began(gathered_at)  # a transport may have moved bytes while it was posted
 
         def done(report: FlightReport) -> None:
             now = surroundings.now()
-            self._observer.wire_ended(now)
             part = PartRecord(
                 ready_at=begun_at,
                 begun_at=begun_at,
@@ -597,7 +595,6 @@ class SendingRoom(Actor):
             self.post(WriteDone(command.receiver, command.sequence))
 
         def failed(error: Exception) -> None:
-            self._observer.wire_ended(surroundings.now())
             attachment.end_write()
             self.post(WriteFailed(command.receiver, command.sequence, error))
 
@@ -663,7 +660,6 @@ class SendingRoom(Actor):
         receiver, sequence = write.command.receiver, write.command.sequence
         is_posting = True
         thread = threading.current_thread().name
-        self._observer.wire_began(posted.gathered_at)
         landed: list[PartLanded] = []
 
         def done(report: FlightReport) -> None:
@@ -677,7 +673,6 @@ class SendingRoom(Actor):
 
         def ended(result: FlightReport | Exception) -> None:
             now = self._surroundings.now()
-            self._observer.wire_ended(now)
             event = PartLanded(receiver, sequence, posted, now, thread, result)
             if is_posting:
                 landed.append(event)

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-import threading
+from bisect import bisect_left, bisect_right
+
+MOST_INTERVALS = 4096
 
 
 class BusyTime:
     """Adds up the time during which at least one of several things was going on.
 
-    Bytes divided by it never exceed what the wire carries, however many writes overlap: time counts once. It counts
-    when something ends, together with the bytes that it carried.
+    Bytes divided by it never exceed what the wire carries, however many writes overlap: time counts once. Intervals may
+    come in any order. One thread at a time may use it.
     """
 
-    def __init__(self) -> None:
-        # Guards all of it: things begin and end in any thread.
-        self._lock = threading.Lock()
-        self._going_on = 0
-        self._counted_until = 0.0
+    def __init__(self, most_intervals: int = MOST_INTERVALS) -> None:
+        """Args:
+        most_intervals: that are remembered. Beyond that the older half is forgotten, and a write that began before
+            those has their time counted again: busy too long rather than not long enough.
+        """
+        self._most_intervals = most_intervals
+        # Disjoint, with gaps between them, in the order of time: where each begins, and where it ends.
+        self._begins: list[float] = []
+        self._ends: list[float] = []
         self._total_s = 0.0
 
-    def begin(self, now: float) -> None:
-        """Something begins."""
-        with self._lock:
-            if not self._going_on:
-                self._counted_until = max(self._counted_until, now)
-            self._going_on += 1
-
-    def end(self, now: float) -> float:
-        """Something that began has ended; returns the time that is counted for it."""
-        with self._lock:
-            self._going_on -= 1
-            counted_s = max(0.0, now - self._counted_until)
-            self._counted_until = max(self._counted_until, now)
-            self._total_s += counted_s
-            return counted_s
+    def add(self, begin: float, end: float) -> float:
+        """Something was going on from then until then; returns the time that was not counted before, in seconds."""
+        begins, ends = self._begins, self._ends
+        first, stop = bisect_left(ends, begin), bisect_right(begins, end)  # those that it touches
+        counted_s = 0.0
+        if first < stop:
+            counted_s = sum(ends[each] - begins[each] for each in range(first, stop))
+            begin, end = min(begin, begins[first]), max(end, ends[stop - 1])
+        begins[first:stop], ends[first:stop] = [begin], [end]
+        if len(begins) > self._most_intervals:
+            del begins[: len(begins) // 2], ends[: len(ends) // 2]
+        new_s = max(0.0, end - begin - counted_s)
+        self._total_s += new_s
+        return new_s
 
     @property
     def total_s(self) -> float:
         """All that was counted so far."""
-        with self._lock:
-            return self._total_s
+        return self._total_s

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from kvferry import errors
 from kvferry.errors import KVFerryError
 from kvferry.observe.busy import BusyTime
+from kvferry.observe.distribution import Distribution
 from kvferry.observe.observer import Observer, Retry
 from kvferry.observe.outcomes import Outcome, outcome_of
-from kvferry.observe.records import PartRecord, ReceiverStats, SenderStats, WriteRecord
+from kvferry.observe.records import PlacedRecord, ReceiverStats, SenderStats, WriteRecord
 from kvferry.observe.status import EndpointStatus
 from kvferry.plan import Path
 from kvferry.protocol.states import TransferState
@@ -28,32 +37,43 @@ PHASES = ("queue", "credit", "gather", "post", "wire", "arrival", "scatter")
 """What the time of a transfer goes into; see docs/observability.md."""
 
 
+MIXED = "mixed"
+NO_WAY = "none"
+WAYS = (*(path.value for path in Path), MIXED, NO_WAY)
+"""Which path a transfer took. A decode rank calls staged what came through its staging memory, if only in part."""
+
+_BATCH = 64
+"""What is told is counted in batches. Between two writes the processor has forgotten the code that counts: alone, each
+would take several times as long."""
+
+
 class Metrics(Observer):
-    """Counts what it is told, and asks for the rest when it is read."""
+    """Counts what it is told, and asks for the rest when it is read.
+
+    Whoever tells something only writes it down; what ends is counted then and there, together with all that went before
+    it, once a batch is full, and at the latest when it is read. Never in `submitted`: that is the caller's time.
+    """
 
     def __init__(self, status: Callable[[], EndpointStatus]) -> None:
         """Args:
         status: where the endpoint stands now.
         """
+        # Told and not counted yet. Added to in any thread, and taken from with the lock.
+        self._told: deque[tuple[Callable[..., object], object]] = deque()
+        # So that one thread counts at a time: the order is that in which things happened.
+        self._counting = threading.Lock()
         self._registry = registry = CollectorRegistry()
         self._busy = BusyTime()
 
         def counter(name: str, meaning: str, labels: Sequence[str] = ()) -> Counter:
             return Counter(f"kvferry_{name}", meaning, labels, registry=registry)
 
-        def histogram(name: str, meaning: str, labels: Sequence[str] = (), *, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"kvferry_{name}", meaning, labels, buckets=buckets, registry=registry)
-
-        transfers = counter("transfers", "Transfers that have ended.", ("outcome",))
-        self._transfers = {outcome: transfers.labels(outcome.value) for outcome in Outcome}
-        self._transfer_seconds = histogram(
-            "transfer_seconds", "From the opening of a room to its end, of transfers that succeeded.", buckets=SECONDS
-        )
-        phases = histogram("phase_seconds", "What the time of transfers went into.", ("phase",), buckets=SECONDS)
-        self._phases = {phase: phases.labels(phase) for phase in PHASES}
-        self._submit_seconds = histogram(
-            "submit_seconds", "How long a caller was busy with handing a chunk in.", buckets=SUBMIT_SECONDS
-        )
+        transfers = counter("transfers", "Transfers that have ended.", ("outcome", "path"))
+        self._transfers = {(outcome, way): transfers.labels(outcome.value, way) for outcome in Outcome for way in WAYS}
+        self._transfer_seconds = Distribution(SECONDS)
+        self._phases = {phase: Distribution(SECONDS) for phase in PHASES}
+        self._submit_seconds = Distribution(SUBMIT_SECONDS)
+        registry.register(_Times(self._transfer_seconds, self._phases, self._submit_seconds))
 
         def by_path(name: str, meaning: str) -> dict[Path, Counter]:
             found = counter(name, meaning, ("path",))
@@ -77,36 +97,48 @@ class Metrics(Observer):
 
     def exposition(self) -> bytes:
         """All of it, in Prometheus' text format."""
-        return generate_latest(self._registry)
+        with self._counting:
+            self._count()
+            return generate_latest(self._registry)
+
+    def _count(self) -> None:
+        while self._told:
+            count, what = self._told.popleft()
+            count(what)
+
+    def _count_batch(self) -> None:
+        """Counts what was told, if it is worth it and nobody else does."""
+        if len(self._told) >= _BATCH and self._counting.acquire(blocking=False):
+            try:
+                self._count()
+            finally:
+                self._counting.release()
 
     # ---- what is told -----------------------------------------------------------------------------------------------
 
     def submitted(self, seconds: float) -> None:
-        self._submit_seconds.observe(seconds)
-
-    def wire_began(self, now: float) -> None:
-        self._busy.begin(now)
-
-    def wire_ended(self, now: float) -> None:
-        self._wire_busy.inc(self._busy.end(now))
+        self._told.append((self._submit_seconds.add, seconds))
 
     def write_ended(self, room: int, record: WriteRecord) -> None:
-        path = record.path
+        self._told.append((self._count_write, record))
+        self._count_batch()
+
+    def _count_write(self, record: WriteRecord) -> None:
+        path, phases = record.path, self._phases
         self._writes[path].inc()
         self._sent_bytes[path].inc(record.total_bytes)
         self._runs[path].inc(record.runs)
         self._descriptors[path].inc(record.descriptors)
-        self._phases["queue"].observe(max(0.0, record.posted_at - record.submitted_at))
+        phases["queue"].add(max(0.0, record.posted_at - record.submitted_at))
+        busy_s = 0.0
         for part in record.parts:
-            self._part(part)
-
-    def _part(self, part: PartRecord) -> None:
-        phases = self._phases
-        if part.ready_at < part.begun_at:
-            phases["credit"].observe(part.begun_at - part.ready_at)
-        phases["gather"].observe(part.gathered_at - part.begun_at)
-        phases["post"].observe(part.posted_at - part.gathered_at)
-        phases["wire"].observe(part.landed_at - part.gathered_at)
+            if part.ready_at < part.begun_at:
+                phases["credit"].add(part.begun_at - part.ready_at)
+            phases["gather"].add(part.gathered_at - part.begun_at)
+            phases["post"].add(part.posted_at - part.gathered_at)
+            phases["wire"].add(part.landed_at - part.gathered_at)
+            busy_s += self._busy.add(part.gathered_at, part.landed_at)
+        self._wire_busy.inc(busy_s)
 
     def write_failed(self, room: int, receiver: str, error: Exception) -> None:
         self._failed_writes.inc()
@@ -115,19 +147,27 @@ class Metrics(Observer):
         self._deferrals.inc()
 
     def sent(self, room: int, stats: SenderStats, error: Exception | None) -> None:
-        self._ended(stats.opened_at, stats.ended_at, error)
+        paths = {write.path for write in stats.writes}
+        way = NO_WAY if not paths else MIXED if len(paths) > 1 else next(iter(paths)).value
+        self._ended(way, stats.opened_at, stats.ended_at, error)
 
     def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
-        for placed in stats.placed:
-            self._phases["arrival"].observe(placed.begun_at - placed.arrived_at)
-            self._phases["scatter"].observe(placed.done_at - placed.begun_at)
-            self._placed_bytes.inc(placed.num_bytes)
-        self._ended(stats.opened_at, stats.ended_at, error)
+        self._told.append((self._count_placed, stats.placed))
+        is_staged = any(placed.num_bytes for placed in stats.placed)
+        way = Path.STAGED.value if is_staged else Path.DIRECT.value if stats.chunks else NO_WAY
+        self._ended(way, stats.opened_at, stats.ended_at, error)
 
-    def _ended(self, opened_at: float, ended_at: float | None, error: Exception | None) -> None:
-        self._transfers[outcome_of(error)].inc()
+    def _count_placed(self, parts: Sequence[PlacedRecord]) -> None:
+        for placed in parts:
+            self._phases["arrival"].add(placed.begun_at - placed.arrived_at)
+            self._phases["scatter"].add(placed.done_at - placed.begun_at)
+            self._placed_bytes.inc(placed.num_bytes)
+
+    def _ended(self, way: str, opened_at: float, ended_at: float | None, error: Exception | None) -> None:
+        self._told.append((Counter.inc, self._transfers[outcome_of(error), way]))
         if error is None and ended_at is not None:
-            self._transfer_seconds.observe(ended_at - opened_at)
+            self._told.append((self._transfer_seconds.add, ended_at - opened_at))
+        self._count_batch()
 
     def refused(self, error: Exception) -> None:
         name = type(error).__name__
@@ -139,6 +179,31 @@ class Metrics(Observer):
 
     def peer_lost(self, peer: str, error: Exception) -> None:
         self._lost_peers.inc()
+
+
+class _Times(Collector):
+    """The histograms."""
+
+    def __init__(self, transfers: Distribution, phases: Mapping[str, Distribution], submits: Distribution) -> None:
+        self._transfers = transfers
+        self._phases = phases
+        self._submits = submits
+
+    def collect(self) -> Iterable[Metric]:
+        transfers = HistogramMetricFamily(
+            "kvferry_transfer_seconds", "From the opening of a room to its end, of transfers that succeeded."
+        )
+        transfers.add_metric([], self._transfers.buckets(), self._transfers.sum)
+        yield transfers
+        phases = HistogramMetricFamily(
+            "kvferry_phase_seconds", "What the time of transfers went into.", labels=["phase"]
+        )
+        for phase, found in self._phases.items():
+            phases.add_metric([phase], found.buckets(), found.sum)
+        yield phases
+        submits = HistogramMetricFamily("kvferry_submit_seconds", "How long a caller was busy with handing a chunk in.")
+        submits.add_metric([], self._submits.buckets(), self._submits.sum)
+        yield submits
 
 
 class _Standing(Collector):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
+from types import MethodType
+from typing import Any
 
 from kvferry.observe.records import ReceiverStats, SenderStats, WriteRecord
 
@@ -33,12 +35,6 @@ class Observer:
 
     def submitted(self, seconds: float) -> None:
         """A caller has handed a chunk in, which took so long."""
-
-    def wire_began(self, now: float) -> None:
-        """The transport was given a write."""
-
-    def wire_ended(self, now: float) -> None:
-        """The transport is through with one, well or not."""
 
     def write_ended(self, room: int, record: WriteRecord) -> None:
         """A write is through."""
@@ -69,55 +65,67 @@ class Several(Observer):
     """Tells several. One that raises is logged, and the others are told all the same: no transfer suffers from it."""
 
     def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
-
-    def _each(self, tell: Callable[[Observer], object]) -> None:
-        for each in self._observers:
-            try:
-                tell(each)
-            except Exception:
-                log.exception("%s met an error; what it shows may be wrong", type(each).__name__)
+        self._begin_receiving = _who_cares(observers, Observer.begin_receiving)
+        self._begin_sending = _who_cares(observers, Observer.begin_sending)
+        self._asked = _who_cares(observers, Observer.asked)
+        self._submitted = _who_cares(observers, Observer.submitted)
+        self._write_ended = _who_cares(observers, Observer.write_ended)
+        self._write_failed = _who_cares(observers, Observer.write_failed)
+        self._deferred = _who_cares(observers, Observer.deferred)
+        self._sent = _who_cares(observers, Observer.sent)
+        self._received = _who_cares(observers, Observer.received)
+        self._refused = _who_cares(observers, Observer.refused)
+        self._retried = _who_cares(observers, Observer.retried)
+        self._peer_lost = _who_cares(observers, Observer.peer_lost)
 
     def begin_receiving(self, room: int) -> str:
-        said: list[str] = []
-        self._each(lambda each: said.append(each.begin_receiving(room)))
-        return max(said, default="")  # one of them traces, at most
+        return max(_tell(self._begin_receiving, room), default="")  # one of them traces, at most
 
     def begin_sending(self, room: int) -> None:
-        self._each(lambda each: each.begin_sending(room))
+        _tell(self._begin_sending, room)
 
     def asked(self, room: int, trace_context: str) -> None:
-        self._each(lambda each: each.asked(room, trace_context))
+        _tell(self._asked, room, trace_context)
 
     def submitted(self, seconds: float) -> None:
-        self._each(lambda each: each.submitted(seconds))
-
-    def wire_began(self, now: float) -> None:
-        self._each(lambda each: each.wire_began(now))
-
-    def wire_ended(self, now: float) -> None:
-        self._each(lambda each: each.wire_ended(now))
+        _tell(self._submitted, seconds)
 
     def write_ended(self, room: int, record: WriteRecord) -> None:
-        self._each(lambda each: each.write_ended(room, record))
+        _tell(self._write_ended, room, record)
 
     def write_failed(self, room: int, receiver: str, error: Exception) -> None:
-        self._each(lambda each: each.write_failed(room, receiver, error))
+        _tell(self._write_failed, room, receiver, error)
 
     def deferred(self, receiver: str) -> None:
-        self._each(lambda each: each.deferred(receiver))
+        _tell(self._deferred, receiver)
 
     def sent(self, room: int, stats: SenderStats, error: Exception | None) -> None:
-        self._each(lambda each: each.sent(room, stats, error))
+        _tell(self._sent, room, stats, error)
 
     def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
-        self._each(lambda each: each.received(room, stats, error))
+        _tell(self._received, room, stats, error)
 
     def refused(self, error: Exception) -> None:
-        self._each(lambda each: each.refused(error))
+        _tell(self._refused, error)
 
     def retried(self, what: Retry) -> None:
-        self._each(lambda each: each.retried(what))
+        _tell(self._retried, what)
 
     def peer_lost(self, peer: str, error: Exception) -> None:
-        self._each(lambda each: each.peer_lost(peer, error))
+        _tell(self._peer_lost, peer, error)
+
+
+def _who_cares(observers: Sequence[Observer], about: Callable[..., object]) -> tuple[MethodType, ...]:
+    """The methods that do something when told of this: most observers care for little, and writes are many."""
+    name = about.__name__
+    return tuple(getattr(each, name) for each in observers if getattr(type(each), name) is not about)
+
+
+def _tell(told: Sequence[MethodType], *arguments: object) -> list[Any]:
+    answers = []
+    for each in told:
+        try:
+            answers.append(each(*arguments))
+        except Exception:
+            log.exception("%s met an error; what it shows may be wrong", type(each.__self__).__name__)
+    return answers

@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 from kvferry import DecodeEndpoint, PrefillEndpoint, TransferState
 from kvferry.engines.deployment.supervision import free_ports
 from kvferry.errors import QueueFullError, RoomExistsError, SettingsError
-from kvferry.observe.metrics import MOST_NAMED_PEERS, PHASES, Metrics
+from kvferry.observe.metrics import MOST_NAMED_PEERS, PHASES, WAYS, Metrics
 from kvferry.observe.outcomes import Outcome
 from kvferry.observe.status import MOST_ROOMS, EndpointStatus, PeerStatus, Side
 
@@ -76,7 +76,7 @@ def test_transfers_add_up(watched: Callable[..., Requests], settings: dict[str, 
     path = settings["path"]
     assert sent["sent_bytes_total", path] == expected_bytes
     assert sent["writes_total", path] == 6
-    assert sent["transfers_total", "success"] == received["transfers_total", "success"] == 3
+    assert sent["transfers_total", "success", path] == received["transfers_total", "success", path] == 3
     assert sent["transfer_seconds_count",] == received["transfer_seconds_count",] == 3
     assert sent["submit_seconds_count",] == 6
     assert 0 < sent["wire_busy_seconds_total",] <= took_s
@@ -106,10 +106,10 @@ def test_every_way_to_end_is_counted(watched: Callable[..., Requests]):
         prefill.open(2)
     eventually("it fails for nobody came", lambda: alone.state.is_final)
     requests.run(3)
-    assert metrics_of(decode)["transfers_total", "aborted"] == 1
+    assert metrics_of(decode)["transfers_total", "aborted", "none"] == 1
     counted = metrics_of(prefill)
-    assert counted["transfers_total", "timed_out"] == 1
-    assert counted["transfers_total", "success"] == 1
+    assert counted["transfers_total", "timed_out", "none"] == 1
+    assert counted["transfers_total", "success", "direct"] == 1
     assert counted["refusals_total", "RoomExistsError"] == 1
 
 
@@ -245,7 +245,7 @@ def test_labels_are_bounded(pair: Callable[..., Requests]):
     values: dict[str, int] = {family.name: len(family.samples) for family in families}
     assert values["kvferry_peer_silent_seconds"] == MOST_NAMED_PEERS
     assert values["kvferry_refusals"] <= 2, "how many, and since when"
-    assert values["kvferry_transfers"] <= 2 * len(Outcome)
+    assert values["kvferry_transfers"] == len(Outcome) * len(WAYS)
     assert {each.labels["phase"] for f in families if f.name == "kvferry_phase_seconds" for each in f.samples} == set(
         PHASES
     )
@@ -308,7 +308,7 @@ def test_metrics_that_break_break_no_transfer(
     def breaks(*_: Any) -> None:
         raise ValueError("no counter")
 
-    for name in ("submitted", "wire_began", "wire_ended", "write_ended", "sent", "received"):
+    for name in ("submitted", "write_ended", "sent", "received"):
         monkeypatch.setattr(Metrics, name, breaks)
     watched().run(1)
     assert "Metrics met an error" in caplog.text

@@ -26,15 +26,11 @@ def union(each: list[Interval]) -> float:
     return total
 
 
-def measured(each: list[Interval]) -> BusyTime:
-    """In the order in which things happen."""
-    busy = BusyTime()
-    events = sorted([(begin, 0) for begin, _ in each] + [(end, 1) for _, end in each])
-    for now, is_end in events:
-        if is_end:
-            busy.end(now)
-        else:
-            busy.begin(now)
+def measured(each: list[Interval], **options: int) -> BusyTime:
+    """In the order in which they are told."""
+    busy = BusyTime(**options)
+    for begin, end in each:
+        busy.add(begin, end)
     return busy
 
 
@@ -53,16 +49,24 @@ def test_no_throughput_exceeds_the_wire(each: list[Interval], wire_bytes_per_s: 
     assert busy_s <= added_up + 1e-9
 
 
-def test_a_write_that_is_told_of_late_began_when_it_did():
-    busy = BusyTime()
-    busy.begin(10.0)
-    busy.end(12.0)
-    busy.begin(11.0)  # the transport was posting while the other ended
-    assert busy.end(13.0) == 1.0
-    assert busy.total_s == 3.0
+@given(intervals, st.integers(1, 4))
+def test_with_a_short_memory_it_is_rather_too_long(each: list[Interval], most: int):
+    busy_s = measured(each, most_intervals=most).total_s
+    assert union(each) <= busy_s + 1e-9
+    assert busy_s <= sum(end - begin for begin, end in each) + 1e-9
 
 
-def test_nothing_counts_before_it_ends():
+def test_memory_is_bounded():
+    busy = BusyTime(most_intervals=8)
+    for begin in range(1000):
+        assert busy.add(2.0 * begin, 2.0 * begin + 1.0) == 1.0
+        assert len(busy._begins) == len(busy._ends) <= 8
+
+
+def test_only_what_is_new_counts():
     busy = BusyTime()
-    busy.begin(1.0)
-    assert busy.total_s == 0.0
+    assert busy.add(10.0, 12.0) == 2.0
+    assert busy.add(11.0, 13.0) == 1.0
+    assert busy.add(5.0, 20.0) == 12.0, "what is told of late"
+    assert busy.add(6.0, 7.0) == 0.0
+    assert busy.total_s == 15.0

@@ -119,13 +119,13 @@ class Measurement:
             BenchError: if a process fails, dies or takes too long.
         """
         options, rounds = self._options, list[Round]()
-        self._start()
+        self.start()
         self._on_progress(f"{options.name}: first round, not timed")
         accounts = None
         for variant in self._able:
             try:
-                _, accounts = self._run(variant, passes=1)
-            except _VariantFailedError as error:
+                _, accounts = self.run(variant, passes=1)
+            except VariantFailedError as error:
                 self._refused[variant] = str(error)
         if accounts is not None and self._able:
             self._aim(*accounts)
@@ -140,7 +140,12 @@ class Measurement:
         """The variants that nobody refused."""
         return tuple(name for name in self._options.variants if name not in self._refused)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Fills the memory and connects the ranks.
+
+        Raises:
+            BenchError: if a process fails, dies or takes too long.
+        """
         teams, surroundings = self._teams, self._surroundings
         self._on_progress(f"{self._options.name}: filling memory")
         teams.ask(teams.all_ranks, commands.Prepare(self._case), commands.Done, self._step_s)
@@ -185,8 +190,8 @@ class Measurement:
 
         def run(variant: str) -> None:
             try:
-                measured.runs[variant], _ = self._run(variant, passes=self._options.passes)
-            except _VariantFailedError as error:
+                measured.runs[variant], _ = self.run(variant, passes=self._options.passes)
+            except VariantFailedError as error:
                 raise BenchError(f"{self._options.name}, {variant}, failed in round {number + 1}: {error}") from error
 
         turns: list[Callable[[], None]] = [limits, *(lambda variant=variant: run(variant) for variant in self._able)]
@@ -201,11 +206,11 @@ class Measurement:
         seconds = max(each.ended_at for each in times) - min(each.started_at for each in times)
         return float(sum(each.num_bytes for each in times) / seconds)
 
-    def _run(self, variant: str, *, passes: int) -> tuple[Run, tuple[list[commands.Sent], list[commands.Received]]]:
+    def run(self, variant: str, *, passes: int) -> tuple[Run, tuple[list[commands.Sent], list[commands.Received]]]:
         """One variant's turn.
 
         Raises:
-            _VariantFailedError: with the reason, if a transfer fails.
+            VariantFailedError: with the reason, if a transfer fails.
         """
         options, teams = self._options, self._teams
         transfers = passes * options.requests
@@ -218,7 +223,7 @@ class Measurement:
         answers = teams.ask_for_any(together, commands.Transfer(self._step_s), 2 * self._step_s)
         failures = [answer.reason for answer in answers if isinstance(answer, commands.Failed)]
         if failures:
-            raise _VariantFailedError(failures[0])
+            raise VariantFailedError(failures[0])
         received = [answer for answer in answers if isinstance(answer, commands.Received)]
         sent = [answer for answer in answers if isinstance(answer, commands.Sent)]
         for found in teams.ask(teams.decode_ranks, commands.Check(), commands.Found, self._step_s):
@@ -233,7 +238,7 @@ class Measurement:
         return result, (sent, received)
 
 
-class _VariantFailedError(Exception):
+class VariantFailedError(Exception):
     """A transfer failed, and the ranks go on."""
 
 
