@@ -1,36 +1,46 @@
-"""What metrics cost: in the same processes, an endpoint with metrics and one without move the same requests in turns.
+"""What metrics cost: the same endpoints move the same requests with metrics and without, in turns.
 
 `python -m benchmarks.observe_cost`. A turn takes a fraction of a second, so that whatever else the machine does meets
-either alike, and the metrics are read as Prometheus would. Everything is repeated with new processes, where the other
-endpoint is made first: where an endpoint's memory lies makes it faster or slower for as long as it lives. Prints the
-ratios of throughput and of processor time a byte, each with the range in which 95 % of medians lie if repetitions and
-their turns are drawn anew. What an idle server costs meets both alike, and is not in there: see `benchmarks.idle`.
+either alike, and the metrics are read as Prometheus would. What is switched is who is told of what happens; the server,
+idle between two reads, is there all the time: `benchmarks.idle` with KVFERRY_OBSERVE_PORT=0 has its cost. Prints the
+ratios of throughput and of processor time a byte, each with the range in which 95 % of medians lie if repetitions, with
+processes of their own, and turns are drawn anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 
+from kvferry.cli.bench import commands, ranks
 from kvferry.cli.bench.measure import Measurement, Run, Surroundings
-from kvferry.cli.bench.options import OBSERVED_PORT, BenchOptions
+from kvferry.cli.bench.options import BenchOptions
 from kvferry.cli.bench.run import Typed, prepare
 from kvferry.cli.bench.teams import LocalTeam, Teams
+from kvferry.layout import RankCoordinates
+from kvferry.observe.metrics import Metrics
+from kvferry.observe.tracing import Recorder
 
+BASE_PORT = 9470
 PATHS = ("direct", "staged")
+OBSERVED = "-observed"
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What both endpoints did, one after the other: with metrics divided by without.
+    """The same work twice, one after the other: with metrics divided by without.
 
     Attributes:
         throughput: bytes a second.
@@ -39,6 +49,51 @@ class Turn:
 
     throughput: float
     processor_time: float
+
+
+class SwitchedRank:
+    """A rank whose endpoints all have metrics, which are told of what happens only in turns of such a name."""
+
+    def __init__(self, rank: ranks.PrefillRank | ranks.DecodeRank) -> None:
+        self._rank = rank
+        self._all: dict[str, dict[str, Any]] = {}
+
+    def answer(self, command: commands.Command) -> commands.Answer:
+        """Does what a command says."""
+        if isinstance(command, commands.Start):
+            found = self._rank.answer(command)
+            self._all = {path: dict(self._observer(path)) for path in self._rank.endpoints}
+            return found
+        if isinstance(command, commands.Open):
+            path = command.variant.removesuffix(OBSERVED)
+            self._switch(path, is_on=path != command.variant)
+            command = msgspec.structs.replace(command, variant=path)
+        return self._rank.answer(command)
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self._rank.close()
+
+    def _observer(self, path: str) -> dict[str, Any]:
+        return self._rank.endpoints[path]._shown.observer.__dict__
+
+    def _switch(self, path: str, *, is_on: bool) -> None:
+        self._observer(path).update(
+            {
+                about: tuple(each for each in told if is_on or not isinstance(each.__self__, (Metrics, Recorder)))
+                for about, told in self._all[path].items()
+            }
+        )
+
+
+def prefill_main(connection: Connection, options: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
+    """The process of a prefill rank."""
+    ranks.serve(connection, SwitchedRank(ranks.PrefillRank(options, coordinates)))
+
+
+def decode_main(connection: Connection, options: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
+    """The process of a decode rank."""
+    ranks.serve(connection, SwitchedRank(ranks.DecodeRank(options, coordinates)))
 
 
 def planned(preset: str, tokens: int, chunks: int, passes: int) -> list[BenchOptions]:
@@ -55,7 +110,7 @@ def planned(preset: str, tokens: int, chunks: int, passes: int) -> list[BenchOpt
             prefill_layout="nhd",
             decode_layout="nhd",
             pages="scattered",
-            variants=",".join(f"{path},{path}-observed" for path in PATHS),
+            variants=",".join(PATHS),
             tokens=tokens,
             chunks=chunks,
             requests=8,
@@ -77,7 +132,7 @@ def reading(every_s: float) -> Iterator[None]:
     def read() -> None:
         with httpx.Client(trust_env=False, timeout=1.0) as client:
             while not over.wait(every_s):
-                for port in range(OBSERVED_PORT, OBSERVED_PORT + 2 * len(PATHS)):
+                for port in range(BASE_PORT, BASE_PORT + 2 * len(PATHS)):
                     try:
                         client.get(f"http://127.0.0.1:{port}/metrics")
                     except httpx.HTTPError:
@@ -95,13 +150,15 @@ def reading(every_s: float) -> Iterator[None]:
 def measure(options: list[BenchOptions], turns: int) -> dict[str, list[Turn]]:
     """Turns in new processes, by path."""
     found: dict[str, list[Turn]] = {path: [] for path in PATHS}
-    with LocalTeam.started("prefill", options) as prefill, LocalTeam.started("decode", options) as decode:
+    mains = {"prefill": prefill_main, "decode": decode_main}
+    prefill, decode = (LocalTeam.started(name, options, mains) for name in mains)
+    with prefill, decode:
         surroundings = Surroundings(secrets.token_hex(4), None, shares_clock=True)
         measurement = Measurement(options, 0, Teams(prefill, decode), surroundings, lambda _: None)
         measurement.start()
         for number in range(-1, turns):
             for path in PATHS:
-                variants = (path, f"{path}-observed")
+                variants = (path, f"{path}{OBSERVED}")
                 turn: dict[str, Run] = {}
                 for variant in variants if number % 2 else variants[::-1]:  # neither is always first
                     turn[variant], _ = measurement.run(variant, passes=options[0].passes)
@@ -115,11 +172,6 @@ def measure(options: list[BenchOptions], turns: int) -> dict[str, list[Turn]]:
                     )
                 )
     return found
-
-
-def _reversed(options: list[BenchOptions]) -> list[BenchOptions]:
-    """The same, but for which endpoints are made first: those may be faster."""
-    return [replace(each, variants=each.variants[::-1]) for each in options]
 
 
 def _processor_time(run: Run) -> float:
@@ -141,8 +193,8 @@ def shown(ratios: list[list[float]]) -> str:
 def main() -> None:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repetitions", type=int, default=10, help="with new processes; an even number")
-    parser.add_argument("--turns", type=int, default=20, help="of each endpoint in every repetition")
+    parser.add_argument("--repetitions", type=int, default=10, help="with new processes")
+    parser.add_argument("--turns", type=int, default=20, help="of either kind in every repetition")
     parser.add_argument("--preset", default="small", help="the model: small ones write more often, and count more")
     parser.add_argument("--tokens", type=int, default=2048, help="of a request")
     parser.add_argument("--passes", type=int, default=4, help="eights of requests in a turn")
@@ -150,10 +202,9 @@ def main() -> None:
     parser.add_argument("--read-s", type=float, default=10.0, help="seconds between reads of the metrics; 0 for never")
     chosen = parser.parse_args()
     options = planned(chosen.preset, chosen.tokens, chosen.chunks, chosen.passes)
+    os.environ["KVFERRY_OBSERVE_PORT"] = str(BASE_PORT)  # for the ranks' processes
     with reading(chosen.read_s):
-        repetitions = [
-            measure(_reversed(options) if number % 2 else options, chosen.turns) for number in range(chosen.repetitions)
-        ]
+        repetitions = [measure(options, chosen.turns) for _ in range(chosen.repetitions)]
     print("| path | throughput, with metrics / without | processor time a byte, with / without |")
     print("|---|---|---|")
     for path in PATHS:

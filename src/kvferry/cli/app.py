@@ -233,11 +233,7 @@ def bench(
         str, typer.Option(help="Where the caches lie: cpu, or cuda for one GPU, which needs torch.")
     ] = "cpu",
     variants: Annotated[
-        str,
-        typer.Option(
-            help="What is measured: some of synchronous, direct, staged, auto, and with metrics direct-observed and "
-            "staged-observed, separated by commas."
-        ),
+        str, typer.Option(help="What is measured: some of synchronous, direct, staged and auto, separated by commas.")
     ] = "synchronous,direct,staged,auto",
     prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the prefill engine.")] = 1,
     decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the decode engine.")] = 1,

@@ -17,6 +17,9 @@ from kvferry.observe.status import Side
 MOST_SPANS = 200_000
 """Of a window; with more, the earliest are left out, and counted."""
 
+_THREADS = 1000
+"""Rows of an endpoint, in the numbering of a trace."""
+
 COLOURS: Mapping[str, str] = {
     "transfer": "grey",
     "queue": "terrible",
@@ -149,13 +152,17 @@ def chrome_trace(windows: Sequence[Window]) -> dict[str, Any]:
     for process, window in enumerate(windows, 1):
         name = f"{window.side.value} {window.engine}/{window.rank}"
         events.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}})
-        for thread, (row, spans) in enumerate(_rows(window.spans), 1):
+        # No thread has the number of its process: viewers would take it for the main thread, and show it first.
+        for thread, (row, spans) in enumerate(_rows(window.spans), _THREADS * process + 1):
             events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": row}})
             events += [_event(span, process, thread, begin_s) for span in spans]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _event(span: Span, process: int, thread: int, begin_s: float) -> dict[str, Any]:
+    # Both ends are rounded, to what viewers read exactly: Perfetto drops a piece that begins a nanosecond before its
+    # predecessor on the row has ended.
+    begin_us, end_us = (round((each - begin_s) * 1e6) for each in (span.begin_s, span.end_s))
     about: dict[str, Any] = {"room": span.room, "bytes": span.num_bytes, "what": span.what}
     if span.num_bytes:
         about["MB/s"] = round(span.num_bytes / 1e6 / (span.end_s - span.begin_s), 1)
@@ -166,8 +173,8 @@ def _event(span: Span, process: int, thread: int, begin_s: float) -> dict[str, A
         "cname": COLOURS[span.phase],
         "pid": process,
         "tid": thread,
-        "ts": round((span.begin_s - begin_s) * 1e6, 3),
-        "dur": round((span.end_s - span.begin_s) * 1e6, 3),
+        "ts": begin_us,
+        "dur": end_us - begin_us,
         "args": about,
     }
 

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import TypeAlias
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,25 +51,36 @@ def test_what_ends_in_the_window_is_there_with_its_phases():
     assert {span.row for span in spans if span.phase == "gather"} == {"worker-0"}
 
 
-spans = st.lists(
-    st.builds(
-        lambda phase, row, begin, length: Span(phase, row, 1, 1e9 + begin, 1e9 + begin + length),
-        st.sampled_from(sorted(COLOURS)),
-        st.sampled_from(["wire", "worker-0"]),
-        st.integers(0, 100),
-        st.integers(1, 30),
-    ),
-    max_size=40,
-)
+@st.composite
+def spans(draw: st.DrawFn) -> list[Span]:
+    """Spans between a few moments: many begin exactly when others end, and many last less than a viewer shows."""
+    moments = sorted(draw(st.lists(st.floats(0.0, 1e-4), min_size=2, max_size=20, unique=True)))
+    moments = sorted({1e9 + each for each in moments} | {1e9 + 1.0})
+    places = st.tuples(st.integers(0, len(moments) - 2), st.integers(1, 3))
+    return [
+        Span(phase, row, 1, moments[first], moments[min(first + length, len(moments) - 1)], what=str(number))
+        for number, (phase, row, (first, length)) in enumerate(
+            draw(
+                st.lists(
+                    st.tuples(st.sampled_from(sorted(COLOURS)), st.sampled_from(["wire", "worker-0"]), places),
+                    max_size=40,
+                )
+            )
+        )
+    ]
 
 
-@given(spans)
+@given(spans())
 def test_no_two_pieces_of_a_row_overlap_and_none_is_lost(given: list[Span]):
     trace = chrome_trace([Window(Side.PREFILL, "p", 0, "e", given, 0)])
     pieces = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert sorted((each["cat"], each["dur"]) for each in pieces) == sorted(
-        (span.phase, (span.end_s - span.begin_s) * 1e6) for span in given
-    )
+    lengths = {each["args"]["what"]: each["dur"] for each in pieces}
+    assert lengths.keys() == {span.what for span in given}
+    for span in given:
+        assert lengths[span.what] == pytest.approx((span.end_s - span.begin_s) * 1e6, abs=1.5)
+    for each in pieces:
+        assert isinstance(each["ts"], int), "viewers count in nanoseconds, and drop what overlaps by one"
+        assert isinstance(each["dur"], int)
     ends: dict[int, float] = {}
     for each in sorted(pieces, key=lambda event: event["ts"]):
         assert each["ts"] >= ends.get(each["tid"], 0.0)

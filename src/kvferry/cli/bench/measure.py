@@ -227,7 +227,7 @@ class Measurement:
         received = [answer for answer in answers if isinstance(answer, commands.Received)]
         sent = [answer for answer in answers if isinstance(answer, commands.Sent)]
         for found in teams.ask(teams.decode_ranks, commands.Check(), commands.Found, self._step_s):
-            self._checked[variant] += found.checked
+            self._checked[variant] = self._checked.get(variant, Checked()) + found.checked
         result = combined(
             sent,
             received,

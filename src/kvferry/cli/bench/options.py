@@ -64,9 +64,6 @@ class Variant:
 DIRECT = "direct"
 """The variant that the others are compared with."""
 
-OBSERVED_PORT = 9470
-"""Of the first endpoint that shows metrics; the others follow."""
-
 VARIANTS: Mapping[str, Variant] = MappingProxyType(
     {
         variant.name: variant
@@ -75,12 +72,10 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
             Variant(DIRECT, {"path": "direct"}),
             Variant("staged", {"path": "staged"}),
             Variant("auto", {"path": "auto"}),
-            Variant("direct-observed", {"path": "direct", "observe_port": OBSERVED_PORT}),
-            Variant("staged-observed", {"path": "staged", "observe_port": OBSERVED_PORT}),
         )
     }
 )
-"""Measured in turn, in one run. `auto` is what an endpoint does by itself; the last two tell what metrics cost."""
+"""Measured in turn, in one run. The last is what an endpoint does by itself."""
 
 
 @dataclass(frozen=True, slots=True)

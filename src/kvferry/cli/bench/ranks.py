@@ -7,9 +7,10 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -46,15 +47,21 @@ class Rank(Protocol):
 
 def prefill_main(connection: Connection, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
     """The process of a prefill rank."""
-    _serve(connection, PrefillRank(planned, coordinates))
+    serve(connection, PrefillRank(planned, coordinates))
 
 
 def decode_main(connection: Connection, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
     """The process of a decode rank."""
-    _serve(connection, DecodeRank(planned, coordinates))
+    serve(connection, DecodeRank(planned, coordinates))
 
 
-def _serve(connection: Connection, rank: Rank) -> None:
+MAINS: Mapping[str, Callable[[Connection, Sequence[BenchOptions], RankCoordinates], None]] = MappingProxyType(
+    {"prefill": prefill_main, "decode": decode_main}
+)
+"""By the name of the side."""
+
+
+def serve(connection: Connection, rank: Rank) -> None:
     """Answers commands until it is told to leave. Ends with the parent, whatever it is doing then."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -99,20 +106,24 @@ class _Memory:
 
 
 class PrefillRank:
-    """Sends. It has one endpoint for every variant, all of the same memory."""
+    """Sends. It has one endpoint for every variant, all of the same memory.
+
+    Attributes:
+        endpoints: by the variant's name.
+    """
 
     def __init__(self, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
         self._planned = planned
         self._coordinates = coordinates
         self._memory = _Memory(planned, "prefill", coordinates)
         self._resources = ExitStack()
-        self._endpoints: dict[str, PrefillEndpoint] = {}
+        self.endpoints: dict[str, PrefillEndpoint] = {}
         self._senders: list[Sender] = []
 
     def close(self) -> None:
         """Gives everything back."""
         self._resources.close()
-        self._endpoints.clear()
+        self.endpoints.clear()
         self._senders.clear()
 
     def answer(self, command: commands.Command) -> commands.Answer:
@@ -154,7 +165,7 @@ class PrefillRank:
             except KVFerryError as error:
                 refused[name] = _refusal(error)
                 continue
-            self._endpoints[name] = self._resources.enter_context(endpoint)
+            self.endpoints[name] = self._resources.enter_context(endpoint)
             registry_url = endpoint.registry_url
         return commands.Started(registry_url or "", refused)
 
@@ -172,7 +183,7 @@ class PrefillRank:
     def _open_next(self) -> None:
         number = len(self._senders)
         if number < self._transfers:
-            self._senders.append(self._endpoints[self._opened.variant].open(self._opened.first_room + number))
+            self._senders.append(self.endpoints[self._opened.variant].open(self._opened.first_room + number))
 
     @property
     def _transfers(self) -> int:
@@ -237,20 +248,24 @@ class PrefillRank:
 
 
 class DecodeRank:
-    """Receives. It has one endpoint for every variant, all of the same memory."""
+    """Receives. It has one endpoint for every variant, all of the same memory.
+
+    Attributes:
+        endpoints: by the variant's name.
+    """
 
     def __init__(self, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
         self._planned = planned
         self._coordinates = coordinates
         self._memory = _Memory(planned, "decode", coordinates)
         self._resources = ExitStack()
-        self._endpoints: dict[str, DecodeEndpoint] = {}
+        self.endpoints: dict[str, DecodeEndpoint] = {}
         self._receivers: list[Receiver] = []
 
     def close(self) -> None:
         """Gives everything back."""
         self._resources.close()
-        self._endpoints.clear()
+        self.endpoints.clear()
         self._receivers.clear()
 
     def answer(self, command: commands.Command) -> commands.Answer:
@@ -293,7 +308,7 @@ class DecodeRank:
                     coordinates=self._coordinates,
                     settings=_settings(self._options, command.registry_url, VARIANTS[name]),
                 )
-                self._endpoints[name] = self._resources.enter_context(endpoint)
+                self.endpoints[name] = self._resources.enter_context(endpoint)
                 endpoint.connect(engine_name(self._run, name))
             except KVFerryError as error:
                 refused[name] = _refusal(error)
@@ -313,7 +328,7 @@ class DecodeRank:
                 group.name: self._pool.pages(group.name, number % self._options.requests)
                 for group in self._pool.layout.groups
             }
-            receiver = self._endpoints[self._opened.variant].open(
+            receiver = self.endpoints[self._opened.variant].open(
                 self._opened.first_room + number,
                 pages,
                 engine=engine_name(self._run, self._opened.variant),
@@ -340,7 +355,7 @@ class DecodeRank:
         except KVFerryError as error:
             return _failed(error, self._receivers, timeout_s)
         return commands.Received(
-            endpoint=self._endpoints[self._opened.variant].transport.endpoint_name,
+            endpoint=self.endpoints[self._opened.variant].transport.endpoint_name,
             ended_at=tuple(ended_at),
             cpu_s=time.process_time() - cpu_before,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -74,12 +74,18 @@ class LocalTeam:
         self._children: list[_Child] = []
 
     @staticmethod
-    def started(name: str, planned: Sequence[BenchOptions]) -> LocalTeam:
-        """The ranks of the side of that name, for all cases, which divide it alike."""
+    def started(
+        name: str, planned: Sequence[BenchOptions], mains: Mapping[str, Callable[..., None]] = ranks.MAINS
+    ) -> LocalTeam:
+        """The ranks of the side of that name, for all cases, which divide it alike.
+
+        Args:
+            mains: what their processes run, by the name of the side.
+        """
         side = planned[0].side(name)
         team = LocalTeam(name, side.tp_size)
         context = multiprocessing.get_context("spawn")
-        main = {"prefill": ranks.prefill_main, "decode": ranks.decode_main}[name]
+        main = mains[name]
         try:
             for coordinates in side.coordinates:
                 ours, theirs = context.Pipe()
