@@ -4,22 +4,92 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
+
+from kvferry.cli.doctor.pairing import Hello, Seen, Written
+from kvferry.control.channel import ConnectedChannel
 
 pytest.importorskip("nixl_cu13")
 
 
-def doctor(**environment: str) -> tuple[int, list[dict[str, Any]]]:
+def doctor(*flags: str, **environment: str) -> tuple[int, list[dict[str, Any]]]:
     """What it finds with these variables, and its exit code."""
-    command = [sys.executable, "-m", "kvferry", "doctor", "--json"]
+    command = [sys.executable, "-m", "kvferry", "doctor", "--json", *flags]
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=90, check=False, env={**os.environ, **environment}
     )
     return run.returncode, json.loads(run.stdout)["findings"]
+
+
+@contextmanager
+def listening(**environment: str) -> Iterator[tuple[str, list[str]]]:
+    """A doctor that listens: its address, and where to find afterwards what it said."""
+    command = [sys.executable, "-m", "kvferry", "doctor", "--listen", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}) as process:
+        said: list[str] = []
+        try:
+            assert process.stdout is not None
+            yield f"127.0.0.1:{process.stdout.readline().split()[-1]}", said
+        finally:
+            process.send_signal(signal.SIGINT)
+            said += process.communicate(timeout=30)[0].splitlines()
+        assert process.returncode == 0, "an interrupt is how it ends"
+
+
+def of_the_wire(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [each for each in found if each["about"] == "wire"]
+
+
+def test_two_doctors_measure_what_is_between_them():
+    with listening() as (address, said):
+        for _ in range(2):
+            code, found = doctor("--no-wire", "--wire-to", address)
+            (wire,) = of_the_wire(found)
+            assert (code, wire["severity"]) == (0, "good"), found
+            assert f"between here and {address}: " in wire["what"]
+            assert "GB/s in bulk" in wire["what"]
+            assert "UCX takes" in wire["what"]
+    assert said == ["a doctor writes", "every byte is right"] * 2
+
+
+def test_a_doctor_with_another_secret_learns_nothing():
+    with listening(KVFERRY_SECRET="one secret that is long enough") as (address, said):
+        code, found = doctor("--no-wire", "--wire-to", address, KVFERRY_SECRET="another that is long enough")
+    (wire,) = of_the_wire(found)
+    assert (code, wire["severity"]) == (2, "error")
+    assert "no doctor answers" in wire["what"]
+    assert "KVFERRY_SECRET" in wire["what"]
+    assert said == []
+
+
+def test_strays_do_not_disturb_a_doctor_that_listens():
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with listening() as (address, _):
+        stray = ConnectedChannel(context, identity="stray", address=f"tcp://{address}")
+        for data in (b"", b"x" * 100, msgspec.msgpack.encode(Written()), msgspec.msgpack.encode({"type": "Hello"})):
+            stray.send(data)
+        stray.send(msgspec.msgpack.encode(Hello("0")))
+        while not stray.receive():
+            stray.socket.poll(100)
+        _, found = doctor("--no-wire", "--wire-to", address)
+        assert "listens to another" in of_the_wire(found)[0]["what"], "one at a time"
+        stray.send(msgspec.msgpack.encode(Written()))  # and is through, without having written
+        while not (answers := stray.receive()):
+            stray.socket.poll(100)
+        assert msgspec.msgpack.decode(answers[0], type=Seen) == Seen(False)
+        code, found = doctor("--no-wire", "--wire-to", address)
+        assert code == 0, found
+        stray.close()
+    context.term()
 
 
 def test_memory_is_the_way_within_a_machine():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -345,7 +346,13 @@ def doctor(
         typer.Argument(help="Endpoints that run: port, host:port or host:9470-9477; else KVFERRY_OBSERVE_PORT here."),
     ] = None,
     peer: Annotated[
-        str | None, typer.Option(help="An endpoint on another machine, host:port, to check this one against.")
+        str | None, typer.Option(help="An endpoint on another machine, host or host:port, to check this one against.")
+    ] = None,
+    wire_to: Annotated[
+        str | None, typer.Option(help="Measure NIXL with a machine where `kvferry doctor --listen` runs: host:port.")
+    ] = None,
+    listen: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Only let doctors of other machines measure, on this port.")
     ] = None,
     wire: Annotated[bool, typer.Option(help="Measure NIXL between two processes of this machine.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -357,7 +364,13 @@ def doctor(
     """
     from kvferry.cli.doctor.run import run
 
-    worst = run(where or (), peer=peer, moves_bytes=wire, wants_json=json, console=Console())
+    if listen is not None:
+        from kvferry.cli.doctor.pairing import listen as listen_on
+
+        with suppress(KeyboardInterrupt):
+            listen_on(Settings(), listen, typer.echo)
+        return
+    worst = run(where or (), peer=peer, moves_bytes=wire, wire_to=wire_to, wants_json=json, console=Console())
     if worst:
         raise typer.Exit(int(worst))
 

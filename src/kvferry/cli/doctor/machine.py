@@ -91,14 +91,14 @@ def limits(settings: Settings) -> Iterator[Finding]:
 
 def devices(settings: Settings) -> Iterator[Finding]:
     """Network devices, and which of them NIXL is told to use."""
-    rdma = [f"{name} ({_state(name)})" for name in _entries(_RDMA)]
+    rdma = [f"{name} ({_state(name)})" for name in rdma_devices()]
     nics = [f"{name} ({_text(_NICS / name / 'operstate')})" for name in _entries(_NICS)]
     yield good("devices", f"RDMA: {', '.join(rdma) or 'none'}; interfaces: {', '.join(nics) or 'none'}")
     used = settings.used_nixl_device
     if used is None:
         yield good("devices", "which one NIXL uses is left to UCX (KVFERRY_NIXL_DEVICE is not set, or all)")
         return
-    known = {*_entries(_RDMA), *_entries(_NICS)}
+    known = {*rdma_devices(), *_entries(_NICS)}
     if used.partition(":")[0] not in known:
         yield error(
             "devices",
@@ -109,6 +109,11 @@ def devices(settings: Settings) -> Iterator[Finding]:
         yield good("devices", "NIXL uses lo, since nothing here listens beyond loopback (KVFERRY_HOST)")
     else:
         yield good("devices", f"NIXL uses {used} (KVFERRY_NIXL_DEVICE)")
+
+
+def rdma_devices() -> list[str]:
+    """Their names."""
+    return _entries(_RDMA)
 
 
 def _entries(folder: Path) -> list[str]:

@@ -17,6 +17,9 @@ from kvferry.cli.top.asking import addresses, present
 from kvferry.errors import SettingsError
 from kvferry.settings import Settings, environment
 
+_USUAL_PORT = 9470
+"""Of an endpoint, where only its host is given."""
+
 _SHOWN = {
     Severity.GOOD: Text("good", style="green"),
     Severity.WARNING: Text("look", style="yellow"),
@@ -24,13 +27,22 @@ _SHOWN = {
 }
 
 
-def run(given: Sequence[str], *, peer: str | None, moves_bytes: bool, wants_json: bool, console: Console) -> Severity:
+def run(
+    given: Sequence[str],
+    *,
+    peer: str | None,
+    moves_bytes: bool,
+    wire_to: str | None = None,
+    wants_json: bool,
+    console: Console,
+) -> Severity:
     """Looks at everything, and says what it has found.
 
     Args:
         given: addresses of endpoints on this machine; else those of the settings.
         peer: an endpoint on another machine to compare with.
         moves_bytes: whether to measure NIXL between two processes.
+        wire_to: a doctor that listens on another machine, to measure NIXL with.
 
     Returns:
         The worst that was found.
@@ -39,12 +51,13 @@ def run(given: Sequence[str], *, peer: str | None, moves_bytes: bool, wants_json
         ConfigurationError: if an address makes no sense.
     """
     targets = addresses(given)
-    peers = addresses([peer]) if peer is not None else []
+    peers = addresses([peer if ":" in peer or peer.isdecimal() else f"{peer}:{_USUAL_PORT}"]) if peer else []
+    doctors = addresses([wire_to]) if wire_to else []
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(3):
         table.add_column(overflow="fold")
     findings = []
-    for finding in _everything(targets, peers, moves_bytes=moves_bytes):
+    for finding in _everything(targets, peers, doctors, moves_bytes=moves_bytes):
         findings.append(finding)
         table.add_row(_SHOWN[finding.severity], finding.about, _words(finding))
     worst = max((finding.severity for finding in findings), default=Severity.GOOD)
@@ -71,7 +84,9 @@ def _words(finding: Finding) -> Text:
     return Text.assemble(finding.what, ("\n-> " + finding.remedy, "bold") if finding.remedy else "")
 
 
-def _everything(targets: Sequence[str], peers: Sequence[str], *, moves_bytes: bool) -> Iterator[Finding]:
+def _everything(
+    targets: Sequence[str], peers: Sequence[str], doctors: Sequence[str], *, moves_bytes: bool
+) -> Iterator[Finding]:
     yield from _safely("installed", machine.installed)
     variables = environment()
     yield from _safely("settings", lambda: configuration.variables(variables))
@@ -90,6 +105,8 @@ def _everything(targets: Sequence[str], peers: Sequence[str], *, moves_bytes: bo
         yield from _safely("peer", lambda at=each: others.peer(at))  # type: ignore[misc]
     if moves_bytes:
         yield from _safely("wire", lambda: wire(variables))
+    for each in doctors:
+        yield from _safely("wire", lambda at=each: wire(variables, at))  # type: ignore[misc]
 
 
 def _safely(about: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Which way NIXL really takes between two processes of this machine, and how fast it is."""
+"""Which way NIXL really takes between two processes, and how fast it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from kvferry._version import __version__
 from kvferry.cli.doctor.findings import Finding, error, good, warning
+from kvferry.cli.doctor.machine import rdma_devices
 from kvferry.cli.doctor.probe import Measured
 
 _LONGEST_S = 60.0
@@ -20,13 +22,15 @@ _TITLE = "remote memory write by ucp_put"
 _ROW = re.compile(r"\|\s*(?P<range>[\w.]+)\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|")
 
 
-def wire(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Moves bytes between two processes, as endpoints with these settings would.
+def wire(environment: Mapping[str, str], address: str | None = None) -> Iterator[Finding]:
+    """Writes bytes into another process, as endpoints with these settings would.
 
     Args:
-        environment: of this process; the processes get it, too.
+        environment: of this process; the one that writes gets it, too.
+        address: host and port of a doctor that listens on another machine; None has a process of this one receive.
     """
-    command = [sys.executable, "-m", "kvferry.cli.doctor.probe"]
+    where = "two processes here" if address is None else f"here and {address}"
+    command = [sys.executable, "-m", "kvferry.cli.doctor.probe", *([] if address is None else [address])]
     try:
         # UCX says which protocols it picks when it picks them.
         run = subprocess.run(  # noqa: S603 - this interpreter, and a module of ours
@@ -38,26 +42,39 @@ def wire(environment: Mapping[str, str]) -> Iterator[Finding]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        yield error("wire", f"two processes of this machine moved nothing within {_LONGEST_S:g} s", _REMEDY)
+        yield error("wire", f"nothing moved between {where} within {_LONGEST_S:g} s", _REMEDY)
         return
     measured = _measured(run.stdout)
     if measured is None:
         last = (run.stderr or run.stdout).strip().rpartition("\n")[2]
-        yield error("wire", f"two processes of this machine could not exchange anything: {last}", _REMEDY)
+        yield error("wire", f"nothing could be exchanged between {where}: {last}", _REMEDY)
         return
     ways = picked(run.stdout + run.stderr)
     speed = f"{measured.bytes_per_s / 1e9:.1f} GB/s in bulk, {measured.latency_s * 1e6:.0f} us for 4 KiB"
     how = f"UCX takes {', '.join(ways)}" if ways else "UCX does not say which way"
-    yield good("wire", f"between two processes here: {speed}; {how}")
-    if ways and all("tcp" in way for way in ways):
+    yield good("wire", f"between {where}: {speed}; {how}")
+    if measured.version != __version__:
+        yield warning("wire", f"{address} has kvferry {measured.version}, this is {__version__}", "install the same")
+    is_tcp = bool(ways) and all("tcp" in way for way in ways)
+    if is_tcp and address is None:
         yield warning(
             "wire",
             "bytes go over TCP between processes of one machine, though memory would be faster",
             "look at UCX_TLS: it needs cma or an RDMA transport; containers need the ptrace capability for cma",
         )
+    elif is_tcp and (rdma := rdma_devices()):
+        yield warning(
+            "wire",
+            f"bytes go over TCP between the machines, though this one has {', '.join(rdma)}",
+            "look at UCX_TLS, UCX_NET_DEVICES and KVFERRY_NIXL_DEVICE on both sides, and at the state of the ports",
+        )
     if measured.bytes_per_s < _SLOW_BYTES_PER_S:
         yield warning(
-            "wire", f"{measured.bytes_per_s / 1e9:.2f} GB/s is slow", "is the machine busy? kvferry bench says"
+            "wire",
+            f"{measured.bytes_per_s / 1e9:.2f} GB/s is slow",
+            "is the machine busy? kvferry bench says"
+            if address is None
+            else "what does the network between them carry?",
         )
 
 
