@@ -1,0 +1,76 @@
+"""Every command that the README shows: run here, or in a test that is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.support.clones import ROOT, make_clone
+
+pytest.importorskip("nixl_cu13")
+
+CONFIG = '{"model_type": "qwen3", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, \
+"hidden_size": 512, "head_dim": 64, "torch_dtype": "bfloat16"}'
+
+ELSEWHERE = {
+    "make demo": "make demo, in .ci/run",
+    "make test": "make test, in .ci/run",
+    "make sim SEEDS=20000": "tests/simulation",
+    "pip install 'kvferry[nixl,up]'": "tests/real_engines/vllm",
+    "pip install 'kvferry[nixl]'": "tests/real_engines/sglang",
+    "kvferry up --model ./Qwen3-8B": "tests/real_engines/vllm",
+    "python -m sglang.launch_server": "tests/real_engines/sglang",
+    ".venv/bin/kvferry demo --model DIR": "tests/processes/test_demo.py",
+    "kvferry top 9470-9477 10.0.0.6:9470": "tests/processes/test_stuck_peer.py",
+    "kvferry trace 9470 10.0.0.6:9470": "tests/processes/test_trace_command.py",
+}
+"""Commands that take another machine, a real engine or a checkpoint: where the like of them is run."""
+
+
+def commands() -> list[str]:
+    """Those of all blocks that are not Python, without what stands beside them."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = "".join(block for language, block in blocks if not language)
+    return [line.partition("  #")[0].rstrip() for line in text.replace("\\\n", " ").splitlines()]
+
+
+def elsewhere(command: str) -> str | None:
+    """Where the like of a command is run, if not here."""
+    return next((where for prefix, where in ELSEWHERE.items() if command.startswith(prefix)), None)
+
+
+HERE = [command for command in commands() if elsewhere(command) is None]
+
+
+def test_there_are_commands():
+    assert len(HERE) > 12
+    assert all(any(command.startswith(prefix) for command in commands()) for prefix in ELSEWHERE), "one is not shown"
+
+
+@pytest.mark.parametrize("where", sorted(set(ELSEWHERE.values())))
+def test_what_is_run_elsewhere_is_run(where: str):
+    if where.startswith("make"):
+        assert f"\n{where.partition(',')[0]}\n" in (ROOT / ".ci/run").read_text()
+    else:
+        assert (ROOT / where).exists()
+
+
+@pytest.mark.parametrize("command", HERE)
+@pytest.mark.timeout(300)
+def test_a_command_of_the_readme_works(command: str, tmp_path: Path):
+    clone = make_clone(tmp_path, ".venv")
+    (clone / "config.json").write_text(CONFIG)
+    path = os.pathsep.join((str(clone / ".venv/bin"), os.environ["PATH"]))
+    run = subprocess.run(
+        ["bash", "-ec", command],
+        cwd=clone,
+        env={"PATH": path, "HOME": str(clone)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
