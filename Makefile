@@ -21,7 +21,7 @@ SEED ?=
 MINUTES ?= 5
 SOAK_FLAGS ?=
 
-.PHONY: help sim demo test vllm test-engines test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
+.PHONY: help sim demo test vllm test-engines test-vllm test-sglang test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -83,8 +83,12 @@ $(SGLANG_INSTALLED): pyproject.toml $(SGLANG_TESTS)/requirements.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --editable . hypothesis pytest pytest-timeout
 	@touch $@
 
-test-engines: $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
+test-engines: test-vllm test-sglang
+
+test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest tests/real_engines/vllm
+
+test-sglang: $(SGLANG_INSTALLED)
 	PYTHONPATH=$(SGLANG_TESTS)/stubs SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS)
 
 # Needs torch, Triton, a NIXL wheel, pytest with hypothesis and pytest-timeout, and what kvferry imports; no network.

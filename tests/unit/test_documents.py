@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.support.clones import bash_blocks
 
 from kvferry import Settings
 from kvferry.control.registry_messages import LARGEST_BODY_BYTES
@@ -99,3 +101,27 @@ def test_documents_link_to_what_exists():
     for document in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_of_the_code_that_a_page_names_are_there(document: str):
+    named = set(re.findall(r"`([a-z_]+/[a-z_/]*\.py)`", (ROOT / document).read_text()))
+    assert [each for each in named if not ((ROOT / each).exists() or (ROOT / "src/kvferry" / each).exists())] == []
+
+
+@pytest.mark.parametrize("command", "".join(bash_blocks((ROOT / "docs/algebra.md").read_text())).splitlines())
+def test_the_drawings_of_the_layout_algebra_can_be_drawn(command: str, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    program, *arguments = shlex.split(command)
+    assert program == "kvferry"
+    assert f"(drawings/{Path(arguments[-1]).name})" in (ROOT / "docs/algebra.md").read_text()
+    assert (ROOT / arguments[-1]).read_text().startswith("<?xml")
+    arguments[-1] = str(tmp_path / "drawn.svg")
+    run = subprocess.run(
+        [sys.executable, "-m", "kvferry", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "proved: every destination byte" in (tmp_path / "drawn.svg").read_text()

@@ -19,6 +19,7 @@ COUNT = 12
 SETTINGS: Mapping[str, Any] = {
     "heartbeat_interval_s": 0.5,
     "peer_timeout_s": 10.0,
+    "bootstrap_timeout_s": 20.0,
     "quarantine_s": 0.3,
 }
 
