@@ -21,7 +21,7 @@ SEED ?=
 MINUTES ?= 5
 SOAK_FLAGS ?=
 
-.PHONY: help sim demo test vllm test-engines test-vllm test-sglang test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
+.PHONY: help sim demo test test-most test-faults vllm test-engines test-vllm test-sglang test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -56,9 +56,13 @@ demo: $(INSTALLED)
 sim: $(INSTALLED)
 	$(VENV)/bin/kvferry sim --count $(SEEDS) $(if $(SEED),--seed $(SEED))
 
-# The fault matrices mostly wait, for deadlines: a process for each of their files.
-test: $(INSTALLED)
+test: test-most test-faults
+
+test-most: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --ignore-glob='*/test_faults_*.py'
+
+# The fault matrices mostly wait, for deadlines: a process for each of their files, and nothing else beside them.
+test-faults: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -n 4 --dist loadfile tests/processes/test_faults_*.py
 
 # The newest torchvision and torchaudio come along for multimodal models and do not fit a torch for CPUs.

@@ -17,7 +17,7 @@ CONFIG = '{"model_type": "qwen3", "num_hidden_layers": 4, "num_attention_heads":
 
 ELSEWHERE = {
     "make demo": "make demo, in .ci/run",
-    "make test": "make test, in .ci/run",
+    "make test": "make test-faults, in .ci/run",
     "make sim SEEDS=20000": "tests/simulation",
     "pip install 'kvferry[nixl,up]'": "tests/real_engines/vllm",
     "pip install 'kvferry[nixl]'": "tests/real_engines/sglang",
