@@ -36,7 +36,6 @@ SUBMIT_SECONDS = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 PHASES = ("queue", "credit", "gather", "post", "wire", "arrival", "scatter")
 """What the time of a transfer goes into; see docs/observability.md."""
 
-
 MIXED = "mixed"
 NO_WAY = "none"
 WAYS = (*(path.value for path in Path), MIXED, NO_WAY)
