@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from pathlib import Path
 
 import pytest
-from tests.support.clones import ROOT, make_clone
+from tests.support.clones import ROOT, blocks, make_clone
 
 pytest.importorskip("nixl_cu13")
 
@@ -32,8 +31,7 @@ ELSEWHERE = {
 
 def commands() -> list[str]:
     """Those of all blocks that are not Python, without what stands beside them."""
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
-    text = "".join(block for language, block in blocks if not language)
+    text = "".join(blocks((ROOT / "README.md").read_text(), ""))
     return [line.partition("  #")[0].rstrip() for line in text.replace("\\\n", " ").splitlines()]
 
 

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.support.clones import ROOT, bash_blocks, make_clone
+from tests.support.clones import ROOT, blocks, make_clone
 
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.timeout(300)
@@ -21,9 +21,9 @@ def clone(tmp_path: Path) -> Path:
 
 
 def test_the_tutorial_works_as_it_is(clone: Path):
-    blocks = bash_blocks((ROOT / "docs/tutorial.md").read_text())
-    assert len(blocks) == 5
-    script = "".join(f"echo '== {number}'\n{block}" for number, block in enumerate(blocks))
+    typed = blocks((ROOT / "docs/tutorial.md").read_text(), "bash")
+    assert len(typed) == 5
+    script = "".join(f"echo '== {number}'\n{block}" for number, block in enumerate(typed))
     environment = {"PATH": os.environ["PATH"], "HOME": str(clone), "COLUMNS": "100"}
     run = subprocess.run(
         ["bash", "-e"],

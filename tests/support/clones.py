@@ -22,6 +22,7 @@ def make_clone(folder: Path, environment: str) -> Path:
     return folder
 
 
-def bash_blocks(text: str) -> list[str]:
-    """What a reader is told to type."""
-    return re.findall(r"^```bash\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+def blocks(text: str, language: str) -> list[str]:
+    """The blocks of code in a language, by the name that stands at their fence; "" for those without one."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [block for name, block in found if name == language]

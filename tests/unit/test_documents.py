@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.support.clones import bash_blocks
+from tests.support.clones import ROOT, blocks
 
 from kvferry import Settings
 from kvferry.control.registry_messages import LARGEST_BODY_BYTES
@@ -21,8 +21,6 @@ from kvferry.protocol import messages
 from kvferry.protocol.early import MOST_PAGE_BYTES
 from kvferry.protocol.registrations import MOST_ENGINES, MOST_RANKS
 from kvferry.transport.base import MOST_REGIONS
-
-ROOT = Path(__file__).parents[2]
 
 
 def generator() -> ModuleType:
@@ -35,7 +33,7 @@ def generator() -> ModuleType:
 
 
 def python_blocks(document: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
+    return blocks((ROOT / document).read_text(), "python")
 
 
 def test_the_state_diagrams_are_those_of_the_tables():
@@ -112,7 +110,7 @@ def test_files_of_the_code_that_a_page_names_are_there(document: str):
     assert [each for each in named if not ((ROOT / each).exists() or (ROOT / "src/kvferry" / each).exists())] == []
 
 
-@pytest.mark.parametrize("command", "".join(bash_blocks((ROOT / "docs/algebra.md").read_text())).splitlines())
+@pytest.mark.parametrize("command", "".join(blocks((ROOT / "docs/algebra.md").read_text(), "bash")).splitlines())
 def test_the_drawings_of_the_layout_algebra_can_be_drawn(command: str, tmp_path: Path):
     pytest.importorskip("matplotlib")
     program, *arguments = shlex.split(command)

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.clones import ROOT, bash_blocks, make_clone
+from tests.support.clones import ROOT, blocks, make_clone
 
 pytestmark = pytest.mark.timeout(600)
 
 SECTION = "## Try it without a GPU"
 
 
-def blocks() -> list[str]:
+def terminals() -> list[str]:
     """What is typed into the first terminal, and into the second."""
     page = (ROOT / "docs/vllm.md").read_text()
-    return bash_blocks(page[page.index(SECTION) :].split("\n## ", 1)[0])
+    return blocks(page[page.index(SECTION) :].split("\n## ", 1)[0], "bash")
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def test_the_page_works_as_it_is(clone: Path):
-    first, second = blocks()
+    first, second = terminals()
     environment = {"PATH": os.environ["PATH"], "HOME": str(clone)}
     terminal = subprocess.Popen(
         ["bash", "-e"],

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.caches import Model, Shape
 from tests.support.engines import Engines, Requests
+from tests.support.metrics import samples
 from tests.support.waiting import eventually
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, TransferState
@@ -30,12 +31,7 @@ TIGHT: dict[str, Any] = {"path": "staged", "staging_chunk_mib": 0.5 * KIB, "stag
 def metrics_of(endpoint: PrefillEndpoint | DecodeEndpoint) -> dict[tuple[str, ...], float]:
     """Every sample that is served, by its name and the values of its labels."""
     assert endpoint.observe_url is not None
-    text = httpx.get(f"{endpoint.observe_url}/metrics").text
-    return {
-        (sample.name.removeprefix("kvferry_"), *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    return samples(httpx.get(f"{endpoint.observe_url}/metrics").text)
 
 
 def status_of(endpoint: PrefillEndpoint | DecodeEndpoint) -> EndpointStatus:

@@ -6,34 +6,12 @@ import threading
 from dataclasses import replace
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from tests.support.metrics import samples
+from tests.support.statuses import WELL
 
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.records import PartRecord, WriteRecord
-from kvferry.observe.status import EndpointStatus, Side, StagingStatus
 from kvferry.plan import Path
-
-NOWHERE = EndpointStatus(
-    side=Side.PREFILL,
-    engine="e",
-    rank=0,
-    endpoint="e-0",
-    version="1",
-    process=1,
-    at_unix_s=0.0,
-    up_s=0.0,
-    peer_timeout_s=15.0,
-    heartbeat_s=1.0,
-    problem="",
-    states={},
-    oldest_room_s=0.0,
-    quarantined_pages=0,
-    quarantine_s=0.0,
-    rooms=(),
-    peers=(),
-    staging=StagingStatus(),
-    threads=(),
-)
 
 PART = PartRecord(
     ready_at=1.0, begun_at=1.0, gathered_at=1.1, posted_at=1.2, landed_at=1.5, num_bytes=1000, runs=10, thread="t"
@@ -60,17 +38,12 @@ def write_at(seconds: float) -> WriteRecord:
 
 
 def counted(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """Every sample, by its name and the values of its labels."""
-    return {
-        (sample.name.removeprefix("kvferry_"), *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(metrics.exposition().decode())
-        for sample in family.samples
-    }
+    return samples(metrics.exposition().decode())
 
 
 @pytest.mark.parametrize("writes", [0, 1, 63, 64, 65, 1000])
 def test_everything_told_is_there_when_it_is_read(writes: int):
-    metrics = Metrics(lambda: NOWHERE)
+    metrics = Metrics(lambda: WELL)
     for number in range(writes):
         metrics.submitted(0.001)
         metrics.write_ended(1, write_at(10.0 * number))
@@ -84,7 +57,7 @@ def test_everything_told_is_there_when_it_is_read(writes: int):
 
 
 def test_threads_lose_nothing_and_count_nothing_twice():
-    metrics = Metrics(lambda: NOWHERE)
+    metrics = Metrics(lambda: WELL)
     started, over = threading.Barrier(5), threading.Event()
 
     def tell() -> None:
@@ -109,15 +82,15 @@ def test_threads_lose_nothing_and_count_nothing_twice():
 
 
 def test_what_waits_to_be_counted_is_bounded():
-    metrics = Metrics(lambda: NOWHERE)
+    metrics = Metrics(lambda: WELL)
     for _ in range(10_000):
         metrics.submitted(0.001)
         metrics.write_ended(1, WRITE)
     assert len(metrics._told) < 200
 
 
-def test_a_caller_that_hands_in_counts_nothing(monkeypatch: pytest.MonkeyPatch):
-    metrics = Metrics(lambda: NOWHERE)
+def test_a_caller_that_hands_in_counts_nothing():
+    metrics = Metrics(lambda: WELL)
     for _ in range(1000):
         metrics.submitted(0.001)
     assert len(metrics._told) == 1000
