@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import msgspec
 import zmq
 
 from kvferry.cli.bench.options import BenchOptions
 from kvferry.cli.bench.teams import BenchError, LocalTeam, Pollable, listen
+from kvferry.cli.strays import messages_among
 from kvferry.control.channel import ConnectedChannel, ListeningChannel
 from kvferry.control.construction import create_registry_client, credentials_of
 from kvferry.control.registry_client import LeaseKeeper
@@ -109,7 +110,6 @@ ToDecode: TypeAlias = Welcome | Refused | Said | Pong | Broken
 _TO_PREFILL: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
 _TO_DECODE: msgspec.msgpack.Decoder[ToDecode] = msgspec.msgpack.Decoder(ToDecode)
 _encode = msgspec.msgpack.encode
-_Kind = TypeVar("_Kind")
 
 
 def difference(prefill: Mapping[str, str], decode: Mapping[str, str]) -> str | None:
@@ -150,7 +150,7 @@ class RemoteTeam:
 
     def hear(self, readable: Collection[Pollable]) -> list[tuple[int, bytes]]:
         now, heard = time.monotonic(), []
-        for message in _decoded_by(_TO_DECODE, self._channel.receive()):
+        for message in messages_among(self._channel.receive(), _TO_DECODE):
             self._heard_at = now
             match message:
                 case Said(rank, answer):
@@ -226,7 +226,7 @@ def find_prefill_side(
                     time.sleep(_LOOK_S)
                     continue
                 channel.socket.poll(_LOOK_MS)
-                for message in _decoded_by(_TO_DECODE, channel.receive()):
+                for message in messages_among(channel.receive(), _TO_DECODE):
                     if isinstance(message, Refused):
                         raise IncompatiblePeerError(message.reason)
                     if isinstance(message, Welcome):
@@ -314,7 +314,7 @@ def _leader(
             raise lease.last_error
         channel.wait(_LOOK_MS)
         for identity, data in channel.receive():
-            for message in _decoded_by(_TO_PREFILL, [data]):
+            for message in messages_among([data], _TO_PREFILL):
                 if not isinstance(message, Lead) or not secrets.compare_digest(message.key, key):
                     continue
                 reason = difference(options, message.options)
@@ -366,7 +366,7 @@ class _Relay:
     def hear(self, readable: Collection[Pollable]) -> list[tuple[int, bytes]]:
         now, commands = time.monotonic(), []
         for identity, data in self._channel.receive():
-            for message in _decoded_by(_TO_PREFILL, [data]):
+            for message in messages_among([data], _TO_PREFILL):
                 if identity != self._leader:
                     with suppress(PeerDisconnectedError):
                         self._channel.send(identity, _encode(Refused("another decode side leads already")))
@@ -384,12 +384,3 @@ class _Relay:
                 f"nothing was heard from the decode side for {now - self._heard_at:.0f} s (KVFERRY_PEER_TIMEOUT_S)"
             )
         return commands
-
-
-def _decoded_by(decoder: msgspec.msgpack.Decoder[_Kind], received: Sequence[bytes]) -> list[_Kind]:
-    """The messages among what came; a stray's bytes are none."""
-    messages = []
-    for data in received:
-        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            messages.append(decoder.decode(data))
-    return messages

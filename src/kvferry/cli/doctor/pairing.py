@@ -9,13 +9,14 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 import zmq
 
 from kvferry._version import __version__
+from kvferry.cli.strays import messages_among
 from kvferry.control.channel import ConnectedChannel, ListeningChannel
 from kvferry.control.construction import credentials_of
 from kvferry.control.credentials import secret_hint
@@ -74,7 +75,6 @@ ToWriter: TypeAlias = Ready | Busy | Seen
 
 _TO_LISTENER: msgspec.msgpack.Decoder[ToListener] = msgspec.msgpack.Decoder(ToListener)
 _TO_WRITER: msgspec.msgpack.Decoder[ToWriter] = msgspec.msgpack.Decoder(ToWriter)
-_Kind = TypeVar("_Kind")
 
 
 def listen(settings: Settings, port: int, tell: Callable[[str], None]) -> None:
@@ -115,24 +115,24 @@ def _serve(
     while True:
         channel.wait(_LOOK_MS)
         for identity, data in channel.receive():
-            now = time.monotonic()
-            message = _decoded(_TO_LISTENER, data)
-            answer: ToWriter
-            if message is None or (identity != writer and isinstance(message, Written)):
-                continue
-            if writer not in ("", identity) and now - heard_at < _SILENCE_S:
-                answer = Busy()
-            elif isinstance(message, Hello):
-                writer, heard_at, value = identity, now, value % 255 + 1
-                memory[:] = 0
-                answer = Ready(__version__, metadata, memory.ctypes.data, value)
-                tell("a doctor writes")
-            else:
-                is_right = bool((memory == value).all())
-                answer, writer = Seen(is_right), ""
-                tell("every byte is right" if is_right else "not every byte is right")
-            with suppress(PeerDisconnectedError):
-                channel.send(identity, msgspec.msgpack.encode(answer))
+            for message in messages_among([data], _TO_LISTENER):
+                now = time.monotonic()
+                answer: ToWriter
+                if identity != writer and isinstance(message, Written):
+                    continue
+                if writer not in ("", identity) and now - heard_at < _SILENCE_S:
+                    answer = Busy()
+                elif isinstance(message, Hello):
+                    writer, heard_at, value = identity, now, value % 255 + 1
+                    memory[:] = 0
+                    answer = Ready(__version__, metadata, memory.ctypes.data, value)
+                    tell("a doctor writes")
+                else:
+                    is_right = bool((memory == value).all())
+                    answer, writer = Seen(is_right), ""
+                    tell("every byte is right" if is_right else "not every byte is right")
+                with suppress(PeerDisconnectedError):
+                    channel.send(identity, msgspec.msgpack.encode(answer))
 
 
 class Partner:
@@ -152,10 +152,8 @@ class Partner:
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline:
             self._channel.socket.poll(_LOOK_MS)
-            for data in self._channel.receive():
-                answer = _decoded(_TO_WRITER, data)
-                if answer is not None:
-                    return answer
+            for answer in messages_among(self._channel.receive(), _TO_WRITER):
+                return answer
         raise PeerDisconnectedError(
             f"no doctor answers at {self._channel.address} within {ANSWER_S:g} s: run `kvferry doctor --listen PORT` "
             f"there, with KVFERRY_HOST set to an address of that machine; {secret_hint(has_secret=self._has_secret)}"
@@ -180,10 +178,3 @@ def partner(settings: Settings, address: str) -> Iterator[Partner]:
             channel.close()
     finally:
         context.term()
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[_Kind], data: bytes) -> _Kind | None:
-    """The message; None for a stray's bytes."""
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return decoder.decode(data)
-    return None
