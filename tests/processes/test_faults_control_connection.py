@@ -21,6 +21,7 @@ from tests.support.processes import Rank
 from tests.support.proxy import ControlProxy
 from tests.support.victims import (
     DEADLINE_S,
+    LATE_WRITE_S,
     PEER_TIMEOUT_S,
     RECONNECT_SOCKETS,
     TOLERANCE_S,
@@ -138,7 +139,7 @@ def test_a_control_connection_is_struck(clusters: Clusters, path: str, step: Ste
             assert room.source.do(Rank.wait_reusable, room.number, 5.0)
             cluster.run(cluster.other_prefill, cluster.struck_decode)
             cluster.run(cluster.struck_prefill, cluster.other_decode)
-            time.sleep(0.3)
+            time.sleep(LATE_WRITE_S)
             cluster.served()
             assert room.target.do(Rank.changed, room.number) == 0, "a late write changed pages that were given back"
     except BaseException:

@@ -21,7 +21,7 @@ from tests.support.processes import Rank
 from tests.support.victims import (
     DEADLINE_S,
     FAILED_CONNECT_SOCKETS,
-    HEARTBEAT_S,
+    LATE_WRITE_S,
     PEER_TIMEOUT_S,
     RECONNECT_SOCKETS,
     TOLERANCE_S,
@@ -158,7 +158,7 @@ def frozen_for_long(cell: DecodeCell) -> None:
     if cell.step is Step.NOT_CONNECTED:
         cluster.finish(room)
     elif cell.step is Step.OPEN_ON_PREFILL:
-        time.sleep(3 * HEARTBEAT_S)  # it must learn first that it was given up
+        cluster.agree(cell.prefill, decode)
         cluster.finish(room)
     elif cell.step is Step.BEFORE_FINISH:  # it hears that all is there, or first that it was given up
         assert decode.do(Rank.end, room.number, DEADLINE_S + TOLERANCE_S).state in ("SUCCESS", "FAILED")
@@ -170,7 +170,7 @@ def frozen_for_long(cell: DecodeCell) -> None:
     cell.comes_back()
     if not is_writing:
         assert decode.do(Rank.reuse, room.number, 3.0)
-    time.sleep(0.3)
+    time.sleep(LATE_WRITE_S)
 
 
 def frozen_for_ever(cell: DecodeCell) -> None:

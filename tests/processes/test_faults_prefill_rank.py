@@ -23,6 +23,7 @@ from tests.support.clusters import Clusters
 from tests.support.processes import End, Rank
 from tests.support.victims import (
     DEADLINE_S,
+    LATE_WRITE_S,
     PEER_TIMEOUT_S,
     RECONNECT_SOCKETS,
     TOLERANCE_S,
@@ -179,7 +180,7 @@ def frozen_for_long(cell: PrefillCell) -> None:
         assert prefill.do(Rank.wait_reusable, room.number, 2.0)
     cell.comes_back()
     assert is_reused or cell.decode.do(Rank.reuse, room.number, 1.0)
-    time.sleep(0.3)
+    time.sleep(LATE_WRITE_S)
 
 
 def frozen_for_ever(cell: PrefillCell) -> None:

@@ -206,6 +206,11 @@ class Rank:
         links = list(self.endpoint._driver._links.values())
         return {peer.endpoint for link in links if link.key.engine == engine for peer in link.peers}
 
+    def endpoint_name(self) -> str:
+        """What peers call this rank's endpoint."""
+        assert self.endpoint is not None
+        return self.endpoint.status().endpoint
+
     def waits_for_credit(self) -> bool:
         """Whether any room of a prefill rank waits for a decode rank's staging memory."""
         assert isinstance(self.endpoint, PrefillEndpoint)

@@ -48,8 +48,8 @@ class Resources:
 
 
 def _shape(path: str) -> str:
-    """A path without what is drawn at random in it."""
-    return re.sub(r"[0-9a-f]{6,}", "*", path)
+    """A path without what is drawn at random in it. UCX draws any number of up to 32 bits: a short one as well."""
+    return re.sub(r"(?<=ucx_shm_posix_)[0-9a-f]+|[0-9a-f]{6,}", "*", path)
 
 
 def resources(pid: int | str = "self") -> Resources:

@@ -82,6 +82,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 
+LATE_WRITE_S = 0.3
+"""How long a write that must not come any more is given to come."""
+
 LARGE_ROOM_PAGES = {"direct": 256, "staged": 64}
 """More than sockets buffer, and more than the ring holds."""
 
@@ -307,7 +310,21 @@ class Cluster:
 
     def run(self, source: Engine, target: Engine) -> None:
         """A whole room."""
+        self.agree(source, target)
         self.finish(self.new_room(source, target))
+
+    def agree(self, source: Engine, target: Engine) -> None:
+        """Waits until the decode rank relies on no prefill rank that has given it up.
+
+        It learns of that with a heartbeat, after its process was frozen, or after the machine was busy for as long: a
+        room that it opens before is refused.
+        """
+        name = target.do(Rank.endpoint_name)
+
+        def holds() -> bool:
+            return name in source.do(Rank.peers, target.name) or not target.do(Rank.peers, source.name)
+
+        eventually(f"{target.name} knows whether {source.name} has given it up", holds)
 
     def fails(self, engine: Engine, room: Room, *, within_s: float) -> End:
         """It ends on that side in time, and not well."""
