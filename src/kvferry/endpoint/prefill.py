@@ -490,8 +490,9 @@ class PrefillEndpoint:
             try:
                 self._channel.send(receiver, messages.encode(message))
             except KVFerryError as error:
-                # A farewell to somebody who left first is nothing to worry about.
-                level = logging.DEBUG if isinstance(message, messages.Closed) else logging.WARNING
+                # A farewell or a heartbeat's answer to somebody who left first is nothing to worry about.
+                is_moot = isinstance(message, (messages.Closed, messages.Pong))
+                level = logging.DEBUG if is_moot else logging.WARNING
                 log.log(level, "%s to %s was lost: %s", type(message).__name__, receiver, error)
 
     def _receive_one(self, identity: str, data: bytes, now: float) -> None:
