@@ -4,7 +4,8 @@
 either alike, and the metrics are read as Prometheus would. What is switched is who is told of what happens; the server,
 idle between two reads, is there all the time: `benchmarks.idle` with KVFERRY_OBSERVE_PORT=0 has its cost. Prints the
 ratios of throughput and of processor time a byte, each with the range in which 95 % of medians lie if repetitions, with
-processes of their own, and turns are drawn anew.
+processes of their own, and turns are drawn anew. Chance moves these by a few percent. A third turn therefore times the
+calls where they are made, and the last column has their share of all processor time.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import os
 import secrets
 import statistics
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from types import MethodType
 from typing import Any
 
 import httpx
@@ -36,27 +39,51 @@ from kvferry.observe.tracing import Recorder
 BASE_PORT = 9470
 PATHS = ("direct", "staged")
 OBSERVED = "-observed"
+TIMED = "-timed"
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The same work twice, one after the other: with metrics divided by without.
+    """The same work three times, one after the other: without metrics, with them, and with their calls timed.
 
     Attributes:
-        throughput: bytes a second.
-        processor_time: seconds of all processes a byte.
+        throughput: bytes a second, with divided by without.
+        processor_time: seconds of all processes a byte, with divided by without.
+        calls: the processor time of the metrics' calls divided by that of all processes.
     """
 
     throughput: float
     processor_time: float
+    calls: float
+
+
+class TimedCall:
+    """What somebody who observes is told with, and the processor time of every call."""
+
+    def __init__(self, method: MethodType, spent_s: list[float]) -> None:
+        self.__self__ = method.__self__
+        self._method, self._spent_s = method, spent_s
+
+    def __call__(self, *arguments: object) -> object:
+        """Passes it on."""
+        began = time.thread_time()
+        try:
+            return self._method(*arguments)
+        finally:
+            self._spent_s.append(time.thread_time() - began)
 
 
 class SwitchedRank:
-    """A rank whose endpoints all have metrics, which are told of what happens only in turns of such a name."""
+    """A rank whose endpoints all have metrics, which are told of what happens only in turns of such a name.
+
+    In turns whose calls are timed its account of processor time has that of the calls.
+    """
 
     def __init__(self, rank: ranks.PrefillRank | ranks.DecodeRank) -> None:
         self._rank = rank
         self._all: dict[str, dict[str, Any]] = {}
+        self._is_timed = False
+        self._spent_s: list[float] = []
 
     def answer(self, command: commands.Command) -> commands.Answer:
         """Does what a command says."""
@@ -65,10 +92,15 @@ class SwitchedRank:
             self._all = {path: dict(self._observer(path)) for path in self._rank.endpoints}
             return found
         if isinstance(command, commands.Open):
-            path = command.variant.removesuffix(OBSERVED)
+            path = command.variant.removesuffix(OBSERVED).removesuffix(TIMED)
+            self._is_timed = command.variant.endswith(TIMED)
             self._switch(path, is_on=path != command.variant)
             command = msgspec.structs.replace(command, variant=path)
-        return self._rank.answer(command)
+        answer = self._rank.answer(command)
+        if self._is_timed and isinstance(answer, (commands.Sent, commands.Received)):
+            spent_s, self._spent_s = self._spent_s, []
+            answer = msgspec.structs.replace(answer, cpu_s=sum(spent_s))
+        return answer
 
     def close(self) -> None:
         """Gives everything back."""
@@ -80,10 +112,21 @@ class SwitchedRank:
     def _switch(self, path: str, *, is_on: bool) -> None:
         self._observer(path).update(
             {
-                about: tuple(each for each in told if is_on or not isinstance(each.__self__, (Metrics, Recorder)))
+                about: tuple(
+                    self._timed(each) if self._is_timed and _is_switched(each) else each
+                    for each in told
+                    if is_on or not _is_switched(each)
+                )
                 for about, told in self._all[path].items()
             }
         )
+
+    def _timed(self, method: MethodType) -> TimedCall:
+        return TimedCall(method, self._spent_s)
+
+
+def _is_switched(told: MethodType) -> bool:
+    return isinstance(told.__self__, (Metrics, Recorder))
 
 
 def prefill_main(connection: Connection, options: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
@@ -158,17 +201,18 @@ def measure(options: list[BenchOptions], turns: int) -> dict[str, list[Turn]]:
         measurement.start()
         for number in range(-1, turns):
             for path in PATHS:
-                variants = (path, f"{path}{OBSERVED}")
+                variants = (path, f"{path}{OBSERVED}", f"{path}{TIMED}")
                 turn: dict[str, Run] = {}
-                for variant in variants if number % 2 else variants[::-1]:  # neither is always first
+                for variant in variants if number % 2 else variants[::-1]:  # none is always first
                     turn[variant], _ = measurement.run(variant, passes=options[0].passes)
-                without, observed = (turn[variant] for variant in variants)
+                without, observed, timed = (turn[variant] for variant in variants)
                 if number < 0:
                     continue  # that warmed up
                 found[path].append(
                     Turn(
                         throughput=observed.bytes_per_s / without.bytes_per_s,
                         processor_time=_processor_time(observed) / _processor_time(without),
+                        calls=timed.cpu_s / observed.cpu_s,
                     )
                 )
     return found
@@ -187,7 +231,7 @@ def shown(ratios: list[list[float]]) -> str:
         medians.append(np.median(np.concatenate([chance.choice(each, size=len(each)) for each in drawn])))
     low, high = np.percentile(medians, (2.5, 97.5))
     middle = statistics.median(ratio for each in ratios for ratio in each)
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+    return f"{middle:.4f} ({low:.4f} to {high:.4f})"
 
 
 def main() -> None:
@@ -205,12 +249,13 @@ def main() -> None:
     os.environ["KVFERRY_OBSERVE_PORT"] = str(BASE_PORT)  # for the ranks' processes
     with reading(chosen.read_s):
         repetitions = [measure(options, chosen.turns) for _ in range(chosen.repetitions)]
-    print("| path | throughput, with metrics / without | processor time a byte, with / without |")
-    print("|---|---|---|")
+    print("| path | throughput, with metrics / without | processor time a byte, with / without | their calls' share |")
+    print("|---|---|---|---|")
     for path in PATHS:
         throughput = shown([[turn.throughput for turn in each[path]] for each in repetitions])
         processor_time = shown([[turn.processor_time for turn in each[path]] for each in repetitions])
-        print(f"| {path} | {throughput} | {processor_time} |")
+        calls = shown([[turn.calls for turn in each[path]] for each in repetitions])
+        print(f"| {path} | {throughput} | {processor_time} | {calls} |")
 
 
 if __name__ == "__main__":

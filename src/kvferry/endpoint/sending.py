@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias
 
 from kvferry.endpoint.actors import Actor, RunQueue
 from kvferry.endpoint.attachment import Attachment
+from kvferry.endpoint.reporting import RoomReport
 from kvferry.endpoint.transfer import Transfer
 from kvferry.endpoint.workers import Worker, WorkerPool
 from kvferry.errors import KVFerryError, PeerDisconnectedError, QueueFullError, TransferFailedError, UsageError
@@ -201,6 +202,7 @@ class Sender(Transfer):
         most_waiting: int,
         now: Callable[[], float],
         observer: Observer,
+        report: RoomReport,
     ) -> None:
         """For `PrefillEndpoint.open`.
 
@@ -209,6 +211,7 @@ class Sender(Transfer):
             settle: in synchronous mode, waits until the chunk of that number is written.
             most_waiting: how many chunks may wait to be written.
             now: the time.
+            report: is told how long the caller is busy here.
         """
         super().__init__(room)
         # Guards the order of chunks: they are handed on in the order of their numbers, whichever threads submit.
@@ -219,6 +222,7 @@ class Sender(Transfer):
         self._settle = settle
         self._now = now
         self._observer = observer
+        self._report = report
         self._most_waiting = most_waiting
         self._taken_up = 0  # chunks that wait no more; written by the room's turns alone
         self._through = 0  # chunks handed in before all of which had been read; by the room's turns as well
@@ -264,7 +268,7 @@ class Sender(Transfer):
                 raise full
             chunk = self._chunks.hand_in(pages, start=start, is_last=last, aux=aux, now=self._now())
             self._hand_in(chunk)
-        self._observer.submitted(self._now() - chunk.submitted_at)
+        self._report.submitted(self._now() - chunk.submitted_at)
         if self._settle is not None:
             self._settle(chunk.number)
 
@@ -308,6 +312,7 @@ class SendingRoom(Actor):
         self._all_open_at: float | None = None
         self._writes: list[WriteRecord] = []
         self._observer = surroundings.observer
+        self._report = RoomReport(machine.room, surroundings.observer, surroundings.now())
         self._staged: dict[str, StagedQueue] = {}  # by receiver
         self._accounts: dict[tuple[str, int], _Account] = {}  # of staged writes, by receiver and sequence
         self._last_submitted_at: float | None = None
@@ -324,6 +329,7 @@ class SendingRoom(Actor):
             most_waiting=settings.max_waiting_chunks,
             now=surroundings.now,
             observer=surroundings.observer,
+            report=self._report,
         )
 
     def _queue_for(self, event: RoomEvent) -> RunQueue:
@@ -480,6 +486,7 @@ class SendingRoom(Actor):
                 writes=tuple(self._writes) if machine.state.is_final else (),
             )
             if ended_at is not None and stats.ended_at is None:
+                self._report.end()
                 self._observer.sent(self.room, self.sender.stats, machine.error)
         if machine.is_done:
             self._surroundings.forget_room(self)
@@ -605,7 +612,7 @@ class SendingRoom(Actor):
 
     def _keep(self, record: WriteRecord) -> None:
         self._writes.append(record)
-        self._observer.write_ended(self.room, record)
+        self._report.wrote(record)
 
     def _write_staged(self, command: Write, attachment: Attachment, account: _Account) -> None:
         receiver = command.receiver

@@ -42,7 +42,7 @@ WAYS = (*(path.value for path in Path), MIXED, NO_WAY)
 """Which path a transfer took. A decode rank calls staged what came through its staging memory, if only in part."""
 
 _BATCH = 64
-"""What is told is counted in batches. Between two writes the processor has forgotten the code that counts: alone, each
+"""What is told is counted in batches. Between two rooms the processor has forgotten the code that counts: alone, each
 would take several times as long."""
 
 
@@ -115,28 +115,34 @@ class Metrics(Observer):
 
     # ---- what is told -----------------------------------------------------------------------------------------------
 
-    def submitted(self, seconds: float) -> None:
-        self._told.append((self._submit_seconds.add, seconds))
+    def submitted(self, seconds: Sequence[float]) -> None:
+        self._told.append((self._count_submits, seconds))
 
-    def write_ended(self, room: int, record: WriteRecord) -> None:
-        self._told.append((self._count_write, record))
+    def _count_submits(self, seconds: Sequence[float]) -> None:
+        for each in seconds:
+            self._submit_seconds.add(each)
+
+    def wrote(self, room: int, writes: Sequence[WriteRecord]) -> None:
+        self._told.append((self._count_writes, writes))
         self._count_batch()
 
-    def _count_write(self, record: WriteRecord) -> None:
-        path, phases = record.path, self._phases
-        self._writes[path].inc()
-        self._sent_bytes[path].inc(record.total_bytes)
-        self._runs[path].inc(record.runs)
-        self._descriptors[path].inc(record.descriptors)
-        phases["queue"].add(max(0.0, record.posted_at - record.submitted_at))
-        busy_s = 0.0
-        for part in record.parts:
-            if part.ready_at < part.begun_at:
-                phases["credit"].add(part.begun_at - part.ready_at)
-            phases["gather"].add(part.gathered_at - part.begun_at)
-            phases["post"].add(part.posted_at - part.gathered_at)
-            phases["wire"].add(part.landed_at - part.gathered_at)
-            busy_s += self._busy.add(part.gathered_at, part.landed_at)
+    def _count_writes(self, writes: Sequence[WriteRecord]) -> None:
+        for path in {write.path for write in writes}:  # one, nearly always
+            its = [write for write in writes if write.path is path]
+            self._writes[path].inc(len(its))
+            self._sent_bytes[path].inc(sum(write.total_bytes for write in its))
+            self._runs[path].inc(sum(write.runs for write in its))
+            self._descriptors[path].inc(sum(write.descriptors for write in its))
+        phases, busy_s = self._phases, 0.0
+        for write in writes:
+            phases["queue"].add(max(0.0, write.posted_at - write.submitted_at))
+            for part in write.parts:
+                if part.ready_at < part.begun_at:
+                    phases["credit"].add(part.begun_at - part.ready_at)
+                phases["gather"].add(part.gathered_at - part.begun_at)
+                phases["post"].add(part.posted_at - part.gathered_at)
+                phases["wire"].add(part.landed_at - part.gathered_at)
+                busy_s += self._busy.add(part.gathered_at, part.landed_at)
         self._wire_busy.inc(busy_s)
 
     def write_failed(self, room: int, receiver: str, error: Exception) -> None:

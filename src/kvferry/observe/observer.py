@@ -33,11 +33,11 @@ class Observer:
     def asked(self, room: int, trace_context: str) -> None:
         """A decode rank has asked for a room that is open here, with the trace context that came with it."""
 
-    def submitted(self, seconds: float) -> None:
-        """A caller has handed a chunk in, which took so long."""
+    def submitted(self, seconds: Sequence[float]) -> None:
+        """A caller has handed chunks in, which took so long each. Perhaps in the caller's thread."""
 
-    def write_ended(self, room: int, record: WriteRecord) -> None:
-        """A write is through."""
+    def wrote(self, room: int, writes: Sequence[WriteRecord]) -> None:
+        """Writes are through: all since the last time, at the latest when the room ends, and then each at once."""
 
     def write_failed(self, room: int, receiver: str, error: Exception) -> None:
         """A write failed."""
@@ -69,7 +69,7 @@ class Several(Observer):
         self._begin_sending = _who_cares(observers, Observer.begin_sending)
         self._asked = _who_cares(observers, Observer.asked)
         self._submitted = _who_cares(observers, Observer.submitted)
-        self._write_ended = _who_cares(observers, Observer.write_ended)
+        self._wrote = _who_cares(observers, Observer.wrote)
         self._write_failed = _who_cares(observers, Observer.write_failed)
         self._deferred = _who_cares(observers, Observer.deferred)
         self._sent = _who_cares(observers, Observer.sent)
@@ -87,11 +87,11 @@ class Several(Observer):
     def asked(self, room: int, trace_context: str) -> None:
         _tell(self._asked, room, trace_context)
 
-    def submitted(self, seconds: float) -> None:
+    def submitted(self, seconds: Sequence[float]) -> None:
         _tell(self._submitted, seconds)
 
-    def write_ended(self, room: int, record: WriteRecord) -> None:
-        _tell(self._write_ended, room, record)
+    def wrote(self, room: int, writes: Sequence[WriteRecord]) -> None:
+        _tell(self._wrote, room, writes)
 
     def write_failed(self, room: int, receiver: str, error: Exception) -> None:
         _tell(self._write_failed, room, receiver, error)

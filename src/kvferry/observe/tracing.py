@@ -80,7 +80,7 @@ class Recorder(Observer):
         self._lock = threading.Lock()
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._count = 0
-        self._unix_s = 0.0  # of the steady clock's zero
+        self._begun_at = self._unix_s = 0.0  # the window's begin; when the steady clock stood at zero
 
     def record(self, seconds: float) -> tuple[list[Span], int] | None:
         """Records for so long.
@@ -93,7 +93,8 @@ class Recorder(Observer):
         try:
             self._spans.clear()
             self._count = 0
-            self._unix_s = time.time() - time.monotonic()
+            self._begun_at = time.monotonic()
+            self._unix_s = time.time() - self._begun_at
             self._is_on = True
             try:
                 time.sleep(seconds)
@@ -111,16 +112,21 @@ class Recorder(Observer):
             self._count += 1
             self._spans.append(Span(phase, row, room, begin + self._unix_s, end + self._unix_s, num_bytes, what))
 
-    def write_ended(self, room: int, record: WriteRecord) -> None:
+    def wrote(self, room: int, writes: Sequence[WriteRecord]) -> None:
         if not self._is_on:
             return
-        self._add("queue", "queue", room, record.submitted_at, record.posted_at)
-        for part in record.parts:
+        for write in writes:
+            if write.done_at >= self._begun_at:  # else it was told of late
+                self._add_write(room, write)
+
+    def _add_write(self, room: int, write: WriteRecord) -> None:
+        self._add("queue", "queue", room, write.submitted_at, write.posted_at)
+        for part in write.parts:
             thread = part.thread
-            self._add("credit", "credit", room, part.ready_at, part.begun_at, part.num_bytes, record.receiver)
+            self._add("credit", "credit", room, part.ready_at, part.begun_at, part.num_bytes, write.receiver)
             self._add("gather", thread, room, part.begun_at, part.gathered_at, part.num_bytes)
             self._add("post", thread, room, part.gathered_at, part.posted_at, part.num_bytes)
-            what = f"{record.path.value} to {record.receiver}: {record.why}"
+            what = f"{write.path.value} to {write.receiver}: {write.why}"
             self._add("wire", "wire", room, part.gathered_at, part.landed_at, part.num_bytes, what)
 
     def sent(self, room: int, stats: SenderStats, error: Exception | None) -> None:

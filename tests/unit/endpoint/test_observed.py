@@ -304,7 +304,7 @@ def test_metrics_that_break_break_no_transfer(
     def breaks(*_: Any) -> None:
         raise ValueError("no counter")
 
-    for name in ("submitted", "write_ended", "sent", "received"):
+    for name in ("submitted", "wrote", "sent", "received"):
         monkeypatch.setattr(Metrics, name, breaks)
     watched().run(1)
     assert "Metrics met an error" in caplog.text

@@ -8,27 +8,11 @@ from dataclasses import replace
 import pytest
 from tests.support.metrics import samples
 from tests.support.statuses import WELL
+from tests.support.writes import PART, WRITE
 
 from kvferry.observe.metrics import Metrics
-from kvferry.observe.records import PartRecord, WriteRecord
+from kvferry.observe.records import WriteRecord
 from kvferry.plan import Path
-
-PART = PartRecord(
-    ready_at=1.0, begun_at=1.0, gathered_at=1.1, posted_at=1.2, landed_at=1.5, num_bytes=1000, runs=10, thread="t"
-)
-WRITE = WriteRecord(
-    receiver="d",
-    path=Path.DIRECT,
-    why="it is",
-    total_bytes=1000,
-    descriptors=4,
-    submitted_at=0.5,
-    posted_at=1.2,
-    done_at=1.5,
-    transport_post_s=0.0,
-    transport_transfer_s=0.0,
-    parts=(PART,),
-)
 
 
 def write_at(seconds: float) -> WriteRecord:
@@ -41,12 +25,14 @@ def counted(metrics: Metrics) -> dict[tuple[str, ...], float]:
     return samples(metrics.exposition().decode())
 
 
+@pytest.mark.parametrize("together", [1, 7])
 @pytest.mark.parametrize("writes", [0, 1, 63, 64, 65, 1000])
-def test_everything_told_is_there_when_it_is_read(writes: int):
+def test_everything_told_is_there_when_it_is_read(writes: int, together: int):
     metrics = Metrics(lambda: WELL)
-    for number in range(writes):
-        metrics.submitted(0.001)
-        metrics.write_ended(1, write_at(10.0 * number))
+    for number in range(0, writes, together):
+        several = range(number, min(number + together, writes))
+        metrics.submitted([0.001] * len(several))
+        metrics.wrote(1, [write_at(10.0 * each) for each in several])
     for _ in range(2):
         found = counted(metrics)
         assert found["writes_total", "direct"] == found["submit_seconds_count",] == writes
@@ -56,6 +42,16 @@ def test_everything_told_is_there_when_it_is_read(writes: int):
         assert found["wire_busy_seconds_total",] == pytest.approx(0.4 * writes)
 
 
+def test_writes_that_are_told_together_count_by_their_own_path():
+    metrics = Metrics(lambda: WELL)
+    metrics.wrote(1, [WRITE, replace(WRITE, path=Path.STAGED, total_bytes=7, descriptors=1), WRITE])
+    found = counted(metrics)
+    assert (found["writes_total", "direct"], found["writes_total", "staged"]) == (2, 1)
+    assert (found["sent_bytes_total", "direct"], found["sent_bytes_total", "staged"]) == (2000, 7)
+    assert (found["descriptors_total", "direct"], found["descriptors_total", "staged"]) == (8, 1)
+    assert (found["runs_total", "direct"], found["runs_total", "staged"]) == (20, 10)
+
+
 def test_threads_lose_nothing_and_count_nothing_twice():
     metrics = Metrics(lambda: WELL)
     started, over = threading.Barrier(5), threading.Event()
@@ -63,7 +59,7 @@ def test_threads_lose_nothing_and_count_nothing_twice():
     def tell() -> None:
         started.wait()
         for _ in range(3000):
-            metrics.write_ended(1, WRITE)
+            metrics.wrote(1, [WRITE])
 
     def read() -> None:
         started.wait()
@@ -84,15 +80,15 @@ def test_threads_lose_nothing_and_count_nothing_twice():
 def test_what_waits_to_be_counted_is_bounded():
     metrics = Metrics(lambda: WELL)
     for _ in range(10_000):
-        metrics.submitted(0.001)
-        metrics.write_ended(1, WRITE)
+        metrics.submitted([0.001])
+        metrics.wrote(1, [WRITE])
     assert len(metrics._told) < 200
 
 
 def test_a_caller_that_hands_in_counts_nothing():
     metrics = Metrics(lambda: WELL)
     for _ in range(1000):
-        metrics.submitted(0.001)
+        metrics.submitted([0.001])
     assert len(metrics._told) == 1000
-    metrics.write_ended(1, WRITE)
+    metrics.wrote(1, [WRITE])
     assert not metrics._told

@@ -25,7 +25,7 @@ def write(at: float) -> WriteRecord:
 
 def test_nothing_is_kept_while_nobody_records():
     recorder = Recorder()
-    recorder.write_ended(1, write(0.0))
+    recorder.wrote(1, [write(0.0)])
     assert recorder.record(0.01) == ([], 0)
 
 
@@ -37,9 +37,10 @@ def test_what_ends_in_the_window_is_there_with_its_phases():
         time.sleep(0.001)
     assert recorder.record(0.01) is None, "one at a time"
     now = time.monotonic()
-    recorder.write_ended(7, write(now - 6))
+    recorder.wrote(6, [write(now - 100)])  # was through before, and is told of late
+    recorder.wrote(7, [write(now - 5)])
     thread.join()
-    recorder.write_ended(8, write(now))
+    recorder.wrote(8, [write(now)])
     (recorded,) = found
     assert recorded is not None
     spans, left_out = recorded
