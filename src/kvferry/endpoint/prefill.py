@@ -490,8 +490,8 @@ class PrefillEndpoint:
             try:
                 self._channel.send(receiver, messages.encode(message))
             except KVFerryError as error:
-                # A farewell or a heartbeat's answer to somebody who left first is nothing to worry about.
-                is_moot = isinstance(message, (messages.Closed, messages.Pong))
+                # Nobody misses these who has left: farewells, answers to heartbeats and to what was verified.
+                is_moot = isinstance(message, (messages.Closed, messages.Pong, messages.Confirmed))
                 level = logging.DEBUG if is_moot else logging.WARNING
                 log.log(level, "%s to %s was lost: %s", type(message).__name__, receiver, error)
 

@@ -657,11 +657,12 @@ def test_a_ring_that_a_living_rank_was_lost_with_is_given_up_for_a_new_one(pair:
 def test_a_lost_message_is_worth_a_line_if_somebody_may_miss_it(
     pair: Callable[..., Requests], caplog: pytest.LogCaptureFixture
 ):
-    """A decode rank that leaves need not hear its heartbeat's answer, nor a farewell."""
+    """A decode rank that leaves need not hear its heartbeat's answer, a farewell, or that its digests are known."""
     endpoint = pair().prefill.endpoints[0]
     name = endpoint.transport.endpoint_name
     endpoint.send("whoever left", messages.Pong(endpoint=name, attached=True))
     endpoint.send("whoever left", messages.Closed(endpoint=name))
+    endpoint.send("whoever left", messages.Confirmed(endpoint=name, room=1, generation=1, writer=0))
     endpoint.send("whoever left", messages.Drained(endpoint=name, room=1, generation=1, writer=0))
     eventually("the last was sent", lambda: "was lost" in caplog.text)
     assert [record.getMessage().split()[0] for record in caplog.records if "was lost" in record.message] == ["Drained"]
