@@ -10,11 +10,13 @@ from pathlib import Path
 import httpx
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 
 from kvferry.cli.top.asking import addresses
 from kvferry.observe.tracing import Window, chrome_trace
 
 _LONGER_S = 10.0
+_LONGEST_REASON = 200  # whoever answers may be anybody
 _WINDOW = msgspec.json.Decoder(Window)
 
 
@@ -33,7 +35,7 @@ def record(given: Sequence[str], *, seconds: float, output: Path, console: Conso
     windows = [answer for answer in answers if isinstance(answer, Window)]
     for target, answer in zip(targets, answers, strict=True):
         if isinstance(answer, str):
-            console.print(f"[red]{target}[/] {answer}", highlight=False)
+            console.print(f"[red]{target}[/] {escape(answer)}", highlight=False)
         elif answer.left_out:
             console.print(f"{target} had no space for {answer.left_out:,} more: record for a shorter time")
     spans = sum(len(window.spans) for window in windows)
@@ -54,6 +56,8 @@ def _ask(address: str, *, seconds: float) -> Window | str:
         )
         answer.raise_for_status()
         return _WINDOW.decode(answer.content)
+    except httpx.HTTPStatusError as error:
+        return f"refuses: {error.response.text[:_LONGEST_REASON]} ({error.response.status_code})"
     except httpx.HTTPError as error:
         return f"does not answer: {error}"
     except msgspec.MsgspecError as error:
