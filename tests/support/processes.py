@@ -203,7 +203,7 @@ class Rank:
         if isinstance(self.endpoint, PrefillEndpoint):
             return {peer.name for peer in self.endpoint._peers.all() if peer.name.startswith(f"{engine}-")}
         assert isinstance(self.endpoint, DecodeEndpoint)
-        links = list(self.endpoint._driver._links.values())
+        links = self.endpoint._driver._links.current
         return {peer.endpoint for link in links if link.key.engine == engine for peer in link.peers}
 
     def endpoint_name(self) -> str:

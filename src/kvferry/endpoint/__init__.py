@@ -3,7 +3,7 @@
 from kvferry.endpoint.decode import DecodeEndpoint
 from kvferry.endpoint.prefill import PrefillEndpoint
 from kvferry.endpoint.receiving import Receiver
-from kvferry.endpoint.sending import Sender
+from kvferry.endpoint.sender import Sender
 from kvferry.observe.records import ReceiverStats, SenderStats, WriteRecord
 
 __all__ = [

@@ -18,7 +18,8 @@ from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
 from kvferry.endpoint.observing import Shown, endpoint_status
 from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.platform import Platform, SystemPlatform
-from kvferry.endpoint.sending import OpenReceived, Sender, SendingRoom, void
+from kvferry.endpoint.sender import Sender
+from kvferry.endpoint.sending import OpenReceived, SendingRoom, void
 from kvferry.endpoint.threads import Loop, RunningLoop, ThreadHealth
 from kvferry.endpoint.workers import WorkerPool
 from kvferry.errors import (

@@ -44,7 +44,7 @@ def _of_decode(endpoint: DecodeEndpoint) -> Iterator[str]:
     if endpoint.open_rooms or driver._rooms or driver._room_links:
         yield f"{endpoint.open_rooms} rooms, {len(driver._rooms)} in the driver"
     waiting = sum(len(rooms) for rooms in driver._waiting.values())
-    if waiting or driver._connecting or driver._unconfirmed or driver._arriving is not None:
+    if waiting or driver._links.are_awaited or driver._unconfirmed or driver._arriving is not None:
         yield f"{waiting} rooms that wait for a link, {len(driver._unconfirmed)} that nobody knows to be verified"
     for name, ring in driver._staging.rings.items():
         if not ring.is_idle:

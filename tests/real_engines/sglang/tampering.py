@@ -53,8 +53,7 @@ class Tampering:
 
 def register() -> None:
     """Called by SGLang."""
-    import kvferry.endpoint.sending as sending
-    from kvferry.endpoint import DecodeEndpoint
+    from kvferry.endpoint import DecodeEndpoint, Sender
     from kvferry.engines.sglang.metadata_rows import MetadataRows
 
     directory = Path(os.environ[DIRECTORY])
@@ -66,7 +65,7 @@ def register() -> None:
     def fault() -> str:
         return (directory / "fault").read_text()
 
-    submit, open_room, read = sending.Sender.submit, DecodeEndpoint.open, MetadataRows.read
+    submit, open_room, read = Sender.submit, DecodeEndpoint.open, MetadataRows.read
 
     def submitting(sender: Any, pages: Mapping[str, Any], **more: Any) -> None:
         note("submitted", room=sender.room, pages=len(pages["kv"].pages), last=more["last"])
@@ -87,6 +86,6 @@ def register() -> None:
         first, *others = msgspec.msgpack.decode(aux)
         return msgspec.msgpack.encode([bytes([first[0] ^ 1]) + first[1:], *others])
 
-    sending.Sender.submit = submitting  # type: ignore[method-assign, assignment]
+    Sender.submit = submitting  # type: ignore[method-assign, assignment]
     DecodeEndpoint.open = opening  # type: ignore[method-assign, assignment]
     MetadataRows.read = reading  # type: ignore[method-assign, assignment]

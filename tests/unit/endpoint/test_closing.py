@@ -199,7 +199,7 @@ class Hanging:
 
     def wait_until_not_relied_on(self) -> None:
         """The decode rank may make another link to the engine at any time, but this one is over."""
-        eventually("the decode rank relies on it no more", lambda: self.link not in self.driver._links.values())
+        eventually("the decode rank relies on it no more", lambda: self.link not in self.driver._links.current)
 
     def ends(self) -> None:
         """The write does, and with it everything else."""
@@ -219,7 +219,7 @@ def hanging(engines: Callable[..., Engines]) -> Callable[..., Hanging]:
         requests = Requests(both.prefill(Model()), both.decode(Model()))
         requests.connect()
         request = requests.begin_held()
-        (link,) = requests.decode.endpoints[0]._driver._links.values()
+        (link,) = requests.decode.endpoints[0]._driver._links.current
         return Hanging(both, requests, request, link)
 
     return make
@@ -280,7 +280,7 @@ def test_a_decode_rank_that_was_given_up_for_its_silence_is_told_of_the_end_too(
     def freeze(now: float) -> None:
         thawed.wait()
 
-    case.driver._submit(freeze)
+    case.driver.submit(freeze)
     eventually("it is given up", lambda: not case.prefill._peers.all())
     case.prefill.close()
     case.transport.held = False
@@ -300,7 +300,7 @@ def test_staging_memory_comes_back_when_what_hung_has_ended(hanging: Callable[..
     assert name in case.driver._staging.rings, "it may still be written to"
     case.ends()
     eventually("the ring came back", lambda: name not in case.driver._staging.rings)
-    eventually("nobody is in doubt", lambda: len(case.driver._lost) == 0)
+    eventually("nobody is in doubt", lambda: len(case.driver._links._lost) == 0)
 
 
 @pytest.mark.parametrize("end", ["works again", "closed"])
@@ -516,7 +516,7 @@ def test_who_waits_for_a_connection_is_told_of_the_close(engines: Callable[..., 
     waiting = [threading.Thread(target=connect) for _ in range(3)]
     for thread in waiting:
         thread.start()
-    eventually("they wait", lambda: len(decode._driver._callers) == 3)
+    eventually("they wait", lambda: len(decode._driver._links._callers) == 3)
     decode.close()
     for thread in waiting:
         thread.join(WAIT_S)

@@ -407,7 +407,7 @@ def test_a_room_that_one_prefill_rank_cannot_be_asked_for_is_not_asked_of_the_ot
 ):
     requests = pair(Model(), Shape(tp=2), Shape())
     requests.connect()
-    (link,) = requests.decode.endpoints[0]._driver._links.values()
+    (link,) = requests.decode.endpoints[0]._driver._links.current
     send, sent = link.send, []
 
     def refuse(rank: int, message: messages.Message) -> None:
@@ -532,6 +532,6 @@ def test_a_connection_for_bytes_that_broke_is_made_anew_although_both_ranks_live
         assert isinstance(transfer.error, TransferFailedError)
         assert transfer.wait_pages_reusable(WAIT_S)
     driver = requests.decode.endpoints[0]._driver
-    eventually("the decode rank has heard of it", lambda: not driver._links)
+    eventually("the decode rank has heard of it", lambda: not driver._links.current)
     requests.run(3)
     assert not transport.misused

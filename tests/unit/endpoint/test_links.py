@@ -320,7 +320,7 @@ def test_a_slow_rank_does_not_cost_the_others_their_connection(engines: Callable
     requests.connect()
     for room in range(5):
         requests.run(room)
-    assert len(decode.endpoints[0]._driver._links) == 1
+    assert len(decode.endpoints[0]._driver._links.current) == 1
 
 
 def test_a_silent_prefill_rank_fails_its_rooms_and_is_named(engines: Callable[..., Engines]):
@@ -404,19 +404,19 @@ def test_a_survivor_serves_on_after_its_neighbour_was_replaced(engines: Callable
             decode,
         )
         again.run(3)
-        link = next(iter(decode.endpoints[0]._driver._links.values()))
+        link = next(iter(decode.endpoints[0]._driver._links.current))
         until = time.monotonic() + 1.5  # three times as long as a peer may be silent
         room = 4
         while time.monotonic() < until:
             again.run(room)
             room += 1
-        assert next(iter(decode.endpoints[0]._driver._links.values())) is link, "the connection never broke"
+        assert next(iter(decode.endpoints[0]._driver._links.current)) is link, "the connection never broke"
         assert not request.receivers[0].pages_reusable
         assert decode.endpoints[0].open_rooms == 1
     finally:
         go_on.set()
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
-    eventually("no link is left over", lambda: not decode.endpoints[0]._driver._retired_links)
+    eventually("no link is left over", lambda: not decode.endpoints[0]._driver._links.retired)
     again.run(2)
 
 
@@ -506,7 +506,7 @@ def test_a_restarted_engine_is_found_although_the_registry_still_knew_the_old_on
         receiver = decode.endpoints[0].open(1, np.arange(3), engine=name)
         eventually(
             "it greets the dead rank",
-            lambda: any(link.state.name == "GREETING" for link in decode.endpoints[0]._driver._links.values()),
+            lambda: any(link.state.name == "GREETING" for link in decode.endpoints[0]._driver._links.current),
         )
         prefill = both.prefill(Model(), name=name)
         prefill.endpoints[0].open(1).submit(np.arange(3), last=True)

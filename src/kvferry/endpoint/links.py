@@ -1,0 +1,499 @@
+"""A decode endpoint's links to prefill engines: looked up, kept alive, given up, and remembered while they may write.
+
+All of it runs on the endpoint's one thread, but for two things. Look-ups at the registry block: they run on a small
+pool, and hand their results in. And whoever waits until a link is ready does so on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from kvferry.control.credentials import secret_hint
+from kvferry.control.ends import ConnectingEnd, Connection
+from kvferry.control.registry_client import RegistryClient
+from kvferry.endpoint.platform import Platform
+from kvferry.errors import (
+    EndpointClosedError,
+    KVFerryError,
+    PeerDisconnectedError,
+    PeerError,
+    RegistryAccessError,
+    RegistryError,
+    TransferTimeoutError,
+)
+from kvferry.observe.logs import tell_silence
+from kvferry.observe.observer import Observer, Retry
+from kvferry.observe.status import PeerStatus
+from kvferry.protocol import messages
+from kvferry.protocol.link import Channel, Identity, Link, LinkKey, LinkState
+from kvferry.protocol.lost_ranks import LostRanks
+from kvferry.protocol.registrations import RankRegistration
+from kvferry.settings import Settings
+from kvferry.staging.receiving import ReceivingStaging
+
+log = logging.getLogger(__name__)
+
+
+class LinkUser(Protocol):
+    """Whoever has rooms that rely on links. It is told of everything on the endpoint's thread."""
+
+    @property
+    def links_with_rooms(self) -> Collection[Link]:
+        """Those that rooms have been opened through, and not closed since."""
+
+    def submit(self, work: Callable[[float], None]) -> None:
+        """Does work soon, on the endpoint's thread, which tells it the time. May be called from any thread."""
+
+    def link_ready(self, link: Link, now: float) -> None:
+        """Rooms can be opened through a link."""
+
+    def link_failed(self, link: Link, error: KVFerryError, now: float) -> None:
+        """A link was given up, and with it every room that relies on it."""
+
+    def rank_settled(self, endpoint: str, now: float) -> None:
+        """A prefill rank will not write again."""
+
+
+@dataclass(eq=False, slots=True)
+class _Caller:
+    """Somebody who waits in `Links.wait_ready`.
+
+    Attributes:
+        ready: has a result when the link is ready, and an exception when it failed.
+        link: what it waits for; None until the thread has heard of it.
+    """
+
+    ready: Future[None] = field(default_factory=Future)
+    link: Link | None = None
+
+
+class Links:
+    """The links of a decode endpoint: at most one to a group of prefill ranks, and those that were given up."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        registry: RegistryClient,
+        settings: Settings,
+        staging: ReceivingStaging,
+        *,
+        end: ConnectingEnd,
+        platform: Platform,
+        observer: Observer,
+        user: LinkUser,
+    ) -> None:
+        """Args:
+        end: what connections are made with; it stays the caller's.
+        platform: the machine.
+        observer: is told what happens.
+        user: whose rooms rely on the links.
+        """
+        self._identity = identity
+        self._registry = registry
+        self._settings = settings
+        self._staging = staging
+        self._end = end
+        self._platform = platform
+        self._observer = observer
+        self._user = user
+        self._resolvers = platform.aside("kvferry-decode-resolver")
+        self._current: dict[LinkKey, Link] = {}
+        self._retired: list[Link] = []
+        self._callers: list[_Caller] = []
+        self._is_closed = False
+        self._lost = LostRanks(settle_s=settings.quarantine_s)
+        self._channels: dict[str, Connection] = {}  # by address; links to the same rank share one
+        self._next_attempt = partial(next, itertools.count(1))
+        self._attempts: dict[str, int] = {}  # by address, the last that was begun there
+        self._silent: frozenset[tuple[LinkKey, int]] = frozenset()  # prefill ranks that the log has been told of
+        self._last_heartbeat_at = float("inf")
+
+    # ---- from any thread ----------------------------------------------------------------------------------------
+
+    def standing(self, now: float) -> list[PeerStatus]:
+        """How every prefill rank is that is known or looked for."""
+        shown = []
+        for link in list(self._current.values()):
+            ranks = link.standing(now)
+            is_ready = link.state is LinkState.READY
+            if not ranks:
+                name = f"{link.key.engine}/dp{link.key.dp_rank}"
+                shown.append(PeerStatus(name=name, state=link.state.value, is_ready=False, silent_s=0.0))
+            for rank in ranks:
+                name = rank.endpoint or f"{link.key.engine}/{rank.rank}"
+                state = "ready" if is_ready else link.state.value
+                shown.append(PeerStatus(name=name, state=state, is_ready=is_ready, silent_s=rank.silent_s))
+        return shown
+
+    def wait_ready(self, key: LinkKey, timeout_s: float) -> None:
+        """Waits until a link is ready, begun if there is none; see `DecodeEndpoint.connect`."""
+        caller = _Caller()
+        self._callers.append(caller)
+        try:
+            if self._is_closed:  # after it was set, nobody looks for callers any more
+                raise EndpointClosedError("the endpoint was closed")
+            self._user.submit(lambda now: self._take_caller(caller, key, now))
+            caller.ready.result(timeout_s)
+        except FutureTimeoutError:
+            problem = caller.link.problem if caller.link is not None else None
+            raise TransferTimeoutError(
+                f"prefill engine {key.engine!r} was not connected within {timeout_s:g} s; is it running, and "
+                f"registered at the same registry, {self._registry.url}? {problem or ''}"
+            ) from problem
+        finally:
+            self._callers.remove(caller)
+
+    # ---- what there is ------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> tuple[Link, ...]:
+        """Those that are relied on, ready or not."""
+        return tuple(self._current.values())
+
+    @property
+    def retired(self) -> tuple[Link, ...]:
+        """Those that were given up, and that something may still have to be said or heard through."""
+        return tuple(self._retired)
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether anybody waits for one to become ready."""
+        return bool(self._callers)
+
+    def is_current(self, link: Link) -> bool:
+        """Whether a link has not been given up."""
+        return self._current.get(link.key) is link
+
+    def behind(self, channel: Channel) -> Link | None:
+        """The current link that a connection belongs to, if one does."""
+        return next((link for link in self._current.values() if link.rank_behind(channel) is not None), None)
+
+    def may_speak_for(self, channel: Channel, endpoint: str) -> bool:
+        """Whether an endpoint has answered behind a connection. Nobody else may speak for it."""
+        return channel in self._channels_of(endpoint)
+
+    def owns(self, channel: Connection) -> bool:
+        """Whether a connection is open still."""
+        return self._channels.get(channel.address) is channel
+
+    # ---- the life of a link -------------------------------------------------------------------------------------
+
+    def to(self, key: LinkKey, deadline: float) -> Link:
+        """The link of that key, begun if there is none. Whoever waits for it has no earlier deadline."""
+        if key in self._current:
+            self._current[key].deadline = max(self._current[key].deadline, deadline)
+        else:
+            self._current[key] = Link(
+                key, self._identity, self._staging, next_attempt=self._next_attempt, deadline=deadline
+            )
+            self._resolvers.submit(partial(self._look_up, self._current[key]))
+        return self._current[key]
+
+    def received(self, channel: Connection, link: Link | None, message: messages.ToDecode, now: float) -> None:
+        """Takes a message about a link, or about a rank behind one.
+
+        Args:
+            channel: where it came from.
+            link: the current one that the connection belongs to, if one does.
+
+        Raises:
+            KVFerryError: if that link fails by it; it is the caller's to give it up.
+        """
+        match message:
+            case messages.Closed(endpoint):
+                if self.may_speak_for(channel, endpoint):
+                    self._rank_closed(endpoint, now)
+            case messages.Gone(process):
+                if any(each.knows_machine(channel, process.machine) for each in self._all):
+                    self._lost.gone(process)
+            case messages.Welcome(endpoint) if self._channels_of(endpoint) - {channel}:
+                raise PeerError(f"at {channel.address} somebody answers under the name of another prefill rank")
+            case _ if link is not None:
+                if link.received(channel, message, now):
+                    self._ready(link, now)
+                elif link.state is LinkState.RESOLVING:
+                    self._started_over(link)
+
+    def fail(self, link: Link, error: KVFerryError, now: float) -> None:
+        """Gives a link up, and all that relies on it. It stays connected for as long as a rank may still write."""
+        if not self.is_current(link):
+            return
+        log.error("the link to prefill engine %r is down: %s", link.key.engine, error)
+        self._observer.peer_lost(f"{link.key.engine}/dp{link.key.dp_rank}", error)
+        del self._current[link.key]
+        self._retired.append(link)
+        for peer in link.peers:
+            self._lost.add(peer.endpoint, peer.process)
+        for caller in self._callers_of(link):
+            caller.ready.set_exception(error)
+        self._user.link_failed(link, error, now)
+        self.close_retired()
+
+    def ask_again(self, link: Link, now: float) -> bool:
+        """Says again what a link may have lost with a connection; returns whether rooms are to do the same.
+
+        They are not where it fails by that. Those of a link that was given up before are: a rank may still answer.
+        """
+        if self.is_current(link):
+            try:
+                self._refuse_the_dead(link, now)
+                link.ask(now)  # before rooms do: a later start of the rank says so, and the link ends
+            except KVFerryError as error:
+                self.fail(link, error, now)
+                return False
+        return True
+
+    def close_retired(self) -> None:
+        """Closes those that nobody will say anything through that matters here."""
+        in_use = self._user.links_with_rooms
+        self._retired = [link for link in self._retired if link in in_use or self._has_ring_in_doubt(link)]
+        self._close_unused_channels()
+
+    def close(self) -> None:
+        """Says goodbye to every peer, after the endpoint's thread has ended."""
+        self._resolvers.close()
+        self._keep_rings_in_doubt()
+        for channel in list(self._channels.values()):
+            self._close_channel(channel)
+        self._is_closed = True
+        for caller in list(self._callers):
+            if not caller.ready.done():
+                caller.ready.set_exception(EndpointClosedError("the endpoint was closed"))
+
+    def _take_caller(self, caller: _Caller, key: LinkKey, now: float) -> None:
+        caller.link = self.to(key, now + self._settings.bootstrap_timeout_s)
+        if caller.link.state is LinkState.READY:
+            caller.ready.set_result(None)
+
+    def _callers_of(self, link: Link) -> list[_Caller]:
+        """Those who have not been answered yet."""
+        return [caller for caller in list(self._callers) if caller.link is link and not caller.ready.done()]
+
+    def _ready(self, link: Link, now: float) -> None:
+        for peer in link.peers:
+            self._lost.discard(peer.endpoint)
+        for caller in self._callers_of(link):
+            caller.ready.set_result(None)
+        self._user.link_ready(link, now)
+
+    def _started_over(self, link: Link) -> None:
+        """What the ranks were offered before may be written to until they are connected anew, or known to be gone."""
+        self._observer.retried(Retry.CONNECT)
+        while link.left_behind:
+            peer = link.left_behind.pop()
+            self._lost.add(peer.endpoint, peer.process)
+        self._close_unused_channels()
+
+    def _rank_closed(self, endpoint: str, now: float) -> None:
+        """A prefill rank has gone in order: it serves nobody any more, and will not write again."""
+        for link in self.current:
+            rank = link.rank_of(endpoint)
+            if rank is not None:
+                problem = PeerDisconnectedError(f"prefill rank {rank} of {link.key.engine!r} was closed")
+                self.fail(link, problem, now)
+        self._will_not_write(endpoint, now)
+
+    # ---- the registry -------------------------------------------------------------------------------------------
+
+    def _look_up(self, link: Link) -> None:
+        """Asks the registry, once. Runs on the pool."""
+        problem: KVFerryError
+        try:
+            view = self._registry.engine(link.key.engine)
+            if view.complete:
+                self._user.submit(partial(self._resolved, link, view.registrations))
+                return
+            problem = PeerDisconnectedError(
+                f"the registry at {self._registry.url} knows {len(view.registrations)} of "
+                f"{view.world_size or 'an unknown number of'} ranks of engine {link.key.engine!r}"
+            )
+        except RegistryAccessError as error:  # asking again would not help
+            self._user.submit(partial(self.fail, link, error))
+            return
+        except RegistryError as error:
+            problem = error
+        except Exception as error:
+            problem = RegistryError(f"looking up {link.key.engine!r} failed: {type(error).__name__}: {error}")
+            problem.__cause__ = error
+        self._user.submit(partial(self._not_resolved, link, problem))
+
+    def _not_resolved(self, link: Link, problem: KVFerryError, now: float) -> None:
+        link.problem = problem
+        link.look_up_at = now + link.next_pause_s(self._platform.jitter())
+
+    def _resolved(self, link: Link, registrations: tuple[RankRegistration, ...], now: float) -> None:
+        if not self.is_current(link):
+            return
+        try:
+            link.resolved(registrations, self._channel, now)
+            for channel in link.channels:
+                self._attempts[channel.address] = link.attempt
+        except KVFerryError as error:
+            self.fail(link, error, now)
+
+    # ---- connections --------------------------------------------------------------------------------------------
+
+    @property
+    def _all(self) -> tuple[Link, ...]:
+        return *self._current.values(), *self._retired
+
+    def _channels_of(self, endpoint: str) -> set[Channel]:
+        """The connections behind which an endpoint has answered: one, or none."""
+        return {channel for link in self._all if (channel := link.channel_of(endpoint)) is not None}
+
+    def _channel(self, address: str) -> Connection:
+        """The connection to an address, made if there is none."""
+        if address not in self._channels:
+            self._channels[address] = self._end.connect(address)
+        return self._channels[address]
+
+    def _close_unused_channels(self) -> None:
+        in_use = {channel.address for link in self._all for channel in link.channels}
+        for channel in [channel for address, channel in self._channels.items() if address not in in_use]:
+            self._close_channel(channel)
+
+    def _close_channel(self, channel: Connection) -> None:
+        """Says goodbye and closes."""
+        del self._channels[channel.address]
+        try:
+            attempt = self._attempts.pop(channel.address, 0)
+            channel.send(messages.encode(messages.Detach(endpoint=self._identity.endpoint, attempt=attempt)))
+        except PeerDisconnectedError as error:
+            log.debug("no goodbye to %s: %s", channel.address, error)
+        self._end.disconnect(channel)
+
+    # ---- time ---------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Asks the registry again when it is time to, and gives up what is not ready by its deadline."""
+        for link in self.current:
+            if link.look_up_at is not None and link.look_up_at <= now < link.deadline:
+                link.look_up_at = None
+                self._observer.retried(Retry.LOOK_UP)
+                self._resolvers.submit(partial(self._look_up, link))
+            elif link.state is not LinkState.READY and now >= link.deadline:
+                self.fail(link, self.why_not_ready(link), now)
+
+    def why_not_ready(self, link: Link) -> KVFerryError:
+        """What a link waits for, to be told to whoever waited for it in vain."""
+        if link.state is LinkState.RESOLVING and link.problem is not None:
+            return link.problem
+        hint = ""
+        if link.state is LinkState.GREETING:
+            mine = secret_hint(has_secret=self._settings.has_secret)
+            hint = f". Nobody answered, or whoever did has another secret: {mine}"
+        return PeerDisconnectedError(
+            f"prefill engine {link.key.engine!r}: still {link.state.value} after "
+            f"{self._settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S){hint}"
+        )
+
+    def heartbeat(self, now: float, *, longest_sleep_s: float) -> None:
+        """Shows every rank that we live, asks for the same, and gives up links to those that are silent or dead.
+
+        Args:
+            longest_sleep_s: by how much a heartbeat may come later than it should while all is well.
+        """
+        # While this process was frozen, or had no processor, it heard nobody: that is not their fault.
+        late_s = max(0.0, now - self._last_heartbeat_at - 2 * self._settings.heartbeat_interval_s - longest_sleep_s)
+        self._last_heartbeat_at = now
+        for link in self._current.values():
+            link.forgive(late_s, now)
+        self._tell_silence(now)
+        for link in self.current:
+            silent = link.silent_rank(now, self._settings.peer_timeout_s)
+            try:
+                self._refuse_the_dead(link, now)
+                if silent is not None and link.state is LinkState.GREETING:
+                    link.start_over(now)
+                    self._started_over(link)
+                elif silent is not None:
+                    raise PeerDisconnectedError(
+                        f"prefill rank {silent[0]} of {link.key.engine!r} has been silent for {silent[1]:.1f} s "
+                        "(KVFERRY_PEER_TIMEOUT_S)"
+                    )
+                link.ask(now)
+            except KVFerryError as error:
+                self.fail(link, error, now)
+
+    def _tell_silence(self, now: float) -> None:
+        """Writes to the log, once for each, which prefill ranks have fallen silent."""
+        silent = {}
+        for link in self._current.values():
+            for rank in link.standing(now):
+                if rank.silent_s > 2 * self._settings.heartbeat_interval_s:
+                    silent[link.key, rank.rank] = rank
+        for (key, number), rank in silent.items():
+            if (key, number) not in self._silent:
+                who = f"prefill rank {number} of {key.engine!r} ({rank.endpoint or 'not connected yet'})"
+                tell_silence(who, rank.endpoint, rank.silent_s)
+        self._silent = frozenset(silent)
+
+    def _refuse_the_dead(self, link: Link, now: float) -> None:
+        """Starts a link over whose rank's process is known to have ended, as long as no room relies on it.
+
+        Raises:
+            PeerDisconnectedError: if rooms do.
+        """
+        for peer in link.peers:
+            if not self._platform.is_gone(peer.process):
+                continue
+            if link.state is LinkState.READY:
+                raise PeerDisconnectedError(
+                    f"prefill rank {link.rank_of(peer.endpoint)} of {link.key.engine!r} has ended: its process "
+                    f"{peer.process.pid} is gone"
+                )
+            link.start_over(now)
+            self._started_over(link)
+            return
+
+    # ---- ranks that were lost -----------------------------------------------------------------------------------
+
+    def release_what_is_proved(self, now: float) -> None:
+        """Gives back what lost ranks might have written to, of those that will not write again."""
+        if not len(self._lost):
+            return
+        at_stake = {peer.endpoint for link in self._user.links_with_rooms for peer in link.peers}
+        self._lost.keep_only(at_stake | self._staging.writers)
+        self._lost.look(self._platform.is_gone)
+        for endpoint in self._lost.take_settled(now):
+            self._will_not_write(endpoint, now)
+
+    def ask_for_the_lost(self, now: float) -> None:
+        """Tries to learn what became of ranks that may still write."""
+        for _, process in self._lost.doubtful:
+            for link in self._all:
+                with contextlib.suppress(KVFerryError):
+                    link.ask_whether_gone(process)
+        # Whoever has its place now may know what became of it; and if it lives, it gives the old ring up for a new one.
+        doubtful = [endpoint for endpoint, _ in self._lost.doubtful]
+        for link in self._retired:
+            if link.key not in self._current and any(link.rank_of(endpoint) is not None for endpoint in doubtful):
+                self.to(link.key, now + self._settings.bootstrap_timeout_s)
+
+    def _will_not_write(self, endpoint: str, now: float) -> None:
+        """A prefill rank has gone for good."""
+        self._lost.discard(endpoint)
+        self._staging.closed(endpoint)
+        self._user.rank_settled(endpoint, now)
+        self.close_retired()
+
+    def _has_ring_in_doubt(self, link: Link) -> bool:
+        """Whether a rank that was lost may write into staging memory still; it may yet say that it will not."""
+        return any(peer.endpoint in self._staging.rings and peer.endpoint in self._lost for peer in link.peers)
+
+    def _keep_rings_in_doubt(self) -> None:
+        """Nothing that we could do stops whoever may still write into staging memory: that stays for good."""
+        ready = [link for link in self._current.values() if link.state is LinkState.READY]
+        with_rooms = self._user.links_with_rooms
+        settled = {peer.endpoint for link in ready if link not in with_rooms for peer in link.peers}
+        kept = self._staging.keep_for_good(settled)
+        if kept:
+            log.warning("%d bytes of staging memory are kept for good: prefill ranks may still write to them", kept)

@@ -1,0 +1,116 @@
+"""A request's transfer from a prefill rank, as its caller sees it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from kvferry.endpoint.reporting import RoomReport
+from kvferry.endpoint.transfer import Transfer
+from kvferry.errors import QueueFullError, UsageError
+from kvferry.observe.observer import Observer
+from kvferry.observe.records import SenderStats
+from kvferry.protocol import messages
+from kvferry.protocol.chunks import AnyPages, ChunkSequence, HandedIn
+
+
+class Sender(Transfer):
+    """One request's transfer from this prefill rank, as its caller sees it."""
+
+    def __init__(
+        self,
+        room: int,
+        chunks: ChunkSequence,
+        hand_in: Callable[[HandedIn], None],
+        abort: Callable[[str], None],
+        *,
+        settle: Callable[[int], None] | None,
+        most_waiting: int,
+        now: Callable[[], float],
+        observer: Observer,
+        report: RoomReport,
+    ) -> None:
+        """For `PrefillEndpoint.open`.
+
+        Args:
+            hand_in, abort: pass on what the caller wants.
+            settle: in synchronous mode, waits until the chunk of that number is written.
+            most_waiting: how many chunks may wait to be written.
+            now: the time.
+            report: is told how long the caller is busy here.
+        """
+        super().__init__(room)
+        # Guards the order of chunks: they are handed on in the order of their numbers, whichever threads submit.
+        self._lock = threading.Lock()
+        self._chunks = chunks
+        self._hand_in = hand_in
+        self._abort = abort
+        self._settle = settle
+        self._now = now
+        self._observer = observer
+        self._report = report
+        self._most_waiting = most_waiting
+        self._taken_up = 0  # chunks that wait no more; written by the room's turns alone
+        self._through = 0  # chunks handed in before all of which had been read; by the room's turns as well
+        self.stats = SenderStats(opened_at=now(), last_submitted_at=None, ended_at=None, writes=())
+
+    def submit(
+        self, pages: AnyPages, *, start: int | None = None, last: bool = False, aux: bytes | None = None
+    ) -> None:
+        """Hands in the next chunk of the request and returns at once, whatever its size.
+
+        The pages must keep their contents until `pages_reusable`. Chunks may be handed in before the decode side asks
+        for them; pages that it already holds are not sent. A room that has already failed takes chunks in silence:
+        `state` says so. To look at every page number would take the caller's time: one that the pool does not have, or
+        that appears twice in a chunk, fails the room with a PageError. A thread finds the chunk within a millisecond.
+
+        Args:
+            pages: page numbers in this rank's pool, in the order of the request. A NumPy array of int64 is fastest.
+                With several groups a mapping from their names to page numbers, or to `GroupPages` with a start of their
+                own; groups of which the chunk has nothing may be left out. The slot of a request's state is handed in
+                once, when the state is final.
+            start: position of the first page among the request's pages on this rank. None continues where the chunk
+                before ended. The first chunk may start later if the decode side is known to hold what comes before, and
+                every chunk of a window if what is left out lies before the window.
+            last: whether the request ends with this chunk, which may be empty.
+            aux: with the last chunk: the first token and whatever else the decode side needs, as bytes. Taken from the
+                first rank of the last pipeline stage; the others' is ignored.
+
+        Raises:
+            ChunkError: after the last chunk, or if the chunk does not follow the one before it.
+            PageError: if page numbers are not integers, or there is no such group.
+            QueueFullError: if too many chunks of the room wait already; this one was not taken.
+            UsageError: if aux is given before the last chunk, or is too large.
+        """
+        if aux is not None:
+            self._check_aux(aux, last=last)
+        with self._lock:
+            if self._chunks.submitted - self._taken_up >= self._most_waiting:
+                full = QueueFullError(
+                    f"room {self.room}: {self._most_waiting} chunks wait to be written already "
+                    "(KVFERRY_MAX_WAITING_CHUNKS): submit this one when some have been"
+                )
+                self._observer.refused(full)
+                raise full
+            chunk = self._chunks.hand_in(pages, start=start, is_last=last, aux=aux, now=self._now())
+            self._hand_in(chunk)
+        self._report.submitted(self._now() - chunk.submitted_at)
+        if self._settle is not None:
+            self._settle(chunk.number)
+
+    def _check_aux(self, aux: bytes, *, last: bool) -> None:
+        if not last:
+            raise UsageError(f"room {self.room}: aux data goes with the last chunk (last=True)")
+        if len(aux) > messages.MAX_AUX_BYTES:
+            raise UsageError(
+                f"room {self.room}: {len(aux)} bytes of aux data exceed the limit of {messages.MAX_AUX_BYTES}"
+            )
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether all pages that were handed in so far have been read. Those of later chunks will be."""
+        return self._through == self._chunks.submitted
+
+    def abort(self, reason: str = "no reason given") -> None:
+        """Gives the transfer up, on both sides. Returns at once; a transfer that has ended stays as it is."""
+        self._abort(reason)
