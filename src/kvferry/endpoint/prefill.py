@@ -400,6 +400,8 @@ class PrefillEndpoint:
         try:
             attachment = self._attachment(receiver)
             if attachment is None:
+                # Else it hears of that with its next heartbeat, and loses every room that it opens until then.
+                self.send(receiver, messages.Pong(endpoint=self.transport.endpoint_name, attached=False))
                 raise PeerDisconnectedError(f"{receiver} must attach before it opens rooms")
             wanted_groups(message, attachment.layout, where=f"room {message.room} on {receiver}")
             with self._rooms_lock:

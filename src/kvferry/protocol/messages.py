@@ -213,7 +213,10 @@ class Ping(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """Prefill to decode: the answer to `Ping`. `attached` is false where the prefill rank does not know the sender."""
+    """Prefill to decode: the answer to `Ping`, and to a room of somebody unknown, whose next ones would be lost too.
+
+    `attached` is false where the prefill rank does not know the sender.
+    """
 
     endpoint: EndpointName
     attached: bool

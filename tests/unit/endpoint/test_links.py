@@ -420,6 +420,24 @@ def test_a_survivor_serves_on_after_its_neighbour_was_replaced(engines: Callable
     again.run(2)
 
 
+def test_a_decode_rank_that_was_given_up_hears_of_it_with_the_first_room_that_it_opens(
+    engines: Callable[..., Engines],
+):
+    both = engines(heartbeat_interval_s=30.0, peer_timeout_s=60.0)
+    requests = Requests(both.prefill(Model()), both.decode(Model()))
+    requests.run(1)
+    (prefill,) = requests.prefill.endpoints
+    (peer,) = prefill._peers.all()
+    assert peer.attachment is not None
+    prefill.write_failed(peer.attachment, PeerDisconnectedError("the test wants it so"))
+    eventually("it was given up", lambda: not prefill._peers.all())
+    lost = requests.new(2)
+    requests.open_decode(lost)
+    with pytest.raises(TransferFailedError, match="does not know this endpoint any more"):
+        lost.receivers[0].wait(WAIT_S)
+    requests.run(3)  # connected anew, long before a heartbeat
+
+
 def test_a_connection_is_not_undone_while_a_write_uses_it(engines: Callable[..., Engines]):
     both = engines(**QUICK)
     requests = Requests(both.prefill(Model()), both.decode(Model()))
