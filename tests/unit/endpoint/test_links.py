@@ -137,6 +137,16 @@ def test_a_registry_that_is_down_is_named(engines: Callable[..., Engines], free_
         decode.connect(timeout_s=0.05)
 
 
+def test_whoever_waits_in_vain_leaves_nothing_behind(engines: Callable[..., Engines]):
+    decode = engines().decode(Model()).endpoints[0]
+    for _ in range(10):
+        with pytest.raises(TransferTimeoutError, match="'nowhere' was not connected"):
+            decode.connect("nowhere", timeout_s=0.01)
+    links = decode._driver._links
+    assert not links.are_awaited
+    assert len(links.current) == 1, "the link is still looked for"
+
+
 def test_a_prefill_rank_says_that_its_registry_is_down_and_joins_when_it_is_up(
     engines: Callable[..., Engines], free_port: int, caplog: pytest.LogCaptureFixture
 ):
