@@ -16,12 +16,14 @@ class Served:
 
     Attributes:
         url: where it answers.
+        address: the host and port of that.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self.url = f"http://{self.address}"
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()

@@ -20,11 +20,7 @@ from kvferry.endpoint.platform import Platform
 from kvferry.endpoint.receiving import ReceivingRoom
 from kvferry.endpoint.scattering import ArrivalTask, Scatterers, ScatterTask, VerifyTask
 from kvferry.endpoint.threads import Loop, ThreadHealth
-from kvferry.errors import (
-    EndpointClosedError,
-    KVFerryError,
-    PeerError,
-)
+from kvferry.errors import KVFerryError, PeerError
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import PlacedRecord
 from kvferry.observe.status import PeerStatus, RoomStatus, StagingStatus
@@ -166,8 +162,6 @@ class DecodeDriver(Loop):
 
     def connect(self, key: LinkKey, timeout_s: float) -> None:
         """Waits until a link is ready; see `DecodeEndpoint.connect`."""
-        if self._is_stopping.is_set():
-            raise EndpointClosedError("the endpoint was closed")
         self._links.wait_ready(key, timeout_s)
 
     def closing(self) -> Iterator[tuple[Callable[[], bool], float]]:

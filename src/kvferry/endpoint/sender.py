@@ -50,8 +50,8 @@ class Sender(Transfer):
         self._observer = observer
         self._report = report
         self._most_waiting = most_waiting
-        self._taken_up = 0  # chunks that wait no more; written by the room's turns alone
-        self._through = 0  # chunks handed in before all of which had been read; by the room's turns as well
+        self._taken_up = 0  # chunks that wait no more
+        self._through = 0  # chunks handed in before all of which had been read
         self.stats = SenderStats(opened_at=now(), last_submitted_at=None, ended_at=None, writes=())
 
     def submit(
@@ -114,3 +114,15 @@ class Sender(Transfer):
     def abort(self, reason: str = "no reason given") -> None:
         """Gives the transfer up, on both sides. Returns at once; a transfer that has ended stays as it is."""
         self._abort(reason)
+
+    def _proceed(self, handled: int, *, waiting: int, is_drained: bool) -> None:
+        """Takes over how far the room is; for its turns alone.
+
+        Args:
+            handled: how many chunks it has heard of.
+            waiting: how many of them wait to be written.
+            is_drained: whether no write is on its way.
+        """
+        self._taken_up = handled - waiting
+        if is_drained and not waiting:
+            self._through = handled

@@ -371,9 +371,7 @@ class SendingRoom(Actor):
     def _show(self) -> None:
         machine = self._machine
         self.next_deadline = machine.deadline
-        self.sender._taken_up = self._handled_chunks - machine.waiting_chunks
-        if machine.is_drained and not machine.waiting_chunks:
-            self.sender._through = self._handled_chunks
+        self.sender._proceed(self._handled_chunks, waiting=machine.waiting_chunks, is_drained=machine.is_drained)
         stats = self.sender.stats
         if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:
             ended_at = (stats.ended_at or self._surroundings.now()) if machine.state.is_final else None

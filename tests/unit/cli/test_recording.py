@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from rich.console import Console
+from starlette.responses import Response
+from tests.support.http import Served
 from tests.support.statuses import WELL
 
 from kvferry.cli.top.recording import record
@@ -25,18 +25,6 @@ class Busy(Recorder):
         return None
 
 
-class Stranger(BaseHTTPRequestHandler):
-    """Answers whatever it is asked with what would be markup, and much of it."""
-
-    def do_GET(self) -> None:
-        self.send_response(404)
-        self.end_headers()
-        self.wfile.write(b"[/red] " + b"x" * 10_000)
-
-    def log_request(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def said(tmp_path: Path) -> Callable[[str], str]:
     """What is printed for an address that gives nothing."""
@@ -49,17 +37,6 @@ def said(tmp_path: Path) -> Callable[[str], str]:
     return say
 
 
-@pytest.fixture
-def stranger() -> Iterator[str]:
-    """The address of another program's server."""
-    with HTTPServer(("127.0.0.1", 0), Stranger) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
 def test_a_refusal_is_told_with_its_reason(said: Callable[[str], str]):
     server = serve("127.0.0.1", 0, Metrics(lambda: WELL), Busy(), lambda: WELL)
     try:
@@ -68,8 +45,9 @@ def test_a_refusal_is_told_with_its_reason(said: Callable[[str], str]):
         server.close()
 
 
-def test_what_a_stranger_says_is_cut_short_and_not_taken_for_markup(said: Callable[[str], str], stranger: str):
-    told = said(stranger)
+def test_what_a_stranger_says_is_cut_short_and_not_taken_for_markup(said: Callable[[str], str]):
+    with Served(Response(b"[/red] " + b"x" * 10_000, 404)) as stranger:
+        told = said(stranger.address)
     assert "refuses: [/red] x" in told
     assert "x (404)" in told
     assert len(told) < 1000

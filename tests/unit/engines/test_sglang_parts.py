@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
+from starlette.responses import Response
+from tests.support.http import Served
 
 from kvferry.control.registry_server import RegistryServer
 from kvferry.engines.sglang.directory import Announcement, Directory, ask, engine_name, registry_url
@@ -68,45 +67,26 @@ def test_every_machine_has_a_name_that_engines_can_have(monkeypatch: pytest.Monk
     check_engine_name(engine_name(8998))
 
 
-@contextmanager
-def answering(status: int, body: bytes) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def test_a_bootstrap_server_says_who_it_is():
     announcement = Announcement("sglang-a:8998", 4321)
-    with answering(200, msgspec.json.encode(announcement)) as address:
-        assert ask(address) == announcement
+    with Served(Response(msgspec.json.encode(announcement))) as server:
+        assert ask(server.address) == announcement
 
 
 @pytest.mark.parametrize(("status", "body"), [(404, b"not found"), (200, b"<html>"), (200, b'{"engine": 3}')])
 def test_another_server_is_told_apart(status: int, body: bytes):
-    with answering(status, body) as address, pytest.raises(RegistryError, match=f"{address} knows nothing of kvferry"):
-        ask(address)
+    with (
+        Served(Response(body, status)) as server,
+        pytest.raises(RegistryError, match=f"{server.address} knows nothing of kvferry"),
+    ):
+        ask(server.address)
 
 
 def test_a_server_that_is_gone_is_named():
-    with answering(200, b"") as address:
+    with Served(Response()) as server:
         pass
-    with pytest.raises(RegistryUnreachableError, match=f"{address} cannot be reached"):
-        ask(address)
+    with pytest.raises(RegistryUnreachableError, match=f"{server.address} cannot be reached"):
+        ask(server.address)
 
 
 @pytest.mark.parametrize(
