@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import random
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +20,6 @@ from tests.support.metrics import samples
 from tests.support.waiting import eventually
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, TransferState
-from kvferry.engines.deployment.supervision import free_ports
 from kvferry.errors import QueueFullError, RoomExistsError, SettingsError
 from kvferry.observe.metrics import MOST_NAMED_PEERS, PHASES, WAYS, Metrics
 from kvferry.observe.outcomes import Outcome
@@ -42,9 +44,13 @@ def status_of(endpoint: PrefillEndpoint | DecodeEndpoint) -> EndpointStatus:
 
 @pytest.fixture
 def free_base() -> int:
-    """A port with two free ones behind it."""
-    (base,) = free_ports(1)
-    return min(base, 65000)
+    """A port with two free ones behind it, below those that Linux gives to connections: nobody takes them by chance."""
+    for base in random.sample(range(20_000, 32_000, 3), 100):
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(base, base + 3):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return base
+    raise AssertionError("there are no three free ports")
 
 
 @pytest.fixture
