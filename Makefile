@@ -17,17 +17,24 @@ SGLANG_TESTS := tests/real_engines/sglang
 # How many schedules `make sim` runs, and the first seed: a fresh one if empty.
 SEEDS ?= 20000
 SEED ?=
+PLANTED ?=
 # How long `make fuzz` and `make soak` take.
 MINUTES ?= 5
 SOAK_FLAGS ?=
+# What `make test-long` runs: everything that takes chance or time.
+LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/unit/plan tests/unit/layout tests/unit/protocol
 
-.PHONY: help sim demo test test-most test-faults vllm test-engines test-vllm test-sglang test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
+.PHONY: help sim demo test test-all test-full test-long planted tiers vllm test-engines test-vllm test-sglang test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
-	@echo "make test    set up, then run the tests"
+	@echo "make test    set up, then prove every layer, with small budgets"
+	@echo "make test-all   set up, then run the whole proof, real engines included"
+	@echo "make test-long  set up, then search with fresh seeds and larger budgets, for hours"
+	@echo "make planted  plant a fault in every layer, one by one, and say what finds it (PLANTED='window prefix')"
+	@echo "make tiers   write CONTRIBUTING's table of tiers from the last runs of these three"
 	@echo "make vllm    set up vLLM for CPUs with kvferry in .venv-vllm, to try it: docs/vllm.md"
-	@echo "make test-engines  set up real engines in environments of their own, then run the tests on them"
+	@echo "make test-engines  set up real engines in environments of their own, then run the tests on them (in test-all)"
 	@echo "make test-gpu  run the tests that need a GPU, in PYTHON's environment: nothing is set up"
 	@echo "make sim     set up, then run SEEDS=20000 simulated schedules on all cores, from SEED= on"
 	@echo "make fuzz    set up, then run every fuzzer for so long (MINUTES=5)"
@@ -56,14 +63,29 @@ demo: $(INSTALLED)
 sim: $(INSTALLED)
 	$(VENV)/bin/kvferry sim --count $(SEEDS) $(if $(SEED),--seed $(SEED))
 
-test: test-most test-faults
+# Every run of a tier keeps what each test took: `make tiers` writes CONTRIBUTING's table from that.
+DURATIONS := .durations
+PYTEST := -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
-test-most: $(INSTALLED)
-	$(VENV)/bin/python -m pytest --ignore-glob='*/test_faults_*.py'
+test: $(INSTALLED)
+	$(VENV)/bin/python $(PYTEST) --junitxml=$(DURATIONS)/quick.xml
 
-# The fault matrices mostly wait, for deadlines: a process for each of their files, and nothing else beside them.
-test-faults: $(INSTALLED)
-	$(VENV)/bin/python -m pytest -n 4 --dist loadfile tests/processes/test_faults_*.py
+# The whole proof. Real engines have environments of their own.
+test-all: test-full test-engines
+
+test-full: $(INSTALLED)
+	$(VENV)/bin/python $(PYTEST) --tier full --junitxml=$(DURATIONS)/full.xml
+
+# What has no end: fresh seeds, searches from the first seed on, fuzzers for minutes, the soak.
+test-long: $(INSTALLED)
+	$(VENV)/bin/python $(PYTEST) --tier long --junitxml=$(DURATIONS)/long.xml $(LONG)
+	$(MAKE) soak
+
+planted: $(INSTALLED)
+	$(VENV)/bin/python -m tests.planted $(PLANTED)
+
+tiers: $(INSTALLED)
+	$(VENV)/bin/python docs/tiers.py $(DURATIONS)
 
 # The newest torchvision and torchaudio come along for multimodal models and do not fit a torch for CPUs.
 $(VLLM_INSTALLED): pyproject.toml
@@ -90,10 +112,10 @@ $(SGLANG_INSTALLED): pyproject.toml $(SGLANG_TESTS)/requirements.txt
 test-engines: test-vllm test-sglang
 
 test-vllm: $(VLLM_INSTALLED)
-	$(VLLM_VENV)/bin/python -m pytest tests/real_engines/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/real_engines/vllm --junitxml=$(DURATIONS)/vllm.xml
 
 test-sglang: $(SGLANG_INSTALLED)
-	PYTHONPATH=$(SGLANG_TESTS)/stubs SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS)
+	PYTHONPATH=$(SGLANG_TESTS)/stubs SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS) --junitxml=$(DURATIONS)/sglang.xml
 
 # Needs torch, Triton, a NIXL wheel, pytest with hypothesis and pytest-timeout, and what kvferry imports; no network.
 test-gpu:
@@ -134,4 +156,4 @@ soak: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.soak --minutes $(MINUTES) $(SOAK_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) site $(DURATIONS) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

@@ -27,11 +27,12 @@ import httpx
 import msgspec
 import numpy as np
 
-from kvferry.cli.bench import commands, ranks
-from kvferry.cli.bench.measure import Measurement, Run, Surroundings
-from kvferry.cli.bench.options import BenchOptions
-from kvferry.cli.bench.run import Typed, prepare
-from kvferry.cli.bench.teams import LocalTeam, Teams
+from kvferry.applications.bench import commands, ranks
+from kvferry.applications.bench.arguments import BenchArguments
+from kvferry.applications.bench.measure import Measurement, Run, RunContext
+from kvferry.applications.bench.options import BenchOptions
+from kvferry.applications.bench.prepare import prepare
+from kvferry.applications.bench.teams import LocalTeam, Teams
 from kvferry.layout import RankCoordinates
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.tracing import Recorder
@@ -107,7 +108,7 @@ class SwitchedRank:
         self._rank.close()
 
     def _observer(self, path: str) -> dict[str, Any]:
-        return self._rank.endpoints[path]._shown.observer.__dict__
+        return self._rank.endpoints[path]._telemetry.observer.__dict__
 
     def _switch(self, path: str, *, is_on: bool) -> None:
         self._observer(path).update(
@@ -142,27 +143,14 @@ def decode_main(connection: Connection, options: Sequence[BenchOptions], coordin
 def planned(preset: str, tokens: int, chunks: int, passes: int) -> list[BenchOptions]:
     """What is moved, in every turn."""
     return prepare(
-        Typed(
+        BenchArguments(
             preset=preset,
-            config=None,
-            device="cpu",
-            prefill_tp=1,
-            decode_tp=1,
-            page_size="16",
-            decode_page_size=None,
-            prefill_layout="nhd",
-            decode_layout="nhd",
-            pages="scattered",
             variants=",".join(PATHS),
             tokens=tokens,
             chunks=chunks,
             requests=8,
             passes=passes,
-            in_flight=4,
             repetitions=1,
-            seconds=0,
-            nixl_threads=None,
-            plant_wrong_byte=False,
         )
     )
 
@@ -196,8 +184,8 @@ def measure(options: list[BenchOptions], turns: int) -> dict[str, list[Turn]]:
     mains = {"prefill": prefill_main, "decode": decode_main}
     prefill, decode = (LocalTeam.started(name, options, mains) for name in mains)
     with prefill, decode:
-        surroundings = Surroundings(secrets.token_hex(4), None, shares_clock=True)
-        measurement = Measurement(options, 0, Teams(prefill, decode), surroundings, lambda _: None)
+        run_context = RunContext(secrets.token_hex(4), None, shares_clock=True)
+        measurement = Measurement(options, 0, Teams(prefill, decode), run_context, lambda _: None)
         measurement.start()
         for number in range(-1, turns):
             for path in PATHS:

@@ -1,18 +1,88 @@
-"""Settings of the whole suite."""
+"""Settings of the whole suite: which tier runs, and how much of everything."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
 import pytest
 from hypothesis import settings
+from tests.support.tiers import Tier, register_profiles
 
-# Examples share their cores with whatever else runs: how long one took says nothing about the code. A failure prints
-# what reproduces it on another machine.
-settings.register_profile("kvferry", deadline=None, print_blob=True)
-settings.load_profile("kvferry")
+pytest_plugins = ["kvferry.testing.pytest_plugin"]
+
+_MOST_WORKERS = 16
+_FEWEST_WORKERS = 6  # many tests wait for processes and deadlines, so that a few more than there are cores pay
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fuzz-seconds", type=float, default=60.0, help="How long each fuzzer of tests/fuzz runs, in seconds."
+        "--tier",
+        choices=[tier.value for tier in Tier],
+        default=Tier.QUICK.value,
+        help="How much is proved: quick (make test), full (make test-all) or long (make test-long).",
+    )
+    parser.addoption(
+        "--fuzz-seconds", type=float, help="How long each fuzzer of tests/fuzz runs, in seconds; else by the tier."
     )
     parser.addoption("--fuzz-seed", help="Replays one input, or one round, of a fuzzer: what a failure printed.")
+
+
+def tier_of(config: pytest.Config) -> Tier:
+    return Tier(config.getoption("--tier"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    register_profiles()
+    settings.load_profile(tier_of(config).value)  # before tests are collected: budgets are read then
+
+
+@pytest.hookimpl(optionalhook=True)  # environments of engines have no pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """As many processes as processors that we may use, with `-n auto`."""
+    return min(max(_FEWEST_WORKERS, len(os.sched_getaffinity(0))), _MOST_WORKERS)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tier = tier_of(config)
+    beyond: tuple[str, ...] = tier.amount(quick=("full", "long"), full=("long",), long=())
+    left_out = {item for item in items if any(item.get_closest_marker(mark) for mark in beyond)}
+    if tier is Tier.QUICK:
+        left_out |= set(_not_sampled(items))
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_process_of(item)))
+    # First those that wait for other processes, so that none of them is left when all else is done.
+    items[:] = sorted(
+        (item for item in items if item not in left_out), key=lambda item: "processes" not in item.path.parts
+    )
+
+
+def _not_sampled(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yields the cases of a parametrized test that its mark `sampled` leaves to the whole proof."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.kwargs["one_in"]:
+                yield item
+            seen[test] += 1
+
+
+def _process_of(item: pytest.Item) -> str:
+    """Names the tests that share a process: those of a module, and all that strike the same kind of cluster.
+
+    What a module has begun serves all of its tests then, and few clusters serve the whole fault matrix.
+    """
+    if "clusters" in getattr(item, "fixturenames", ()):
+        return f"clusters, {item.callspec.params.get('path', 'direct')}"  # type: ignore[attr-defined]
+    return str(item.path)
+
+
+@pytest.fixture(scope="session")
+def tier(request: pytest.FixtureRequest) -> Tier:
+    """The tier that runs."""
+    return tier_of(request.config)

@@ -34,10 +34,10 @@ def shown(plan: Plan, account: Account) -> str:
     if account.lost:
         lines.append("rooms that a killed process had: " + ", ".join(f"{n:,} {k}" for k, n in account.lost.items()))
     for trend in account.trends:
-        early, late = trend.early, trend.late
+        pending, late = trend.pending, trend.late
         lines.append(
-            f"{trend.name} ({trend.looks} s): {early.memory_mib:.1f} -> {late.memory_mib:.1f} MiB, "
-            f"{early.threads} -> {late.threads} threads, {early.descriptors} -> {late.descriptors} descriptors"
+            f"{trend.name} ({trend.looks} s): {pending.memory_mib:.1f} -> {late.memory_mib:.1f} MiB, "
+            f"{pending.threads} -> {late.threads} threads, {pending.descriptors} -> {late.descriptors} descriptors"
         )
     lines += [f"PROBLEM: {each}" for each in account.problems]
     lines.append("NOT well" if account.problems else "all is well")

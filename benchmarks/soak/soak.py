@@ -16,7 +16,7 @@ from benchmarks.soak.processes import RankProcess, RegistryProcess
 from benchmarks.soak.ranks import Broken, Fate, Order, Ready, Report
 from benchmarks.soak.watch import Trend, trend
 
-from kvferry.engines.deployment.supervision import free_ports
+from kvferry.applications.up.supervision import free_ports
 
 ENGINES = 2
 """Of either kind."""

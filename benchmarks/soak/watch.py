@@ -57,7 +57,7 @@ class Trend:
 
     name: str
     looks: int
-    early: Look
+    pending: Look
     late: Look
 
     def problem(self, *, reunions: int) -> str:
@@ -67,13 +67,13 @@ class Trend:
             reunions: how often it lost a peer that lived.
         """
         grown = []
-        if self.late.memory_mib > self.early.memory_mib + MEMORY_TOLERANCE_MIB:
-            grown.append(f"memory from {self.early.memory_mib:.1f} to {self.late.memory_mib:.1f} MiB")
-        if self.late.threads > self.early.threads + THREADS_TOLERANCE:
-            grown.append(f"threads from {self.early.threads} to {self.late.threads}")
+        if self.late.memory_mib > self.pending.memory_mib + MEMORY_TOLERANCE_MIB:
+            grown.append(f"memory from {self.pending.memory_mib:.1f} to {self.late.memory_mib:.1f} MiB")
+        if self.late.threads > self.pending.threads + THREADS_TOLERANCE:
+            grown.append(f"threads from {self.pending.threads} to {self.late.threads}")
         allowed = DESCRIPTORS_TOLERANCE + SOCKETS_FOR_REUNION * reunions
-        if self.late.descriptors > self.early.descriptors + allowed:
-            grown.append(f"descriptors from {self.early.descriptors} to {self.late.descriptors}, {allowed} allowed")
+        if self.late.descriptors > self.pending.descriptors + allowed:
+            grown.append(f"descriptors from {self.pending.descriptors} to {self.late.descriptors}, {allowed} allowed")
         return f"{self.name}: {', '.join(grown)}" if grown else ""
 
 

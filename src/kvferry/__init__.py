@@ -5,17 +5,23 @@ every decode rank, open the same room number on both sides, and submit chunks of
 """
 
 from kvferry._version import __version__
+from kvferry.control.construction import create_registry, create_registry_client
+from kvferry.control.registry_client import RegistryClient
+from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, ReceiverStats, Sender, SenderStats
 from kvferry.layout import (
     Axis,
     Component,
-    Dealing,
+    Device,
     Entry,
     Interval,
+    MemoryKind,
+    Paging,
     RankCoordinates,
     RankLayout,
     Shard,
     ShardedComponent,
+    TokenPartition,
     TokenShare,
     all_coordinates,
     attention_components,
@@ -30,7 +36,9 @@ from kvferry.layout import (
     state_component,
     zigzag,
 )
+from kvferry.layout.tensors import TensorGeometry, geometry
 from kvferry.protocol.chunks import GroupPages
+from kvferry.protocol.registrations import EngineView, check_engine_name
 from kvferry.protocol.states import TransferState
 from kvferry.settings import Settings
 from kvferry.transport import InProcessNetwork, InProcessTransport, NixlTransport
@@ -38,31 +46,42 @@ from kvferry.transport import InProcessNetwork, InProcessTransport, NixlTranspor
 __all__ = [
     "Axis",
     "Component",
-    "Dealing",
     "DecodeEndpoint",
+    "Device",
+    "EngineView",
     "Entry",
     "GroupPages",
     "InProcessNetwork",
     "InProcessTransport",
     "Interval",
+    "MemoryKind",
     "NixlTransport",
+    "Paging",
     "PrefillEndpoint",
     "RankCoordinates",
     "RankLayout",
     "Receiver",
     "ReceiverStats",
+    "RegistryClient",
+    "RegistryServer",
     "Sender",
     "SenderStats",
     "Settings",
     "Shard",
     "ShardedComponent",
+    "TensorGeometry",
+    "TokenPartition",
     "TokenShare",
     "TransferState",
     "__version__",
     "all_coordinates",
     "attention_components",
+    "check_engine_name",
     "contiguous",
+    "create_registry",
+    "create_registry_client",
     "empty_shard",
+    "geometry",
     "interleaved",
     "latent_component",
     "packed_component",

@@ -22,7 +22,7 @@
     |   `-- PeerDisconnectedError   the connection to the peer is gone
     |-- RegistryError               the registry refused or could not be reached
     |   |-- RegistryUnreachableError
-    |   |-- RegistryAccessError     the registry answers only to those who know its secret
+    |   |-- RegistryAccessError     the registry has a secret, and this side none or another
     |   `-- RegistrationRefusedError
     |-- ObserveError                metrics and status cannot be served, or asked for
     `-- TransferError               how a transfer ended, if not well
@@ -41,9 +41,9 @@ LONGEST_QUOTE = 500
 
 
 def quoted(error: Exception) -> str:
-    """What an error says of somebody else's bytes, as it may stand in a log: on one line, and not too long.
+    """Returns an error's text in a form that a log can take: on one line, and not too long.
 
-    Parsers quote what they did not expect, all of it.
+    Parsers quote what they did not expect, all of it, and it may come from anybody.
     """
     text = str(error)
     shown = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text[:LONGEST_QUOTE])
@@ -141,7 +141,7 @@ class RegistryUnreachableError(RegistryError):
 
 
 class RegistryAccessError(RegistryError):
-    """The registry answers only to those who know its secret, and this side does not, or knows another."""
+    """The registry requires its secret, and this side has none or another."""
 
 
 class RegistrationRefusedError(RegistryError):
@@ -149,7 +149,7 @@ class RegistrationRefusedError(RegistryError):
 
 
 class ObserveError(KVFerryError):
-    """Metrics and status cannot be served, or whoever was asked for them does not answer."""
+    """Metrics and status cannot be served, or the endpoint that was asked for them does not answer."""
 
 
 class TransferError(KVFerryError):

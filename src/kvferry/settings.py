@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import stat
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr, SecretStr, ValidationError, model_valid
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvferry.errors import SettingsError
-from kvferry.plan.cost import Path
+from kvferry.plan.cost import TransferPath
 
 PREFIX = "KVFERRY_"
 SHORTEST_SECRET = 16
@@ -25,12 +25,12 @@ LONGEST_SECRET = 4096
 
 
 def default_workers(cpus: int) -> int:
-    """How many transfer workers suit a machine: an eighth of half its CPUs, but at least 4 and at most 12."""
+    """Returns how many transfer workers suit a machine: an eighth of half its CPUs, from 4 to 12."""
     return min(max(4, int(0.5 * cpus) // 8), 12)
 
 
 def default_gather_workers(cpus: int) -> int:
-    """How many threads gather: one for every eight CPUs, at least 1 and at most 4.
+    """Returns how many threads gather: one for every eight CPUs, at least 1 and at most 4.
 
     Each can nearly fill a wire, and takes processors from the engine.
     """
@@ -38,12 +38,12 @@ def default_gather_workers(cpus: int) -> int:
 
 
 def default_scatter_workers(cpus: int) -> int:
-    """How many threads of their own scatter: one for every eight CPUs, at most 4; on a small machine none."""
+    """Returns how many threads of their own scatter: one for every eight CPUs, at most 4; on a small machine none."""
     return min(cpus // 8, 4)
 
 
 def default_nixl_threads(cpus: int) -> int:
-    """How many threads of NIXL's suit a machine: a few copy as fast as its memory is."""
+    """Returns how many threads of NIXL's suit a machine: a few copy as fast as its memory is."""
     return min(cpus, 4)
 
 
@@ -61,14 +61,14 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address that the peer channel binds to.")
     advertise_host: str | None = Field(
-        None, description="Address that peers are told; needed where host is a wildcard such as 0.0.0.0 or ::."
+        None, description="Address that peers connect to; needed where host is a wildcard such as 0.0.0.0 or ::."
     )
     control_port: int = Field(0, ge=0, le=65535, description="Port of the peer channel; 0 takes any free one.")
     advertise_port: int | None = Field(
         None,
         ge=1,
         le=65535,
-        description="Port that peers are told; needed where they reach the peer channel through another one, as behind "
+        description="Port that peers connect to; needed where it is not the peer channel's own, as behind "
         "a container's port mapping or a proxy.",
     )
 
@@ -81,25 +81,24 @@ class Settings(BaseSettings):
 
     secret: SecretStr | None = Field(
         None,
-        description="What all endpoints and the registry share: without it nobody registers, connects or learns "
-        "anything. At least 16 characters, such as `openssl rand -hex 32` prints.",
+        description="Secret that all endpoints and the registry share: without it nobody can register, connect or "
+        "look anything up. At least 16 characters, such as `openssl rand -hex 32` prints.",
     )
-    secret_file: FilePath | None = Field(
+    secret_file: Path | None = Field(
         None, description="A file with the secret, instead of the secret itself; only its owner may read it."
     )
     allow_unauthenticated: bool = Field(
         False, description="Listen on other addresses than loopback without a secret, for everyone who reaches them."
     )
-    registry_tls_certificate: FilePath | None = Field(
-        None, description="Certificate (PEM) of the registry, which speaks TLS then; with registry_tls_key."
+    registry_tls_certificate: Path | None = Field(
+        None, description="Certificate (PEM) of the registry, which then serves TLS; with registry_tls_key."
     )
-    registry_tls_key: FilePath | None = Field(None, description="The certificate's private key (PEM), unencrypted.")
-    registry_tls_ca: FilePath | None = Field(
+    registry_tls_key: Path | None = Field(None, description="The certificate's private key (PEM), unencrypted.")
+    registry_tls_ca: Path | None = Field(
         None,
         description="Certificates (PEM) that clients trust for a registry with TLS; else those that httpx trusts.",
     )
 
-    transport: Literal["nixl"] = Field("nixl", description="What moves the bytes.")
     nixl_backend: str = Field("UCX", description="NIXL's backend.")
     nixl_threads: int = Field(
         default_factory=lambda: default_nixl_threads(os.cpu_count() or 1),
@@ -132,8 +131,8 @@ class Settings(BaseSettings):
 
     traces: bool = Field(
         False,
-        description="Make OpenTelemetry spans of transfers, for the tracer provider that the process has set up; with "
-        "kvferry[otel]. The decode side's context travels to the prefill side.",
+        description="Make OpenTelemetry spans of transfers, for the tracer provider that the process has set up; "
+        "takes opentelemetry-api. The decode side's context travels to the prefill side.",
     )
 
     workers: int = Field(
@@ -175,12 +174,12 @@ class Settings(BaseSettings):
     )
     checksums: bool = Field(
         False,
-        description="Let every page be digested where it is read, and again where it has arrived, before a transfer "
-        "succeeds. Asked for by the decode side; pools must be in CPU memory. The decode side takes a thread for it "
-        "even where scatter_workers is 0.",
+        description="Digest every page where it is read, and again where it has arrived, before a transfer succeeds. "
+        "The decode side's setting counts; pools must be in CPU memory. The decode side takes a thread for it even "
+        "where scatter_workers is 0.",
     )
     synchronous: bool = Field(
-        False, description="Let submit wait until the bytes have moved: the baseline to measure against."
+        False, description="Make submit wait until the bytes have moved: the baseline to measure against."
     )
 
     bootstrap_timeout_s: float = Field(60.0, gt=0, description="Longest wait for the two sides to find each other.")
@@ -188,7 +187,7 @@ class Settings(BaseSettings):
         300.0, gt=0, description="Longest wait without progress while it is the caller's or the peer's turn."
     )
     write_timeout_s: float = Field(60.0, gt=0, description="Longest time that one write may take.")
-    heartbeat_interval_s: float = Field(2.0, gt=0, description="How often a decode rank asks whether peers live.")
+    heartbeat_interval_s: float = Field(2.0, gt=0, description="Time between two heartbeats to a prefill rank.")
     peer_timeout_s: float = Field(15.0, gt=0, description="Silence after which a peer counts as lost.")
     close_timeout_s: float = Field(5.0, ge=0, description="How long close waits for writes that are on their way.")
     quarantine_s: float = Field(
@@ -204,7 +203,7 @@ class Settings(BaseSettings):
         ge=1,
         description="Chunks of a room that may wait to be written; more are refused when they are submitted.",
     )
-    max_early_rooms: int = Field(
+    max_pending_opens: int = Field(
         10_000, ge=1, description="Rooms that decode ranks may open before the prefill side does."
     )
     max_decode_ranks: int = Field(
@@ -255,10 +254,10 @@ class Settings(BaseSettings):
         return self
 
     def _read_secret(self) -> SecretStr | None:
-        """The secret, wherever it stands.
+        """Reads the secret from the setting that has it.
 
         Raises:
-            SettingsError: if it is no secret, or others could read it. Never says what it is.
+            SettingsError: if it is too short or too long, or others could read it. The message never contains it.
         """
         if self.secret is None and self.secret_file is None:
             return None
@@ -272,7 +271,7 @@ class Settings(BaseSettings):
         return _checked_secret(_private_text(self.secret_file), f"the secret in {self.secret_file}")
 
     def _refuse_open_doors(self) -> None:
-        """Refuses to listen where others can connect, if there is nothing that tells friends from others."""
+        """Refuses to listen where others can connect without having to prove that they know a secret."""
         if self.has_secret or self.allow_unauthenticated:
             return
         for name, host in (("host", self.host), ("registry_host", self.registry_host)):
@@ -290,7 +289,7 @@ class Settings(BaseSettings):
 
     @property
     def shared_secret(self) -> str | None:
-        """The secret itself, from whichever setting: not for messages or logs."""
+        """The secret itself, whichever setting has it: not for messages or logs."""
         return None if self._shared_secret is None else self._shared_secret.get_secret_value()
 
     @property
@@ -302,9 +301,9 @@ class Settings(BaseSettings):
         return "lo" if is_loopback(self.host) and is_loopback(registry_host) else None
 
     @property
-    def forced_path(self) -> Path | None:
+    def forced_path(self) -> TransferPath | None:
         """The only path that may be taken; None where the cost model chooses."""
-        return None if self.path == "auto" else Path(self.path)
+        return None if self.path == "auto" else TransferPath(self.path)
 
     @property
     def registry_address(self) -> str:
@@ -315,17 +314,17 @@ class Settings(BaseSettings):
 
     @property
     def used_queues(self) -> int:
-        """How many queues there really are: a queue without a worker would stand still."""
+        """How many queues are used: a queue without a worker would stand still."""
         return min(self.queues, self.workers)
 
 
 def environment() -> dict[str, str]:
-    """All of this process's environment, for tools that show it or hand it on."""
+    """Returns all of this process's environment, for tools that show it or pass it on."""
     return dict(os.environ)
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether a host means every interface, so that nobody can connect to it under that name."""
+    """Returns whether a host means every interface, so that nobody can connect to it under that name."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -333,15 +332,15 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host. Other names than localhost count as reachable from elsewhere."""
+    """Returns whether only this machine reaches a host. Other names than localhost count as reachable from afar."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def _private_text(file: FilePath) -> str:
-    """What stands in a file that only its owner may read.
+def _private_text(file: Path) -> str:
+    """Reads a file that only its owner may read.
 
     Raises:
         SettingsError: if others may read it too, or it cannot be read.
@@ -365,7 +364,7 @@ def _private_text(file: FilePath) -> str:
 
 
 def _checked_secret(text: str, name: str) -> SecretStr:
-    """A secret that is worth the name, without the spaces and line breaks around it."""
+    """Returns a secret of an allowed length, without the spaces and line breaks around it."""
     text = text.strip()
     if not SHORTEST_SECRET <= len(text) < LONGEST_SECRET:
         raise SettingsError(
@@ -376,5 +375,5 @@ def _checked_secret(text: str, name: str) -> SecretStr:
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands in a URL: IPv6 addresses in brackets."""
+    """Returns a host as it stands in a URL: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.tiers import examples
+from tests.support.waiting import PATIENCE_S
 
 from kvferry.errors import (
     MessageError,
@@ -31,23 +33,23 @@ from kvferry.plan import Runs, Selector, descriptor_rows, selectors
 from kvferry.plan.descriptors import Numbers
 from kvferry.plan.lowering import PageSteps
 from kvferry.transport import (
-    Flight,
-    FlightReport,
     InProcessNetwork,
     InProcessTransport,
     NixlTransport,
     PeerMetadata,
     PreparedList,
+    TransferHandle,
+    TransferReport,
     Transport,
 )
 from kvferry.transport.nixl import load_bindings
-from kvferry.transport.simulated import SimulatedFlight, SimulatedTransport, SimulatedWire
+from kvferry.transport.simulated import SimulatedHandle, SimulatedTransport, SimulatedWire
 
 THREADS = {"num_threads": "2", "split_batch_size": "1"}
 MOVES_ONE_BY_ONE = ("inprocess", "simulated")
 AS_PREFILL = {"num_threads": "2", "split_batch_size": "2"}
 KINDS = ["inprocess", "simulated", "nixl", "nixl with threads", "nixl as endpoints have it"]
-DEADLINE_S = 20.0
+DEADLINE_S = PATIENCE_S
 MEMORY = 1 << 20
 POISON = 0xEE
 HOST = Device()
@@ -61,11 +63,11 @@ class Moving(SimulatedTransport):
         super().__init__(wire, name)
         self.moving = wire
 
-    def poll(self, flight: Flight) -> FlightReport | None:
-        assert isinstance(flight, SimulatedFlight)
-        if flight.left:
-            self.moving.land(flight, len(flight.left) - 1)
-        return super().poll(flight)
+    def poll(self, transfer: TransferHandle) -> TransferReport | None:
+        assert isinstance(transfer, SimulatedHandle)
+        if transfer.left:
+            self.moving.land(transfer, len(transfer.left) - 1)
+        return super().poll(transfer)
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         for notification in list(self.moving.notifications):
@@ -80,7 +82,7 @@ class Kit:
         self.kind = kind
         self.made: list[Transport] = []
         self._network = InProcessNetwork()
-        self._wire = SimulatedWire(on_piece=lambda flight, piece: None, fails_to=lambda what: None)
+        self._wire = SimulatedWire(on_piece=lambda transfer, piece: None, fails_to=lambda what: None)
         if kind.startswith("nixl"):
             try:
                 load_bindings()
@@ -176,13 +178,13 @@ def until(what: str, ready: Callable[[], Any]) -> Any:
     return answer
 
 
-def finish(transport: Transport, flight: Flight) -> FlightReport:
-    report: FlightReport = until("end of a write", lambda: transport.poll(flight))
-    transport.release(flight)
+def finish(transport: Transport, transfer: TransferHandle) -> TransferReport:
+    report: TransferReport = until("end of a write", lambda: transport.poll(transfer))
+    transport.release(transfer)
     return report
 
 
-def write(pair: Pair, lists: Lists, here: Any, there: Any, notification: bytes = b"written") -> FlightReport:
+def write(pair: Pair, lists: Lists, here: Any, there: Any, notification: bytes = b"written") -> TransferReport:
     transport = pair.here.transport
     return finish(transport, transport.post(lists[0], here, lists[1], there, notification))
 
@@ -236,11 +238,11 @@ def pair(shared_pair: Pair) -> Pair:
 def test_when_poll_says_done_the_bytes_are_there_and_ours_may_be_overwritten(pair: Pair):
     lists = pair.lists([(0, MEMORY, 0, 1)], [(0, MEMORY, 0, 1)])
     expected = pair.here.memory.copy()
-    flight = pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0), b"done")
-    until("end of a write", lambda: pair.here.transport.poll(flight))
+    transfer = pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0), b"done")
+    until("end of a write", lambda: pair.here.transport.poll(transfer))
     pair.here.memory[:] = 0
     np.testing.assert_array_equal(pair.there.memory, expected)
-    pair.here.transport.release(flight)
+    pair.here.transport.release(transfer)
     arrivals(pair.there.transport, 1)
     np.testing.assert_array_equal(pair.there.memory, expected)
 
@@ -255,7 +257,7 @@ def test_only_the_selected_bytes_change(pair: Pair):
     arrivals(pair.there.transport, 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     lengths=st.lists(st.sampled_from([1, 3, 64, 4096]), min_size=1, max_size=3),
     counts=st.tuples(st.integers(1, 20), st.integers(1, 20)),
@@ -307,18 +309,18 @@ def test_one_element_may_be_written_to_many_places(pair: Pair):
 def test_the_report_counts_bytes_and_at_most_the_posted_descriptors(pair: Pair):
     lists = pair.lists([(0, 128, 128, 32)], [(0, 128, 128, 32)])
     transport = pair.here.transport
-    flight = transport.post(lists[0], numbers(*range(32)), lists[1], numbers(*range(32)), b"n")
-    report = until("end of a write", lambda: transport.poll(flight))
+    transfer = transport.post(lists[0], numbers(*range(32)), lists[1], numbers(*range(32)), b"n")
+    report = until("end of a write", lambda: transport.poll(transfer))
     assert report.total_bytes == 128 * 32
     assert 1 <= report.descriptors <= 32
     assert report.post_s >= 0
     assert report.transfer_s >= 0
-    assert transport.poll(flight) == report
-    transport.release(flight)
+    assert transport.poll(transfer) == report
+    transport.release(transfer)
     arrivals(pair.there.transport, 1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     here=st.permutations(range(24)), there=st.permutations(range(24)), count=st.integers(1, 24), most=st.integers(1, 9)
 )
@@ -379,19 +381,19 @@ def test_prepared_lists_say_how_large_they_are(pair: Pair):
         pair.here.transport.release_list(prepared)
 
 
-def test_several_flights_at_once_arrive_whatever_order_they_are_polled_in(pair: Pair):
+def test_several_transfers_at_once_arrive_whatever_order_they_are_polled_in(pair: Pair):
     lists = pair.lists([(0, 4096, 4096, 64)], [(0, 4096, 4096, 64)])
     transport = pair.here.transport
-    flights = [
-        transport.post(lists[0], numbers(index), lists[1], numbers(63 - index), f"flight {index}".encode())
+    transfers = [
+        transport.post(lists[0], numbers(index), lists[1], numbers(63 - index), f"transfer {index}".encode())
         for index in range(64)
     ]
-    for flight in reversed(flights):
-        finish(transport, flight)
+    for transfer in reversed(transfers):
+        finish(transport, transfer)
     expected = pair.here.memory[: 64 * 4096].reshape(64, 4096)[::-1]
     np.testing.assert_array_equal(pair.there.memory[: 64 * 4096].reshape(64, 4096), expected)
     received = arrivals(pair.there.transport, 64)
-    assert Counter(received) == Counter((pair.name, f"flight {index}".encode()) for index in range(64))
+    assert Counter(received) == Counter((pair.name, f"transfer {index}".encode()) for index in range(64))
 
 
 def test_lists_are_prepared_once_and_used_often(pair: Pair):
@@ -424,7 +426,7 @@ def test_both_directions_at_once(kit: Kit):
         there.prepare(pair.there.rows((512, 256, 0, 1)), None),
         there.prepare(pair.here.rows((512, 256, 0, 1)), back),
     )
-    flights = (
+    transfers = (
         here.post(forth[0], numbers(0), forth[1], numbers(0), b"forth"),
         there.post(home[0], numbers(0), home[1], numbers(0), b"back"),
     )
@@ -432,12 +434,12 @@ def test_both_directions_at_once(kit: Kit):
 
     def both() -> bool:
         came.extend(here.take_notifications())  # what connections have to do may wait for it, on either side
-        reports = [transport.poll(flight) for transport, flight in zip((here, there), flights, strict=True)]
+        reports = [transport.poll(transfer) for transport, transfer in zip((here, there), transfers, strict=True)]
         return None not in reports
 
     until("end of both writes", both)
-    for transport, flight in zip((here, there), flights, strict=True):
-        transport.release(flight)
+    for transport, transfer in zip((here, there), transfers, strict=True):
+        transport.release(transfer)
     np.testing.assert_array_equal(pair.there.memory[:256], pair.here.memory[:256])
     assert set(pair.here.memory[512:768].tolist()) == {77}
     assert arrivals(there, 1) == [(pair.name, b"forth")]
@@ -456,19 +458,19 @@ def test_the_notification_comes_after_the_write_and_names_its_sender(pair: Pair)
     lists = pair.lists([(0, MEMORY, 0, 1)], [(0, MEMORY, 0, 1)])
     there, transport = pair.there.transport, pair.here.transport
     notification = bytes(range(256))
-    flight = transport.post(lists[0], numbers(0), lists[1], numbers(0), notification)
+    transfer = transport.post(lists[0], numbers(0), lists[1], numbers(0), notification)
     received: list[tuple[str, bytes]] = []
 
     def done() -> bool:
         before = there.take_notifications()
-        finished = transport.poll(flight) is not None
+        finished = transport.poll(transfer) is not None
         if before:  # it may leave as soon as the write is through, which the next poll must then say
             assert finished
         received.extend(before)
         return finished
 
     until("end of a write", done)
-    transport.release(flight)
+    transport.release(transfer)
     received += arrivals(there, 1 - len(received))
     assert received == [(pair.name, notification)]
     assert there.take_notifications() == []
@@ -837,20 +839,20 @@ class TestInProcess:
         return connected(Kit("inprocess"))
 
     @pytest.fixture
-    def flight(self, pair: Pair) -> Flight:
+    def transfer(self, pair: Pair) -> TransferHandle:
         lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
         return pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0), b"late")
 
-    def test_nothing_has_arrived_before_the_first_poll(self, pair: Pair, flight: Flight):
+    def test_nothing_has_arrived_before_the_first_poll(self, pair: Pair, transfer: TransferHandle):
         assert set(pair.there.memory.tolist()) == {POISON}
         assert pair.there.transport.take_notifications() == []
-        assert pair.here.transport.poll(flight) is not None
+        assert pair.here.transport.poll(transfer) is not None
         assert pair.there.transport.take_notifications() == [(pair.name, b"late")]
 
-    def test_a_write_to_a_peer_that_closed_fails_and_touches_nothing(self, pair: Pair, flight: Flight):
+    def test_a_write_to_a_peer_that_closed_fails_and_touches_nothing(self, pair: Pair, transfer: TransferHandle):
         pair.there.transport.close()
         with pytest.raises(PeerDisconnectedError):
-            pair.here.transport.poll(flight)
+            pair.here.transport.poll(transfer)
         with pytest.raises(PeerDisconnectedError):
             pair.here.transport.notify(pair.peer, b"hello")
         lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
@@ -858,11 +860,13 @@ class TestInProcess:
             pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0), b"late")
         assert set(pair.there.memory.tolist()) == {POISON}
 
-    def test_a_write_to_a_peer_that_started_anew_meanwhile_touches_neither_memory(self, pair: Pair, flight: Flight):
+    def test_a_write_to_a_peer_that_started_anew_meanwhile_touches_neither_memory(
+        self, pair: Pair, transfer: TransferHandle
+    ):
         pair.there.transport.close()
         reborn = End(pair.kit.make(pair.peer), np.full(MEMORY, POISON, np.uint8))
         with pytest.raises(PeerDisconnectedError, match="started anew"):
-            pair.here.transport.poll(flight)
+            pair.here.transport.poll(transfer)
         for memory in (pair.there.memory, reborn.memory):
             assert set(memory.tolist()) == {POISON}
         assert reborn.transport.take_notifications() == []

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from tests.support.tiers import Tier
 
 _BEYOND_S = 120.0
 """What a fuzzer may take beside its budget: to set up, to check, to clean up."""
@@ -18,7 +19,13 @@ _BEYOND_S = 120.0
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "fuzz" in item.path.parts:
-            item.add_marker(pytest.mark.timeout(config.getoption("--fuzz-seconds") + _BEYOND_S))
+            item.add_marker(pytest.mark.timeout(fuzz_seconds(config) + _BEYOND_S))
+
+
+def fuzz_seconds(config: pytest.Config) -> float:
+    """How long each fuzzer runs."""
+    given: float | None = config.getoption("--fuzz-seconds")
+    return Tier(config.getoption("--tier")).amount(quick=2.0, full=20.0, long=300.0) if given is None else given
 
 
 @dataclass
@@ -55,7 +62,7 @@ class Fuzz:
 
 @pytest.fixture
 def fuzz(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[Fuzz]:
-    made = Fuzz(request.config.getoption("--fuzz-seconds"), request.config.getoption("--fuzz-seed"))
+    made = Fuzz(fuzz_seconds(request.config), request.config.getoption("--fuzz-seed"))
     failed_before = request.session.testsfailed
     yield made
     with capsys.disabled():

@@ -19,7 +19,7 @@ from tests.support.caches import Model, Shape, pool
 from kvferry.layout import Device, RankCoordinates, RankLayout, all_coordinates
 from kvferry.plan import Unit, pieces_for_receiver
 from kvferry.protocol import messages
-from kvferry.protocol.loads import pack_units
+from kvferry.protocol.moved_blocks import pack_units
 from kvferry.transport import PeerMetadata
 
 Tree: TypeAlias = Any
@@ -120,7 +120,7 @@ def examples() -> list[messages.Message]:
         messages.IsGone(process=PROCESS),
         messages.Gone(process=PROCESS),
         messages.Drained(endpoint="p0", room=5, generation=6, writer=0),
-        messages.SpanVoid(endpoint="p0", epoch=3, start=0, begin=0, stop=64),
+        messages.SpanReleased(endpoint="p0", epoch=3, start=0, begin=0, stop=64),
         messages.ChunkArrived(room=5, generation=6, writer=0, sequence=0),
         messages.WriterFinished(room=5, generation=6, writer=0, chunks=1, aux=b"token"),
         messages.StagedArrived(
@@ -134,7 +134,7 @@ def examples() -> list[messages.Message]:
             start=0,
             begin=0,
             stop=64,
-            unit=Unit.GRANULE,
+            unit=Unit.WHOLE,
             segments=(messages.StagedSegment(0, 0, 1, pack_units(np.array([0, 1, 5]))),),
         ),
     ]

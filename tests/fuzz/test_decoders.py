@@ -29,7 +29,7 @@ from kvferry.layout import Device, RankCoordinates, RankLayout
 from kvferry.plan import check_exchangeable, pieces_for_receiver
 from kvferry.protocol import messages
 from kvferry.protocol.demands import wanted_groups
-from kvferry.protocol.loads import unpack_units
+from kvferry.protocol.moved_blocks import unpack_units
 from kvferry.protocol.registrations import EngineView, RankRegistration
 from kvferry.transport import PeerMetadata
 

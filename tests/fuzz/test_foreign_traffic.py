@@ -105,7 +105,7 @@ class Strangers:
             except zmq.Again:  # nobody reads it: good
                 continue
 
-    def heard(self) -> bool:
+    def record_answer(self) -> bool:
         """Whether anybody ever answered."""
         return any(each.poll(0) for each in self._sockets)
 
@@ -140,10 +140,10 @@ def test_without_the_secret_nobody_learns_or_changes_anything(
             for message in (messages.encode(chance.choice(corpus.messages)), *_some(mutator.message, MESSAGES)):
                 strangers.say(message)
             fuzz.inputs += STREAMS + 1 + 3 * (MESSAGES + 1)
-            assert not strangers.heard(), "a stranger was answered"
-            heard = connections.take_heard()
-            assert not [each for each in private if each.encode() in heard]
-            assert b"HTTP/1.1 2" not in heard, heard
+            assert not strangers.record_answer(), "a stranger was answered"
+            deduplication = connections.take_heard()
+            assert not [each for each in private if each.encode() in deduplication]
+            assert b"HTTP/1.1 2" not in deduplication, deduplication
             assert not alarms.records, alarms.records[0]
             if time.monotonic() - checked_at > CHECK_EVERY_S:
                 bystanders.check()

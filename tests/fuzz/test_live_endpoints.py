@@ -14,6 +14,7 @@ import zmq
 from tests.fuzz.bystanders import Bystanders
 from tests.fuzz.conftest import Alarms, Fuzz
 from tests.fuzz.mutation import PROCESS, Corpus, Mutator, tree_of
+from tests.support.waiting import PATIENCE_S
 
 from kvferry import InProcessTransport
 from kvferry.errors import KVFerryError, MessageError
@@ -22,7 +23,7 @@ from kvferry.protocol import messages
 from kvferry.protocol.registrations import RankRegistration
 
 BURST = 200
-WITHIN_S = 20.0
+WITHIN_S = PATIENCE_S
 CHECK_EVERY_S = 5.0
 HOSTILE = "hostile-"
 

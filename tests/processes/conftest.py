@@ -8,7 +8,7 @@ import pytest
 from tests.support.clusters import Clusters
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def clusters() -> Iterator[Clusters]:
     begun = Clusters()
     yield begun

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from tests.unit.cli.test_bench_options import options
+from tests.unit.applications.test_bench_options import options
 
-from kvferry.cli.bench import commands, ranks
-from kvferry.cli.bench.options import VARIANTS, Variant
-from kvferry.cli.bench.ranks import DecodeRank, PrefillRank
+from kvferry.applications.bench import commands, ranks
+from kvferry.applications.bench.options import VARIANTS, Variant
+from kvferry.applications.bench.ranks import DecodeRank, PrefillRank
 from kvferry.endpoint import DecodeEndpoint
 from kvferry.errors import IncompatiblePeerError, PeerDisconnectedError
 
@@ -95,7 +95,7 @@ def test_transfers_that_fail_are_answered_on_both_sides_and_the_next_variant_goe
 ):
     start(pair)
     together(pair, commands.Open("direct", 0, 1, 30))
-    pair[0]._senders[1].abort("planted")
+    pair[0]._transfers[1].abort("planted")
     sent, received = together(pair, commands.Transfer(30))
     for answer in (sent, received):
         assert isinstance(answer, commands.Failed)

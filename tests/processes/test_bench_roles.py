@@ -13,18 +13,18 @@ from contextlib import contextmanager
 
 import httpx
 import msgspec
-import psutil
 import pytest
 import zmq
+from tests.support.family import assert_gone, wait_for_ranks
+from tests.support.waiting import PATIENCE_S, eventually
 
-from kvferry.cli.bench.remote import ENGINE, Lead, Refused, Tell
+from kvferry.applications.bench.remote import ENGINE, Lead, Refused, Tell
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
 
 pytest.importorskip("nixl_cu13")
 
 SMALL = ("--preset", "small", "--tokens", "70", "--requests", "3", "--in-flight", "2", "--repetitions", "1")
-CASE_S = 90
 
 
 @pytest.fixture
@@ -48,34 +48,20 @@ def side(role: str, registry_url: str, *flags: str, **settings: str) -> Iterator
         process.communicate()
 
 
-def ended(process: subprocess.Popen[str], within_s: float = CASE_S) -> tuple[int, str, str]:
-    output, errors = process.communicate(timeout=within_s)
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    output, errors = process.communicate()
     return process.returncode, output, " ".join(errors.split())
-
-
-def wait_for_ranks(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
-    """The processes of a side's ranks, once all have been started."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        children = psutil.Process(process.pid).children()
-        ranks = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-        if len(ranks) == count:
-            return ranks
-        time.sleep(0.05)
-    raise TimeoutError("the ranks were not started")
 
 
 def entered(registry_url: str) -> tuple[str, str]:
     """The address and the key of the prefill side, once it waits."""
-    deadline = time.monotonic() + 30
     with RegistryClient(registry_url) as client:
-        while time.monotonic() < deadline:
-            for registration in client.engine(ENGINE).registrations:
-                return registration.control_address, registration.incarnation
-            time.sleep(0.05)
-    raise TimeoutError("the prefill side did not come")
+        eventually("the prefill side has come", lambda: client.engine(ENGINE).registrations)
+        (registration,) = client.engine(ENGINE).registrations
+    return registration.control_address, registration.incarnation
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_two_commands_measure_what_one_does(registry: str, first: str):
     flags = ("--prefill-tp", "2", "--decode-page-size", "48", "--pages", "both", "--passes", "2")
@@ -123,10 +109,11 @@ def test_sides_that_were_told_different_things_both_say_so(registry: str):
             assert said in errors
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("role", "missing"), [("prefill", "decode"), ("decode", "prefill")])
 def test_a_side_that_stays_alone_says_so_in_time(registry: str, role: str, missing: str):
     with side(role, registry, bootstrap_timeout_s="2") as process:
-        code, _, errors = ended(process, 30)
+        code, _, errors = ended(process)
     assert code == 2
     assert f"no {missing} side within 2 s (KVFERRY_BOOTSTRAP_TIMEOUT_S)" in errors
     assert f"kvferry bench --role {missing}" in errors
@@ -135,26 +122,28 @@ def test_a_side_that_stays_alone_says_so_in_time(registry: str, role: str, missi
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_registry_that_is_not_there_is_named(role: str):
     with side(role, "http://127.0.0.1:9", bootstrap_timeout_s="2") as process:
-        code, _, errors = ended(process, 30)
+        code, _, errors = ended(process)
     assert code == 2
     assert "http://127.0.0.1:9 cannot be reached" in errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dying", ["prefill", "decode"])
 def test_a_rank_that_dies_ends_both_commands_and_leaves_nobody_behind(registry: str, dying: str):
     flags = ("--seconds", "60", "--variants", "auto")
     with side("prefill", registry, *flags) as prefill, side("decode", registry, *flags) as decode:
         processes = {"prefill": prefill, "decode": decode}
-        ranks = {name: wait_for_ranks(process, 1) for name, process in processes.items()}
-        time.sleep(2.0)
+        ranks = {name: wait_for_ranks(process.pid, 1) for name, process in processes.items()}
+        time.sleep(2.0)  # most likely, they measure by now
         os.kill(ranks[dying][0].pid, signal.SIGKILL)
         for process in processes.values():
-            code, _, errors = ended(process, 40)
+            code, _, errors = ended(process)
             assert code == 2
             assert f"{dying} rank 0 died with exit code -9" in errors
-    assert not psutil.wait_procs([*ranks["prefill"], *ranks["decode"]], timeout=10)[1]
+    assert_gone([*ranks["prefill"], *ranks["decode"]])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dying", ["prefill", "decode"])
 def test_a_side_that_vanishes_ends_the_other(registry: str, dying: str):
     flags = ("--seconds", "60", "--variants", "auto")
@@ -164,18 +153,19 @@ def test_a_side_that_vanishes_ends_the_other(registry: str, dying: str):
         side("decode", registry, *flags, **settings) as decode,
     ):
         processes = {"prefill": prefill, "decode": decode}
-        ranks = [rank for process in processes.values() for rank in wait_for_ranks(process, 1)]
-        time.sleep(2.0)
+        ranks = [rank for process in processes.values() for rank in wait_for_ranks(process.pid, 1)]
+        time.sleep(2.0)  # most likely, they measure by now
         processes.pop(dying).kill()
         ((_, survivor),) = processes.items()
-        code, _, errors = ended(survivor, 40)
+        code, _, errors = ended(survivor)
         assert code == 2
         # Whichever shows first: its silence, that nobody takes messages, or a transfer that ended.
         said = (f"nothing was heard from the {dying} side", f"the {dying} side is gone", "rank 0 failed")
         assert any(each in errors for each in said), errors
-    assert not psutil.wait_procs(ranks, timeout=20)[1]
+    assert_gone(ranks)
 
 
+@pytest.mark.full
 def test_only_who_knows_the_key_leads_and_strays_do_no_harm(registry: str):
     flags = ("--variants", "auto")
     with side("prefill", registry, *flags) as prefill:
@@ -190,9 +180,9 @@ def test_only_who_knows_the_key_leads_and_strays_do_no_harm(registry: str):
             assert not stray.poll(1000)
             assert prefill.poll() is None
             with side("decode", registry, *flags, "--seconds", "3") as decode:
-                wait_for_ranks(prefill, 1)
+                wait_for_ranks(prefill.pid, 1)
                 stray.send(msgspec.msgpack.encode(Lead(key, {})))
-                assert stray.poll(5000)
+                assert stray.poll(int(PATIENCE_S * 1000))
                 answer = msgspec.msgpack.decode(stray.recv(), type=Refused)
                 assert "another decode side leads already" in answer.reason
                 code, _, errors = ended(decode)
@@ -200,12 +190,13 @@ def test_only_who_knows_the_key_leads_and_strays_do_no_harm(registry: str):
         assert ended(prefill)[0] == 0
 
 
+@pytest.mark.full
 def test_a_second_prefill_side_at_the_same_registry_takes_over_and_the_first_says_so(registry: str):
     flags = ("--variants", "auto")
     with side("prefill", registry, *flags) as first:
         entered(registry)
         with side("prefill", registry, *flags) as second:
-            code, _, errors = ended(first, 40)
+            code, _, errors = ended(first)
             assert code == 2
             assert "RegistrationRefusedError" in errors
             with side("decode", registry, *flags) as decode:
@@ -213,10 +204,11 @@ def test_a_second_prefill_side_at_the_same_registry_takes_over_and_the_first_say
             assert ended(second)[0] == 0
 
 
+@pytest.mark.full
 def test_the_prefill_side_is_not_entered_any_more_once_it_is_led(registry: str):
     with side("prefill", registry, "--variants", "auto") as prefill:
         entered(registry)
         with side("decode", registry, "--variants", "auto", "--seconds", "5"):
-            wait_for_ranks(prefill, 1)
+            wait_for_ranks(prefill.pid, 1)
             listed = httpx.get(f"{registry}/v1/engines").json()["engines"]
             assert ENGINE not in {engine["engine"] for engine in listed}

@@ -17,13 +17,14 @@ ROOT = Path(__file__).parents[2]
 
 def printed(script: str, *flags: str) -> dict[str, Any]:
     command = [sys.executable, f"benchmarks/{script}", "--json", *flags]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     result: dict[str, Any] = json.loads(run.stdout)
     return result
 
 
+@pytest.mark.full
 def test_the_first_transfer_takes_longer_than_a_later_one():
     found = printed("first_transfer.py", "--pairs", "1")
     assert (found["regions"], found["pages"], found["exact"]) == (128, 6144, True)
@@ -31,6 +32,7 @@ def test_the_first_transfer_takes_longer_than_a_later_one():
     assert found["more_ms"] == pytest.approx(found["all_more_ms"][0])
 
 
+@pytest.mark.full
 def test_memory_is_read_on_both_sides_after_the_warm_up_and_at_the_end():
     found = printed("memory_growth.py", "--transfers", "200")
     assert (found["transfers"], found["counted"], found["exact"]) == (200, 180, True)
@@ -43,6 +45,7 @@ def test_memory_is_read_on_both_sides_after_the_warm_up_and_at_the_end():
         assert found[f"{side}_open_rooms"] == 0
 
 
+@pytest.mark.full
 def test_checksums_are_measured_beside_what_goes_without():
     found = printed("checksums.py", "--rounds", "1", "--layers", "2")
     assert (found["mib"], found["rounds"]) == (8, 1)
@@ -61,6 +64,7 @@ def test_too_few_are_refused(flags: tuple[str, ...]):
     assert rest[0] in run.stderr
 
 
+@pytest.mark.full
 def test_the_standard_set_writes_its_section_from_real_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from benchmarks import standard
 

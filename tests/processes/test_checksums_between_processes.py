@@ -32,7 +32,7 @@ def processes() -> Iterator[list[RankProcess]]:
         process.close()
 
 
-@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize("path", [pytest.param("direct", marks=pytest.mark.full), "staged"])
 def test_right_bytes_are_verified_and_a_wrong_one_is_named(processes: list[RankProcess], registry_url: str, path: str):
     *prefills, decode = processes
     prefill_shape, decode_shape = Shape(tp=2, pages=64), Shape(pages=64, heads_first=True)

@@ -13,40 +13,30 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from enum import Enum
 
 import pytest
 from tests.support.clusters import Clusters
+from tests.support.matrix import Role, cells
 from tests.support.processes import Rank
 from tests.support.proxy import ControlProxy
 from tests.support.victims import (
-    DEADLINE_S,
+    END_S,
     LATE_WRITE_S,
-    PEER_TIMEOUT_S,
+    MOMENT_S,
     RECONNECT_SOCKETS,
-    TOLERANCE_S,
     Cluster,
+    Cut,
     Room,
     Step,
     noticed,
 )
 
 pytest.importorskip("nixl_cu13")
-pytestmark = pytest.mark.timeout(60)
 
-
-class Fault(Enum):
-    """What happens to the connection."""
-
-    SHORT_CUT = "cut, and healed before anybody gives the other up"
-    LONG_CUT = "cut until both sides have given each other up"
-    LONG_HOLD = "held up as long: what was sent comes late"
-
-
-STRIKES: dict[Fault, Callable[[ControlProxy, str], None]] = {
-    Fault.SHORT_CUT: ControlProxy.cut,
-    Fault.LONG_CUT: ControlProxy.cut,
-    Fault.LONG_HOLD: ControlProxy.hold,
+STRIKES: dict[Cut, Callable[[ControlProxy, str], None]] = {
+    Cut.SHORT_CUT: ControlProxy.cut,
+    Cut.LONG_CUT: ControlProxy.cut,
+    Cut.LONG_HOLD: ControlProxy.hold,
 }
 
 
@@ -61,14 +51,14 @@ def open_where_it_is_not(cluster: Cluster, room: Room) -> None:
 def away_for_a_moment(cluster: Cluster, room: Room, step: Step) -> None:
     """The room goes on as if nothing had been; one that was given up ends on both sides."""
     open_where_it_is_not(cluster, room)
-    time.sleep(0.4)
+    time.sleep(MOMENT_S)
     cluster.proxy.heal()
-    time.sleep(0.3)  # so that the connection is there again when the prefill rank answers what it was asked before
+    time.sleep(MOMENT_S)  # so that the connection is there again when the prefill rank answers what it was asked before
     for each in (room.source, room.target):
         each.do(Rank.open_gates)
     if step is Step.ABORTING:
         for each in (room.source, room.target):
-            assert "the test wants it so" in cluster.fails(each, room, within_s=TOLERANCE_S).error
+            assert "the test wants it so" in cluster.fails(each, room).error
     elif step is Step.OPEN_ON_PREFILL:
         ends_alike(cluster, room)
     else:
@@ -76,9 +66,9 @@ def away_for_a_moment(cluster: Cluster, room: Room, step: Step) -> None:
 
 
 def ends_alike(cluster: Cluster, room: Room) -> None:
-    """The wish for the room may be lost with the connection: nobody repeats it, and both sides' time runs out."""
+    """The room's open request may be lost with the connection: nobody repeats it, and both sides' time runs out."""
     cluster.submit(room)
-    ends = [each.do(Rank.end, room.number, DEADLINE_S + TOLERANCE_S) for each in (room.source, room.target)]
+    ends = [each.do(Rank.end, room.number, END_S) for each in (room.source, room.target)]
     if ends[1].state == "SUCCESS":
         cluster.succeeds(room)
     else:
@@ -101,25 +91,24 @@ def away_for_long(cluster: Cluster, room: Room, step: Step) -> None:
         cluster.proxy.heal()
         return
     if step is not Step.SUCCEEDED:
-        end = cluster.fails(room.target, room, within_s=PEER_TIMEOUT_S + TOLERANCE_S)
-        assert re.search("has been silent for|the test wants it so", end.error)
+        end = cluster.fails(room.target, room)
+        # "Connecting failed": on a busy machine the link may have been given up before the room was opened.
+        assert re.search("has been silent for|the test wants it so|connecting failed", end.error)
     noticed(struck_at)
     room.source.do(Rank.open_gates)
     cluster.proxy.heal()
     if step is Step.BEFORE_FINISH:
-        assert room.source.do(Rank.end, room.number, TOLERANCE_S).state in ("SUCCESS", "FAILED")
+        assert room.source.do(Rank.end, room.number, END_S).state in ("SUCCESS", "FAILED")
     elif step is not Step.SUCCEEDED:
-        end = cluster.fails(room.source, room, within_s=DEADLINE_S + TOLERANCE_S)
+        end = cluster.fails(room.source, room)
         cause = "silent for|aborted by|decode ranks opened it within|is gone"
         assert re.search(cause, end.error), end
     for each in (room.source, room.target):
         each.do(Rank.open_gates)
 
 
-@pytest.mark.parametrize("fault", Fault, ids=lambda fault: fault.name.lower())
-@pytest.mark.parametrize("step", Step, ids=lambda step: step.name.lower())
-@pytest.mark.parametrize("path", ["direct", "staged"])
-def test_a_control_connection_is_struck(clusters: Clusters, path: str, step: Step, fault: Fault):
+@pytest.mark.parametrize(("path", "step", "fault"), cells(Role.CONNECTION))
+def test_a_control_connection_is_struck(clusters: Clusters, path: str, step: Step, fault: Cut):
     cluster = clusters.get(path, step)
     try:
         with cluster.nothing_left_over(*cluster.engines, step=step, sockets=RECONNECT_SOCKETS):
@@ -132,11 +121,14 @@ def test_a_control_connection_is_struck(clusters: Clusters, path: str, step: Ste
             STRIKES[fault](cluster.proxy, cluster.struck_decode.name)
             if step is Step.WRITING and path == "direct":
                 room.target.process.thaw()
+            if fault is Cut.SHORT_CUT:
+                away_for_a_moment(cluster, room, step)
             for bystander in standing:
                 cluster.finish(bystander)
-            (away_for_a_moment if fault is Fault.SHORT_CUT else away_for_long)(cluster, room, step)
-            assert room.target.do(Rank.reuse, room.number, 5.0)
-            assert room.source.do(Rank.wait_reusable, room.number, 5.0)
+            if fault is not Cut.SHORT_CUT:
+                away_for_long(cluster, room, step)
+            assert room.target.do(Rank.reuse, room.number, END_S)
+            assert room.source.do(Rank.wait_reusable, room.number, END_S)
             cluster.run(cluster.other_prefill, cluster.struck_decode)
             cluster.run(cluster.struck_prefill, cluster.other_decode)
             time.sleep(LATE_WRITE_S)

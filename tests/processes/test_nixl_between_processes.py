@@ -25,11 +25,11 @@ import pytest
 
 from kvferry.errors import PeerDisconnectedError, TransportError, TransportUnavailableError
 from kvferry.layout import Device, Region
-from kvferry.transport import Flight, FlightReport, NixlTransport, PreparedList
+from kvferry.transport import NixlTransport, PreparedList, TransferHandle, TransferReport
 from kvferry.transport.nixl import load_bindings
 
 POISON = 0xEE
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 MIB = 1 << 20
 
 
@@ -50,9 +50,9 @@ def until(what: str, ready: Callable[[], Any]) -> Any:
     return answer
 
 
-def finish(transport: NixlTransport, flight: Flight) -> FlightReport:
-    report: FlightReport = until("end of a write", lambda: transport.poll(flight))
-    transport.release(flight)
+def finish(transport: NixlTransport, transfer: TransferHandle) -> TransferReport:
+    report: TransferReport = until("end of a write", lambda: transport.poll(transfer))
+    transport.release(transfer)
     return report
 
 
@@ -99,8 +99,8 @@ def second_process(name: str, size: int) -> None:
             local = transport.prepare(rows(memory.ctypes.data, (0, size, size, 1)), None)
             remote = transport.prepare(rows(order["address"], (0, size, size, 1)), peer)
             zero = np.zeros(1, np.int32)
-            flight = transport.post(local, zero, remote, zero, b"back")
-            answer(total_bytes=finish(transport, flight).total_bytes)
+            transfer = transport.post(local, zero, remote, zero, b"back")
+            answer(total_bytes=finish(transport, transfer).total_bytes)
     transport.close()
 
 
@@ -199,9 +199,9 @@ class Here:
             self.transport.prepare(rows(there.address, *theirs), name),
         )
 
-    def write(self, lists: tuple[PreparedList, PreparedList], here: Any, there: Any, text: bytes) -> FlightReport:
-        flight = self.transport.post(lists[0], np.array(here, np.int32), lists[1], np.array(there, np.int32), text)
-        return finish(self.transport, flight)
+    def write(self, lists: tuple[PreparedList, PreparedList], here: Any, there: Any, text: bytes) -> TransferReport:
+        transfer = self.transport.post(lists[0], np.array(here, np.int32), lists[1], np.array(there, np.int32), text)
+        return finish(self.transport, transfer)
 
 
 @pytest.fixture(autouse=True, params=["plain", "as prefill endpoints have it"])
@@ -370,15 +370,15 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_write_ends_it(monkeypatch: pyt
         assert second.wait(1)["digest"] == digest(first.memory)
         os.kill(second.process.pid, signal.SIGSTOP)
         zero = np.zeros(1, np.int32)
-        flight = first.transport.post(lists[0], zero, lists[1], zero, b"never")
+        transfer = first.transport.post(lists[0], zero, lists[1], zero, b"never")
         for _ in range(100):
-            assert first.transport.poll(flight) is None
+            assert first.transport.poll(transfer) is None
             time.sleep(1e-3)
         second.kill()
-        fails(lambda: first.transport.poll(flight))
+        fails(lambda: first.transport.poll(transfer))
         with pytest.raises(PeerDisconnectedError):
-            first.transport.poll(flight)  # and it stays so
-        first.transport.release(flight)
+            first.transport.poll(transfer)  # and it stays so
+        first.transport.release(transfer)
         first.transport.disconnect(name)
 
 

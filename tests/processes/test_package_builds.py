@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -10,17 +12,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.support.clones import ROOT, blocks
 
 from kvferry import __version__
 
 pytestmark = pytest.mark.timeout(300)
 
-ROOT = Path(__file__).parents[2]
 
-
-def run(*command: str | Path, cwd: Path | None = None) -> str:
+def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
     """What a command prints, if it does well."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=cwd)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -42,6 +43,7 @@ def test_the_wheel_has_all_of_the_package_and_nothing_else(built: Path):
     assert {name.split("/")[0] for name in names} == {"kvferry", f"kvferry-{__version__}.dist-info"}
 
 
+@pytest.mark.full
 def test_the_source_distribution_builds_by_itself(built: Path, tmp_path: Path):
     (source,) = built.glob("*.tar.gz")
     with tarfile.open(source) as archive:
@@ -52,6 +54,7 @@ def test_the_source_distribution_builds_by_itself(built: Path, tmp_path: Path):
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", tmp_path / f"kvferry-{__version__}")
 
 
+@pytest.mark.full
 def test_it_installs_into_an_empty_environment(built: Path, tmp_path: Path):
     venv.create(tmp_path / "empty", with_pip=True)
     python = tmp_path / "empty/bin/python"
@@ -66,3 +69,27 @@ def test_it_installs_into_an_empty_environment(built: Path, tmp_path: Path):
     assert "complete" in run(command, "--show-completion", "bash")
     assert "Seed 7 keeps every law" in run(command, "sim", "--seed", "7")
     run(python, "-c", "import kvferry; kvferry.Settings()", cwd=tmp_path)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """What a fresh clone has: no environment, and nothing built."""
+    made_here = shutil.ignore_patterns(".*", "__pycache__", "dist", "site")
+    return Path(shutil.copytree(ROOT, tmp_path / "clone", ignore=made_here))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_the_readmes_installation_works_word_by_word(clone: Path, tmp_path: Path):
+    """Once from the clone, and then, without it, from the wheel."""
+    from_clone, from_wheel = blocks((ROOT / "README.md").read_text(), "bash")
+    assert from_clone.splitlines()[1].startswith("pip install torch==2.13.0 "), "first, or the newest CUDA comes along"
+    here = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    python = Path(sys.base_prefix) / "bin"
+    here |= {"HOME": str(tmp_path), "PATH": os.pathsep.join((str(python), here["PATH"]))}
+    script = f"{from_clone}\npip uninstall --quiet --yes kvferry\n{from_wheel}"
+    said = run("bash", "-ec", script, cwd=clone, env=here)
+    assert "first token: 42 - tensors that arrived: 8" in said
+    assert f"kvferry-{__version__}-py3-none-any.whl" in said
+    assert "0 wrong" in said
+    assert (tmp_path / "ferry/bin/kvferry").exists()

@@ -16,7 +16,7 @@ DIVIDED = {"layers": "all", "axes": {"head": 6, "dim": 128}, "dtype": "bfloat16"
 
 def plan(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvferry", "plan", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def described(file: Path, **changes: Any) -> Path:
@@ -50,6 +50,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_what_must_be_seen_is_proved_and_drawn(name: str, tmp_path: Path, six_heads: Path):
     arguments, num_pairs, bytes_per_token, bytes_per_request = EXPECTED[name]
@@ -111,6 +112,7 @@ IMPOSSIBLE = {
 }
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_what_is_impossible_is_refused_with_the_reason(name: str):
     arguments, reasons = IMPOSSIBLE[name]
@@ -139,9 +141,7 @@ def test_without_a_configuration_there_is_a_clear_sentence(tmp_path: Path):
 
 def test_nothing_heavy_is_loaded_without_a_picture():
     command = [sys.executable, "-X", "importtime", "-m", "kvferry", "plan", "--config"]
-    run = subprocess.run(
-        [*command, str(CONFIGS / "qwen3-32b.json")], capture_output=True, text=True, timeout=60, check=True
-    )
+    run = subprocess.run([*command, str(CONFIGS / "qwen3-32b.json")], capture_output=True, text=True, check=True)
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in run.stderr.splitlines()}
     assert "kvferry" in loaded
     assert loaded.isdisjoint({"matplotlib", "torch", "transformers", "nixl_cu13"})

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+from tests.support.waiting import PATIENCE_S
+
 from kvferry.control.registry_client import RegistryClient
 
 
@@ -19,7 +21,7 @@ def test_the_registry_says_where_it_answers_and_stops_on_request():
         with RegistryClient(said[0]) as client:
             assert client.engines() == ()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_port_that_is_taken_is_one_clear_sentence():
@@ -28,7 +30,7 @@ def test_a_port_that_is_taken_is_one_clear_sentence():
         assert first.stdout is not None
         said = re.search(r":(\d+)", first.stdout.readline().removeprefix("The registry answers at http:"))
         assert said is not None
-        second = subprocess.run([*command, said[1]], capture_output=True, text=True, timeout=30, check=False)
+        second = subprocess.run([*command, said[1]], capture_output=True, text=True, check=False)
         first.terminate()
     assert second.returncode == 2
     assert said[1] in second.stderr

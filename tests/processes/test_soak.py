@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[2]
 
 def soaked(*flags: str) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-m", "benchmarks.soak", "--json", *flags]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.stdout, run.stderr
     result: dict[str, Any] = json.loads(run.stdout)
     return run.returncode, result
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.full
 def test_rooms_survive_random_faults_or_say_why():
     code, found = soaked("--minutes", "0.75", "--in-flight", "200", "--seed", "9", "--quiet", "2")
     assert (code, found["problems"]) == (0, [])
@@ -91,7 +91,7 @@ def test_sockets_that_nixl_keeps_are_allowed_for():
 
 
 @pytest.mark.parametrize("flags", [("--minutes", "0"), ("--in-flight", "3"), ("--quiet", "-1")])
-def test_impossible_wishes_are_refused(flags: tuple[str, str]):
+def test_impossible_open_requests_are_refused(flags: tuple[str, str]):
     command = [sys.executable, "-m", "benchmarks.soak", *flags]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 2

@@ -53,9 +53,7 @@ def ranks() -> Iterator[tuple[RankProcess, RankProcess]]:
 def top(*addresses: str) -> str:
     """What the command prints into a terminal of 80 columns."""
     command = [sys.executable, "-m", "kvferry", "top", "--once", *addresses]
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env={"COLUMNS": "80", "PATH": ""}
-    )
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env={"COLUMNS": "80", "PATH": ""})
     assert run.returncode == 0, run.stderr
     return run.stdout
 
@@ -63,7 +61,7 @@ def top(*addresses: str) -> str:
 def doctor(address: str) -> tuple[int, list[dict[str, Any]]]:
     """What the command finds, and its exit code."""
     command = [sys.executable, "-m", "kvferry", "doctor", "--json", "--no-wire", address]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     return run.returncode, json.loads(run.stdout)["findings"]
 
 
@@ -75,10 +73,11 @@ def seconds_since(words: str) -> float:
     return (datetime.now(timezone.utc) - moment).total_seconds()
 
 
+@pytest.mark.full
 def test_everything_names_it(ranks: tuple[RankProcess, RankProcess]):
     prefill, decode = ranks
     here, there = (each.do(Rank.observe_url).removeprefix("http://") for each in ranks)
-    eventually("they are connected", lambda: "waiting" in top(here, there), within_s=20)
+    eventually("they are connected", lambda: "waiting" in top(here, there))
     (name,) = prefill.do(Rank.peers, "decode")
     calm = top(here, there)
     assert "!" not in calm, calm
@@ -88,7 +87,7 @@ def test_everything_names_it(ranks: tuple[RankProcess, RankProcess]):
     def metrics() -> str:
         return httpx.get(f"http://{here}/metrics").text
 
-    eventually("a metric names it", lambda: f'kvferry_peer_silent_seconds{{peer="{name}"}}' in metrics(), within_s=20)
+    eventually("a metric names it", lambda: f'kvferry_peer_silent_seconds{{peer="{name}"}}' in metrics())
     assert 'kvferry_peers{state="silent"} 1.0' in metrics()
     said = top(here)
     joined = " ".join(said.split())
@@ -105,4 +104,4 @@ def test_everything_names_it(ranks: tuple[RankProcess, RankProcess]):
     assert 0 <= seconds_since(named) < 30
     assert f"{there} does not answer" in " ".join(top(here, there).split())
     decode.thaw()
-    eventually("it is back", lambda: "!" not in top(here, there), within_s=20)
+    eventually("it is back", lambda: "!" not in top(here, there))

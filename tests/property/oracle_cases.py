@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kvferry.layout import (
     Axis,
     Component,
-    Dealing,
     Entry,
     ShardedComponent,
+    TokenPartition,
     attention_components,
     contiguous,
     interleaved,
@@ -84,7 +84,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Context:
-    """How context parallelism deals tokens out."""
+    """How context parallelism partitions tokens."""
 
     size: int = 1
     kind: str = "interleaved"
@@ -95,7 +95,7 @@ class Context:
         return self.size > 1 and self.kind != "interleaved"
 
     @property
-    def dealing(self) -> Dealing:
+    def partition(self) -> TokenPartition:
         match self.kind:
             case "interleaved":
                 return interleaved(self.size, self.block)

@@ -58,7 +58,7 @@ class Rank:
         place = coordinates.tp_rank, coordinates.cp_rank, coordinates.pp_rank
         self.memory = Memory(case, side, place, is_source=is_source)
         shards = tuple(self._shards(side))
-        self.layout = RankLayout(shards=shards, tokens=TokenShare(side.context.dealing, coordinates.cp_rank))
+        self.layout = RankLayout(shards=shards, tokens=TokenShare(side.context.partition, coordinates.cp_rank))
         self.base = self.memory.buffer.__array_interface__["data"][0]
         self.writes = np.zeros(len(self.memory.buffer), np.int64)
 
@@ -218,11 +218,11 @@ class Pair:
         selected = self.attachment.select(unit, elected, of_unit)
         copy_labels(selected, self.source, self.destination)
         transport = self.source.transport
-        flight = transport.post(
+        transfer = transport.post(
             selected.local, selected.local_indices, selected.remote, selected.remote_indices, b"chunk"
         )
-        assert transport.poll(flight) is not None
-        transport.release(flight)
+        assert transport.poll(transfer) is not None
+        transport.release(transfer)
 
 
 def connect(source: Rank, destination: Rank, pieces: tuple[Piece, ...]) -> Attachment:

@@ -27,7 +27,7 @@ UNTOUCHED, FREE, DUE = 0, 1, 2
 """What may become of a byte: nothing, its own value if kvferry likes to widen its writes, or nothing but its value."""
 
 _KEYS = 1 << 12
-_BEYOND = 1 << 10  # keys of what a rank counts behind the end of a request that is dealt out in one cycle
+_BEYOND = 1 << 10  # keys of what a rank counts behind the end of a request that is partitioned in one cycle
 
 Labels: TypeAlias = NDArray[np.int64]
 

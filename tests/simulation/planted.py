@@ -6,27 +6,54 @@ Every entry changes the code that ships, as somebody might by mistake, and nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import pytest
+from msgspec import structs
 
 from kvferry.endpoint import PrefillEndpoint, scattering
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.decode_driver import DecodeDriver
 from kvferry.endpoint.decode_peers import DecodePeers
-from kvferry.errors import TransferTimeoutError
+from kvferry.endpoint.sending import SendingRoom
+from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
+from kvferry.plan import Unit
 from kvferry.protocol import receiver, sender
-from kvferry.protocol.credits import ReadingRing, WritingRing
+from kvferry.protocol.chunks import Chunk
+from kvferry.protocol.credits import ReadingRing, Span, WritingRing
 from kvferry.protocol.lost_ranks import LostRanks
-from kvferry.protocol.messages import AbortRoom, Attach, Drained, OpenRoom
-from kvferry.protocol.receiver import PartScattered, ReceiverMachine
+from kvferry.protocol.messages import (
+    AbortRoom,
+    Attach,
+    Drained,
+    Message,
+    OpenRoom,
+    SpanReleased,
+    StagedArrived,
+    decode_notification,
+    encode,
+)
+from kvferry.protocol.moves import Move, moves_of
+from kvferry.protocol.receiver import ConnectFailed, PartScattered, ReceiverCommand, ReceiverEvent, ReceiverMachine
 from kvferry.protocol.room_table import RoomTable
-from kvferry.protocol.sender import SenderMachine
+from kvferry.protocol.sender import (
+    ReceiverAborted,
+    ReceiverOpened,
+    SenderCommand,
+    SenderEvent,
+    SenderMachine,
+    SendFinish,
+    Write,
+    WriteDone,
+)
 from kvferry.protocol.states import TransferState
-from kvferry.simulation.machines import SimulatedPlatform
+from kvferry.staging.gathering import StagedQueue, StagedWrite
 from kvferry.staging.receiving import WriterRing
 from kvferry.staging.rings import SharedRing
 from kvferry.staging.slots import SourceMemory
+from kvferry.staging.waiting import Waiter
+from kvferry.testing.simulation.machines import SimulatedPlatform
 
 Plant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 
@@ -94,8 +121,8 @@ def _drained_while_writes_fly(patch: pytest.MonkeyPatch) -> None:
     def tell(machine: Any) -> list[Any]:
         commands: list[Any] = []
         for name, each in machine._receivers.items():
-            if machine.state is TransferState.FAILED and not each.told_drained:
-                each.told_drained = True
+            if machine.state is TransferState.FAILED and not each.drained_sent:
+                each.drained_sent = True
                 commands.append(sender.SendDrained(name, each.opened.generation))
         return commands
 
@@ -142,19 +169,19 @@ def _removed_while_writes_fly(patch: pytest.MonkeyPatch) -> None:
 
 
 def _aborts_that_come_first_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """Neither as the last use of the number nor as the number of a wish."""
-    right, right_hears = RoomTable.abort, RoomTable.hears
+    """Neither as the last use of the number nor as the number of an open request."""
+    right, right_hears = RoomTable.abort, RoomTable.is_new
 
     def abort(table: Any, *arguments: Any) -> Any:
         found = right(table, *arguments)
         table._over.clear()
         return found
 
-    def hears(table: Any, receiver: str, message: OpenRoom | AbortRoom) -> bool:
+    def is_new(table: Any, receiver: str, message: OpenRoom | AbortRoom) -> bool:
         return isinstance(message, AbortRoom) or right_hears(table, receiver, message)
 
     patch.setattr(RoomTable, "abort", abort)
-    patch.setattr(RoomTable, "hears", hears)
+    patch.setattr(RoomTable, "is_new", is_new)
 
 
 def _successors_speak_for_the_dead(patch: pytest.MonkeyPatch) -> None:
@@ -243,8 +270,357 @@ def _closed_connections_read(patch: pytest.MonkeyPatch) -> None:
 
 def _never_leaves(patch: pytest.MonkeyPatch) -> None:
     """An endpoint that was closed while its writes hung stays for ever."""
-    right = PrefillEndpoint._has_left
-    patch.setattr(PrefillEndpoint, "_has_left", lambda endpoint: not endpoint._is_lingering and right(endpoint))
+    right = PrefillEndpoint._has_closed
+    patch.setattr(PrefillEndpoint, "_has_closed", lambda endpoint: not endpoint._is_lingering and right(endpoint))
+
+
+# ---- what a sender says, and when ------------------------------------------------------------------------------------
+
+
+def _finish_said_while_writes_fly(patch: pytest.MonkeyPatch) -> None:
+    """Receivers are told that all is written, but the source is given back only when it is."""
+    right = SenderMachine._maybe_finish
+
+    def maybe_finish(machine: SenderMachine) -> list[SenderCommand]:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(SenderMachine, "is_drained", property(lambda machine: True))
+            return right(machine)
+
+    patch.setattr(SenderMachine, "_maybe_finish", maybe_finish)
+
+
+def _never_sent(patch: pytest.MonkeyPatch, kind: type[Message]) -> None:
+    """Lets prefill ranks keep messages of a kind to themselves."""
+    right = PrefillEndpoint._send
+
+    def send(endpoint: PrefillEndpoint, receiver: str, message: Message) -> None:
+        if not isinstance(message, kind):
+            right(endpoint, receiver, message)
+
+    patch.setattr(PrefillEndpoint, "_send", send)
+
+
+def _drained_never_said(patch: pytest.MonkeyPatch) -> None:
+    _never_sent(patch, Drained)
+
+
+def _aborts_of_unknown_rooms_unanswered(patch: pytest.MonkeyPatch) -> None:
+    right = PrefillEndpoint._abort_room
+
+    def abort_room(endpoint: PrefillEndpoint, receiver: str, message: AbortRoom) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(PrefillEndpoint, "_drained", lambda *arguments: None)
+            right(endpoint, receiver, message)
+
+    patch.setattr(PrefillEndpoint, "_abort_room", abort_room)
+
+
+def _one_write_ends_for_all(patch: pytest.MonkeyPatch) -> None:
+    """A room is taken for drained once any of its writes has ended."""
+    right = SenderMachine.handle
+
+    def handle(machine: SenderMachine, event: SenderEvent, now: float) -> list[SenderCommand]:
+        if isinstance(event, WriteDone):
+            machine._receivers[event.receiver].writes_in_flight.clear()
+        return right(machine, event, now)
+
+    patch.setattr(SenderMachine, "handle", handle)
+
+
+def _chunks_counted_for_writes(patch: pytest.MonkeyPatch) -> None:
+    """A receiver is told how many chunks it was sent where one took two writes."""
+    right = SenderMachine._maybe_finish
+
+    def maybe_finish(machine: SenderMachine) -> list[SenderCommand]:
+        last = machine._last_chunk
+        return [
+            replace(command, chunks=min(command.chunks, last.number + 1))
+            if isinstance(command, SendFinish) and last is not None
+            else command
+            for command in right(machine)
+        ]
+
+    patch.setattr(SenderMachine, "_maybe_finish", maybe_finish)
+
+
+def _written_twice(patch: pytest.MonkeyPatch) -> None:
+    right = SenderMachine._send_chunk
+
+    def send_chunk(machine: SenderMachine, chunk: Chunk, now: float) -> list[SenderCommand]:
+        commands = right(machine, chunk, now)
+        return [command for command in commands if isinstance(command, Write)][:1] + commands
+
+    patch.setattr(SenderMachine, "_send_chunk", send_chunk)
+
+
+def _writes_counted_that_were_never_posted(patch: pytest.MonkeyPatch) -> None:
+    """Writes to some receivers are counted, and then dropped for the miscount of another: this code had that fault."""
+    right = SenderMachine._send_chunk
+
+    def send_chunk(machine: SenderMachine, chunk: Chunk, now: float) -> list[SenderCommand]:
+        commands = right(machine, chunk, now)
+        if isinstance(machine.error, PageError):
+            for earlier in list(machine._receivers.values())[:-1]:
+                earlier.writes_in_flight[-1] = now
+        return commands
+
+    patch.setattr(SenderMachine, "_send_chunk", send_chunk)
+
+
+def _stranger_raises(patch: pytest.MonkeyPatch) -> None:
+    """An abort of a receiver, or a generation, that a room does not know is an error of ours."""
+    right = SenderMachine._receiver_aborted
+
+    def receiver_aborted(machine: SenderMachine, event: ReceiverAborted) -> list[SenderCommand]:
+        assert machine._receivers[event.receiver].opened.generation == event.generation
+        return right(machine, event)
+
+    patch.setattr(SenderMachine, "_receiver_aborted", receiver_aborted)
+
+
+def _no_sender_deadline(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SenderMachine, "deadline", property(lambda machine: None))
+
+
+# ---- what a sender writes --------------------------------------------------------------------------------------------
+
+
+def _moves_by(change: Callable[[dict[Unit, tuple[Move, ...]]], dict[Unit, tuple[Move, ...]]]) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(sender, "moves_of", lambda chunk, request: change(moves_of(chunk, request)))
+
+    return plant
+
+
+def _pages_in_reverse(moves: dict[Unit, tuple[Move, ...]]) -> dict[Unit, tuple[Move, ...]]:
+    return {
+        unit: tuple(replace(move, destination_pages=move.destination_pages[::-1]) for move in of_unit)
+        for unit, of_unit in moves.items()
+    }
+
+
+def _single_tokens_forgotten(moves: dict[Unit, tuple[Move, ...]]) -> dict[Unit, tuple[Move, ...]]:
+    """Whole units are written, and what does not fill one is left out."""
+    return {unit: () if unit is Unit.TOKEN else of_unit for unit, of_unit in moves.items()}
+
+
+def _prefix_overwritten(patch: pytest.MonkeyPatch) -> None:
+    """A write begins with a whole page although the receiver holds the front of it."""
+    right = SenderMachine._receiver_opened
+
+    def receiver_opened(machine: SenderMachine, event: ReceiverOpened, now: float) -> list[SenderCommand]:
+        wanted = {
+            name: replace(group, demand=replace(group.demand, held=0)) for name, group in event.request.wanted.items()
+        }
+        return right(machine, replace(event, request=replace(event.request, wanted=wanted)), now)
+
+    patch.setattr(SenderMachine, "_receiver_opened", receiver_opened)
+
+
+# ---- what a receiver believes ----------------------------------------------------------------------------------------
+
+
+def _one_speaks_for_all(patch: pytest.MonkeyPatch) -> None:
+    """Pages are given back once one of several writers has said that it writes no more."""
+
+    def reusable(machine: ReceiverMachine) -> bool:
+        quiet = [not machine._expected[rank].may_write for rank in machine._into_pages]
+        return machine.state.is_final and not machine._at_pages and (any(quiet) or not quiet)
+
+    patch.setattr(ReceiverMachine, "are_pages_reusable", property(reusable))
+
+
+def _first_writer_suffices(patch: pytest.MonkeyPatch) -> None:
+    right = ReceiverMachine._maybe_succeed
+
+    def maybe_succeed(machine: ReceiverMachine, rank: int, writer: Any) -> list[ReceiverCommand]:
+        if writer.is_complete:
+            for other in machine._expected.values():
+                other.finished_chunks = len(other.arrived)
+        return right(machine, rank, writer)
+
+    patch.setattr(ReceiverMachine, "_maybe_succeed", maybe_succeed)
+
+
+def _failure_kept_to_itself(patch: pytest.MonkeyPatch) -> None:
+    """A receiver that fails asks nobody to stop, neither at once nor later."""
+    right = ReceiverMachine._fail
+
+    def fail(machine: ReceiverMachine, error: KVFerryError) -> list[ReceiverCommand]:
+        right(machine, error)
+        return []
+
+    patch.setattr(ReceiverMachine, "_fail", fail)
+    patch.setattr(ReceiverMachine, "unanswered", property(lambda machine: []))
+
+
+def _lost_is_drained(patch: pytest.MonkeyPatch) -> None:
+    """The pages of a room are given back when the rank that writes to them is lost."""
+    right = ReceiverMachine.handle
+
+    def handle(machine: ReceiverMachine, event: ReceiverEvent, now: float) -> list[ReceiverCommand]:
+        commands = right(machine, event, now)
+        if isinstance(event, ConnectFailed):
+            for writer in machine._expected.values():
+                writer.is_drained = True
+        return commands
+
+    patch.setattr(ReceiverMachine, "handle", handle)
+
+
+def _parts_by(change: Callable[[Any], None]) -> Plant:
+    """What is known of a chunk's parts changes before one more counts. Those behind a complete chunk do not count."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        right = ReceiverMachine._part_scattered
+
+        def part_scattered(machine: ReceiverMachine, event: PartScattered, now: float) -> list[ReceiverCommand]:
+            parts = machine._expected[event.writer].partial.get(event.sequence)
+            if parts is None:
+                machine._at_pages -= 1
+                return []
+            change(parts)
+            return right(machine, event, now)
+
+        patch.setattr(ReceiverMachine, "_part_scattered", part_scattered)
+
+    return plant
+
+
+def _any_part_suffices(parts: Any) -> None:
+    """A chunk counts once any part of it is in its pages."""
+    parts.count = 1
+
+
+def _counted_twice(parts: Any) -> None:
+    parts.scattered += 1
+
+
+def _scattered_or_not(patch: pytest.MonkeyPatch) -> None:
+    """A part counts although it could not be put into its pages."""
+    right = ReceiverMachine._part_scattered
+    patch.setattr(
+        ReceiverMachine,
+        "_part_scattered",
+        lambda machine, event, now: right(machine, replace(event, error=None), now),
+    )
+
+
+def _no_receiver_deadline(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReceiverMachine, "deadline", property(lambda machine: None))
+
+
+def _stale_arrivals_counted(patch: pytest.MonkeyPatch) -> None:
+    """A notification counts for whichever use of a room's number is open."""
+    right = DecodeDriver._notified
+
+    def notified(driver: DecodeDriver, peer: str, data: bytes, now: float) -> None:
+        message = decode_notification(data)
+        room = driver._rooms.get(message.room)
+        right(driver, peer, data if room is None else encode(structs.replace(message, generation=room.generation)), now)
+
+    patch.setattr(DecodeDriver, "_notified", notified)
+
+
+# ---- staging memory --------------------------------------------------------------------------------------------------
+
+
+def _all_read_up_to_the_last(patch: pytest.MonkeyPatch) -> None:
+    """A watermark says that all was read up to the last span that was, though others before it were not."""
+
+    def release(ring: ReadingRing, span: Span) -> None:
+        ring.position = max(ring.position, span.stop)
+
+    patch.setattr(ReadingRing, "release", release)
+
+
+def _read_only_in_order(patch: pytest.MonkeyPatch) -> None:
+    """A span that is read before its turn is forgotten."""
+
+    def release(ring: ReadingRing, span: Span) -> None:
+        if span.start == ring.position:
+            ring.position = span.stop
+
+    patch.setattr(ReadingRing, "release", release)
+
+
+def _unwanted_parts_kept(patch: pytest.MonkeyPatch) -> None:
+    """Of a part that no room wants, its span is not given back."""
+    right, give_back = DecodeDriver._part_arrived, WriterRing.give_back
+
+    def part_arrived(driver: DecodeDriver, peer: str, message: StagedArrived, now: float) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(WriterRing, "give_back", lambda ring, span: None)
+            inner.setattr(scattering.ScatterTask, "give_back", lambda task: give_back(task.ring, task.span))
+            right(driver, peer, message, now)
+
+    patch.setattr(DecodeDriver, "_part_arrived", part_arrived)
+
+
+def _void_spans_never_said(patch: pytest.MonkeyPatch) -> None:
+    _never_sent(patch, SpanReleased)
+
+
+def _cancelled_spans_kept(patch: pytest.MonkeyPatch) -> None:
+    """A room that gives up says nothing of the span that it had reserved and not used."""
+    right = StagedQueue.cancel
+
+    def cancel(queue: StagedQueue, error: Exception) -> list[StagedWrite]:
+        queue._span = None
+        return right(queue, error)
+
+    patch.setattr(StagedQueue, "cancel", cancel)
+
+
+def _places_kept_in_the_queue(patch: pytest.MonkeyPatch) -> None:
+    """A room that gives up stays in the queue for memory, and whoever is behind it waits for ever."""
+
+    def stop_waiting(queue: StagedQueue) -> None:
+        queue._waits_at = None
+
+    patch.setattr(StagedQueue, "_stop_waiting", stop_waiting)
+
+
+def _failed_rooms_wait_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SendingRoom, "_cancel_staged", lambda room, worker: None)
+
+
+def _waiters_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a ring behind the first is never woken."""
+    right = SharedRing.reserve
+
+    def reserve(ring: SharedRing, num_bytes: int, waiter: Waiter) -> Span | None:
+        span = right(ring, num_bytes, waiter)
+        if span is None and waiter is not next(iter(ring._queue._waiting)):
+            del ring._queue._waiting[waiter]
+        return span
+
+    patch.setattr(SharedRing, "reserve", reserve)
+
+
+def _ended_with_the_last_post(patch: pytest.MonkeyPatch) -> None:
+    """A staged write is taken for through when its last part is posted."""
+    patch.setattr(StagedWrite, "has_ended", property(lambda write: write.next_bytes is None))
+
+
+# ---- connections, and numbers that are used again --------------------------------------------------------------------
+
+
+def _opens_taken_twice(patch: pytest.MonkeyPatch) -> None:
+    """A retransmission that comes after its use of a number is over opens the next one."""
+    patch.setattr(RoomTable, "is_new", lambda table, receiver, message: True)
+    patch.setattr(RoomTable, "_is_over", lambda table, *arguments: None)
+
+
+def _late_receivers_not_told(patch: pytest.MonkeyPatch) -> None:
+    """A room that failed before every decode rank had opened it is forgotten."""
+    right = RoomTable.remove
+
+    def remove(table: RoomTable[Any], room: Any, now: float) -> None:
+        right(table, room, now)
+        table._failed_alone.clear()
+
+    patch.setattr(RoomTable, "remove", remove)
 
 
 PLANTED: dict[str, Plant] = {
@@ -266,8 +642,43 @@ PLANTED: dict[str, Plant] = {
     "rings overwritten before they are read": _rings_without_end,
     "no deadlines": _no_deadlines,
     "credits said once": _credits_said_once,
-    "void spans said once": _voids_said_once,
+    "released spans said once": _voids_said_once,
     "nothing said twice": _aborts_said_once,
     "connection read after it was closed": _closed_connections_read,
     "endpoint closed while writes hang stays for ever": _never_leaves,
+    "finish said while writes fly": _finish_said_while_writes_fly,
+    "drained never said": _drained_never_said,
+    "aborts of unknown rooms unanswered": _aborts_of_unknown_rooms_unanswered,
+    "one write ends for all": _one_write_ends_for_all,
+    "chunks counted where writes should be": _chunks_counted_for_writes,
+    "a chunk written twice": _written_twice,
+    "writes counted that were never posted": _writes_counted_that_were_never_posted,
+    "a stranger's abort raises": _stranger_raises,
+    "no deadline on the prefill side": _no_sender_deadline,
+    "pages written in the wrong order": _moves_by(_pages_in_reverse),
+    "tokens that fill no unit forgotten": _moves_by(_single_tokens_forgotten),
+    "the end of a held prefix overwritten": _prefix_overwritten,
+    "pages released when one of several writers is drained": _one_speaks_for_all,
+    "success when the first writer is complete": _first_writer_suffices,
+    "a failed receiver tells nobody": _failure_kept_to_itself,
+    "pages released when their writer is lost": _lost_is_drained,
+    "a chunk complete when any part is scattered": _parts_by(_any_part_suffices),
+    "a part counted twice": _parts_by(_counted_twice),
+    "a part counted that could not be scattered": _scattered_or_not,
+    "no deadline on the decode side": _no_receiver_deadline,
+    "stale arrivals counted": _stale_arrivals_counted,
+    "a watermark that counts spans out of order": _all_read_up_to_the_last,
+    "a watermark that forgets spans out of order": _read_only_in_order,
+    "parts that nobody wants kept": _unwanted_parts_kept,
+    "released spans never said": _void_spans_never_said,
+    "a cancelled write keeps its span": _cancelled_spans_kept,
+    "a cancelled write keeps its place": _places_kept_in_the_queue,
+    "failed rooms go on waiting for memory": _failed_rooms_wait_on,
+    "who waits for a ring is forgotten": _waiters_forgotten,
+    "a write through with parts on their way": _ended_with_the_last_post,
+    "an open request taken after its end": _opens_taken_twice,
+    "receivers that come late not told": _late_receivers_not_told,
 }
+
+SEEN_WITH: dict[str, frozenset[str]] = {"released spans said once": frozenset({"cut"})}
+"""Kinds of trouble that it takes to bring a fault to light: a search for it leaves out schedules without them."""

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.simulation.pins import pinned
 from tests.simulation.planted import PLANTED
 from typer.testing import CliRunner
 
+from kvferry.applications.sim.run import replay
 from kvferry.cli.app import app
-from kvferry.cli.sim.run import replay
 
 
 def test_one_schedule_step_by_step(tmp_path: Path):
@@ -50,10 +51,9 @@ def test_impossible_arguments_are_refused(arguments: list[str]):
 def test_a_broken_law_is_shown_with_a_trace_and_the_way_to_replay_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    PLANTED["acknowledgement before the last handle"](monkeypatch)
-    seed = next(
-        seed for seed in range(100) if not replay(seed, shows_steps=False, trace=None, console=Console(quiet=True))
-    )
+    fault = "acknowledgement before the last handle"
+    PLANTED[fault](monkeypatch)
+    seed = pinned()[fault]
     assert not replay(seed, shows_steps=False, trace=None, console=Console(width=200))
     shown = capsys.readouterr().out
     broken = re.search(rf"Seed {seed} breaks a law: ([^:]+)", shown)

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from kvferry.engines.reference.specification import LATENT_ARCHITECTURES
+from kvferry.applications.demo.reference.specification import LATENT_ARCHITECTURES
 
 
 def save_checkpoint(directory: Path, architecture: str, prompts: Sequence[str], **changes: object) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ def make_clone(folder: Path, environment: str) -> Path:
         environment: under what name.
     """
     for each in ROOT.iterdir():
-        if not each.name.startswith("."):
+        if not each.name.startswith(".") and each.name != "pyproject.toml":
             (folder / each.name).symlink_to(each)
+    (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    os.utime(folder / "pyproject.toml", (0, 0))  # older than any environment: `make` makes that no second time
     (folder / environment).symlink_to(sys.prefix)
     return folder
 

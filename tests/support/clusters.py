@@ -1,8 +1,11 @@
-"""Clusters for one test module, begun when first asked for."""
+"""Clusters for the tests of one process, begun when first asked for."""
 
 from __future__ import annotations
 
 from tests.support.victims import Cluster, Step
+
+_MOST_CELLS = 40
+"""That a cluster is used for: NIXL keeps some sockets of connections that were lost for good."""
 
 
 class Clusters:
@@ -14,13 +17,19 @@ class Clusters:
 
     def __init__(self) -> None:
         self._begun: dict[tuple[str, str | None], Cluster] = {}
+        self._used: dict[Cluster, int] = {}
 
     def get(self, path: str, step: Step | None = None) -> Cluster:
         """The one for a path at a step."""
-        wire = "tcp,self" if path == "direct" and step is Step.WRITING else None
-        if (path, wire) not in self._begun:
-            self._begun[path, wire] = Cluster(path, wire=wire)
-        return self._begun[path, wire]
+        key = path, "tcp,self" if path == "direct" and step is Step.WRITING else None
+        if key in self._begun and self._used[self._begun[key]] == _MOST_CELLS:
+            self.drop(self._begun[key])
+        if key not in self._begun:
+            path, wire = key
+            self._begun[key] = Cluster(path, wire=wire)
+            self._used[self._begun[key]] = 0
+        self._used[self._begun[key]] += 1
+        return self._begun[key]
 
     def drop(self, cluster: Cluster) -> None:
         """Ends one in which a test has failed: the next test begins with a new one."""

@@ -9,14 +9,23 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-from tests.support.caches import Kept, Model, Pages, Pool, Shape, pool, positions_of
-from tests.support.transports import FaultyTransport
-from tests.support.waiting import eventually
+from tests.support.caches import Model, Shape, pool
+from tests.support.waiting import PATIENCE_S, eventually
 
-from kvferry import DecodeEndpoint, GroupPages, InProcessNetwork, PrefillEndpoint, Receiver, Sender, Settings
+from kvferry import (
+    DecodeEndpoint,
+    GroupPages,
+    InProcessNetwork,
+    PrefillEndpoint,
+    RankCoordinates,
+    Receiver,
+    Sender,
+    Settings,
+)
+from kvferry.testing import FaultyTransport, KnownContents, LocalNetwork, Pool
+from kvferry.testing.places import Pages, TakenPages, first_needed, positions_of
 
-WAIT_S = 10.0
+WAIT_S = PATIENCE_S
 """How long a test waits for what should take milliseconds."""
 
 _names = itertools.count()
@@ -32,7 +41,7 @@ class PrefillEngine:
     """A prefill engine's ranks."""
 
     name: str
-    shape: Shape
+    model: Model
     pools: list[Pool] = field(default_factory=list)
     endpoints: list[PrefillEndpoint] = field(default_factory=list)
     transports: list[FaultyTransport] = field(default_factory=list)
@@ -43,7 +52,6 @@ class DecodeEngine:
     """A decode engine's ranks."""
 
     name: str
-    shape: Shape
     pools: list[Pool] = field(default_factory=list)
     endpoints: list[DecodeEndpoint] = field(default_factory=list)
     transports: list[FaultyTransport] = field(default_factory=list)
@@ -61,8 +69,8 @@ class Request:
     room: int
     tokens: int
     prefix_tokens: int
-    source: list[dict[str, Pages]]
-    destination: list[dict[str, Kept]]
+    source: list[dict[str, TakenPages]]
+    destination: list[dict[str, TakenPages]]
     senders: list[Sender] = field(default_factory=list)
     receivers: list[Receiver] = field(default_factory=list)
     submitted: list[dict[str, int]] = field(default_factory=list)  # by prefill rank and group, how many pages
@@ -70,12 +78,12 @@ class Request:
     @property
     def source_pages(self) -> list[Pages]:
         """By prefill rank, the pages of the only group."""
-        return [pages for each in self.source for pages in each.values()]
+        return [given.pages for each in self.source for given in each.values()]
 
     @property
     def destination_pages(self) -> list[Pages]:
         """By decode rank, the pages of the only group."""
-        return [kept.pages for each in self.destination for kept in each.values()]
+        return [given.pages for each in self.destination for given in each.values()]
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
         """Waits for both sides; raises what the first that failed failed with."""
@@ -94,10 +102,7 @@ class Engines:
     """Starts engines that know one another by one registry, and ends them all."""
 
     def __init__(self, registry_url: str, /, **settings: Any) -> None:
-        self.network = InProcessNetwork()
-        self._settings = {"workers": 2, "queues": 2, "path": "direct", "registry_url": registry_url, **settings}
-        self._endpoints = contextlib.ExitStack()
-        self._started: list[PrefillEngine | DecodeEngine] = []  # their memory must outlive the endpoints
+        self._local = LocalNetwork(settings.pop("registry_url", registry_url), **settings)
 
     def __enter__(self) -> Engines:
         return self
@@ -105,10 +110,15 @@ class Engines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._endpoints.close()
+        self._local.close()
+
+    @property
+    def network(self) -> InProcessNetwork:
+        """What connects the transports."""
+        return self._local.transports
 
     def settings(self, **changed: Any) -> Settings:
-        return Settings(**{**self._settings, **changed})
+        return self._local.settings(**changed)
 
     def prefill(
         self,
@@ -120,47 +130,33 @@ class Engines:
         **settings: Any,
     ) -> PrefillEngine:
         """Starts a prefill engine, or only some of its ranks, and waits until it is registered."""
-        engine = PrefillEngine(name or new_engine_name("prefill"), shape or Shape())
-        self._started.append(engine)
-        for coordinates in engine.shape.coordinates():
-            if ranks is not None and coordinates.engine_rank not in ranks:
-                continue
-            engine.pools.append(pool(model, engine.shape, coordinates))
-            engine.transports.append(FaultyTransport(self.network))
-            endpoint = PrefillEndpoint(
-                engine.pools[-1].layout,
-                engine=engine.name,
-                coordinates=coordinates,
-                settings=self.settings(**settings),
-                transport=engine.transports[-1],
+        engine = PrefillEngine(name or new_engine_name("prefill"), model)
+        for coordinates in _chosen(shape, ranks):
+            engine.pools.append(pool(model, shape or Shape(), coordinates, seed=coordinates.engine_rank))
+            engine.transports.append(self._local.transport())
+            started = self._local.prefill(
+                engine.pools[-1], engine=engine.name, transport=engine.transports[-1], **settings
             )
-            self._endpoints.callback(endpoint.close)
-            engine.endpoints.append(endpoint)
-        for endpoint in engine.endpoints:
-            assert endpoint.wait_registered(WAIT_S), endpoint.registry_error
+            engine.endpoints.append(started)
         return engine
 
     def decode(
         self, model: Model, shape: Shape | None = None, *, ranks: Sequence[int] | None = None, **settings: Any
     ) -> DecodeEngine:
         """Starts a decode engine, or only some of its ranks."""
-        engine = DecodeEngine(new_engine_name("decode"), shape or Shape())
-        self._started.append(engine)
-        for coordinates in engine.shape.coordinates():
-            if ranks is not None and coordinates.engine_rank not in ranks:
-                continue
-            engine.pools.append(pool(model, engine.shape, coordinates))
-            engine.transports.append(FaultyTransport(self.network))
-            endpoint = DecodeEndpoint(
-                engine.pools[-1].layout,
-                engine=engine.name,
-                coordinates=coordinates,
-                settings=self.settings(**settings),
-                transport=engine.transports[-1],
+        engine = DecodeEngine(new_engine_name("decode"))
+        for coordinates in _chosen(shape, ranks):
+            engine.pools.append(pool(model, shape or Shape(), coordinates, seed=100 + coordinates.engine_rank))
+            engine.transports.append(self._local.transport())
+            started = self._local.decode(
+                engine.pools[-1], engine=engine.name, transport=engine.transports[-1], **settings
             )
-            self._endpoints.callback(endpoint.close)
-            engine.endpoints.append(endpoint)
+            engine.endpoints.append(started)
         return engine
+
+
+def _chosen(shape: Shape | None, ranks: Sequence[int] | None) -> list[RankCoordinates]:
+    return [each for each in (shape or Shape()).coordinates() if ranks is None or each.engine_rank in ranks]
 
 
 class Requests:
@@ -170,7 +166,6 @@ class Requests:
         self, prefill: PrefillEngine, decode: DecodeEngine, *, prefill_dp_rank: int = 0, decode_dp_rank: int = 0
     ) -> None:
         self.prefill, self.decode, self._prefill_dp_rank = prefill, decode, prefill_dp_rank
-        self._used_pages: dict[int, int] = {}  # by pool
         self._sources = [
             (pool, endpoint)
             for pool, endpoint in zip(prefill.pools, prefill.endpoints, strict=True)
@@ -189,7 +184,7 @@ class Requests:
 
     def new(self, room: int, pages: int = 6, *, prefix_pages: int = 0) -> Request:
         """As `request`, of so many of the model's pages."""
-        page_tokens = self.prefill.pools[0].model.page_tokens
+        page_tokens = self.prefill.model.page_tokens
         return self.request(room, pages * page_tokens, prefix_tokens=prefix_pages * page_tokens)
 
     def request(self, room: int, tokens: int, *, prefix_tokens: int = 0) -> Request:
@@ -201,38 +196,12 @@ class Requests:
             room,
             tokens,
             prefix_tokens,
-            [self._source_pages(pool, tokens) for pool, _ in self._sources],
-            [self._destination_pages(pool, tokens, prefix_tokens) for pool, _ in self._destinations],
+            [pool.pages_for(tokens, whole_windows=True) for pool, _ in self._sources],
+            [pool.pages_for(tokens, prefix_tokens=prefix_tokens) for pool, _ in self._destinations],
         )
         for (memory, _), own in zip(self._sources, request.source, strict=True):
-            memory.fill(room, own, tokens=tokens)
+            memory.fill(KnownContents(room), own, tokens=tokens)
         return request
-
-    def _source_pages(self, pool: Pool, tokens: int) -> dict[str, Pages]:
-        count = len(positions_of(pool.layout.tokens, tokens))
-        return {
-            group.name: self._next_pages(pool, 1 if group.has_slots else -(-count // group.page_tokens))
-            for group in pool.layout.groups
-        }
-
-    def _destination_pages(self, pool: Pool, tokens: int, prefix_tokens: int) -> dict[str, Kept]:
-        positions, kept = positions_of(pool.layout.tokens, tokens), {}
-        for group in pool.layout.groups:
-            if group.has_slots:
-                kept[group.name] = Kept(self._next_pages(pool, 1))
-                continue
-            start = pool.first_needed(group, tokens, prefix_tokens)
-            needed = [index // group.page_tokens for index, position in enumerate(positions) if position >= start]
-            first = needed[0] if needed else sum(position < start for position in positions) // group.page_tokens
-            kept[group.name] = Kept(self._next_pages(pool, needed[-1] + 1 - first if needed else 0), first)
-        return kept
-
-    def _next_pages(self, pool: Pool, count: int) -> Pages:
-        seed = pool.coordinates.engine_rank + 100 * (pool in self.decode.pools)
-        order = np.random.default_rng(seed).permutation(pool.shape.pages)
-        used = self._used_pages.get(id(pool), 0)
-        self._used_pages[id(pool)] = used + count
-        return np.roll(order, -used)[:count]
 
     def open_decode(self, request: Request, *, says_tokens: bool = False) -> None:
         """Opens the room on every decode rank.
@@ -255,7 +224,7 @@ class Requests:
     def open_prefill(self, request: Request) -> None:
         """Opens the room on every prefill rank, which says the length where it must."""
         for memory, endpoint in self._sources:
-            tokens = request.tokens if memory.layout.tokens.dealing.depends_on_length else None
+            tokens = request.tokens if memory.layout.tokens.partition.depends_on_length else None
             request.senders.append(endpoint.open(request.room, tokens=tokens))
 
     def submit(
@@ -279,11 +248,11 @@ class Requests:
             positions = positions_of(memory.layout.tokens, request.tokens)
             pages: dict[str, GroupPages] = {}
             for group in memory.layout.groups:
-                done, own = request.submitted[rank][group.name], request.source[rank][group.name]
+                done, own = request.submitted[rank][group.name], request.source[rank][group.name].pages
                 full = sum(position < tokens for position in positions) // group.page_tokens
                 stop = len(own) if is_last else 0 if group.has_slots else full
                 if skips_windows and group.window_tokens is not None:
-                    start = memory.first_needed(group, request.tokens, request.prefix_tokens)
+                    start = first_needed(group.window_tokens, request.tokens, request.prefix_tokens)
                     done = max(done, min(sum(position < start for position in positions) // group.page_tokens, stop))
                 if stop > done or not group.has_slots:
                     pages[group.name] = GroupPages(own[done:stop], start=done)
@@ -294,14 +263,18 @@ class Requests:
     def check(self, request: Request) -> None:
         """Every byte of the part that was to be sent is right, on every decode rank."""
         for (memory, _), kept in zip(self._destinations, request.destination, strict=True):
-            for each in kept.values():
-                wrong = memory.wrong(request.room, each.pages, first_page=each.first_page)
-                assert wrong == 0, f"{wrong} wrong elements on {memory.coordinates}"
+            memory.check(KnownContents(request.room), kept, elsewhere=False)
 
     def check_every_byte(self, request: Request, *, absent: Sequence[str] = ()) -> None:
         """The decode ranks, wiped before, hold this request and nothing else."""
         for (memory, _), kept in zip(self._destinations, request.destination, strict=True):
-            memory.check(request.room, kept, tokens=request.tokens, prefix_tokens=request.prefix_tokens, absent=absent)
+            memory.check(
+                KnownContents(request.room),
+                kept,
+                tokens=request.tokens,
+                prefix_tokens=request.prefix_tokens,
+                absent=absent,
+            )
 
     def wipe(self) -> None:
         """Makes the decode ranks' memory untouched again."""

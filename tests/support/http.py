@@ -32,7 +32,7 @@ class Served:
     def close(self) -> None:
         """Ends it; from then on nobody answers there."""
         self._server.should_exit = True
-        self._thread.join(10)
+        self._thread.join()
         self._socket.close()
 
     def __enter__(self) -> Served:

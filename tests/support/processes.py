@@ -16,18 +16,20 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from tests.support.caches import Model, Pool, Shape, pool
+from tests.support.caches import Model, Shape, pool
 from tests.support.gates import Gates
 from tests.support.resources import Resources, resources
+from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, RankCoordinates, Receiver, Sender, Settings
 from kvferry.errors import KVFerryError
 from kvferry.plan.blocks import BlockShape
 from kvferry.staging.kernels import StartArray
+from kvferry.testing import KnownContents, Pool
 
 Pages: TypeAlias = list[int]
 
-ANSWER_S = 30.0
+ANSWER_S = 90.0
 """How long a process has for one answer."""
 
 
@@ -115,7 +117,7 @@ class Rank:
         """Fills the pages and submits them in chunks that end at `ends`; the request goes on if not complete."""
         assert isinstance(self.endpoint, PrefillEndpoint)
         assert self.pool is not None
-        self.pool.fill(room, np.array(pages))
+        self.pool.fill(KnownContents(room), pages)
         sender = self.endpoint.open(room)
         self.transfers[room] = sender, pages
         start = 0
@@ -132,25 +134,21 @@ class Rank:
         self.prefixes[room] = prefix_tokens
 
     def wait(self, room: int) -> int:
-        """Waits for a transfer; returns how many elements of it are wrong."""
+        """Waits for a transfer; returns how many bytes of it are wrong."""
         transfer, pages = self.transfers[room]
         transfer.wait(ANSWER_S / 2)
         assert self.pool is not None
         prefix_tokens = self.prefixes.get(room, 0)
         if isinstance(transfer, Receiver):
             assert transfer.aux == b"token %d" % room
-        return self.pool.wrong(
-            room,
-            np.array(pages),
-            first_page=prefix_tokens // self.pool.page_tokens,
-            prefix_tokens=prefix_tokens,
-        )
+        wrong = self.pool.wrong_bytes(KnownContents(room), pages, prefix_tokens=prefix_tokens, elsewhere=False)
+        return sum(each.num_bytes for each in wrong)
 
     def open_sender(self, room: int, pages: Pages) -> None:
         """Fills the pages and opens the room, without submitting anything."""
         assert isinstance(self.endpoint, PrefillEndpoint)
         assert self.pool is not None
-        self.pool.fill(room, np.array(pages))
+        self.pool.fill(KnownContents(room), pages)
         self.transfers[room] = self.endpoint.open(room), pages
 
     def submit(self, room: int, start: int, stop: int, *, last: bool) -> None:
@@ -180,13 +178,13 @@ class Rank:
         assert self.pool is not None
         may = self.wait_reusable(room, timeout_s)
         if may:
-            self.pool.wipe_pages(np.array(self.transfers[room][1]))
+            self.pool.wipe_pages(self.transfers[room][1])
         return may
 
     def changed(self, room: int) -> int:
         """How many bytes of the room's pages have changed since they were reused."""
         assert self.pool is not None
-        return self.pool.touched(np.array(self.transfers[room][1]))
+        return self.pool.touched_bytes(self.transfers[room][1])
 
     def open_rooms(self) -> int:
         """How many the endpoint still knows."""
@@ -196,7 +194,7 @@ class Rank:
     def early_rooms(self) -> int:
         """How many rooms decode ranks have asked a prefill rank for that it has not opened."""
         assert isinstance(self.endpoint, PrefillEndpoint)
-        return len(self.endpoint._table._early)
+        return len(self.endpoint._table._pending)
 
     def peers(self, engine: str) -> set[str]:
         """Endpoints of an engine that this rank is connected with, as far as it knows."""
@@ -205,6 +203,11 @@ class Rank:
         assert isinstance(self.endpoint, DecodeEndpoint)
         links = self.endpoint._driver._links.current
         return {peer.endpoint for link in links if link.key.engine == engine for peer in link.peers}
+
+    def connections(self) -> dict[str, int]:
+        """By the decode rank that it is with, the number of the connection that a prefill rank has now."""
+        assert isinstance(self.endpoint, PrefillEndpoint)
+        return {peer.name: peer.attempt for peer in self.endpoint._peers.all()}
 
     def endpoint_name(self) -> str:
         """What peers call this rank's endpoint."""
@@ -216,7 +219,7 @@ class Rank:
         assert isinstance(self.endpoint, PrefillEndpoint)
         attachments = [peer.attachment for peer in self.endpoint._peers.all()]
         staged = [each.paths.staged for each in attachments if each is not None]
-        return any(each.peer.ring._waiting for each in staged if each is not None)
+        return any(each.peer.ring.num_waiting for each in staged if each is not None)
 
     def control_port(self) -> int:
         """Where a prefill rank listens."""
@@ -266,7 +269,7 @@ class Rank:
         assert self.pool is not None
         checks = self.endpoint._driver._staging.checks
         assert checks is not None
-        kernels, element = checks.memory.kernels, self.pool.views[0][0][page]
+        kernels, element = checks.memory.kernels, self.pool.elements(self.pool.layout.shards[0], 0)[page]
         gather = kernels.gather
 
         def spoil_and_gather(starts: StartArray, shape: BlockShape, address: int) -> None:
@@ -358,7 +361,7 @@ class RankProcess:
     def kill(self) -> None:
         """Ends it in the middle of whatever it does."""
         os.kill(self.pid, signal.SIGKILL)
-        self._process.join(10)
+        self._process.join(PATIENCE_S)
 
     def freeze(self) -> None:
         """Stops it in the middle of whatever it does; returns when it stands still."""
@@ -373,16 +376,12 @@ class RankProcess:
     def close(self) -> None:
         """Lets it end in order, and makes sure that it does."""
         self._connection.close()
-        self._process.join(15)
+        self._process.join(PATIENCE_S / 2)
         if self._process.is_alive():
             self._process.kill()
-            self._process.join(10)
+            self._process.join(PATIENCE_S)
 
 
-def until(rank: RankProcess, room: int, holds: Callable[[tuple[str, bool, int]], bool], within_s: float = 10) -> float:
-    """Waits until a room's state in a process satisfies something; returns how long it took."""
-    started = time.monotonic()
-    while not holds(rank.do(Rank.state, room)):
-        assert time.monotonic() < started + within_s, rank.do(Rank.state, room)
-        time.sleep(0.02)
-    return time.monotonic() - started
+def until(rank: RankProcess, room: int, holds: Callable[[tuple[str, bool, int]], bool]) -> None:
+    """Waits until a room's state in a process satisfies something."""
+    eventually(f"room {room} is as it should be", lambda: holds(rank.do(Rank.state, room)))

@@ -7,9 +7,9 @@ from functools import cache
 
 import torch
 
-from kvferry.engines.reference.caches import array_shape, entries_kept
-from kvferry.engines.reference.engine import ReferenceModel, load_model
-from kvferry.engines.reference.specification import ModelSpec
+from kvferry.applications.demo.reference.caches import array_shape, entries_kept
+from kvferry.applications.demo.reference.engine import ReferenceModel, load_model
+from kvferry.applications.demo.reference.specification import ModelSpec
 from kvferry.layout import Entry
 
 Caches = dict[str, torch.Tensor]

@@ -39,7 +39,7 @@ class RegistryProcess:
     def kill(self) -> None:
         """Ends it at once. May be called again."""
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvferry.observe.records import PartRecord, WriteRecord
-from kvferry.plan import Path
+from kvferry.plan import TransferPath
 
 PART = PartRecord(
     ready_at=1.0, begun_at=1.0, gathered_at=1.1, posted_at=1.2, landed_at=1.5, num_bytes=1000, runs=10, thread="t"
 )
 WRITE = WriteRecord(
     receiver="d",
-    path=Path.DIRECT,
+    path=TransferPath.DIRECT,
     why="it is",
     total_bytes=1000,
     descriptors=4,

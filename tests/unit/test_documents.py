@@ -13,12 +13,13 @@ from types import ModuleType
 import pytest
 from tests.support.clones import ROOT, blocks
 
+import kvferry.errors
 from kvferry import Settings
 from kvferry.control.registry_messages import LARGEST_BODY_BYTES
 from kvferry.layout.component import LONGEST_NAME
 from kvferry.plan.pieces import MOST_HOLDERS
 from kvferry.protocol import messages
-from kvferry.protocol.early import MOST_PAGE_BYTES
+from kvferry.protocol.pending_opens import MOST_PAGE_BYTES
 from kvferry.protocol.registrations import MOST_ENGINES, MOST_RANKS
 from kvferry.transport.base import MOST_REGIONS
 
@@ -60,7 +61,7 @@ def test_the_readme_shows_the_example_as_it_is():
 def test_the_readmes_python_runs(number: int, tmp_path: Path):
     script = tmp_path / "pasted.py"
     script.write_text(python_blocks("README.md")[number])
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     if number == 0:
         assert run.stdout == "first token: 42 - tensors that arrived: 8\n"
@@ -69,9 +70,18 @@ def test_the_readmes_python_runs(number: int, tmp_path: Path):
 def test_the_python_of_the_page_on_layouts_runs_from_top_to_bottom(tmp_path: Path):
     script = tmp_path / "pasted.py"
     script.write_text("\n".join(python_blocks("docs/layouts.md")))
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "['kv', 'window-1024', 'state']\n"
+
+
+def test_the_tests_on_the_page_on_testing_pass_as_they_are(tmp_path: Path):
+    (pasted,) = python_blocks("docs/testing.md")
+    (tmp_path / "test_engine.py").write_text(pasted)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_engine.py"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"{pasted.count('def test_') + 2} passed" in run.stdout  # one of them three times
 
 
 def test_the_page_on_security_has_the_bounds_of_the_code():
@@ -90,9 +100,67 @@ def test_the_page_on_security_has_the_bounds_of_the_code():
         f"{LONGEST_NAME} characters",
         f"{MOST_PAGE_BYTES // mebi} MiB of page numbers",
         f"`KVFERRY_MAX_DECODE_RANKS`, {Settings().max_decode_ranks:,}",
-        f"`KVFERRY_MAX_EARLY_ROOMS`, {Settings().max_early_rooms:,}",
+        f"`KVFERRY_MAX_PENDING_OPENS`, {Settings().max_pending_opens:,}",
     ):
         assert bound in bounds, bound
+
+
+SHOWN = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "src").rglob("*.py")),
+]
+
+
+def test_nobody_is_told_to_install_from_an_index_what_is_on_none():
+    for file in SHOWN:
+        found = re.findall(r"pip install[^\n`]*[ '\"]kvferry\b.*", file.read_text())
+        assert not found, f"{file.relative_to(ROOT)}: {found}"
+
+
+def test_what_messages_say_to_install_is_what_the_extras_bring():
+    project = (ROOT / "pyproject.toml").read_text()
+    extras = project[project.index("[project.optional-dependencies]") : project.index("[project.scripts]")]
+    offered = set(re.findall(r'"([a-z0-9-]+)[\[>=]', extras))
+    for file in SHOWN:
+        if file.suffix == ".py":
+            for packages in re.findall(r"pip install ((?:[a-z0-9-]+ ?)+)", file.read_text()):
+                assert set(packages.split()) <= offered, f"{file.relative_to(ROOT)}: {packages}"
+
+
+def test_the_readmes_first_screen_says_what_it_is_shows_it_and_has_a_figure_that_was_measured():
+    screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:24])
+    assert "moves it" in screen
+    assert len(re.findall(r"^!\[.+\]\(docs/drawings/\w+\.svg\)$", screen, flags=re.MULTILINE)) == 1
+    assert blocks(screen, "") == ["make demo\nmake test\n"]
+    (figure,) = re.findall(r"\*\*(\d[\d.,]*x)\*\*", screen)
+    assert f"| TP 4->2, 16-token pages, scattered | 4x the direct path | {figure} | yes |" in (
+        (ROOT / "docs/benchmarks.md").read_text()
+    )
+
+
+def test_everything_that_the_package_promises_is_on_the_reference_page():
+    page = (ROOT / "docs/reference.md").read_text()
+    named = re.findall(r"^::: kvferry\.(\w+)$", page, flags=re.MULTILINE)
+    assert sorted(set(named) - {"errors"}) == sorted(set(kvferry.__all__) - {"__version__"})
+    assert len(named) == len(set(named))
+
+
+def test_every_error_is_on_the_reference_page_and_in_the_tree():
+    page = (ROOT / "docs/reference.md").read_text()
+    assert page.rstrip().endswith("::: kvferry.errors"), "with all its members"
+    classes = {
+        name for name, each in vars(kvferry.errors).items() if isinstance(each, type) and issubclass(each, Exception)
+    }
+    tree = re.findall(r"(\w+Error)\b", (kvferry.errors.__doc__ or "").partition("\n\n`")[0])
+    assert sorted(tree) == sorted(classes)
+
+
+def test_the_changelog_has_the_protocol_version_of_the_code():
+    versions = re.findall(r"^- Protocol version (\d+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert versions == sorted(versions, key=int, reverse=True), "the newest stands first"
+    assert int(versions[0]) == messages.PROTOCOL_VERSION
 
 
 def test_documents_link_to_what_exists():
@@ -119,7 +187,7 @@ def test_the_drawings_of_the_layout_algebra_can_be_drawn(command: str, tmp_path:
     assert (ROOT / arguments[-1]).read_text().startswith("<?xml")
     arguments[-1] = str(tmp_path / "drawn.svg")
     run = subprocess.run(
-        [sys.executable, "-m", "kvferry", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "kvferry", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
     assert "proved: every destination byte" in (tmp_path / "drawn.svg").read_text()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import kvferry
 
@@ -13,7 +17,7 @@ def test_the_library_needs_neither_torch_nor_transformers():
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import kvferry; "
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers') and sys.modules[m]))"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
 
 
@@ -22,8 +26,39 @@ def test_importing_loads_no_command_line_no_server_and_no_nixl():
         "import sys, kvferry; unwanted = ('typer', 'rich', 'uvicorn', 'prometheus_client', 'nixl_cu13'); "
         "print([m for m in unwanted if m in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
+
+
+ENDPOINT = {"layout", "engine", "coordinates", "engine_rank", "settings", "transport"} | {
+    "open", "open_rooms", "status", "observe_url", "health", "is_healthy", "close"
+}  # fmt: skip
+TRANSFER = {"room", "state", "stats", "error", "pages_reusable", "wait", "completed", "wait_pages_reusable", "abort"}
+PUBLIC = {
+    kvferry.PrefillEndpoint: ENDPOINT
+    | {"sender", "control_address", "registry_url", "registry_error", "wait_registered"},
+    kvferry.DecodeEndpoint: ENDPOINT | {"receiver", "connect"},
+    kvferry.Sender: TRANSFER | {"submit", "is_at_rest"},
+    kvferry.Receiver: TRANSFER | {"aux"},
+}
+
+
+@pytest.mark.parametrize("offered", PUBLIC, ids=lambda each: each.__name__)
+def test_callers_see_what_callers_need_and_all_of_it_is_documented(offered: type):
+    griffe = pytest.importorskip("griffe")
+    source = inspect.getsourcefile(kvferry)
+    assert source is not None
+    tree = griffe.load("kvferry", search_paths=[Path(source).parents[1]], allow_inspection=False)
+    documented, found = set(), set()
+    for each in offered.__mro__[:-1]:
+        described = tree[f"{each.__module__}.{each.__qualname__}".removeprefix("kvferry.")]
+        found |= {name for name in described.members if not name.startswith("_")}
+        documented |= {name for name, member in described.members.items() if member.has_docstring}
+        for section in described.docstring.parse("google"):
+            if section.kind is griffe.DocstringSectionKind.attributes:
+                documented |= {attribute.name for attribute in section.value}
+    assert found == PUBLIC[offered]
+    assert found <= documented
 
 
 def test_every_public_name_is_there():

@@ -45,7 +45,6 @@ def test_an_argument_wins_over_the_environment_which_wins_over_the_default(monke
         ("registry_port", "70000", "less than or equal to 65535"),
         ("registry_lease_s", "0", "greater than 0"),
         ("registry_lease_s", "1e9", "less than or equal to 3600"),
-        ("transport", "pigeon", "'nixl'"),
         ("nixl_threads", "-1", "greater than or equal to 0"),
         ("nixl_progress_delay_us", "0", "greater than or equal to 1000"),
         ("workers", "0", "greater than or equal to 1"),
@@ -62,7 +61,7 @@ def test_an_argument_wins_over_the_environment_which_wins_over_the_default(monke
         ("peer_timeout_s", "inf", "finite"),
         ("close_timeout_s", "-1", "greater than or equal to 0"),
         ("advertise_port", "0", "greater than or equal to 1"),
-        ("max_early_rooms", "0", "greater than or equal to 1"),
+        ("max_pending_opens", "0", "greater than or equal to 1"),
     ],
 )
 def test_an_impossible_value_is_refused_wherever_it_comes_from(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import re
 import shlex
@@ -15,9 +16,11 @@ from benchmarks import standard
 from benchmarks.memory_growth import steady_growth
 from benchmarks.standard_page import figures_of, is_exact, number, rows, section, with_section
 
+from kvferry.applications.bench.arguments import BenchArguments
+from kvferry.applications.bench.memory import needed_bytes
+from kvferry.applications.bench.prepare import prepare
+from kvferry.applications.bench.run import checked_place
 from kvferry.cli.app import app
-from kvferry.cli.bench.memory import needed_bytes
-from kvferry.cli.bench.run import Typed, checked_place, prepare
 
 ROOT = Path(__file__).parents[2]
 
@@ -237,8 +240,8 @@ def test_every_step_is_a_command_that_there_is_and_fits_into_memory(name: str):
         command = group.commands["bench"]  # type: ignore[attr-defined]
         with command.make_context("bench", arguments[1:], parent=context) as parsed:
             values = parsed.params
-    values = {"config": None} | {key: value for key, value in values.items() if key in Typed.__slots__}
-    for options in prepare(Typed(**values)):
+    known = {field.name for field in dataclasses.fields(BenchArguments)}
+    for options in prepare(BenchArguments(**{key: value for key, value in values.items() if key in known})):
         assert needed_bytes(options) < 20e9
         assert options.tokens == 2048
         assert options.model.name == "qwen3-32b"

@@ -1,4 +1,4 @@
-"""The commands. `app` has the command line, each command's work lies in a module of its own."""
+"""The command line: `app` puts together the commands of `applications`."""
 
 from kvferry.cli.app import main
 

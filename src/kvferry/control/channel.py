@@ -1,12 +1,12 @@
 """The peer channel: small messages between a decode rank and a prefill rank over one ZMQ connection.
 
-A channel belongs to the thread that polls it. Other threads hand their messages to that thread and wake it up with
-`Wakeup`, the only thing here that may be called from anywhere.
+A channel belongs to the thread that polls it. Other threads queue their messages for that thread and wake it with
+`Wakeup`, the only thing here that may be called from any thread.
 
 With credentials both ends speak CURVE: everything is encrypted, and each end proves that it has a key that comes of the
-shared secret, before a single message passes. ZMQ asks a handler in the same context (ZAP, ZeroMQ's RFC 27) whether it
-knows a client's key; the listening channel answers in the thread that polls it, whenever it receives. Without an answer
-no client comes in.
+shared secret, before a single message passes. ZMQ asks a handler in the same context (ZAP, ZeroMQ's RFC 27) whether a
+client's key is allowed; the listening channel answers in the thread that polls it, whenever it receives. Without an
+answer no client is let in.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class Wakeup:
         self._sending.setblocking(False)
 
     def fileno(self) -> int:
-        """What to poll for input."""
+        """Returns the descriptor to poll for input."""
         return self._receiving.fileno()
 
     def wake(self) -> None:
-        """Makes the descriptor readable. A full socket is readable already; a closed one has nobody to wake."""
+        """Makes the descriptor readable. A full socket is readable already; a closed one has no thread to wake."""
         with contextlib.suppress(OSError):
             self._sending.send(b"!")
 
     def clear(self) -> None:
-        """Makes it unreadable again."""
+        """Makes the descriptor unreadable again."""
         with contextlib.suppress(BlockingIOError):
             while self._receiving.recv(4096):
                 pass
 
     def close(self) -> None:
-        """Gives both descriptors back."""
+        """Closes both ends of the socket pair."""
         self._receiving.close()
         self._sending.close()
 
@@ -77,11 +77,13 @@ def _configured(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
 
 
 class _Doorkeeper:
-    """Answers ZMQ's question whether a client may come in."""
+    """Answers ZMQ's requests whether to let a client in (ZAP)."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: bytes) -> None:
-        """Args:
-        allowed: the one public key that clients have, Z85.
+        """Lets in whoever proves to have one public key.
+
+        Args:
+            allowed: the one public key that clients have, Z85.
         """
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -89,7 +91,7 @@ class _Doorkeeper:
         self._allowed = z85.decode(allowed)
 
     def answer(self) -> None:
-        """Answers every question that waits."""
+        """Answers every request that waits."""
         with contextlib.suppress(zmq.Again):
             while True:
                 version, request, *rest = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -104,7 +106,7 @@ class _Doorkeeper:
 
 
 class ListeningChannel:
-    """A prefill rank's end: many decode ranks connect to it, each known by its endpoint's identity."""
+    """A prefill rank's end: many decode ranks connect to it, each identified by its endpoint's name."""
 
     def __init__(
         self,
@@ -114,18 +116,20 @@ class ListeningChannel:
         port: int,
         credentials: Credentials | None = None,
     ) -> None:
-        """Args:
-        context: with credentials, no other listening channel may have any in the same one.
-        host: address to bind to; IPv6 addresses in brackets.
-        port: 0 takes any free one.
-        credentials: only peers with the same come in; None lets everyone in.
+        """Binds the port; messages are received from then on.
+
+        Args:
+            context: with credentials, no other listening channel may have any in the same one.
+            host: address to bind to; IPv6 addresses in brackets.
+            port: 0 takes any free one.
+            credentials: only peers with the same come in; None lets everyone in.
 
         Raises:
             SettingsError: if the address cannot be bound, saying why.
         """
         self._routes: dict[str, tuple[int, str]] = {}  # by name: the youngest connection's number and identity
         self.socket = _configured(context, zmq.ROUTER)
-        # Tells us when a message has nobody to go to, and lets a reconnecting peer take its identity along.
+        # Makes a message without a route an error, and lets a reconnecting peer keep its identity.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._doorkeeper: _Doorkeeper | None = None
@@ -134,7 +138,7 @@ class ListeningChannel:
             self.socket.setsockopt(zmq.CURVE_SERVER, 1)
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, credentials.listening.secret)
             self.socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-            self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer nobody comes in
+            self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer no client is let in
         try:
             self.socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -153,16 +157,16 @@ class ListeningChannel:
         return [self.socket] if self._doorkeeper is None else [self.socket, self._doorkeeper.socket]
 
     def wait(self, timeout_ms: int) -> None:
-        """Waits until there may be something to receive, or so many milliseconds."""
+        """Waits until there may be something to receive, for so many milliseconds at most."""
         poller = zmq.Poller()
         for each in self.sockets:
             poller.register(each, zmq.POLLIN)
         poller.poll(timeout_ms)
 
     def receive(self) -> list[tuple[str, bytes]]:
-        """What has come: (identity of the sender, message). Frames that are no message are dropped.
+        """Returns the messages that have arrived: (name of the sender, message). Drops frames that are no message.
 
-        Of very much there is more the next time, so that whoever polls has time for other things.
+        Returns only so many at a time, so that the thread that polls has time for other things.
         """
         if self._doorkeeper is not None:
             self._doorkeeper.answer()
@@ -171,11 +175,11 @@ class ListeningChannel:
             for _ in range(_MOST_AT_A_TIME):
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
                 if len(frames) == 2 and _IDENTITY.fullmatch(frames[0]):
-                    received.append((self._heard(frames[0].decode("ascii")), frames[1]))
+                    received.append((self._deduplicator(frames[0].decode("ascii")), frames[1]))
         return received
 
-    def _heard(self, identity: str) -> str:
-        """Whose connection it is. What is sent to that name goes through the youngest that anything came through."""
+    def _deduplicator(self, identity: str) -> str:
+        """Returns whose connection it is. Routes that name through the youngest connection that has sent anything."""
         name, mark, number = identity.rpartition(_NUMBER_MARK)
         if not mark or not number.isdigit():
             name, number = identity, "0"
@@ -218,12 +222,15 @@ class ConnectedChannel:
         number: int = 0,
         credentials: Credentials | None = None,
     ) -> None:
-        """Args:
-        identity: of this endpoint: visible ASCII, no more than 240 characters.
-        number: higher than of all connections that this endpoint had before. ZMQ goes on sending what a closed one had
-            left, and of two that call themselves the same the prefill rank's end of ZMQ keeps the one that came last.
-        address: of the prefill rank, such as tcp://127.0.0.1:40000.
-        credentials: whoever listens there must have the same.
+        """Begins to connect, and does not wait for it.
+
+        Args:
+            identity: of this endpoint: visible ASCII, no more than 240 characters.
+            number: higher than of all connections that this endpoint had before. ZMQ goes on sending what a closed one
+                had left, and of two that call themselves the same the prefill rank's end of ZMQ keeps the one that came
+                last.
+            address: of the prefill rank, such as tcp://127.0.0.1:40000.
+            credentials: whoever listens there must have the same.
 
         Raises:
             PeerDisconnectedError: if the address makes no sense, or the process has too many sockets.
@@ -235,10 +242,10 @@ class ConnectedChannel:
         except zmq.ZMQError as error:
             raise PeerDisconnectedError(f"cannot connect to {address!r}: {error.strerror}") from error
         self.socket.setsockopt(zmq.IDENTITY, f"{identity}{_NUMBER_MARK}{number}".encode())
-        # Links to whoever comes next at this address may use this connection, and must not wait for it long.
+        # Links to a successor at this address may use this connection, and must not wait for it long.
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        # ZMQ connects anew by itself, and says nothing of what was on its way when the connection broke.
+        # ZMQ reconnects by itself, and does not report what was in flight when the connection broke.
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         if credentials is not None:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, credentials.listening.public)
@@ -251,7 +258,7 @@ class ConnectedChannel:
             raise PeerDisconnectedError(f"cannot connect to {address!r}: {error.strerror}") from error
 
     def receive(self) -> list[bytes]:
-        """The messages that have come; of very many there are more the next time."""
+        """Returns the messages that have arrived, only so many at a time."""
         received = []
         with contextlib.suppress(zmq.Again):
             for _ in range(_MOST_AT_A_TIME):
@@ -261,7 +268,7 @@ class ConnectedChannel:
         return received
 
     def take_break(self) -> bool:
-        """Whether the connection broke since this was asked last: what was on its way may be lost."""
+        """Whether the connection broke since the last call: what was in flight may be lost."""
         has_broken = False
         with contextlib.suppress(zmq.Again):
             while True:
@@ -273,7 +280,7 @@ class ConnectedChannel:
         """Sends to the prefill rank.
 
         Raises:
-            PeerDisconnectedError: if so much waits for it already that it must be gone, or it does not let us in.
+            PeerDisconnectedError: if so many messages wait that the rank must have gone, or refuses this side.
         """
         try:
             self.socket.send(message, zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""What registries, their clients and channels are made with, as the settings say."""
+"""Makes registries, their clients and everyone's credentials from the settings."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvferry.settings import Settings
 
 
 def credentials_of(settings: Settings) -> Credentials | None:
-    """What peers and the registry know this endpoint by; None where there is no secret."""
+    """Derives the credentials for peers and the registry; None where there is no secret."""
     secret = settings.shared_secret
     return None if secret is None else Credentials.derived_from(secret)
 
 
 def create_registry(settings: Settings) -> RegistryServer:
-    """The registry that the settings ask for, not started.
+    """Makes the registry that the settings ask for, not started.
 
     Raises:
         SettingsError: if its certificate or key cannot be used.
@@ -34,10 +34,10 @@ def create_registry(settings: Settings) -> RegistryServer:
 
 
 def create_registry_client(settings: Settings, url: str | None = None) -> RegistryClient:
-    """A client that the registry lets in.
+    """Makes a client that the registry lets in.
 
     Args:
-        url: where the registry is; where the settings say, if None.
+        url: the registry's address; the settings' if None.
 
     Raises:
         SettingsError: if the url makes no sense.

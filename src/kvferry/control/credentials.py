@@ -1,4 +1,4 @@
-"""What peers and the registry know one another by, all of it derived from one shared secret.
+"""The credentials of peers and the registry, all derived from one shared secret.
 
 Whoever knows the secret has everything here; whoever has one of the derived keys learns neither the secret nor the
 others (HKDF with SHA-256, a context each). The token goes to the registry, and over plain HTTP whoever listens on the
@@ -25,7 +25,7 @@ _SALT = b"kvferry 1"
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A Curve25519 key pair, as ZMQ wants it (Z85)."""
+    """A Curve25519 key pair, in ZMQ's encoding (Z85)."""
 
     public: bytes = field(repr=False)
     secret: bytes = field(repr=False)
@@ -33,10 +33,10 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a shared secret becomes.
+    """All that is derived from a shared secret.
 
     Attributes:
-        registry_token: what the registry asks for as a bearer token.
+        registry_token: the registry's bearer token.
         listening: keys of prefill ranks' end of the peer channel.
         connecting: keys of decode ranks' end.
     """
@@ -47,7 +47,7 @@ class Credentials:
 
     @staticmethod
     def derived_from(secret: str) -> Credentials:
-        """The credentials of everyone who has this secret."""
+        """Derives the credentials of everyone who has this secret."""
         return Credentials(
             registry_token=_derived(secret, "registry bearer token").hex(),
             listening=_key_pair(_derived(secret, "peer channel, listening side")),
@@ -63,10 +63,10 @@ class ServerCertificate:
     key: Path
 
     def context(self) -> ssl.SSLContext:
-        """What a server speaks TLS with.
+        """Loads the files into a server's TLS context.
 
         Raises:
-            SettingsError: if the files are not what they should be.
+            SettingsError: if the files cannot be used.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -83,7 +83,7 @@ class ServerCertificate:
 
 
 def secret_hint(*, has_secret: bool) -> str:
-    """What to tell somebody whom the other side does not let in, or who does not let it in.
+    """Returns a hint for messages about a side that does not let the other in.
 
     Args:
         has_secret: whether this side has one.
@@ -93,13 +93,13 @@ def secret_hint(*, has_secret: bool) -> str:
 
 
 def client_context(certificates: Path | None) -> ssl.SSLContext | bool:
-    """What a client checks a registry's certificate with, as httpx wants it.
+    """Returns what httpx checks a registry's certificate with.
 
     Args:
         certificates: PEM file of those that are trusted; None trusts those that httpx trusts.
 
     Raises:
-        SettingsError: if the file is not what it should be.
+        SettingsError: if the file cannot be used.
     """
     if certificates is None:
         return True
@@ -117,7 +117,7 @@ def _reason(error: Exception) -> str:
 
 
 def _derived(secret: str, purpose: str) -> bytes:
-    """32 bytes for one purpose: HKDF (RFC 5869), whose second half is a single block here."""
+    """Derives 32 bytes for one purpose: HKDF (RFC 5869), whose second half is a single block here."""
     key = hmac.digest(_SALT, secret.encode(), hashlib.sha256)
     return hmac.digest(key, purpose.encode() + b"\x01", hashlib.sha256)
 

@@ -1,4 +1,4 @@
-"""Both ends of the peer channel, as the threads that poll them see them: wait for input, be woken, read, send.
+"""Both ends of the peer channel, as the threads that poll them use them: wait for input, be woken, receive, send.
 
 An end belongs to one thread. `wake` may be called from any other.
 """
@@ -16,7 +16,7 @@ from kvferry.control.credentials import Credentials
 
 
 class ListeningEnd(ABC):
-    """A prefill rank's: many decode ranks connect to it, each known by its endpoint's name.
+    """A prefill rank's end: many decode ranks connect to it, each identified by its endpoint's name.
 
     Attributes:
         port: where it listens.
@@ -26,7 +26,7 @@ class ListeningEnd(ABC):
 
     @abstractmethod
     def wait(self, timeout_ms: int) -> None:
-        """Waits until something has come or somebody wakes us, but no longer than that."""
+        """Waits until a message arrives or `wake` is called, for so many milliseconds at most."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -34,7 +34,7 @@ class ListeningEnd(ABC):
 
     @abstractmethod
     def receive(self) -> list[tuple[str, bytes]]:
-        """Everything that has come: (name of the sender, message)."""
+        """Returns the messages that have arrived: (name of the sender, message)."""
 
     @abstractmethod
     def send(self, identity: str, message: bytes) -> None:
@@ -60,27 +60,27 @@ class Connection(ABC):
 
     @abstractmethod
     def receive(self) -> list[bytes]:
-        """Every message that has come."""
+        """Returns the messages that have arrived."""
 
     @abstractmethod
     def take_break(self) -> bool:
-        """Whether the connection broke since this was asked last: messages of either side may be lost."""
+        """Whether the connection broke since the last call: messages of either side may be lost."""
 
     @abstractmethod
     def send(self, message: bytes) -> None:
         """Sends to the prefill rank.
 
         Raises:
-            PeerDisconnectedError: if so much waits for it already that it must be gone.
+            PeerDisconnectedError: if so many messages wait already that the rank must have gone.
         """
 
 
 class ConnectingEnd(ABC):
-    """A decode rank's: connections to prefill ranks."""
+    """A decode rank's end: connections to prefill ranks."""
 
     @abstractmethod
     def connect(self, address: str) -> Connection:
-        """A new connection.
+        """Begins a connection.
 
         Raises:
             PeerDisconnectedError: if the address makes no sense.
@@ -88,11 +88,11 @@ class ConnectingEnd(ABC):
 
     @abstractmethod
     def disconnect(self, connection: Connection) -> None:
-        """Ends one; what was sent has a moment to leave."""
+        """Closes a connection; what was sent has a moment to leave."""
 
     @abstractmethod
     def wait(self, timeout_ms: int) -> Collection[Connection]:
-        """Waits as `ListeningEnd.wait` does; returns the connections on which something has come, or that broke."""
+        """Waits as `ListeningEnd.wait` does; returns the connections with messages, and those that broke."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -100,17 +100,19 @@ class ConnectingEnd(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives everything back. All connections were ended before."""
+        """Gives everything back. All connections must be closed by then."""
 
 
 class ZmqListeningEnd(ListeningEnd):
-    """Over ZMQ."""
+    """A listening end over ZMQ."""
 
     def __init__(self, *, host: str, port: int, credentials: Credentials | None = None) -> None:
-        """Args:
-        host: address to bind to; IPv6 addresses in brackets.
-        port: 0 takes any free one.
-        credentials: only peers with the same come in; None lets everyone in.
+        """Binds the port; messages are received from then on.
+
+        Args:
+            host: address to bind to; IPv6 addresses in brackets.
+            port: 0 takes any free one.
+            credentials: only peers with the same come in; None lets everyone in.
 
         Raises:
             SettingsError: if the address cannot be bound, saying why.
@@ -151,7 +153,7 @@ class ZmqListeningEnd(ListeningEnd):
 
 
 class ZmqConnection(Connection):
-    """Over ZMQ."""
+    """A connection over ZMQ."""
 
     def __init__(self, channel: ConnectedChannel) -> None:
         self.channel = channel
@@ -168,12 +170,14 @@ class ZmqConnection(Connection):
 
 
 class ZmqConnectingEnd(ConnectingEnd):
-    """Over ZMQ."""
+    """A connecting end over ZMQ."""
 
     def __init__(self, identity: str, credentials: Credentials | None = None) -> None:
-        """Args:
-        identity: this endpoint's name.
-        credentials: whoever listens must have the same.
+        """Makes what connections are made with; none is made yet.
+
+        Args:
+            identity: this endpoint's name.
+            credentials: whoever listens must have the same.
         """
         self._identity = identity
         self._numbers = itertools.count(1)

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BACKLOG = 1024
-# A client has so long to ask something, and only so many may take their time: the file descriptors that connections
-# take are those of the whole process.
+# How long a client may take to send a request's head, and how many may at once: connections take file descriptors of
+# the whole process.
 _LONGEST_HEAD_S = 10
 _MOST_SILENT = 512
-# Longer than a renewal takes to come round, so that a rank's connection lives as long as the rank.
+# Longer than the time between renewals, so that a rank's connection lives as long as the rank.
 _KEEP_ALIVE_S = 120
 _GRACEFUL_SHUTDOWN_S = 1
 
@@ -41,14 +41,14 @@ _GRACEFUL_SHUTDOWN_S = 1
 class HttpServer(ABC):
     """An HTTP server. One object serves once: `start` and `close`, or `serve_forever`.
 
-    Subclasses say what is served, and under what name it stands in messages.
+    Subclasses define what is served, and its name in messages.
 
     Attributes:
         title: what this is, for messages.
         thread_name: of the thread that serves.
         port_setting: the environment variable that chooses the port.
         when_taken: what else one can do if the port is taken.
-        failed: what is raised if it does not start or stop.
+        failed: the error that is raised if the server does not start or stop.
     """
 
     title: str
@@ -58,7 +58,9 @@ class HttpServer(ABC):
     failed: type[KVFerryError] = KVFerryError
 
     def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> None:
-        """Args:
+        """Takes the address; `start` binds it.
+
+        Args:
             host: address or name to listen on; IPv6 without brackets.
             port: TCP port; 0 takes any that is free.
             tls: with it, the server speaks TLS.
@@ -85,7 +87,7 @@ class HttpServer(ABC):
 
     @abstractmethod
     def app(self) -> ASGIApp:
-        """What is served. Called once, before serving begins."""
+        """Returns what is served. Called once, before serving begins."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -108,7 +110,7 @@ class HttpServer(ABC):
         return _url(self.address, has_tls=self._tls is not None)
 
     def start(self, timeout_s: float = 10.0) -> None:
-        """Serve from a daemon thread; return once requests are answered.
+        """Serves from a daemon thread; returns once requests are answered.
 
         Raises:
             SettingsError: if the address cannot be listened on: the port is taken, or the host is not this
@@ -125,7 +127,7 @@ class HttpServer(ABC):
                     server.run(sockets=[listener])
                     if not server.should_exit:
                         raise self.failed("the server ended by itself")
-                # SystemExit is how uvicorn says that it could not start; in a thread it would vanish.
+                # uvicorn raises SystemExit where it cannot start; in a thread it would vanish.
                 except BaseException as error:
                     self._failure = error
                     log.exception("%s at %s died", self.title, self.url)
@@ -142,7 +144,7 @@ class HttpServer(ABC):
             raise self.failed(f"{self.title} at {self.url} did not start: {reason}") from self._failure
 
     def serve_forever(self, on_started: Callable[[str], None] | None = None) -> None:
-        """Serve from the calling thread until SIGINT, SIGTERM or `close`, then return.
+        """Serves from the calling thread until SIGINT, SIGTERM or `close`, then returns.
 
         Signals are handled if the calling thread is the main thread.
 
@@ -159,7 +161,7 @@ class HttpServer(ABC):
             server.run(sockets=[listener])
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop serving, close every connection and end the thread. May be called again, and from any thread.
+        """Stops serving, closes every connection and ends the thread. May be called again, and from any thread.
 
         Raises:
             KVFerryError: if the thread did not end within the timeout, in seconds; of the kind `failed`.
@@ -200,7 +202,7 @@ class HttpServer(ABC):
         return server, listener
 
     def _listen(self) -> socket.socket:
-        """A listening socket. Bound is not enough: until one of them listens, two servers can share a port."""
+        """Opens a listening socket. Binding is not enough: until one of them listens, two servers can share a port."""
         host, port = self._host, self._port
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -248,13 +250,13 @@ def _quiet_server(app: ASGIApp, on_up: Callable[[], None], *, tls: ssl.SSLContex
     logger = logging.getLogger(f"{__name__}.requests")
     logger.setLevel(logging.ERROR)
     silent: dict[H11Protocol, asyncio.TimerHandle] = {}
-    """Connections that have not said what they want, oldest first. Of the server's one event loop."""
+    """Connections that have not sent a request's head, oldest first. Used by the server's one event loop."""
 
     class QuietProtocol(H11Protocol):
         """Writes no logs of requests, and waits only so long for the head of one.
 
         uvicorn's own switch for the access log would silence the host process's servers too, and so would the level of
-        its logger, which tells of every client that speaks no HTTP.
+        its logger, which reports every client that speaks no HTTP.
         """
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

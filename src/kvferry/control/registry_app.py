@@ -1,4 +1,4 @@
-"""The registry's routes: HTTP requests in, registrations asked, JSON out.
+"""The registry's routes: HTTP requests in, registrations read or changed, JSON out.
 
 All handlers run on one event loop and none awaits between reading and changing the registrations, so these
 need no lock.
@@ -57,7 +57,7 @@ _STATUS_OF_ERROR: dict[type[Exception], int] = {
 
 
 class _TokenRequired:
-    """Lets nobody in, to no route, without the token; and looks at nothing else of a request before."""
+    """Refuses every request without the token, on every route, before anything else of it is read."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -65,7 +65,7 @@ class _TokenRequired:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
-        # In a time that does not tell how much of it was right.
+        # In a time that does not depend on how much of it is right.
         if len(given) == 1 and hmac.compare_digest(given[0], self._expected):
             await self._app(scope, receive, send)
             return
@@ -82,7 +82,7 @@ def registry_app(
     token: str | None = None,
     body_timeout_s: float = 5.0,
 ) -> Starlette:
-    """The ASGI application of a registry that keeps its state in `registrations`.
+    """Makes the ASGI application of a registry that keeps its state in `registrations`.
 
     Args:
         registrations: the state; nothing else may use it while the application runs.
@@ -142,7 +142,7 @@ def registry_app(
 
 
 async def _read_body(request: Request, timeout_s: float) -> bytes:
-    """The body, refused as soon as it is known to be too large rather than after it was kept."""
+    """Reads the body; refuses it as soon as it is known to be too large, rather than after it was kept."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > LARGEST_BODY_BYTES):
         raise _body_too_large()
@@ -196,7 +196,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(_request: Request, error: Exception) -> Response:
-    # The server logs the exception with its traceback; the client gets to know what kind it was.
+    # The server logs the exception with its traceback; the client receives its type and message.
     return _problem(500, type(error).__name__, f"the registry failed: {error}")
 
 

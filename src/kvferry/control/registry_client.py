@@ -1,4 +1,4 @@
-"""Talks to a registry, and keeps a rank registered there."""
+"""The client of a registry, and what keeps a rank registered there."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ _KEEP_ALIVE_S = 60.0
 
 
 class RegistryClient:
-    """A registry, as its clients see it. May be used from several threads at once.
+    """A client of a registry. May be used from several threads at once.
 
     Args:
         url: the registry's address, such as "http://127.0.0.1:8998"; a path stands before the registry's own.
         timeout_s: how long each step of a request may take: to connect, to send, to wait for the answer, to
             read it.
-        token: what the registry asks for, if it asks; see `credentials`.
+        token: the one that the registry requires, if any; see `credentials`.
         trusted_certificates: PEM file of the certificates that may vouch for a registry with https; None trusts those
             that httpx trusts.
 
-    Every method that asks the registry raises RegistryAccessError if that wants another token than this.
+    Every method that sends a request raises RegistryAccessError if the registry requires another token than this.
 
     Raises:
         SettingsError: if the url is no http or https address, the timeout is not positive and finite, or the
@@ -74,7 +74,7 @@ class RegistryClient:
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._token = token
-        # Loading certificates takes long, and without TLS there is nothing to verify.
+        # Loading certificates takes long, and without TLS there are none to verify.
         has_tls = self._url.lower().startswith("https:")
         self._verify = client_context(trusted_certificates) if has_tls else False
         if token is not None and not has_tls and not is_loopback(urlsplit(url).hostname or ""):
@@ -93,7 +93,7 @@ class RegistryClient:
         return self._url
 
     def register(self, registration: RankRegistration) -> float:
-        """Register a rank, or renew its lease.
+        """Registers a rank, or renews its lease.
 
         Returns:
             How long the lease lasts, in seconds.
@@ -111,7 +111,7 @@ class RegistryClient:
         return self._answer(status, body, _LEASE).lease_s
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
-        """End a rank's lease, if this incarnation holds it; otherwise nothing changes.
+        """Ends a rank's lease, if this incarnation holds it; otherwise nothing changes.
 
         Returns:
             Whether a lease was ended.
@@ -126,7 +126,7 @@ class RegistryClient:
         return self._answer(*self._exchange("DELETE", _rank_path(engine, engine_rank), params=query), _REMOVAL).removed
 
     def engine(self, name: str) -> EngineView:
-        """The live ranks of one engine; a view without any if the registry knows none.
+        """Returns the live ranks of one engine; a view without any if none is registered.
 
         Raises:
             RegistryUnreachableError: if nothing answered.
@@ -142,7 +142,7 @@ class RegistryClient:
         return self._answer(status, body, _ENGINE)
 
     def engines(self) -> tuple[EngineView, ...]:
-        """Every engine that has a live rank, by name.
+        """Returns every engine that has a live rank, by name.
 
         Raises:
             RegistryUnreachableError: if nothing answered.
@@ -151,7 +151,7 @@ class RegistryClient:
         return self._answer(*self._exchange("GET", "/v1/engines"), _ENGINES).engines
 
     def health(self) -> Health:
-        """The registry's version, and how long it has been up.
+        """Returns the registry's version, and how long it has been up.
 
         Raises:
             RegistryUnreachableError: if nothing answered.
@@ -160,11 +160,11 @@ class RegistryClient:
         return self._answer(*self._exchange("GET", "/health"), _HEALTH)
 
     def load(self) -> None:
-        """Load what requests need, without making one: the first is as fast as the others then."""
+        """Loads what requests need, without making one: the first is as fast as the others then."""
         self._connections()
 
     def close(self) -> None:
-        """Close the connections. May be called again; requests made later raise UsageError."""
+        """Closes the connections. May be called again; requests made later raise UsageError."""
         with self._lock:
             http, self._http, self._is_closed = self._http, None, True
         if http is not None:
@@ -196,7 +196,7 @@ class RegistryClient:
             return self._http
 
     def _exchange(self, method: str, path: str, **arguments: Any) -> tuple[int, bytes]:
-        """Status and body of the answer, whatever they are."""
+        """Makes a request; returns the answer's status and body, whatever they are."""
         connections = self._connections()
         import httpx
 
@@ -224,7 +224,7 @@ class RegistryClient:
             raise
 
     def _read(self, response: httpx.Response) -> bytes:
-        """The body, neither endless nor for ever."""
+        """Reads the body, up to a size and a time."""
         deadline = time.monotonic() + self._timeout_s
         body = bytearray()
         for piece in response.iter_bytes():
@@ -287,8 +287,8 @@ class RegistryClient:
 class LeaseKeeper:
     """Keeps one rank registered, from a daemon thread, until it is closed.
 
-    It renews at a third of the lease. Whatever goes wrong, it reports and tries again: after a short time
-    first, then less and less often. A registry that restarted learns of the rank with the next renewal.
+    It renews at a third of the lease. It reports every failure and tries again: after a short time first, then
+    less and less often. A registry that restarted receives the registration with the next renewal.
 
     Args:
         client: the registry; the keeper does not close it.
@@ -339,7 +339,7 @@ class LeaseKeeper:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to register; return at once. Wait for `registered` to know of the success.
+        """Begins to register and returns at once; `registered` is set on success.
 
         Raises:
             UsageError: if the keeper was started or closed before.
@@ -353,7 +353,7 @@ class LeaseKeeper:
             self._thread.start()
 
     def close(self, timeout_s: float = 6.0) -> bool:
-        """Remove the registration if the registry can be reached, and end the thread. May be called again.
+        """Removes the registration if the registry can be reached, and ends the thread. May be called again.
 
         Args:
             timeout_s: how long to wait for the thread, in seconds. A request in progress and the removal each
@@ -386,7 +386,7 @@ class LeaseKeeper:
         self.remove()
 
     def renew(self) -> float:
-        """Registers, or tries to; returns how long to wait until the next time. For whoever runs the keeper only."""
+        """Tries to register; returns how long to wait until the next try. Only for what runs the keeper."""
         # The lease runs from when the registry got the request: counted from here, it is never overrated.
         asked_at = self._now()
         try:
@@ -406,7 +406,7 @@ class LeaseKeeper:
         return lease_s / 3
 
     def remove(self) -> None:
-        """Ends the lease, if the registry can be reached. For whoever runs the keeper only."""
+        """Ends the lease, if the registry can be reached. Only for what runs the keeper."""
         self.registered.clear()
         registration = self._registration
         try:
@@ -422,7 +422,7 @@ class LeaseKeeper:
             self._on_problem(error)
         except Exception:
             # The caller's mistake must not cost the rank its lease.
-            logging.getLogger(__name__).exception("on_problem raised while it was told of %r", error)
+            logging.getLogger(__name__).exception("on_problem raised an error when it was called with %r", error)
 
 
 def _jitter() -> float:

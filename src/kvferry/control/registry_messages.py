@@ -1,4 +1,4 @@
-"""What the registry and its clients say to one another over HTTP, beside the registrations themselves.
+"""The messages between the registry and its clients over HTTP, beside the registrations themselves.
 
     PUT    /v1/engines/{engine}/ranks/{rank}                      RankRegistration -> Lease
     DELETE /v1/engines/{engine}/ranks/{rank}?incarnation={id}     -> Removal
@@ -6,8 +6,8 @@
     GET    /v1/engines/{engine}                                   -> EngineView
     GET    /health                                                -> Health
 
-All bodies are JSON. Every answer that is not a success is a `Problem`. A registry with a secret answers nothing without
-`Authorization: Bearer` and the token that comes of it (`credentials`): status 401, and the connection ends.
+All bodies are JSON. Every answer that is not a success is a `Problem`. A registry with a secret refuses every request
+without `Authorization: Bearer` and the token that comes of it (`credentials`): status 401, and the connection ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ API_VERSION = 1
 """The `v1` of the routes. A client of another version does not find them."""
 
 LARGEST_BODY_BYTES = 64 * 1024
-"""What a request may carry. A registration takes less than one kilobyte."""
+"""The largest body of a request. A registration takes less than one kilobyte."""
 
 LONGEST_LEASE_S = 86400.0
 """A lease longer than a day would keep dead ranks listed for longer than anyone would wait."""
@@ -53,7 +53,7 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """The registry answers.
+    """The answer of a registry that is up.
 
     Attributes:
         version: the version of kvferry that it runs.
@@ -67,7 +67,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request was not done.
+    """Why a request failed.
 
     Attributes:
         error: the kind, mostly the name of one of kvferry's errors.

@@ -1,4 +1,4 @@
-"""The shell around the pure rooms: endpoints with their threads, queues, pollers and deadlines."""
+"""The shell around the pure state machines: endpoints with their threads, queues, pollers and deadlines."""
 
 from kvferry.endpoint.decode import DecodeEndpoint
 from kvferry.endpoint.prefill import PrefillEndpoint

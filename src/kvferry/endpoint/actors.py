@@ -24,40 +24,40 @@ _LINGER_S = 0.1  # rooms often follow each other, and beginning takes the caller
 
 
 class RunQueue:
-    """Actors that have something to do; None tells a worker to stop.
+    """Queue of the actors that have events to handle; a None in it stops one worker.
 
-    Not `queue.SimpleQueue`: its `get` looks twice at what is left of the time, and waits for ever if that has become
-    negative in between, as a few microseconds do when the thread is held up.
+    Not a `queue.SimpleQueue`: its `get` computes the remaining time twice, and waits for ever if that has become
+    negative in between, as a remainder of a few microseconds does when the thread is held up.
     """
 
     def __init__(self) -> None:
-        # One call changes either, and none is interrupted: a worker that is held up holds up nobody who puts.
+        # Each is changed by single calls that no thread interrupts, so that a worker that is held up delays no `put`.
         self._actors: deque[Actor | None] = deque()
         self._handed_in: deque[tuple[Actor, Any]] = deque()
-        self._waiting: deque[threading.Lock] = deque()  # of every worker that waits, a lock that it cannot have yet
-        # Keeps the events that were handed in in order, while several workers take.
+        self._waiting: deque[threading.Lock] = deque()  # a held lock per waiting worker: releasing wakes it
+        # Keeps handed-in events in order while several workers take them.
         self._hand_out = threading.Lock()
 
     def put(self, actor: Actor | None) -> None:
-        """Adds to the end, from any thread."""
+        """Appends an actor. May be called from any thread."""
         self._actors.append(actor)
         self._wake_one()
 
     def hand_in(self, actor: Actor, event: Any) -> None:
-        """Posts an event to an actor, soon, without waking anybody: for callers who have no time for that.
+        """Queues an event for an actor without waking a worker: for callers to whom waking would cost too much.
 
-        Waking a thread takes longer than all the rest of handing in, and may cost the caller its processor. Whichever
-        worker next looks finds it; if all sleep, a `Lookout` must wake one.
+        Waking a thread takes longer than the rest of the call, and may cost the caller its processor. The next worker
+        that takes an actor posts the event first; if all sleep, a `Waker` must wake one.
         """
         self._handed_in.append((actor, event))
 
     def rouse(self) -> None:
-        """Wakes a worker if all sleep beside something that was handed in."""
+        """Wakes a worker if an event was handed in that none has posted yet."""
         if self._handed_in:
             self._wake_one()
 
     def take(self, timeout_s: float | None) -> Actor | None:
-        """Takes from the front, waiting as long as timeout_s, or for ever if that is None.
+        """Removes and returns the first item, waiting up to timeout_s, or for ever if that is None.
 
         Raises:
             queue.Empty: if there was nothing in time.
@@ -81,7 +81,7 @@ class RunQueue:
         woken.acquire()
         self._waiting.append(woken)
         left_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        # Looked at again: what was put before anybody could see that we wait, woke nobody.
+        # Checked again: what was put before this thread stood among the waiting woke no thread.
         if not self.has_any and woken.acquire(timeout=left_s):
             return
         self._withdraw(woken)
@@ -100,7 +100,7 @@ class RunQueue:
                 actor.post(event)
 
     def _wake_one(self) -> None:
-        """Wakes whoever came to wait last: what it needs is still in its processor's cache."""
+        """Wakes the worker that began to wait last: its processor's cache still has what it needs."""
         try:
             woken = self._waiting.pop()
         except IndexError:
@@ -108,25 +108,27 @@ class RunQueue:
         woken.release()
 
     def _withdraw(self, woken: threading.Lock) -> None:
-        """Waits no longer. If somebody was about to wake us, another worker is woken in our place."""
+        """Ends this thread's wait. If another thread was about to wake it, wakes another worker instead."""
         try:
             self._waiting.remove(woken)
         except ValueError:
             self._wake_one()
 
 
-class Lookout(Loop):
-    """Sees to it that what was handed in is found soon: the waking that callers are spared.
+class Waker(Loop):
+    """Wakes a worker within 1 ms of an event being handed in, so that callers need not.
 
-    It looks as long as somebody may hand something in, and sleeps otherwise.
+    It looks every millisecond while anything may be handed in, and sleeps otherwise.
 
     Attributes:
-        is_resting: whether it sleeps until it is told to begin.
+        is_resting: whether it sleeps until `begin` is called.
     """
 
     def __init__(self, queues: Sequence[RunQueue], is_needed: Callable[[], object]) -> None:
-        """Args:
-        is_needed: whether something may be handed in; once it may, `begin` must be called.
+        """Watches the queues of workers; `begin` says when.
+
+        Args:
+            is_needed: whether something may be handed in; once it may, `begin` must be called.
         """
         self._queues = queues
         self._is_needed = is_needed
@@ -136,12 +138,12 @@ class Lookout(Loop):
         self._needed_until = 0.0
 
     def begin(self) -> None:
-        """Says that something may be handed in from now on. Returns at once."""
+        """Starts looking: events may be handed in from now on. Returns at once."""
         if not self._begun.is_set():
             self._begun.set()
 
     def stop(self) -> None:
-        """Lets it end."""
+        """Ends the loop after its turn."""
         self._is_stopping = True
         self._begun.set()
 
@@ -163,24 +165,24 @@ class Lookout(Loop):
             time.sleep(_LOOK_S)
             return
         self._begun.clear()
-        self.is_resting = not (self._is_needed() or self._is_stopping)  # again: it may have become so in between
+        self.is_resting = not (self._is_needed() or self._is_stopping)  # checked again, after `clear`
         if self.is_resting:
             self._begun.wait()
         self.is_resting = False
 
 
 class Actor(ABC):
-    """Something that handles events in order."""
+    """Handles events one at a time, in the order in which they were posted."""
 
     def __init__(self, run_queue: RunQueue) -> None:
         self._run_queue = run_queue
         self._events: deque[Any] = deque()
-        # Guards the decision whether the actor stands in the run queue, which several threads take.
+        # Guards the decision whether the actor is in its run queue, which several threads make.
         self._lock = threading.Lock()
         self._is_queued = False
 
     def post(self, event: Any) -> None:
-        """Hands in an event, from any thread. Returns at once."""
+        """Queues an event for this actor. Returns at once; may be called from any thread."""
         with self._lock:
             self._events.append(event)
             if self._is_queued:
@@ -189,11 +191,11 @@ class Actor(ABC):
         self._queue_for(event).put(self)
 
     def _queue_for(self, event: Any) -> RunQueue:
-        """Where the actor stands in line to handle an event, which comes first of those that it has."""
+        """Returns the run queue in which the actor waits to handle an event, the first of those it has."""
         return self._run_queue
 
     def take_turn(self, worker: Worker) -> None:
-        """Handles one event; for workers only."""
+        """Handles the first event. For workers only."""
         event = self._events.popleft()
         try:
             self.handle(event, worker)
@@ -208,8 +210,8 @@ class Actor(ABC):
 
     @abstractmethod
     def handle(self, event: Any, worker: Worker) -> None:
-        """Does what an event asks for."""
+        """Handles one event."""
 
     @abstractmethod
     def broke(self, error: Exception, worker: Worker) -> None:
-        """`handle` raised, which it should not have. Must not raise."""
+        """Called after `handle` has raised, which it should not. Must not raise."""

@@ -15,8 +15,8 @@ from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import (
     ElectedRoute,
     PairPlan,
-    Path,
     Selector,
+    TransferPath,
     Unit,
     check_exchangeable,
     check_token_share,
@@ -56,9 +56,9 @@ class Attachment:
         coordinates: its place in its engine.
         layout: what it holds and where.
         plan: what this rank may send it.
-        paths: which ways bytes may go there.
-        verifies: whether the decode rank says when all that came is right.
-        digests: what digests for it are computed with, if so.
+        paths: chooses the path of every write to it.
+        verifies: whether the decode rank confirms that all that arrived is right.
+        digests: computes the digests of what is sent; None if the decode rank asks for none.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Attachment:
         self._when_unused: Callable[[], None] | None = None
 
     def begin_write(self) -> bool:
-        """Keeps all lists for one write; False if they are being given back."""
+        """Holds all lists for one write. Returns False if they are being given back."""
         with self._lock:
             if self._when_unused is not None:
                 return False
@@ -101,7 +101,7 @@ class Attachment:
             return True
 
     def end_write(self) -> None:
-        """Says that a write is through with the lists."""
+        """Ends a write's hold on the lists."""
         with self._lock:
             self._writes -= 1
             call = self._when_unused if self._writes == 0 else None
@@ -109,7 +109,7 @@ class Attachment:
             call()
 
     def retire(self, when_unused: Callable[[], None]) -> None:
-        """Begins no more writes, and calls back as soon as none uses the lists. Once only."""
+        """Refuses further writes, and calls back as soon as none uses the lists. To be called once."""
         with self._lock:
             self._when_unused = when_unused
             is_unused = self._writes == 0
@@ -117,15 +117,15 @@ class Attachment:
             when_unused()
 
     def elected(self, room: int, group_rank: int) -> tuple[ElectedRoute, ...]:
-        """What this rank sends in a room.
+        """Returns the routes by which this rank sends in a room.
 
         Args:
-            group_rank: of this rank.
+            group_rank: this rank's.
         """
         return self.plan.elected(room, writer=group_rank, receiver=self.coordinates.group_rank)
 
     def prepare(self, unit: Unit) -> PreparedRows:
-        """The lists for a unit, prepared when first asked for.
+        """Returns the lists for a unit, prepared at the first call.
 
         Raises:
             LayoutError: if there are more descriptors than can be numbered.
@@ -145,16 +145,16 @@ class Attachment:
 
     @property
     def prepared_rows(self) -> int:
-        """Rows of both sides that the transport keeps for this peer: its memory grows with them."""
+        """Number of rows, of both sides, that the transport keeps for this peer: its memory grows with them."""
         return sum(each.local.rows + each.remote.rows for each in list(self._prepared.values()))
 
     @property
     def prepared_descriptors(self) -> int:
-        """How many descriptors those rows stand for."""
+        """Number of descriptors in these rows."""
         return sum(each.local.count + each.remote.count for each in list(self._prepared.values()))
 
     def select(self, unit: Unit, elected: Sequence[ElectedRoute], moves: Sequence[Move]) -> Selected:
-        """The descriptors of a write; between `begin_write` and `end_write`. Errors as in `prepare`.
+        """Selects the descriptors of a write. To be called between `begin_write` and `end_write`; raises as `prepare`.
 
         Args:
             elected: what this rank sends in the room; moves refer to it.
@@ -178,7 +178,7 @@ class Attachment:
         return known
 
     def release(self) -> None:
-        """Gives all lists back and disconnects. No write may be on its way."""
+        """Gives all lists back and disconnects. No write may be in flight."""
         with self._prepare_lock:
             for prepared in self._prepared.values():
                 self._transport.release_list(prepared.local)
@@ -200,10 +200,11 @@ def attach(
     staging: SendingStaging,
     merged_bytes: int = MERGED_BYTES,
 ) -> Attachment:
-    """Checks that a decode rank's wishes can be met, connects the transport to it and prepares what it takes.
+    """Checks that a decode rank's open requests can be met, connects the transport to it and prepares what it takes.
 
     Args:
-        layout, coordinates: our own.
+        layout: our own.
+        coordinates: our own.
         staging: what this endpoint has for staged writes.
         merged_bytes: most bytes that neighbours become one descriptor of.
 
@@ -220,7 +221,7 @@ def attach(
         raise IncompatiblePeerError(f"transport: prefill uses {transport.name}, decode {message.transport}")
     mine = [piece for piece in message.pieces if coordinates.group_rank in piece.holders]
     plan = PairPlan(layout, message.layout, mine)
-    # Asked before connecting, which would end an earlier connection to whoever has that name.
+    # Checked before connecting, which would end an earlier connection to the endpoint of that name.
     name = PeerMetadata.decode(message.transport_metadata).name
     if name != message.endpoint:
         raise IncompatiblePeerError(f"endpoint {message.endpoint!r} sent the transport metadata of {name!r}")
@@ -240,8 +241,8 @@ def attach(
             digests=digests,
             merged_bytes=merged_bytes,
         )
-        if mine and paths.forced is not Path.STAGED:
-            attachment.prepare(Unit.GRANULE)
+        if mine and paths.forced is not TransferPath.STAGED:
+            attachment.prepare(Unit.WHOLE)
     except WriteHangsError:
         raise
     except BaseException:

@@ -20,7 +20,7 @@ from kvferry.plan import PathCosts
 from kvferry.plan.descriptors import RowArray
 from kvferry.plan.packing import PackedPiece
 from kvferry.staging import Kernels, StagingMemory, copy_bytes_per_s
-from kvferry.transport import Flight, PreparedList, Transport
+from kvferry.transport import PreparedList, TransferHandle, Transport
 
 _BULK_BYTES = 2 << 20
 _SMALL_BYTES, _SMALL_COUNT = 256, 256
@@ -37,7 +37,8 @@ class WireKey:
     Attributes:
         host: the peer's machine.
         transport: the transport's name.
-        source, destination: the devices of both sides.
+        source: the device of the source side.
+        destination: the device of the destination side.
     """
 
     host: str
@@ -47,15 +48,15 @@ class WireKey:
 
 
 class WriteHangsError(Exception):
-    """A write that should take no time does not end. For the endpoint; others are told of a TransportError.
+    """A write that should take no time does not end. Stays in the endpoint, which reports a TransportError to the peer.
 
     Attributes:
-        flight: the write. Until it has ended its receiver must stay connected.
+        transfer: the write. Until it has ended its receiver must stay connected.
     """
 
-    def __init__(self, flight: Flight) -> None:
+    def __init__(self, transfer: TransferHandle) -> None:
         super().__init__(f"a write of a few bytes did not end within {_LONGEST_S:g} s")
-        self.flight = flight
+        self.transfer = transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +68,27 @@ class _Timing:
 
 
 class Calibration:
-    """Measured costs, kept for as long as the endpoint lives."""
+    """Measures costs, and keeps them for as long as the endpoint lives."""
 
     def __init__(self, transport: Transport, kernels: Kernels, layout: RankLayout, memory: StagingMemory) -> None:
-        """Args:
-        layout: the pool's.
-        memory: registered, for measurements only.
+        """Begins with nothing measured.
+
+        Args:
+            layout: the pool's.
+            memory: registered, for measurements only.
         """
         self._transport = transport
         self._kernels = kernels
         self._layout = layout
         self._memory = memory
-        # Guards the table and the memory: of two that attach at the same time, one measures, and then the other.
+        # Guards the table and the memory: two ranks that attach at the same time are measured one after the other.
         self._lock = threading.Lock()
         self._wires: dict[WireKey, PathCosts] = {}
 
     def costs(
         self, key: WireKey, peer: str, ring: Region, pieces: Sequence[PackedPiece], *, scatter_bytes_per_s: float
     ) -> PathCosts:
-        """The costs for one receiver.
+        """Returns the costs for one receiver, measuring what is not known yet.
 
         Args:
             key: what the wire's part is kept under.
@@ -102,7 +105,7 @@ class Calibration:
             if key not in self._wires:
                 self._wires[key] = self._measure_wire(key, peer, ring)
             gathered = copy_bytes_per_s(self._kernels, [piece.source for piece in pieces], self._memory)
-            # Runs are part of what was measured: it was in the shape of this very plan.
+            # The gathering that was measured had this plan's shape: its speed includes the cost of runs.
             return replace(
                 self._wires[key],
                 gather_bytes_per_s=gathered,
@@ -118,7 +121,7 @@ class Calibration:
             bulk_bytes_per_s=min(_BULK_BYTES, most) / max(bulk.seconds - few.seconds, bulk.seconds / 10),
             is_one_memory=bulk.is_over_at_once,
         )
-        # Small ones are about their number, large ones about bytes that come from main memory.
+        # Small descriptors measure the cost of their number, large ones that of bytes from main memory.
         small = self._direct(key, peer, ring, _SMALL_BYTES, _SMALL_COUNT, is_elsewhere_each_time=False)
         large = self._direct(key, peer, ring, _LARGE_BYTES, _LARGE_COUNT, is_elsewhere_each_time=True)
         if small is None or large is None:  # a pool or a ring so small that neither way takes any time
@@ -134,7 +137,7 @@ class Calibration:
         )
 
     def _bulk(self, peer: str, ring: Region, num_bytes: int) -> _Timing:
-        """One write of so many bytes."""
+        """Times a write of so many bytes, the shortest of several."""
         source = Region(self._memory.address, num_bytes)
         # The first write of all makes the connection, and takes long; it is not the shortest.
         timings = [
@@ -145,9 +148,9 @@ class Calibration:
     def _direct(
         self, key: WireKey, peer: str, ring: Region, length: int, count: int, *, is_elsewhere_each_time: bool
     ) -> tuple[float, int] | None:
-        """One write of descriptors of so many bytes from all over the pool: seconds, and how many they were.
+        """Times a write of descriptors of so many bytes from all over the pool; returns seconds and their number.
 
-        None if the pool or the ring has no room for any.
+        Returns None if the pool or the ring has no space for any.
 
         Args:
             is_elsewhere_each_time: whether no repetition finds in a cache what the one before it left there.
@@ -170,7 +173,7 @@ class Calibration:
 
     @contextmanager
     def _prepared(self, rows: RowArray, peer: str | None) -> Iterator[PreparedList]:
-        """A list for as long as it is needed: a write that hangs needs it for good."""
+        """Prepares a list and gives it back at the end, unless a write hangs, which needs it for good."""
         prepared = self._transport.prepare(rows, peer)
         try:
             yield prepared
@@ -181,22 +184,22 @@ class Calibration:
             raise
         self._transport.release_list(prepared)
 
-    def _timed(self, post: Callable[[], Flight]) -> _Timing:
+    def _timed(self, post: Callable[[], TransferHandle]) -> _Timing:
         started_at = time.perf_counter()
-        flight = post()
+        transfer = post()
         is_over_at_once = True
-        while self._transport.poll(flight) is None:
+        while self._transport.poll(transfer) is None:
             is_over_at_once = False
             if time.perf_counter() - started_at > _LONGEST_S:
-                raise WriteHangsError(flight)
+                raise WriteHangsError(transfer)
             time.sleep(_SLEEP_S)
         seconds = time.perf_counter() - started_at
-        self._transport.release(flight)
+        self._transport.release(transfer)
         return _Timing(seconds, is_over_at_once)
 
 
 def spread_rows(regions: Sequence[Region], device: Device, length: int, count: int) -> RowArray | None:
-    """Rows of about so many descriptors, spread over all regions; None if there is no room for any.
+    """Spreads about so many descriptors over all regions; returns their rows, or None if there is no space for any.
 
     Args:
         length: bytes of a descriptor.

@@ -1,4 +1,4 @@
-"""What both endpoints are made with."""
+"""What both endpoints are made with: names, a transport, deadlines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 import uuid
 
 from kvferry.errors import UsageError
-from kvferry.plan import Path
+from kvferry.plan import TransferPath
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.settings import Settings
 from kvferry.transport import NixlTransport, Transport
@@ -18,17 +18,17 @@ _LONGEST_IN_NAME = 24  # of the engine's name: registries and sockets limit how 
 
 
 def endpoint_name(engine: str, engine_rank: int) -> str:
-    """A name for one start of one rank: readable, and never used before."""
+    """Makes a name for one start of one rank: readable, and never used before."""
     return f"{engine[:_LONGEST_IN_NAME]}-{engine_rank}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def machine_name() -> str:
-    """What tells this machine from others, as well as two containers of it."""
+    """Returns a name that tells this machine from others, and two containers on it apart."""
     return f"{platform.node()}-{uuid.getnode():x}"
 
 
 def create_transport(settings: Settings, name: str, *, writes: bool = True) -> Transport:
-    """The transport that the settings ask for.
+    """Returns a NIXL transport with the settings' threads, backend and network device.
 
     Args:
         writes: whether its endpoint writes into peers' memory, and is never written to; else it is the other way round.
@@ -37,12 +37,12 @@ def create_transport(settings: Settings, name: str, *, writes: bool = True) -> T
         TransportUnavailableError: if it is not installed.
     """
     parameters = {}
-    if writes and settings.nixl_threads and settings.forced_path is not Path.STAGED:
-        # Whatever has several descriptors goes to the threads. One is a bulk write from staging memory, or little.
-        # Where all are, threads would do harm: one without work leaves a socket behind for every peer that dies.
+    if writes and settings.nixl_threads and settings.forced_path is not TransferPath.STAGED:
+        # Writes of several descriptors go to the threads; one of a single descriptor is a bulk write from staging
+        # memory, or small. Where all are such, threads do harm: an idle one leaks a socket for every peer that dies.
         parameters = {"num_threads": str(settings.nixl_threads), "split_batch_size": "2"}
     if settings.used_nixl_device is not None and settings.nixl_backend == "UCX":
-        # Left alone, UCX listens on every interface of the machine. NIXL's device_list knows InfiniBand's only.
+        # By default UCX listens on every interface of the machine. NIXL's device_list takes InfiniBand's only.
         parameters["engine_config"] = f"NET_DEVICES={settings.used_nixl_device}"
     return NixlTransport(
         name,
@@ -54,7 +54,7 @@ def create_transport(settings: Settings, name: str, *, writes: bool = True) -> T
 
 
 def deadlines(settings: Settings) -> Deadlines:
-    """The protocol's longest waits, as the settings say."""
+    """Reads the protocol's longest waits from the settings."""
     return Deadlines(
         bootstrap_s=settings.bootstrap_timeout_s,
         waiting_s=settings.waiting_timeout_s,
@@ -63,7 +63,7 @@ def deadlines(settings: Settings) -> Deadlines:
 
 
 def checked_room(room: int) -> int:
-    """A room number, if it is one.
+    """Returns the room number if it is valid.
 
     Raises:
         UsageError: if it is no integer in [0, 2**63).

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_driver import DecodeDriver
-from kvferry.endpoint.observing import Shown, endpoint_status
+from kvferry.endpoint.observing import EndpointTelemetry, endpoint_status
 from kvferry.endpoint.platform import Platform, SystemPlatform
 from kvferry.endpoint.receiving import Receiver, ReceivingRoom
 from kvferry.endpoint.threads import ThreadHealth
@@ -39,6 +40,14 @@ class DecodeEndpoint:
 
     A thread of its own does all I/O; `open` and reading a state never do any. The object is a context manager, and its
     methods may be called from any thread.
+
+    Attributes:
+        layout: what this rank caches and where.
+        engine: the engine's name.
+        coordinates: this rank's place in the engine.
+        engine_rank: its number among all ranks of the engine.
+        settings: what it was made with.
+        transport: moves its bytes.
     """
 
     def __init__(
@@ -49,6 +58,7 @@ class DecodeEndpoint:
         coordinates: RankCoordinates | None = None,
         settings: Settings | None = None,
         transport: Transport | None = None,
+        registry: RegistryClient | None = None,
         platform: Platform | None = None,
     ) -> None:
         """Registers the memory and starts the thread. Prefill engines are looked up when a room first asks for one.
@@ -59,7 +69,9 @@ class DecodeEndpoint:
             coordinates: this rank's place in the engine; the only rank by default.
             settings: read from the environment if None.
             transport: made as the settings say if None; closed together with the endpoint.
-            platform: the machine; the one that we are on if None.
+            registry: where prefill engines are looked up, as the settings say if None; closed together with the
+                endpoint.
+            platform: the machine; this one if None.
 
         Raises:
             LayoutError: if layout and coordinates disagree on context parallelism.
@@ -74,14 +86,16 @@ class DecodeEndpoint:
         self.settings = settings or Settings()
         self.engine_rank = self.coordinates.engine_rank
         self._platform = platform or SystemPlatform()
-        self._registry_client = self._platform.registry(self.settings, self.settings.registry_address)
-        self._registry_client.load()  # nobody waits yet
+        if registry is None:
+            registry = self._platform.registry(self.settings, self.settings.registry_address)
+        self._registry_client = registry
+        self._registry_client.load()  # now, before a room waits for it
         self.transport = transport or create_transport(
             self.settings, endpoint_name(engine, self.engine_rank), writes=False
         )
         self._deadlines = deadlines(self.settings)
         self._started_at = self._platform.now()
-        self._shown = Shown(Side.DECODE, engine, self.engine_rank, self.settings, self.status)
+        self._telemetry = EndpointTelemetry(Side.DECODE, engine, self.engine_rank, self.settings, self.status)
         # Guards the table of rooms, which callers add to and the driver takes from.
         self._lock = threading.Lock()
         self._rooms: dict[int, Receiver] = {}
@@ -108,11 +122,11 @@ class DecodeEndpoint:
             self.settings,
             staging,
             platform=self._platform,
-            observer=self._shown.observer,
+            observer=self._telemetry.observer,
             forget_room=self._forget_room,
         )
         try:
-            self._shown.start()
+            self._telemetry.start()
         except BaseException:
             self.close()
             raise
@@ -159,7 +173,7 @@ class DecodeEndpoint:
         try:
             return self._open(checked_room(room), pages, engine, prefill_dp_rank, prefix_tokens, tokens)
         except KVFerryError as error:
-            self._shown.observer.refused(error)
+            self._telemetry.observer.refused(error)
             raise
 
     def _open(
@@ -193,13 +207,13 @@ class DecodeEndpoint:
                     "(KVFERRY_MAX_ROOMS): open it when others have ended"
                 )
             self._rooms[room] = receiver
-            opened.trace = self._shown.observer.begin_receiving(room)
+            opened.trace = self._telemetry.observer.begin_receiving(room)
             # Under the lock, so that a close that aborts this room comes behind it.
             self._driver.open_room(opened, LinkKey(engine, prefill_dp_rank))
         return receiver
 
     def receiver(self, room: int) -> Receiver:
-        """The open transfer of that number.
+        """Returns the open transfer of that number.
 
         Raises:
             UnknownRoomError: if there is none, or it has ended.
@@ -233,10 +247,10 @@ class DecodeEndpoint:
     @property
     def observe_url(self) -> str | None:
         """Where metrics and status are served; None where no setting asks for it."""
-        return self._shown.url
+        return self._telemetry.url
 
     def status(self) -> EndpointStatus:
-        """Where the endpoint stands now, for people and tools to look at."""
+        """Returns a snapshot of the endpoint, for people and tools."""
         now = self._platform.now()
         return endpoint_status(
             Side.DECODE,
@@ -254,7 +268,7 @@ class DecodeEndpoint:
 
     @property
     def open_rooms(self) -> int:
-        """How many rooms have not ended, still quarantine their pages, or may still be known to a prefill rank."""
+        """Number of rooms that have not ended, still quarantine pages, or may still be open on a prefill rank."""
         with self._lock:
             return len(self._rooms)
 
@@ -265,11 +279,11 @@ class DecodeEndpoint:
 
     @property
     def health(self) -> tuple[ThreadHealth, ...]:
-        """How every thread of the endpoint is."""
+        """Health of every thread of the endpoint."""
         return self._driver.health
 
     def close(self) -> None:
-        """Aborts what is open, waits as long as close_timeout_s until nothing can be written, and gives all back."""
+        """Aborts open rooms, waits up to close_timeout_s until nothing can be written, and gives everything back."""
         for holds, until in self._closing():
             self._platform.wait_until(holds, until)
 
@@ -284,10 +298,10 @@ class DecodeEndpoint:
             return
         for receiver in receivers:
             receiver.abort("the decode endpoint was closed")
-        # Also those that have their pages back: prefill ranks may still write into staging memory for them.
+        # Also rooms whose pages are reusable: prefill ranks may still write into staging memory for them.
         yield lambda: not self.open_rooms, deadline
         yield from self._driver.closing()
-        self._shown.close()
+        self._telemetry.close()
         self._registry_client.close()
         self.transport.close()
 

@@ -1,8 +1,8 @@
-"""The one thread of a decode endpoint: rooms, messages, notifications, deadlines; `Links` has those to prefill ranks.
+"""The one thread of a decode endpoint: it drives rooms, messages, notifications and deadlines; `Links` has the links.
 
-It owns everything that it touches. Callers hand in work through a queue and wake it up. The loop sleeps as long as it
-can: hardly while rooms are open and something happened just now, a millisecond while they are, and until somebody
-knocks when there are none.
+The thread owns everything that it touches; callers queue work for it and wake it. It sleeps as long as it can: hardly
+while rooms are open and something has just happened, a millisecond at a time while rooms are open, and when there are
+none half a second, or until it is woken.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class DecodeDriver(Loop):
 
         Args:
             platform: the machine.
-            observer: is told what happens.
-            forget_room: called with the number of a room that is over and done with.
+            observer: notified of what happens.
+            forget_room: called with the number of a room that is done.
         """
         self._identity = identity
         self._transport = transport
@@ -100,9 +100,9 @@ class DecodeDriver(Loop):
         self._waiting: dict[Link, list[ReceivingRoom]] = {}
         self._rooms: dict[int, ReceivingRoom] = {}
         self._room_links: dict[int, Link] = {}
-        # Rooms that were verified, by number, generation and rank, of which that rank may not know yet.
+        # Links of verified rooms that a rank has not confirmed yet, by room, generation and rank.
         self._unconfirmed: dict[tuple[int, int, int], Link] = {}
-        self._arriving: ArrivalTask | None = None  # while its room is told of it
+        self._arriving: ArrivalTask | None = None  # while its room handles the arrival
         self._hot_until = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
@@ -112,7 +112,7 @@ class DecodeDriver(Loop):
         checks = staging.checks
         kernels = checks.memory.kernels if checks is not None else staging.kernels
         if kernels is not None:
-            # To verify all that came in one direct write takes longer than our own thread may be away.
+            # Verifying one direct write would hold this thread up for too long.
             count = settings.scatter_workers if checks is None else max(1, settings.scatter_workers)
             self._scatterers = Scatterers(count, kernels, self._on_task_done, platform=platform, name=name)
         self._thread = platform.start(name, self)
@@ -121,12 +121,12 @@ class DecodeDriver(Loop):
 
     @property
     def health(self) -> tuple[ThreadHealth, ...]:
-        """How the threads are."""
+        """Health of every thread."""
         scatterers = self._scatterers.threads if self._scatterers is not None else ()
         return tuple(thread.health for thread in (self._thread, *scatterers))
 
     def rooms(self, now: float) -> list[RoomStatus]:
-        """Where every room stands."""
+        """Returns the status of every room."""
         shown = []
         for room in list(self._rooms.values()):
             link = self._room_links.get(room.room)
@@ -135,23 +135,23 @@ class DecodeDriver(Loop):
         return shown
 
     def peers(self, now: float) -> list[PeerStatus]:
-        """How every prefill rank is that is known or looked for."""
+        """Returns the status of every prefill rank that is connected or looked up."""
         return self._links.standing(now)
 
     @property
     def staging(self) -> StagingStatus:
-        """Our rings."""
+        """How much memory this rank's rings have, and how much of it is in use."""
         rings = list(self._staging.rings.values())
         return StagingStatus(
             total_bytes=sum(ring.memory.num_bytes for ring in rings), used_bytes=sum(ring.held_bytes for ring in rings)
         )
 
     def open_room(self, room: ReceivingRoom, key: LinkKey) -> None:
-        """Takes a new room in."""
+        """Queues a new room for the thread."""
         self.submit(lambda now: self._take_room(room, key, now))
 
     def post_event(self, room: int, generation: int, event: ReceiverEvent) -> None:
-        """Hands an event to a room, if it is still the same one."""
+        """Queues an event for a room; it is dropped if the room has another generation by then, or has gone."""
 
         def deliver(now: float) -> None:
             opened = self._rooms.get(room)
@@ -165,7 +165,7 @@ class DecodeDriver(Loop):
         self._links.wait_ready(key, timeout_s)
 
     def closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
-        """Ends the threads and says goodbye to every peer, step by step: yields what to wait for, and how long."""
+        """Ends the threads and closes every link, step by step: yields what to wait for, and until when."""
         self._is_stopping.set()
         self._end.wake()
         yield lambda: not self._thread.is_alive, float("inf")
@@ -178,14 +178,14 @@ class DecodeDriver(Loop):
         self._end.close()
 
     def _end_rooms(self, now: float) -> None:
-        """After the thread has ended: what was handed in too late for it ends as well."""
+        """Ends what was queued too late for the thread, once that has ended."""
         self._work_inbox(now)
         for room in list(self._rooms.values()):
             if not room.machine.state.is_final:
                 self._handle(room, ReceiverAbortRequested("the decode endpoint was closed"), now)
 
     def submit(self, work: Callable[[float], None]) -> None:
-        """Does work soon, on the thread, which tells it the time."""
+        """Runs work soon, on the thread, with the time as its argument."""
         self._inbox.append(work)
         self._end.wake()
 
@@ -198,11 +198,11 @@ class DecodeDriver(Loop):
         if self._is_stopping.is_set():
             return False
         now = self._platform.now()
-        is_hot = bool(self._rooms) and now < self._hot_until  # a heartbeat's answer is no reason
+        is_hot = bool(self._rooms) and now < self._hot_until  # without rooms a heartbeat's answer does not count
         ready = self._end.wait(self._longest_wait_ms() if may_wait and not is_hot else 0)
         now = self._platform.now()
         happened = self._work_inbox(now)
-        if self._rooms:  # before what peers say: that they leave is no reason to forget what has arrived from them
+        if self._rooms:  # before messages: a peer's close must not discard what has arrived from it
             happened |= self._take_notifications(now)
         for channel in ready:
             if self._links.owns(channel):
@@ -245,7 +245,7 @@ class DecodeDriver(Loop):
         self._handle(room, link.connected(room.room), now)
 
     def _handle(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
-        """Tells a room what happened, does what it says, and forgets it when it is over."""
+        """Passes an event to a room's machine, executes its commands, and forgets the room once it is done."""
         try:
             commands = room.handle(event, now)
         except Exception as error:
@@ -255,13 +255,13 @@ class DecodeDriver(Loop):
         if room.machine.is_done and self._rooms.get(room.room) is room:
             del self._rooms[room.room]
             self._room_links.pop(room.room, None)
-            self._forget_room(room.room)  # before the caller learns of the end, who may use the number again then
+            self._forget_room(room.room)  # before the caller sees the end: it may use the number again then
         had_ended = room.receiver.stats.ended_at is not None
         room.show(now)
         if room.machine.state.is_final and not had_ended:
             self._observer.received(room.room, room.receiver.stats, room.machine.error)
         for command in commands:
-            # A room that could not be opened at one rank has failed, and the others were told so already.
+            # A room that could not be opened at one rank has failed, and its aborts were sent already.
             is_too_late = isinstance(command, SendOpen) and room.machine.state.is_final
             if link is not None and not is_too_late:
                 self._execute(room, link, command, now)
@@ -301,7 +301,7 @@ class DecodeDriver(Loop):
             self._handle(room, SenderLost(rank, error), now)
 
     def _take_notifications(self, now: float) -> bool:
-        """Takes what has arrived; returns whether anything has."""
+        """Handles the transport's notifications; returns whether there were any."""
         try:
             notifications = self._transport.take_notifications()
         except Exception as error:
@@ -316,7 +316,7 @@ class DecodeDriver(Loop):
         return bool(notifications)
 
     def _notified(self, peer: str, data: bytes, now: float) -> None:
-        """Counts an arrival, if it is of a room that is open, and from the rank that it names."""
+        """Handles a notification, if its room is open and it comes from the rank that it names."""
         try:
             message = messages.decode_notification(data)
         except PeerError as error:
@@ -349,7 +349,7 @@ class DecodeDriver(Loop):
     # ---- staging memory -----------------------------------------------------------------------------------------
 
     def _part_arrived(self, peer: str, message: messages.StagedArrived, now: float) -> None:
-        """Takes a part of a chunk that is in staging memory, which is given back whether anybody wants it or not."""
+        """Handles a part of a chunk in staging memory. Its span is given back, whether or not a room takes the part."""
         span = Span(message.start, message.begin, message.stop)
         ring = self._staging.ring(peer, message.epoch)
         if ring is None or not ring.take(span):
@@ -367,19 +367,19 @@ class DecodeDriver(Loop):
             return
         self._arriving = task
         self._handle(task.room, PartArrived(message.writer, message.sequence, message.part, message.is_last), now)
-        if self._arriving is not None:  # it was not wanted
+        if self._arriving is not None:  # the room did not take it
             self._arriving = None
             ring.give_back(span)
 
     def _begin_task(self) -> None:
-        """Hands what is arriving to a thread that does what is to be done with it."""
+        """Submits what is arriving to the threads that scatter and verify."""
         task, self._arriving = self._arriving, None
         assert task is not None
         assert self._scatterers is not None
         self._scatterers.submit(task)
 
     def _on_task_done(self, task: ArrivalTask, record: PlacedRecord, error: Exception | None) -> None:
-        """From the threads that scatter and verify; from ours where there are none."""
+        """Takes a task's result: on the thread that ran it, which is this one where no others scatter and verify."""
         assert self._scatterers is not None
         if self._scatterers.threads:
             self.submit(lambda now: self._task_done(task, record, error, now))
@@ -391,8 +391,8 @@ class DecodeDriver(Loop):
         task.room.placed(record)
         self._handle(task.room, task.event(error), now)
 
-    def _span_void(self, message: messages.SpanVoid) -> None:
-        """Nothing came, or will come, of a span."""
+    def _span_released(self, message: messages.SpanReleased) -> None:
+        """Gives back a span that its writer has released: nothing arrived in it, or will."""
         ring = self._staging.ring(message.endpoint, message.epoch)
         span = Span(message.start, message.begin, message.stop)
         if ring is not None and ring.take(span):
@@ -402,7 +402,7 @@ class DecodeDriver(Loop):
 
     @property
     def links_with_rooms(self) -> set[Link]:
-        """Those that rooms have been opened through, and not closed since."""
+        """Links through which rooms are open."""
         return set(self._room_links.values())
 
     def link_ready(self, link: Link, now: float) -> None:
@@ -420,7 +420,7 @@ class DecodeDriver(Loop):
             self._handle(self._rooms[number], ConnectFailed(error), now)
 
     def rank_settled(self, endpoint: str, now: float) -> None:
-        """Tells every room of a prefill rank that will not write again."""
+        """Marks a prefill rank that will not write again as drained in every room."""
         for number, link in list(self._room_links.items()):
             rank = link.rank_of(endpoint)
             if rank is not None:
@@ -430,7 +430,7 @@ class DecodeDriver(Loop):
         return [number for number, its_link in self._room_links.items() if its_link is link]
 
     def _say_again(self, channel: Connection, now: float) -> None:
-        """Repeats what may have been lost with a connection, or whose answer may. Nobody minds hearing it twice."""
+        """Retransmits what a broken connection may have lost, or whose answer it may have; receivers deduplicate."""
         for link in dict.fromkeys((*self._links.current, *self._room_links.values())):
             rank = link.rank_behind(channel)
             if rank is None or not self._links.ask_again(link, now):
@@ -445,13 +445,13 @@ class DecodeDriver(Loop):
                     self._execute(room, link, room.machine.abort_of(rank), now)
 
     def _receive(self, channel: Connection, now: float) -> None:
-        received = channel.receive()  # first: to say everything again may close the connection
+        received = channel.receive()  # first: retransmitting may close the connection
         if channel.take_break():
             self._say_again(channel, now)
         for data in received:
             link = self._links.behind(channel)
             if link is not None:
-                link.heard(channel)
+                link.record_answer(channel)
             try:
                 message = messages.decode_to_decode(data)
                 match message:
@@ -459,9 +459,9 @@ class DecodeDriver(Loop):
                         self._room_message(channel, message, now)
                     case messages.Confirmed():
                         self._confirmed(message)
-                    case messages.SpanVoid():
+                    case messages.SpanReleased():
                         if self._links.may_speak_for(channel, message.endpoint):
-                            self._span_void(message)
+                            self._span_released(message)
                     case _:
                         self._links.received(channel, link, message, now)
             except KVFerryError as error:
@@ -479,9 +479,9 @@ class DecodeDriver(Loop):
         if room is None or link is None or room.generation != message.generation:
             return  # belongs to a room that is over
         if isinstance(message, messages.Drained) and not link.is_rank(message.writer, message.endpoint):
-            return  # from a later start of the rank, which cannot speak for the earlier one
+            return  # from a later start of the rank, which proves nothing about the earlier one's writes
         if link.rank_behind(channel) != message.writer:
-            log.warning("dropped what %s says for rank %d in room %d", channel.address, message.writer, message.room)
+            log.warning("dropped a message: %s is not rank %d, room %d", channel.address, message.writer, message.room)
             return
         match message:
             case messages.RoomFailed():
@@ -490,7 +490,7 @@ class DecodeDriver(Loop):
                 self._handle(room, SenderDrained(message.writer), now)
 
     def _confirmed(self, message: messages.Confirmed) -> None:
-        """A prefill rank has heard that all of its digests are right."""
+        """Ends the retransmission of a verified room, which its prefill rank has confirmed."""
         key = message.room, message.generation, message.writer
         link = self._unconfirmed.get(key)
         if link is not None and link.is_rank(message.writer, message.endpoint):
@@ -508,14 +508,14 @@ class DecodeDriver(Loop):
         if now >= self._next_ping_at:
             self._next_ping_at = now + self._settings.heartbeat_interval_s
             self._links.heartbeat(now, longest_sleep_s=_IDLE_MS / 1000)
-            if not self._rooms:  # what comes for rooms that are over keeps staging memory until it is taken
+            if not self._rooms:  # what arrives for rooms that are over holds staging memory until it is taken
                 self._take_notifications(now)
             self._repeat(now)
         if self._links.retired:
             self._links.close_retired()
 
     def _why_late(self, room: ReceivingRoom) -> ReceiverEvent:
-        """What to tell a room whose time is up: what its link waits for, if it waits for one."""
+        """Returns the event for a room whose deadline has passed: why its link is not ready, if it waits for one."""
         for link, rooms in self._waiting.items():
             if room in rooms:
                 rooms.remove(room)
@@ -523,11 +523,11 @@ class DecodeDriver(Loop):
         return ReceiverTick()
 
     def _repeat(self, now: float) -> None:
-        """Says again what was not answered: a connection that broke may have lost it, or the answer."""
+        """Retransmits what was not answered: a connection that broke may have lost it, or the answer."""
         for ring in self._staging.rings.values():
             ring.report()
         for key, link in list(self._unconfirmed.items()):
-            if not self._links.is_current(link):  # whoever is behind it has lost us, too, and waits no longer
+            if not self._links.is_current(link):  # its ranks have given this one up, too, and wait no longer
                 del self._unconfirmed[key]
                 continue
             verified, generation, rank = key

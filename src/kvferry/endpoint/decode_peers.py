@@ -19,16 +19,16 @@ from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.logs import tell_silence
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import PeerStatus
-from kvferry.plan import Path
+from kvferry.plan import TransferPath
 from kvferry.protocol.messages import Attach, Attached, Message, Refused
-from kvferry.transport import FlightReport, Transport
+from kvferry.transport import TransferReport, Transport
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DetachRequested:
-    """The decode rank left, or is lost."""
+    """The decode rank has closed, or is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class DecodePeer(Actor):
     Attributes:
         name: the decode rank's endpoint.
         attempt: the number that the decode rank gave this connection.
-        last_heard_at: when the control thread last got a message from it; only that thread writes it.
+        last_heard_at: when the control thread last received a message from it; only that thread writes it.
         attachment: what was prepared, once it is.
     """
 
@@ -77,7 +77,7 @@ class DecodePeer(Actor):
         self.last_heard_at = now
         self.attachment: Attachment | None = None
         self._must_wait = earlier is not None
-        self._hanging: TransportError | None = None  # a write does, and as long the decode rank must stay connected
+        self._hanging: TransportError | None = None  # set while a write hangs: as long the rank must stay connected
         self._is_detaching = False
         self._waiting: list[PeerEvent] = []
         self._transport = transport
@@ -86,8 +86,8 @@ class DecodePeer(Actor):
         self._staging = staging
         self._send = send
         self._observer = observer
-        self._is_silence_told = False
-        # Guards the two below: whoever waits for the end must not miss it.
+        self._is_silence_reported = False
+        # Guards the two below: a caller of `when_undone` must not miss the end.
         self._end_lock = threading.Lock()
         self._is_undone = False
         self._when_undone: list[Callable[[], None]] = []
@@ -95,21 +95,21 @@ class DecodePeer(Actor):
             earlier.when_undone(partial(self.post, EarlierUndone()))
 
     def status(self, now: float) -> PeerStatus:
-        """How it is, for others to see. From any thread."""
+        """Returns the status of this peer. May be called from any thread."""
         is_ready = self.attachment is not None
         state = "leaving" if self._is_detaching else "ready" if is_ready else "connecting"
         silent_s = max(0.0, now - self.last_heard_at)
         return PeerStatus(name=self.name, state=state, is_ready=is_ready, silent_s=silent_s)
 
     def tell_silence(self, silence_s: float, noticed_s: float) -> None:
-        """Writes to the log, once, that the decode rank has fallen silent. For the control thread only."""
+        """Logs, once, that the decode rank has fallen silent. For the control thread only."""
         is_silent = silence_s > noticed_s
-        if is_silent and not self._is_silence_told:
+        if is_silent and not self._is_silence_reported:
             tell_silence(f"decode rank {self.name}", self.name, silence_s)
-        self._is_silence_told = is_silent
+        self._is_silence_reported = is_silent
 
     def when_undone(self, call: Callable[[], None]) -> None:
-        """Calls back once the connection is undone, from whichever thread undoes it; at once if it is."""
+        """Calls back once the connection is undone, from the thread that undoes it; at once if it is undone already."""
         with self._end_lock:
             if not self._is_undone:
                 self._when_undone.append(call)
@@ -117,7 +117,7 @@ class DecodePeer(Actor):
         call()
 
     def handle(self, event: PeerEvent, worker: Worker) -> None:
-        """Connects or disconnects, once the connection before is undone."""
+        """Connects or disconnects, once the earlier connection is undone."""
         self._waiting.append(event)
         if isinstance(event, EarlierUndone):
             self._must_wait = False
@@ -142,7 +142,7 @@ class DecodePeer(Actor):
                         self._undone()
 
     def broke(self, error: Exception, worker: Worker) -> None:
-        """Says so; an error in connecting or disconnecting does not get here."""
+        """Logs the error. Errors of connecting and disconnecting are handled where they occur."""
         log.error("the connection to decode rank %s met an unexpected error", self.name, exc_info=error)
 
     def _attach(self, message: Attach, worker: Worker) -> None:
@@ -162,21 +162,21 @@ class DecodePeer(Actor):
             )
         except WriteHangsError as error:
             self._hanging = TransportError(str(error))
-            worker.watch(error.flight, self._hanging_ended, self._hanging_ended, self._hanging_broke)
+            worker.watch(error.transfer, self._hanging_ended, self._hanging_ended, self._hanging_broke)
             self._refuse(self._hanging)
         except Exception as error:
             self._refuse(error)
         else:
             self._confirm(self.attachment)
 
-    def _hanging_ended(self, _: FlightReport | Exception) -> None:
+    def _hanging_ended(self, _: TransferReport | Exception) -> None:
         self.post(HangingWriteEnded())
 
     def _hanging_broke(self, _: Exception) -> None:
-        """Nothing is known of it then, and it goes on hanging."""
+        """Does nothing: the write may not have ended, so that it counts as hanging."""
 
     def _confirm(self, attachment: Attachment) -> None:
-        only_staged = attachment.paths.forced is Path.STAGED
+        only_staged = attachment.paths.forced is TransferPath.STAGED
         self._send(
             self.name,
             Attached(endpoint=self._transport.endpoint_name, attempt=self.attempt, only_staged=only_staged),
@@ -217,8 +217,11 @@ class DecodePeers:
     """The table of connected decode ranks. May be read from any thread; the control thread writes it."""
 
     def __init__(self, make: Callable[[str, int, DecodePeer | None], DecodePeer]) -> None:
-        """Args:
-        make: makes a connection to a decode rank, given its number there and the earlier one if that is not undone yet.
+        """Begins with nobody connected.
+
+        Args:
+            make: makes a connection to a decode rank, given its number there and the earlier one if that is not undone
+                yet.
         """
         self._make = make
         # Guards both tables, which workers read while the control thread adds and removes.
@@ -227,12 +230,12 @@ class DecodePeers:
         self._leaving: dict[str, DecodePeer] = {}
 
     def __len__(self) -> int:
-        """How many are connected, those that are being undone included."""
+        """Returns the number of connections, those that are being undone included."""
         with self._lock:
             return len(self._peers) + len(self._leaving)
 
     def get(self, name: str) -> DecodePeer | None:
-        """The decode rank of that name, if it is known."""
+        """Returns the decode rank of that name; None if it is not connected."""
         with self._lock:
             return self._peers.get(name)
 
@@ -264,6 +267,6 @@ class DecodePeers:
                 del self._leaving[peer.name]
 
     def all(self) -> list[DecodePeer]:
-        """Everyone in the table now."""
+        """Returns all connected decode ranks."""
         with self._lock:
             return list(self._peers.values())

@@ -1,7 +1,7 @@
 """A decode endpoint's links to prefill engines: looked up, kept alive, given up, and remembered while they may write.
 
-All of it runs on the endpoint's one thread, but for two things. Look-ups at the registry block: they run on a small
-pool, and hand their results in. And whoever waits until a link is ready does so on a thread of its own.
+All of it runs on the endpoint's one thread, with two exceptions. Look-ups at the registry block: they run on a small
+pool, which queues their results. And `wait_ready` waits on its caller's thread.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ log = logging.getLogger(__name__)
 
 
 class LinkUser(Protocol):
-    """Whoever has rooms that rely on links. It is told of everything on the endpoint's thread."""
+    """The owner of the rooms that rely on links. Called on the endpoint's thread, but for `submit`."""
 
     @property
     def links_with_rooms(self) -> Collection[Link]:
-        """Those that rooms have been opened through, and not closed since."""
+        """Links through which rooms are open."""
 
     def submit(self, work: Callable[[float], None]) -> None:
-        """Does work soon, on the endpoint's thread, which tells it the time. May be called from any thread."""
+        """Runs work soon, on the endpoint's thread, with the time as its argument. May be called from any thread."""
 
     def link_ready(self, link: Link, now: float) -> None:
-        """Rooms can be opened through a link."""
+        """Called when rooms can be opened through a link."""
 
     def link_failed(self, link: Link, error: KVFerryError, now: float) -> None:
-        """A link was given up, and with it every room that relies on it."""
+        """Called when a link was given up, and with it every room that relies on it."""
 
     def rank_settled(self, endpoint: str, now: float) -> None:
-        """A prefill rank will not write again."""
+        """Called when a prefill rank will not write again."""
 
 
 @dataclass(eq=False, slots=True)
 class _Caller:
-    """Somebody who waits in `Links.wait_ready`.
+    """A caller that waits in `Links.wait_ready`.
 
     Attributes:
         ready: has a result when the link is ready, and an exception when it failed.
-        link: what it waits for; None until the thread has heard of it.
+        link: what it waits for; None until the endpoint's thread has taken the call.
     """
 
     ready: Future[None] = field(default_factory=Future)
@@ -90,11 +90,13 @@ class Links:
         observer: Observer,
         user: LinkUser,
     ) -> None:
-        """Args:
-        end: what connections are made with; it stays the caller's.
-        platform: the machine.
-        observer: is told what happens.
-        user: whose rooms rely on the links.
+        """Begins with no link; the first room that asks for an engine makes one.
+
+        Args:
+            end: what connections are made with; it stays the caller's.
+            platform: the machine.
+            observer: is told what happens.
+            user: whose rooms rely on the links.
         """
         self._identity = identity
         self._registry = registry
@@ -104,7 +106,7 @@ class Links:
         self._platform = platform
         self._observer = observer
         self._user = user
-        self._resolvers = platform.aside("kvferry-decode-resolver")
+        self._resolvers = platform.background_executor("kvferry-decode-resolver")
         self._current: dict[LinkKey, Link] = {}
         self._retired: list[Link] = []
         self._callers: list[_Caller] = []
@@ -113,13 +115,13 @@ class Links:
         self._channels: dict[str, Connection] = {}  # by address; links to the same rank share one
         self._next_attempt = partial(next, itertools.count(1))
         self._attempts: dict[str, int] = {}  # by address, the last that was begun there
-        self._silent: frozenset[tuple[LinkKey, int]] = frozenset()  # prefill ranks that the log has been told of
+        self._silent: frozenset[tuple[LinkKey, int]] = frozenset()  # prefill ranks whose silence was logged
         self._last_heartbeat_at = float("inf")
 
     # ---- from any thread ----------------------------------------------------------------------------------------
 
     def standing(self, now: float) -> list[PeerStatus]:
-        """How every prefill rank is that is known or looked for."""
+        """Returns the status of every prefill rank that is connected or looked up."""
         shown = []
         for link in list(self._current.values()):
             ranks = link.standing(now)
@@ -134,11 +136,11 @@ class Links:
         return shown
 
     def wait_ready(self, key: LinkKey, timeout_s: float) -> None:
-        """Waits until a link is ready, begun if there is none; see `DecodeEndpoint.connect`."""
+        """Waits until a link is ready, making it if there is none; see `DecodeEndpoint.connect`."""
         caller = _Caller()
         self._callers.append(caller)
         try:
-            if self._is_closed:  # after it was set, nobody looks for callers any more
+            if self._is_closed:  # once it is set, callers are not answered any more
                 raise EndpointClosedError("the endpoint was closed")
             self._user.submit(lambda now: self._take_caller(caller, key, now))
             caller.ready.result(timeout_s)
@@ -155,17 +157,17 @@ class Links:
 
     @property
     def current(self) -> tuple[Link, ...]:
-        """Those that are relied on, ready or not."""
+        """Links in use, ready or not."""
         return tuple(self._current.values())
 
     @property
     def retired(self) -> tuple[Link, ...]:
-        """Those that were given up, and that something may still have to be said or heard through."""
+        """Links that were given up, and that messages may still have to pass through."""
         return tuple(self._retired)
 
     @property
     def are_awaited(self) -> bool:
-        """Whether anybody waits for one to become ready."""
+        """Whether a caller waits for a link to become ready."""
         return bool(self._callers)
 
     def is_current(self, link: Link) -> bool:
@@ -173,21 +175,21 @@ class Links:
         return self._current.get(link.key) is link
 
     def behind(self, channel: Channel) -> Link | None:
-        """The current link that a connection belongs to, if one does."""
+        """Returns the current link that a connection belongs to; None if there is none."""
         return next((link for link in self._current.values() if link.rank_behind(channel) is not None), None)
 
     def may_speak_for(self, channel: Channel, endpoint: str) -> bool:
-        """Whether an endpoint has answered behind a connection. Nobody else may speak for it."""
+        """Whether an endpoint has answered through a connection: no other connection may carry its messages."""
         return channel in self._channels_of(endpoint)
 
     def owns(self, channel: Connection) -> bool:
-        """Whether a connection is open still."""
+        """Whether a connection is still open."""
         return self._channels.get(channel.address) is channel
 
     # ---- the life of a link -------------------------------------------------------------------------------------
 
     def to(self, key: LinkKey, deadline: float) -> Link:
-        """The link of that key, begun if there is none. Whoever waits for it has no earlier deadline."""
+        """Returns the link of that key, making it if there is none; its deadline is the given one or later."""
         if key in self._current:
             self._current[key].deadline = max(self._current[key].deadline, deadline)
         else:
@@ -198,14 +200,14 @@ class Links:
         return self._current[key]
 
     def received(self, channel: Connection, link: Link | None, message: messages.ToDecode, now: float) -> None:
-        """Takes a message about a link, or about a rank behind one.
+        """Handles a message about a link, or about a rank behind one.
 
         Args:
             channel: where it came from.
             link: the current one that the connection belongs to, if one does.
 
         Raises:
-            KVFerryError: if that link fails by it; it is the caller's to give it up.
+            KVFerryError: if that link fails by it; the caller must give it up.
         """
         match message:
             case messages.Closed(endpoint):
@@ -223,7 +225,7 @@ class Links:
                     self._started_over(link)
 
     def fail(self, link: Link, error: KVFerryError, now: float) -> None:
-        """Gives a link up, and all that relies on it. It stays connected for as long as a rank may still write."""
+        """Gives a link up, and every room that relies on it. It stays connected while a rank may still write."""
         if not self.is_current(link):
             return
         log.error("the link to prefill engine %r is down: %s", link.key.engine, error)
@@ -238,27 +240,28 @@ class Links:
         self.close_retired()
 
     def ask_again(self, link: Link, now: float) -> bool:
-        """Says again what a link may have lost with a connection; returns whether rooms are to do the same.
+        """Retransmits what a link may have lost with a connection; returns whether its rooms should do the same.
 
-        They are not where it fails by that. Those of a link that was given up before are: a rank may still answer.
+        They should not where the link fails by that. Those of a link that was given up before should: a rank may still
+        answer.
         """
         if self.is_current(link):
             try:
                 self._refuse_the_dead(link, now)
-                link.ask(now)  # before rooms do: a later start of the rank says so, and the link ends
+                link.ask(now)  # before rooms do: the answer of a later start of the rank ends the link
             except KVFerryError as error:
                 self.fail(link, error, now)
                 return False
         return True
 
     def close_retired(self) -> None:
-        """Closes those that nobody will say anything through that matters here."""
+        """Drops the retired links through which no message can come that matters, and closes their connections."""
         in_use = self._user.links_with_rooms
         self._retired = [link for link in self._retired if link in in_use or self._has_ring_in_doubt(link)]
         self._close_unused_channels()
 
     def close(self) -> None:
-        """Says goodbye to every peer, after the endpoint's thread has ended."""
+        """Sends a close message to every peer, after the endpoint's thread has ended."""
         self._resolvers.close()
         self._keep_rings_in_doubt()
         for channel in list(self._channels.values()):
@@ -274,7 +277,7 @@ class Links:
             caller.ready.set_result(None)
 
     def _callers_of(self, link: Link) -> list[_Caller]:
-        """Those who have not been answered yet."""
+        """Returns the callers that wait for a link."""
         return [caller for caller in list(self._callers) if caller.link is link and not caller.ready.done()]
 
     def _ready(self, link: Link, now: float) -> None:
@@ -285,7 +288,7 @@ class Links:
         self._user.link_ready(link, now)
 
     def _started_over(self, link: Link) -> None:
-        """What the ranks were offered before may be written to until they are connected anew, or known to be gone."""
+        """Counts the ranks that a link had before as lost: they may write until they connect anew, or have ended."""
         self._observer.retried(Retry.CONNECT)
         while link.left_behind:
             peer = link.left_behind.pop()
@@ -293,7 +296,7 @@ class Links:
         self._close_unused_channels()
 
     def _rank_closed(self, endpoint: str, now: float) -> None:
-        """A prefill rank has gone in order: it serves nobody any more, and will not write again."""
+        """Handles a prefill rank's close message: it serves no requests any more, and will not write again."""
         for link in self.current:
             rank = link.rank_of(endpoint)
             if rank is not None:
@@ -304,7 +307,7 @@ class Links:
     # ---- the registry -------------------------------------------------------------------------------------------
 
     def _look_up(self, link: Link) -> None:
-        """Asks the registry, once. Runs on the pool."""
+        """Looks an engine up at the registry, once. Runs on the pool."""
         problem: KVFerryError
         try:
             view = self._registry.engine(link.key.engine)
@@ -346,11 +349,11 @@ class Links:
         return *self._current.values(), *self._retired
 
     def _channels_of(self, endpoint: str) -> set[Channel]:
-        """The connections behind which an endpoint has answered: one, or none."""
+        """Returns the connections through which an endpoint has answered: one, or none."""
         return {channel for link in self._all if (channel := link.channel_of(endpoint)) is not None}
 
     def _channel(self, address: str) -> Connection:
-        """The connection to an address, made if there is none."""
+        """Returns the connection to an address, making it if there is none."""
         if address not in self._channels:
             self._channels[address] = self._end.connect(address)
         return self._channels[address]
@@ -361,19 +364,19 @@ class Links:
             self._close_channel(channel)
 
     def _close_channel(self, channel: Connection) -> None:
-        """Says goodbye and closes."""
+        """Sends a close message and closes the connection."""
         del self._channels[channel.address]
         try:
             attempt = self._attempts.pop(channel.address, 0)
             channel.send(messages.encode(messages.Detach(endpoint=self._identity.endpoint, attempt=attempt)))
         except PeerDisconnectedError as error:
-            log.debug("no goodbye to %s: %s", channel.address, error)
+            log.debug("no close message to %s: %s", channel.address, error)
         self._end.disconnect(channel)
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Asks the registry again when it is time to, and gives up what is not ready by its deadline."""
+        """Repeats look-ups that are due, and gives up links that are not ready by their deadline."""
         for link in self.current:
             if link.look_up_at is not None and link.look_up_at <= now < link.deadline:
                 link.look_up_at = None
@@ -383,7 +386,7 @@ class Links:
                 self.fail(link, self.why_not_ready(link), now)
 
     def why_not_ready(self, link: Link) -> KVFerryError:
-        """What a link waits for, to be told to whoever waited for it in vain."""
+        """Returns the error that says what a link still waits for."""
         if link.state is LinkState.RESOLVING and link.problem is not None:
             return link.problem
         hint = ""
@@ -396,12 +399,12 @@ class Links:
         )
 
     def heartbeat(self, now: float, *, longest_sleep_s: float) -> None:
-        """Shows every rank that we live, asks for the same, and gives up links to those that are silent or dead.
+        """Sends a heartbeat to every rank, and gives up links to those that are silent or dead.
 
         Args:
             longest_sleep_s: by how much a heartbeat may come later than it should while all is well.
         """
-        # While this process was frozen, or had no processor, it heard nobody: that is not their fault.
+        # While this process was frozen, or had no processor, it received nothing: that does not count as silence.
         late_s = max(0.0, now - self._last_heartbeat_at - 2 * self._settings.heartbeat_interval_s - longest_sleep_s)
         self._last_heartbeat_at = now
         for link in self._current.values():
@@ -424,7 +427,7 @@ class Links:
                 self.fail(link, error, now)
 
     def _tell_silence(self, now: float) -> None:
-        """Writes to the log, once for each, which prefill ranks have fallen silent."""
+        """Logs, once for each, which prefill ranks have fallen silent."""
         silent = {}
         for link in self._current.values():
             for rank in link.standing(now):
@@ -437,10 +440,10 @@ class Links:
         self._silent = frozenset(silent)
 
     def _refuse_the_dead(self, link: Link, now: float) -> None:
-        """Starts a link over whose rank's process is known to have ended, as long as no room relies on it.
+        """Starts a link over if the process of one of its ranks is known to have ended and no room relies on the link.
 
         Raises:
-            PeerDisconnectedError: if rooms do.
+            PeerDisconnectedError: if rooms rely on it.
         """
         for peer in link.peers:
             if not self._platform.is_gone(peer.process):
@@ -457,7 +460,7 @@ class Links:
     # ---- ranks that were lost -----------------------------------------------------------------------------------
 
     def release_what_is_proved(self, now: float) -> None:
-        """Gives back what lost ranks might have written to, of those that will not write again."""
+        """Gives back what lost ranks might have written to, once they are proved not to write again."""
         if not len(self._lost):
             return
         at_stake = {peer.endpoint for link in self._user.links_with_rooms for peer in link.peers}
@@ -467,30 +470,30 @@ class Links:
             self._will_not_write(endpoint, now)
 
     def ask_for_the_lost(self, now: float) -> None:
-        """Tries to learn what became of ranks that may still write."""
+        """Asks other ranks whether the processes of lost ranks that may still write have ended."""
         for _, process in self._lost.doubtful:
             for link in self._all:
                 with contextlib.suppress(KVFerryError):
                     link.ask_whether_gone(process)
-        # Whoever has its place now may know what became of it; and if it lives, it gives the old ring up for a new one.
+        # The rank in its place may know what became of it; a rank that lives gives its old ring up for a new one.
         doubtful = [endpoint for endpoint, _ in self._lost.doubtful]
         for link in self._retired:
             if link.key not in self._current and any(link.rank_of(endpoint) is not None for endpoint in doubtful):
                 self.to(link.key, now + self._settings.bootstrap_timeout_s)
 
     def _will_not_write(self, endpoint: str, now: float) -> None:
-        """A prefill rank has gone for good."""
+        """Gives back the rings, and drains the rooms, of a prefill rank that will not write again."""
         self._lost.discard(endpoint)
         self._staging.closed(endpoint)
         self._user.rank_settled(endpoint, now)
         self.close_retired()
 
     def _has_ring_in_doubt(self, link: Link) -> bool:
-        """Whether a rank that was lost may write into staging memory still; it may yet say that it will not."""
+        """Whether a lost rank may still write into staging memory; its close message may yet come."""
         return any(peer.endpoint in self._staging.rings and peer.endpoint in self._lost for peer in link.peers)
 
     def _keep_rings_in_doubt(self) -> None:
-        """Nothing that we could do stops whoever may still write into staging memory: that stays for good."""
+        """Keeps staging memory for good that a rank may still write to: nothing here could stop that."""
         ready = [link for link in self._current.values() if link.state is LinkState.READY]
         with_rooms = self._user.links_with_rooms
         settled = {peer.endpoint for link in ready if link not in with_rooms for peer in link.peers}

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from kvferry.observe.server import ObserveServer
 
 
-class Shown:
-    """What others see of an endpoint.
+class EndpointTelemetry:
+    """The telemetry of an endpoint: its log lines, metrics, traces, and the server for them.
 
     Attributes:
-        observer: to be told what happens.
-        url: where metrics and status are served; None where nobody asked for them, or before `start`.
+        observer: to be notified of what happens.
+        url: where metrics and status are served; None where no setting asks for it, or before `start`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Shown:
         if settings.traces:
             observers.append(_spans(engine, rank))
         if settings.observe_port is not None:
-            # Imported late: processes that show nothing need not load what shows it.
+            # Imported late: processes without metrics need not load a metrics server.
             from kvferry.observe.metrics import Metrics
             from kvferry.observe.server import serve
 
@@ -63,7 +63,7 @@ class Shown:
         self.observer: Observer = Several(*observers)
 
     def start(self) -> None:
-        """Serves, once the endpoint can say where it stands.
+        """Starts the server. The endpoint's status must be readable by then.
 
         Raises:
             SettingsError: if no port is free, or the host is not this machine's.
@@ -74,7 +74,7 @@ class Shown:
             self.url = self._server.url
 
     def close(self) -> None:
-        """Serves no more."""
+        """Stops the server."""
         if self._server is not None:
             self._server.close()
 
@@ -84,7 +84,7 @@ def _spans(engine: str, rank: int) -> Observer:
         from kvferry.observe.spans import Spans
     except ImportError as error:
         raise ConfigurationError(
-            f"traces (KVFERRY_TRACES) need OpenTelemetry: pip install 'kvferry[otel]' ({error})"
+            f"traces (KVFERRY_TRACES) need OpenTelemetry: pip install opentelemetry-api ({error})"
         ) from error
     return Spans(engine, rank)
 
@@ -103,11 +103,11 @@ def endpoint_status(
     staging: StagingStatus,
     threads: Sequence[ThreadHealth],
 ) -> EndpointStatus:
-    """Puts together where an endpoint stands.
+    """Builds the status of an endpoint.
 
     Args:
         up_s: for how long it has run.
-        problem: what is wrong with it.
+        problem: what is wrong with it; empty if nothing is.
         rooms: all that are open.
     """
     states: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Which way the bytes of a write go to a receiver, and what the staged way takes on the prefill side."""
+"""Which path the bytes of a write take to a receiver, and what the staged path needs on the prefill side."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvferry.endpoint.calibration import Calibration, WireKey
 from kvferry.endpoint.platform import Platform
 from kvferry.errors import IncompatiblePeerError, SettingsError, TransportError, TransportUnavailableError
 from kvferry.layout import RankLayout, Region
-from kvferry.plan import Choice, ElectedRoute, PairPlan, Path, PathCosts, Unit, choose
-from kvferry.plan.packing import SEGMENT_ALIGNMENT, PackedPiece, aligned
-from kvferry.protocol.loads import block_loads, load_of
+from kvferry.plan import Choice, ElectedRoute, PairPlan, PathCosts, TransferPath, Unit, choose
+from kvferry.plan.packing import SEGMENT_ALIGNMENT, aligned
 from kvferry.protocol.messages import Attach
+from kvferry.protocol.moved_blocks import moved_blocks, write_size_of
 from kvferry.protocol.moves import Move
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
@@ -36,8 +36,8 @@ class StagedPath:
 
     Attributes:
         peer: its staging memory.
-        kernels: copy.
-        costs: as they were measured.
+        kernels: what copies.
+        costs: the measured ones.
         chunk_bytes: the size of a sub-chunk.
     """
 
@@ -48,37 +48,32 @@ class StagedPath:
 
 
 class PathChooser:
-    """The ways to one receiver.
+    """Chooses the path of every write to one receiver.
 
     Attributes:
-        forced: the only one that may be taken, if a setting of either side says so.
+        forced: the only path that may be taken, if a setting of either side forces one.
         staged: what staged writes need; None where there are none.
     """
 
-    def __init__(self, plan: PairPlan, *, forced: Path | None, staged: StagedPath | None, problem: str) -> None:
-        """Args:
-        plan: what is sent.
-        problem: why there are no staged writes, if so.
+    def __init__(self, plan: PairPlan, *, forced: TransferPath | None, staged: StagedPath | None, problem: str) -> None:
+        """Takes the paths that there are to one receiver.
+
+        Args:
+            plan: what is sent.
+            problem: why there are no staged writes, if so.
         """
         self.forced = forced
         self.staged = staged
         self._plan = plan
         self._problem = problem
-        self._packed: dict[Unit, tuple[PackedPiece, ...]] = {}
-
-    def packed(self, unit: Unit) -> tuple[PackedPiece, ...]:
-        """How every piece is packed, worked out when first asked for."""
-        if unit not in self._packed:  # two workers at a time work out the same
-            self._packed[unit] = self._plan.packed_pieces(unit)
-        return self._packed[unit]
 
     def credited(self, epoch: int, position: int) -> None:
-        """Takes in up to where the receiver has read its ring. Returns at once."""
+        """Takes a credit: how far the receiver has read its ring. Returns at once."""
         if self.staged is not None and self.staged.peer.epoch == epoch:
             self.staged.peer.ring.read_until(position)
 
     def choose(self, unit: Unit, elected: Sequence[ElectedRoute], moves: Sequence[Move]) -> Choice:
-        """The way that a write should take, and why.
+        """Chooses the path of a write, and says why.
 
         Args:
             elected: what this rank sends in the room; moves refer to it.
@@ -86,14 +81,14 @@ class PathChooser:
         if self.forced is not None:
             return Choice(self.forced, 0.0, 0.0, f"KVFERRY_PATH is {self.forced.value}")
         if self.staged is None:
-            return Choice(Path.DIRECT, 0.0, 0.0, f"there is no staged path: {self._problem}")
-        packed = self.packed(unit)
-        loads = block_loads(elected, moves, packed)
-        return choose(load_of(loads, moves, packed, chunk_bytes=self.staged.chunk_bytes), self.staged.costs)
+            return Choice(TransferPath.DIRECT, 0.0, 0.0, f"there is no staged path: {self._problem}")
+        packed = self._plan.packed_pieces(unit)
+        loads = moved_blocks(elected, moves, packed)
+        return choose(write_size_of(loads, moves, packed, chunk_bytes=self.staged.chunk_bytes), self.staged.costs)
 
 
 class SendingStaging:
-    """What a prefill endpoint has for staged writes.
+    """The staging memory of a prefill endpoint, and the paths to its decode ranks.
 
     Attributes:
         source_memories: staging memory of every worker that gathers; none if there are no staged writes.
@@ -114,7 +109,7 @@ class SendingStaging:
         self._ring_bytes = int(settings.staging_ring_mib * 2**20)
         # A multiple of what segments are aligned to, since slots follow each other.
         self._chunk_bytes = aligned(int(settings.staging_chunk_mib * 2**20) - SEGMENT_ALIGNMENT + 1)
-        # Guards the count below, since workers that gather take more memory when they need it, and what digests.
+        # Guards the count below, since workers that gather take more memory when they need it, and the digest memory.
         self._lock = threading.Lock()
         self._taken_bytes = 0
         self._kernels: Kernels | None = None
@@ -122,18 +117,18 @@ class SendingStaging:
         self._calibration: Calibration | None = None
         self._problem = ""
         self.source_memories: tuple[SourceMemory, ...] = ()
-        if settings.forced_path is Path.DIRECT:
+        if settings.forced_path is TransferPath.DIRECT:
             self._problem = "the prefill side forces the direct path (KVFERRY_PATH)"
             return
         try:
             self._take_memory()
         except (SettingsError, TransportUnavailableError, TransportError) as error:
-            if settings.forced_path is Path.STAGED:
+            if settings.forced_path is TransferPath.STAGED:
                 raise
             self._problem = str(error)
 
     def _take_memory(self) -> None:
-        """Takes what every worker that gathers begins with, and what calibrations need.
+        """Allocates what every worker that gathers begins with, and what calibrations need.
 
         Raises:
             TransportUnavailableError: if what copies is not installed.
@@ -156,11 +151,11 @@ class SendingStaging:
         self._calibration = self._platform.calibration(self._transport, kernels, layout, measuring)
 
     def _more_memory(self) -> StagingMemory | None:
-        """As much again for a worker that gathers; None if there is no more, or must not be."""
+        """Allocates as much again for a worker that gathers; None if there is no more, or may not be."""
         with self._lock:
             if self._taken_bytes + self._ring_bytes > self._settings.staging_memory_mib * 2**20:
                 return None
-            self._taken_bytes += self._ring_bytes  # before it is there: another worker may ask meanwhile
+            self._taken_bytes += self._ring_bytes  # before it is allocated: another worker may ask meanwhile
         try:
             return self._registered(self._ring_bytes)
         except (SettingsError, TransportError) as error:
@@ -170,16 +165,18 @@ class SendingStaging:
             return None
 
     def _registered(self, num_bytes: int) -> StagingMemory:
-        """Raises:
-        SettingsError: if there is not so much memory.
-        TransportError: if it cannot be registered.
+        """Allocates staging memory and registers it.
+
+        Raises:
+            SettingsError: if there is not so much memory.
+            TransportError: if it cannot be registered.
         """
         memory = self._platform.staging.allocate(num_bytes, self._layout.device)
         self._transport.register([memory.region], self._layout.device)
         return memory
 
     def paths_to(self, message: Attach, plan: PairPlan) -> PathChooser:
-        """The ways to a decode rank; measures how fast they are. The transport is connected already.
+        """Makes the chooser of paths to a decode rank, measuring how fast they are. The transport must be connected.
 
         Raises:
             IncompatiblePeerError: if the settings of both sides force different paths, or one that there is not.
@@ -193,14 +190,16 @@ class SendingStaging:
         forced = mine or theirs
         if not plan.pieces:
             return PathChooser(plan, forced=None, staged=None, problem="nothing is sent there")
-        problem = self._why_not_staged(message, plan) if forced is not Path.DIRECT else "the direct path is forced"
-        if problem and forced is Path.STAGED:
+        problem = (
+            self._why_not_staged(message, plan) if forced is not TransferPath.DIRECT else "the direct path is forced"
+        )
+        if problem and forced is TransferPath.STAGED:
             raise IncompatiblePeerError(f"path: staged is forced (KVFERRY_PATH), but cannot be taken: {problem}")
-        staged = None if problem else self._staged(message, plan, is_forced=forced is Path.STAGED)
+        staged = None if problem else self._staged(message, plan, is_forced=forced is TransferPath.STAGED)
         return PathChooser(plan, forced=forced, staged=staged, problem=problem)
 
     def digest_memory(self) -> DigestMemory:
-        """What digests are computed with, made when a decode rank first asks for them.
+        """Returns what digests are computed with, made when a decode rank first asks for them.
 
         Raises:
             SettingsError: if the pool is in a GPU's memory.
@@ -217,7 +216,7 @@ class SendingStaging:
             return self._problem
         if ring is None:
             return message.staging.problem or "the decode side offers no staging memory"
-        largest = max(piece.block_bytes for piece in plan.packed_pieces(Unit.GRANULE))
+        largest = max(piece.block_bytes for piece in plan.packed_pieces(Unit.WHOLE))
         if largest > self._chunk_bytes:
             return (
                 f"one page of one layer takes {largest} bytes, more than the {self._chunk_bytes} bytes of a sub-chunk: "
@@ -243,7 +242,7 @@ class SendingStaging:
                 wire,
                 message.endpoint,
                 Region(ring.address, ring.num_bytes),
-                plan.packed_pieces(Unit.GRANULE),
+                plan.packed_pieces(Unit.WHOLE),
                 scatter_bytes_per_s=message.staging.scatter_bytes_per_s,
             )
         chunk_bytes = min(self._chunk_bytes, ring.num_bytes)

@@ -1,8 +1,8 @@
-"""What an endpoint needs of the machine that it runs on: a clock, chance, threads, sockets, memory.
+"""What an endpoint needs of the machine that it runs on: a clock, randomness, threads, sockets, memory.
 
-An endpoint does nothing to the world but through its transport and its platform. `SystemPlatform` is the machine that
-we are on. The simulation has another one, whose clock it sets and whose threads it runs turn by turn, in whatever order
-a seed says: what runs there is the endpoint itself, not a copy of it.
+An endpoint acts on the world only through its transport and its platform. `SystemPlatform` is this machine. The
+simulation has another one, whose clock it sets and whose threads it runs turn by turn, in the order that a seed gives:
+what runs there is the endpoint itself, not a copy of it.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from kvferry.transport import Transport
 _LOOK_S = 1e-3
 
 
-class Aside(ABC):
-    """Where work is done that may take long, and that no loop may wait for."""
+class BackgroundExecutor(ABC):
+    """Runs work that may take long, so that no loop waits for it."""
 
     @abstractmethod
     def submit(self, work: Callable[[], None]) -> None:
-        """Has it done, some time."""
+        """Runs the callable later, on one of the executor's threads."""
 
     @abstractmethod
     def close(self) -> None:
-        """Waits for what is being done; the rest never will be."""
+        """Waits for work that has begun, and drops the rest."""
 
 
 class Platform(ABC):
-    """A machine.
+    """The machine that an endpoint runs on.
 
     Attributes:
         name: what tells it from other machines.
@@ -60,39 +60,39 @@ class Platform(ABC):
 
     @abstractmethod
     def now(self) -> float:
-        """The time, in seconds of a clock that never goes back."""
+        """Returns the time, in seconds of a clock that never goes back."""
 
     @abstractmethod
     def random_bits(self, count: int) -> int:
-        """A number that nobody can guess."""
+        """Returns a number that nobody can guess."""
 
     @abstractmethod
     def jitter(self) -> float:
-        """A number between 0 and 1, to spread what would happen at once. Not for secrets."""
+        """Returns a number between 0 and 1, to spread what would happen at once. Not for secrets."""
 
     @abstractmethod
     def is_gone(self, process: ProcessIdentity) -> bool:
-        """Whether a process is known to have ended. False where nobody can say from here."""
+        """Whether a process is known to have ended. False where that cannot be seen from here."""
 
     @abstractmethod
     def pause(self, seconds: float) -> None:
-        """Lets time pass. For loops that may wait."""
+        """Waits for so many seconds. For loops that may wait."""
 
     @abstractmethod
     def wait_until(self, holds: Callable[[], bool], deadline: float) -> None:
-        """Waits until something holds, or for a point in time."""
+        """Waits until a condition holds, or until the deadline."""
 
     @abstractmethod
     def start(self, name: str, loop: Loop) -> RunningLoop:
-        """Gives a loop a thread."""
+        """Runs a loop on a thread of its own."""
 
     @abstractmethod
-    def aside(self, name: str) -> Aside:
-        """A few threads for what takes long."""
+    def background_executor(self, name: str) -> BackgroundExecutor:
+        """Makes an executor with a few threads."""
 
     @abstractmethod
     def listen(self, settings: Settings) -> ListeningEnd:
-        """A prefill rank's end of the peer channel.
+        """Opens a prefill rank's end of the peer channel.
 
         Raises:
             SettingsError: if the address cannot be bound, saying why.
@@ -100,7 +100,7 @@ class Platform(ABC):
 
     @abstractmethod
     def connect_as(self, endpoint: str, settings: Settings) -> ConnectingEnd:
-        """A decode rank's end of the peer channel.
+        """Opens a decode rank's end of the peer channel.
 
         Args:
             endpoint: its name.
@@ -108,11 +108,11 @@ class Platform(ABC):
 
     @abstractmethod
     def registry(self, settings: Settings, url: str) -> RegistryClient:
-        """A registry to ask."""
+        """Makes a client of a registry."""
 
     @abstractmethod
     def serve_registry(self, settings: Settings) -> RegistryServer:
-        """A registry in this process, up and running.
+        """Starts a registry in this process.
 
         Raises:
             SettingsError: if the port is taken.
@@ -128,10 +128,10 @@ class Platform(ABC):
     def calibration(
         self, transport: Transport, kernels: Kernels, layout: RankLayout, memory: StagingMemory
     ) -> Calibration:
-        """What measures how fast both ways to a peer are."""
+        """Makes what measures how fast both paths to a peer are."""
 
 
-class _Executor(Aside):
+class _ThreadExecutor(BackgroundExecutor):
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix=name)
 
@@ -143,7 +143,7 @@ class _Executor(Aside):
 
 
 class SystemPlatform(Platform):
-    """The machine that we are on."""
+    """This machine."""
 
     def __init__(self) -> None:
         self.name = machine_name()
@@ -172,8 +172,8 @@ class SystemPlatform(Platform):
     def start(self, name: str, loop: Loop) -> RunningLoop:
         return SupervisedThread(name, loop)
 
-    def aside(self, name: str) -> Aside:
-        return _Executor(name)
+    def background_executor(self, name: str) -> BackgroundExecutor:
+        return _ThreadExecutor(name)
 
     def listen(self, settings: Settings) -> ListeningEnd:
         return ZmqListeningEnd(

@@ -11,15 +11,15 @@ from types import TracebackType
 from kvferry.control.ends import ListeningEnd
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
-from kvferry.endpoint.actors import Lookout
+from kvferry.endpoint.actors import Waker
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
-from kvferry.endpoint.observing import Shown, endpoint_status
+from kvferry.endpoint.observing import EndpointTelemetry, endpoint_status
 from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.platform import Platform, SystemPlatform
 from kvferry.endpoint.sender import Sender
-from kvferry.endpoint.sending import OpenReceived, SendingRoom, void
+from kvferry.endpoint.sending import OpenReceived, RoomContext, SendingRoom, released_span
 from kvferry.endpoint.threads import Loop, RunningLoop, ThreadHealth
 from kvferry.endpoint.workers import WorkerPool
 from kvferry.errors import (
@@ -38,12 +38,12 @@ from kvferry.plan import check_token_share
 from kvferry.protocol import messages
 from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.demands import wanted_groups
-from kvferry.protocol.early import EarlyMessage
+from kvferry.protocol.pending_opens import PendingMessage
 from kvferry.protocol.registrations import RankRegistration
 from kvferry.protocol.room_table import RoomTable
 from kvferry.protocol.sender import (
+    OpenRetransmitted,
     ReceiverAborted,
-    ReceiverAskedAgain,
     ReceiverLost,
     ReceiverVerified,
     SenderAbortRequested,
@@ -66,7 +66,20 @@ class PrefillEndpoint:
 
     Threads of its own move bytes and messages; `open`, `Sender.submit` and reading a state never do I/O. The object is
     a context manager, and its methods may be called from any thread.
+
+    Attributes:
+        layout: what this rank caches and where.
+        engine: the engine's name.
+        coordinates: this rank's place in the engine.
+        engine_rank: its number among all ranks of the engine.
+        settings: what it was made with.
+        transport: moves its bytes.
+        control_address: where decode ranks reach it.
+        registry_url: where the registry is that it announces itself to: its own, if it runs one.
     """
+
+    control_address: str
+    registry_url: str
 
     def __init__(
         self,
@@ -89,7 +102,7 @@ class PrefillEndpoint:
             transport: made as the settings say if None; closed together with the endpoint.
             host_registry: whether to run the registry in this process. By default the engine's first rank does,
                 unless `registry_url` is set.
-            platform: the machine; the one that we are on if None.
+            platform: the machine; this one if None.
 
         Raises:
             LayoutError: if layout and coordinates disagree on context parallelism.
@@ -103,26 +116,36 @@ class PrefillEndpoint:
         self.settings = settings or Settings()
         self.engine_rank = self.coordinates.engine_rank
         self._platform = platform or SystemPlatform()
-        self.group_rank = self.coordinates.group_rank
-        self.page_groups = layout.groups
-        self.is_aux_writer = self.coordinates.is_aux_writer
+        self._now = self._platform.now
         self.transport = transport or create_transport(self.settings, endpoint_name(engine, self.engine_rank))
         self._deadlines = deadlines(self.settings)
-        self._started_at = self.now()
-        self._shown = Shown(Side.PREFILL, engine, self.engine_rank, self.settings, self.status)
-        self.observer = self._shown.observer
+        self._started_at = self._now()
+        self._telemetry = EndpointTelemetry(Side.PREFILL, engine, self.engine_rank, self.settings, self.status)
+        self._observer = self._telemetry.observer
         self._peers = DecodePeers(self._make_peer)
-        # Guards the table: what comes for a room goes either to it, or to whoever opens it later.
+        # Guards the table: a message for a room goes either to it, or is kept until the room is opened.
         self._rooms_lock = threading.Lock()
         self._table: RoomTable[SendingRoom] = RoomTable(
-            max_early=self.settings.max_early_rooms, keep_s=self.settings.bootstrap_timeout_s
+            max_pending=self.settings.max_pending_opens, keep_s=self.settings.bootstrap_timeout_s
         )
         self._given_up: dict[str, None] = {}  # decode ranks that may come back; the latest stand last
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
         self._outbox: deque[tuple[str, messages.Message]] = deque()
+        self._room_context = RoomContext(
+            transport=self.transport,
+            observer=self._observer,
+            coordinates=self.coordinates,
+            page_groups=layout.groups,
+            now=self._now,
+            send=self._send,
+            open_room=self._open_room,
+            abort_room=self._abort_room,
+            write_failed=self._write_failed,
+            forget_room=self._forget_room,
+        )
         self._is_closed = False
-        self._is_leaving = False  # no room is waited for any more
-        self._is_lingering = False  # though there are some
+        self._is_closing_down = False  # rooms are not waited for any more
+        self._is_lingering = False  # closed, with writes still in flight
         self._release_error: Exception | None = None
         self._next_tick_at = 0.0
         self._last_tick_at = float("inf")
@@ -140,8 +163,8 @@ class PrefillEndpoint:
             self._release_memory()
             raise
         try:
-            self._shown.start()
-            self._announce()  # last: whoever finds us is served
+            self._telemetry.start()
+            self._announce()  # last: decode ranks that find this rank are served
         except BaseException:
             self.close()
             raise
@@ -170,13 +193,13 @@ class PrefillEndpoint:
             platform=self._platform,
             name=name,
         )
-        self._lookout = Lookout(self._workers.queues, is_needed=lambda: self._table.rooms)
+        self._waker = Waker(self._workers.queues, is_needed=lambda: self._table.rooms)
         try:
-            lookout = self._platform.start(f"{name}-lookout", self._lookout)
-            self._threads = self._platform.start(f"{name}-control", _Control(self)), lookout
+            waker = self._platform.start(f"{name}-waker", self._waker)
+            self._threads = self._platform.start(f"{name}-control", _Control(self)), waker
         except BaseException:
             self._workers.stop()
-            self._lookout.stop()
+            self._waker.stop()
             raise
 
     def _announce(self) -> None:
@@ -197,13 +220,13 @@ class PrefillEndpoint:
     # ---- for callers --------------------------------------------------------------------------------------------
 
     def wait_registered(self, timeout_s: float) -> bool:
-        """Waits until the registry knows this rank; False if it does not after timeout_s. See `registry_error`."""
+        """Waits until this rank is registered; False if it is not after timeout_s. See `registry_error`."""
         assert self._lease is not None
         return self._lease.registered.wait(timeout_s)
 
     @property
     def registry_error(self) -> Exception | None:
-        """Why the registry does not know this rank at present, if so."""
+        """Why this rank could not be registered, or its lease renewed; None if there was no problem."""
         assert self._lease is not None
         return self._lease.last_error
 
@@ -214,17 +237,17 @@ class PrefillEndpoint:
 
     @property
     def health(self) -> tuple[ThreadHealth, ...]:
-        """How every thread of the endpoint is."""
+        """Health of every thread of the endpoint."""
         return tuple(thread.health for thread in (*self._threads, *self._workers.threads))
 
     @property
     def observe_url(self) -> str | None:
         """Where metrics and status are served; None where no setting asks for it."""
-        return self._shown.url
+        return self._telemetry.url
 
     def status(self) -> EndpointStatus:
-        """Where the endpoint stands now, for people and tools to look at."""
-        now = self.now()
+        """Returns a snapshot of the endpoint, for people and tools."""
+        now = self._now()
         with self._rooms_lock:
             rooms = list(self._table.rooms.values())
         peers = self._peers.all()
@@ -250,7 +273,7 @@ class PrefillEndpoint:
 
     @property
     def open_rooms(self) -> int:
-        """How many rooms have not ended, or still have writes on their way."""
+        """Number of rooms that have not ended, or still have writes in flight."""
         with self._rooms_lock:
             return len(self._table.rooms)
 
@@ -261,7 +284,7 @@ class PrefillEndpoint:
             room: the request's number on both sides, below 2**63. It may be used again once the transfer has ended on
                 every rank of both sides, and not before: it is the only thing that says which request is meant. If the
                 transfer failed before every decode rank had opened it, the number rests for bootstrap_timeout_s more.
-            tokens: how many tokens the request has, compared with what the decode side says. Needed where context
+            tokens: how many tokens the request has, compared with the decode side's number. Needed where context
                 parallelism divides a request by its length: there another length would mean other tokens.
 
         Raises:
@@ -273,16 +296,16 @@ class PrefillEndpoint:
         try:
             return self._open(checked_room(room), tokens)
         except KVFerryError as error:
-            self.observer.refused(error)
+            self._observer.refused(error)
             raise
 
     def _open(self, room: int, tokens: int | None) -> Sender:
-        if tokens is None and self.layout.tokens.dealing.depends_on_length:
+        if tokens is None and self.layout.tokens.partition.depends_on_length:
             raise UsageError(
-                f"room {room}: this rank's share of a request depends on its length ({self.layout.tokens.dealing}): "
+                f"room {room}: this rank's share of a request depends on its length ({self.layout.tokens.partition}): "
                 "say how many tokens it has (tokens=...)"
             )
-        machine = SenderMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=self.now(), tokens=tokens)
+        machine = SenderMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=self._now(), tokens=tokens)
         with self._rooms_lock:
             if self._is_closed:
                 raise EndpointClosedError(f"room {room}: the endpoint is closed")
@@ -293,15 +316,15 @@ class PrefillEndpoint:
                     f"room {room}: {len(self._table.rooms)} rooms are open on prefill rank {self.engine_rank} already "
                     "(KVFERRY_MAX_ROOMS): open it when others have ended"
                 )
-            opened = SendingRoom(machine, self._workers, self, self.settings)
-            self.observer.begin_sending(room)
+            opened = SendingRoom(machine, self._workers, self._room_context, self.settings)
+            self._observer.begin_sending(room)
             for receiver, message in self._table.add(opened):
                 self._deliver(opened, receiver, message)
-        self._lookout.begin()
+        self._waker.begin()
         return opened.sender
 
     def sender(self, room: int) -> Sender:
-        """The open transfer of that number.
+        """Returns the open transfer of that number.
 
         Raises:
             UnknownRoomError: if there is none, or it has ended.
@@ -313,10 +336,10 @@ class PrefillEndpoint:
         return found.sender
 
     def close(self) -> None:
-        """Aborts what is open, waits for writes on their way as long as close_timeout_s, and gives everything back.
+        """Aborts open rooms, waits up to close_timeout_s for writes in flight, and gives everything back.
 
         Where writes hang for longer it returns all the same: the control thread gives everything back when they have
-        ended, and tells the decode ranks so. Until then neither the memory nor the control port may be used again.
+        ended, and sends the close messages. Until then neither the memory nor the control port may be used again.
         """
         for holds, until in self._closing():
             self._platform.wait_until(holds, until)
@@ -329,24 +352,24 @@ class PrefillEndpoint:
         with self._rooms_lock:
             is_first, self._is_closed = not self._is_closed, True
             rooms = list(self._table.rooms.values())
-            early = self._table.close()
-        deadline = self.now() + self.settings.close_timeout_s
+            pending = self._table.close()
+        deadline = self._now() + self.settings.close_timeout_s
         if not is_first:
             yield lambda: not any(thread.is_alive for thread in self.health), deadline
             return
         for room in rooms:
             room.post(SenderAbortRequested("the prefill endpoint was closed"))
-        for receiver, message in early:
+        for receiver, message in pending:
             self._refuse_room(receiver, message, EndpointClosedError("the prefill endpoint was closed"))
         try:
             yield lambda: not self.open_rooms, deadline
-        finally:  # also when whoever closes us is interrupted
+        finally:  # also when the thread that closes is interrupted
             if self._lease is not None:
-                self._lease.close()  # before the farewell, so that nobody finds us again
-            self._is_leaving = True
-            self.wake()
+                self._lease.close()  # before the close message, so that no decode rank connects anew
+            self._is_closing_down = True
+            self._wake()
         if not self.open_rooms:
-            yield lambda: not self._workers.running, max(self.now(), deadline) + _LAST_MOMENT_S
+            yield lambda: not self._workers.running, max(self._now(), deadline) + _LAST_MOMENT_S
         if self._workers.running:
             # Taking memory away under a write corrupts whatever lives there next: better to keep all of it.
             self._is_lingering = True
@@ -356,7 +379,7 @@ class PrefillEndpoint:
         else:
             yield lambda: not any(thread.is_alive for thread in self._threads), float("inf")
         self._release_registry()
-        self._shown.close()
+        self._telemetry.close()
 
     def __enter__(self) -> PrefillEndpoint:
         return self
@@ -381,67 +404,63 @@ class PrefillEndpoint:
 
     # ---- for rooms, from any worker -----------------------------------------------------------------------------
 
-    def now(self) -> float:
-        """The time, in seconds of the platform's clock."""
-        return self._platform.now()
-
-    def send(self, receiver: str, message: messages.Message) -> None:
+    def _send(self, receiver: str, message: messages.Message) -> None:
         """Sends a control message, from the control thread, soon."""
         self._outbox.append((receiver, message))
-        self.wake()
+        self._wake()
 
-    def open_room(self, receiver: str, message: messages.OpenRoom) -> None:
-        """Takes a decode rank's wish: for the room, or until it is opened here."""
+    def _open_room(self, receiver: str, message: messages.OpenRoom) -> None:
+        """Takes a decode rank's open request: for the room, or until it is opened here."""
         with self._rooms_lock:
-            known = self._table.has_wish(receiver, message)
+            known = self._table.given_to(receiver, message)
             if known is not None:  # also where the receiver is lost by now: nobody else knows whether it is drained
-                known.post(ReceiverAskedAgain(receiver, message.generation))
+                known.post(OpenRetransmitted(receiver, message.generation))
                 return
         try:
             attachment = self._attachment(receiver)
             if attachment is None:
                 # Else it hears of that with its next heartbeat, and loses every room that it opens until then.
-                self.send(receiver, messages.Pong(endpoint=self.transport.endpoint_name, attached=False))
+                self._send(receiver, messages.Pong(endpoint=self.transport.endpoint_name, attached=False))
                 raise PeerDisconnectedError(f"{receiver} must attach before it opens rooms")
             wanted_groups(message, attachment.layout, where=f"room {message.room} on {receiver}")
             with self._rooms_lock:
-                room = self._table.wish(receiver, message, self.now())
+                room = self._table.open_request(receiver, message, self._now())
                 if room is not None:
                     room.post(OpenReceived(attachment, message))
         except KVFerryError as error:
             with self._rooms_lock:
-                self._table.refused(receiver, message, error, self.now())
+                self._table.refused(receiver, message, error, self._now())
             self._refuse_room(receiver, message, error)
 
-    def abort_room(self, receiver: str, message: messages.AbortRoom) -> None:
-        """Takes back such a wish, and answers when nothing can be written for it any more."""
+    def _abort_room(self, receiver: str, message: messages.AbortRoom) -> None:
+        """Takes back such an open request, and answers when nothing can be written for it any more."""
         with self._rooms_lock:
-            room = self._table.abort(receiver, message, self.now())
+            room = self._table.abort(receiver, message, self._now())
             if room is not None:
                 self._deliver(room, receiver, message)
                 return
         self._drained(receiver, message.room, message.generation)
 
-    def write_failed(self, attachment: Attachment, error: Exception) -> None:
+    def _write_failed(self, attachment: Attachment, error: Exception) -> None:
         """A write failed. Where a connection broke, the decode rank is given up: only connecting anew mends it."""
         if isinstance(error, PeerDisconnectedError):
             self._failed_writes.append((attachment, error))
-            self.wake()
+            self._wake()
 
-    def forget_room(self, room: SendingRoom) -> None:
+    def _forget_room(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
         with self._rooms_lock:
-            self._table.remove(room, self.now())
+            self._table.remove(room, self._now())
 
     # ---- the control thread -------------------------------------------------------------------------------------
 
-    def control(self, *, may_wait: bool) -> bool:
+    def _control(self, *, may_wait: bool) -> bool:
         """One turn of the control thread; whether there will be another."""
         assert self._channel is not None
-        wait_ms = _IDLE_MS if self._table.is_quiet and not self._is_leaving else _ROOMS_OPEN_MS
+        wait_ms = _IDLE_MS if self._table.is_quiet and not self._is_closing_down else _ROOMS_OPEN_MS
         self._longest_wait_s = wait_ms / 1000
         self._channel.wait(wait_ms if may_wait else 0)
-        now = self.now()
+        now = self._now()
         for identity, data in self._channel.receive():
             self._receive_one(identity, data, now)
         while self._failed_writes:
@@ -450,41 +469,41 @@ class PrefillEndpoint:
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
             self._tick(now)
-        if self._is_leaving and self._has_left():
+        if self._is_closing_down and self._has_closed():
             return False
-        # Nobody sends any, but connections need progress. Last, since rooms must end also where it fails.
+        # No decode rank sends any, but connections need progress. Last, since rooms must end also where it fails.
         self.transport.take_notifications()
         return True
 
-    def _has_left(self) -> bool:
-        """Says farewell and gives everything back, once no write is on its way; whether it has."""
+    def _has_closed(self) -> bool:
+        """Closes the endpoint once no write is in flight. Returns True when it has."""
         if self.open_rooms:
             return False
         self._workers.stop()
         if self._workers.running:
             return False
         for receiver in (*(peer.name for peer in self._peers.all()), *self._given_up):
-            self.send(receiver, messages.Closed(endpoint=self.transport.endpoint_name))
+            self._send(receiver, messages.Closed(endpoint=self.transport.endpoint_name))
         self._flush()
-        self._lookout.stop()
+        self._waker.stop()
         try:
             self._release_memory()
-        except Exception as error:  # for whoever closes the endpoint
+        except Exception as error:  # for `close` to raise
             self._release_error = error
             if self._is_lingering:
                 log.exception("what the endpoint had could not be given back")
         return True
 
-    def wake(self) -> None:
+    def _wake(self) -> None:
         """Lets the control thread have a turn, soon."""
         assert self._channel is not None
         self._channel.wake()
 
     @property
-    def has_to_do(self) -> bool:
+    def _has_to_do(self) -> bool:
         """Whether the control thread has anything to do, as long as nothing has come."""
-        may_leave = self._is_leaving and not self.open_rooms
-        return bool(self._outbox or self._failed_writes) or self.now() >= self._next_tick_at or may_leave
+        may_leave = self._is_closing_down and not self.open_rooms
+        return bool(self._outbox or self._failed_writes) or self._now() >= self._next_tick_at or may_leave
 
     def _flush(self) -> None:
         assert self._channel is not None
@@ -493,7 +512,7 @@ class PrefillEndpoint:
             try:
                 self._channel.send(receiver, messages.encode(message))
             except KVFerryError as error:
-                # Nobody misses these who has left: farewells, answers to heartbeats and to what was verified.
+                # A closed endpoint misses neither a close message nor the answer to a heartbeat or to a verified room.
                 is_moot = isinstance(message, (messages.Closed, messages.Pong, messages.Confirmed))
                 level = logging.DEBUG if is_moot else logging.WARNING
                 log.log(level, "%s to %s was lost: %s", type(message).__name__, receiver, error)
@@ -515,9 +534,9 @@ class PrefillEndpoint:
             peer.last_heard_at = now
         match message:
             case messages.Hello() if self._is_lingering:
-                pass  # whoever asks looks the engine up again, and may find a successor
+                pass  # the decode rank looks the engine up again, and may find a successor
             case messages.Hello():
-                self.send(identity, self._welcome())
+                self._send(identity, self._welcome())
             case messages.Attach():
                 self._attach(identity, message)
             case messages.Detach() if peer is not None and peer.attempt > message.attempt:
@@ -527,11 +546,11 @@ class PrefillEndpoint:
                 self._lose(identity, PeerDisconnectedError("it was closed"))
             case messages.Ping():
                 attached = peer is not None and peer.attachment is not None and not self._is_lingering
-                self.send(identity, messages.Pong(endpoint=self.transport.endpoint_name, attached=attached))
-                self._repeat_voids(peer)
+                self._send(identity, messages.Pong(endpoint=self.transport.endpoint_name, attached=attached))
+                self._repeat_released(peer)
             case messages.IsGone(process):
                 if self._platform.is_gone(process):
-                    self.send(identity, messages.Gone(process=process))
+                    self._send(identity, messages.Gone(process=process))
             case messages.OpenRoom() | messages.AbortRoom():
                 self._hear(identity, message)
             case messages.RoomVerified():
@@ -543,20 +562,20 @@ class PrefillEndpoint:
 
     def _hear(self, identity: str, message: messages.OpenRoom | messages.AbortRoom) -> None:
         with self._rooms_lock:
-            is_considered = self._table.hears(identity, message)
+            is_considered = self._table.is_new(identity, message)
         if isinstance(message, messages.AbortRoom):
-            self.abort_room(identity, message)
+            self._abort_room(identity, message)
         elif is_considered:
-            self.open_room(identity, message)
+            self._open_room(identity, message)
         else:
-            log.debug("a wish of %s for room %d came again, long after it", identity, message.room)
+            log.debug("dropped a late duplicate of %s's open request for room %d", identity, message.room)
 
     def _room_verified(self, identity: str, message: messages.RoomVerified) -> None:
         with self._rooms_lock:
             room = self._table.rooms.get(message.room)
-            if room is not None:  # else nobody here waits for it, or does not any more
+            if room is not None:  # else the room has ended
                 room.post(ReceiverVerified(identity, message.generation))
-        self.send(
+        self._send(
             identity,
             messages.Confirmed(
                 endpoint=self.transport.endpoint_name,
@@ -584,14 +603,14 @@ class PrefillEndpoint:
                 self._table.attached(identity, message.attempt)
             self._peers.attach(message)
             return
-        self.observer.refused(problem)
+        self._observer.refused(problem)
         refused = messages.Refused(
             endpoint=self.transport.endpoint_name,
             attempt=message.attempt,
             error=type(problem).__name__,
             reason=str(problem),
         )
-        self.send(identity, refused)
+        self._send(identity, refused)
 
     def _why_not_attached(self, identity: str, message: messages.Attach) -> KVFerryError | None:
         if message.endpoint != identity:
@@ -612,35 +631,35 @@ class PrefillEndpoint:
             layout=self.layout,
             coordinates=self.coordinates,
             staging=self._staging,
-            send=self.send,
-            observer=self.observer,
-            now=self.now(),
+            send=self._send,
+            observer=self._observer,
+            now=self._now(),
         )
 
     def _attachment(self, receiver: str) -> Attachment | None:
-        """The decode rank of that name, if it is connected."""
+        """Returns what is prepared for the decode rank of that name; None if it is not connected."""
         peer = self._peers.get(receiver)
         return peer.attachment if peer is not None else None
 
-    def _repeat_voids(self, peer: DecodePeer | None) -> None:
-        """Says again of what nothing will come: a connection that broke may have lost it."""
+    def _repeat_released(self, peer: DecodePeer | None) -> None:
+        """Retransmits which spans are released: a connection that broke may have lost it."""
         staged = peer.attachment.paths.staged if peer is not None and peer.attachment is not None else None
         if peer is not None and staged is not None:
-            for span in staged.peer.ring.voids:
-                self.send(peer.name, void(self.transport.endpoint_name, staged.peer.epoch, span))
+            for span in staged.peer.ring.released:
+                self._send(peer.name, released_span(self.transport.endpoint_name, staged.peer.epoch, span))
 
-    def _deliver(self, room: SendingRoom, identity: str, message: EarlyMessage) -> None:
+    def _deliver(self, room: SendingRoom, identity: str, message: PendingMessage) -> None:
         """Hands a message to its room."""
         if isinstance(message, messages.AbortRoom):
             room.post(ReceiverAborted(identity, message.generation, message.reason, message.error))
             return
         attachment = self._attachment(identity)
-        if attachment is not None:  # else it was lost meanwhile, and nobody waits for an answer
+        if attachment is not None:  # else it was lost meanwhile, and waits for no answer
             room.post(OpenReceived(attachment, message))
 
     def _refuse_room(self, identity: str, message: messages.OpenRoom, error: KVFerryError) -> None:
-        self.observer.refused(error)
-        self.send(
+        self._observer.refused(error)
+        self._send(
             identity,
             messages.RoomFailed(
                 room=message.room,
@@ -653,7 +672,7 @@ class PrefillEndpoint:
         self._drained(identity, message.room, message.generation)
 
     def _drained(self, identity: str, room: int, generation: int) -> None:
-        self.send(
+        self._send(
             identity,
             messages.Drained(
                 endpoint=self.transport.endpoint_name, room=room, generation=generation, writer=self.engine_rank
@@ -675,9 +694,9 @@ class PrefillEndpoint:
             self._give_up(peer.name, PeerDisconnectedError(f"the connection for its bytes broke: {error}"))
 
     def _give_up(self, receiver: str, error: KVFerryError) -> None:
-        """Loses a decode rank that may live: it connects anew as soon as it hears of it."""
+        """Loses a decode rank that may live: the answer to its next heartbeat makes it connect anew."""
         log.error("lost decode rank %s: %s", receiver, error)
-        self.observer.peer_lost(receiver, error)
+        self._observer.peer_lost(receiver, error)
         self._given_up[receiver] = None
         forget_oldest(self._given_up, self.settings.max_decode_ranks)
         self._lose(receiver, error)
@@ -698,7 +717,7 @@ class PrefillEndpoint:
                 f"{self.settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
             )
             self._refuse_room(receiver, message, UnknownRoomError(reason))
-        # While this process was frozen, or had no processor, it heard nobody: that is not their fault.
+        # While this process was frozen, or had no processor, it received nothing: that does not count as silence.
         late_s = max(0.0, now - self._last_tick_at - self._longest_wait_s - 2 * _TICK_S)
         self._last_tick_at = now
         for peer in self._peers.all():
@@ -719,7 +738,7 @@ class _Control(Loop):
         self._endpoint = endpoint
 
     def has_work(self) -> bool:
-        return self._endpoint.has_to_do
+        return self._endpoint._has_to_do
 
     def turn(self, *, may_wait: bool) -> bool:
-        return self._endpoint.control(may_wait=may_wait)
+        return self._endpoint._control(may_wait=may_wait)

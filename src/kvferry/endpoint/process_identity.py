@@ -1,7 +1,7 @@
 """Which process this is, and whether another one is gone: the proof that nothing writes on its behalf any more.
 
-Linux alone says so without doubt. A process number is used again, so its start time goes with it (`proc(5)`, field 22
-of `stat`); it means something within one namespace of one machine between two boots, so these go with it, too.
+Only Linux gives that proof. A process number is used again, so its start time goes with it (`proc(5)`, field 22 of
+`stat`); it means something within one namespace of one machine between two boots, so these go with it, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STATE = 0
 
 
 def this_process() -> ProcessIdentity:
-    """Who we are. Where the system does not say, a process on a machine that nobody else is on."""
+    """Returns this process. Where the system does not identify it, its machine is one that no other process is on."""
     pid = os.getpid()
     fields = _stat_fields(pid)
     started = int(fields[_START_TIME]) if fields else 0
@@ -35,7 +35,7 @@ def is_gone(process: ProcessIdentity) -> bool:
 
 
 def _machine() -> str:
-    """The machine since it was started, and the namespace of our process numbers; empty if unknown."""
+    """Returns the machine since its boot, and the namespace of this process's number; empty if unknown."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat(_PROC / 'self/ns/pid').st_ino}"
@@ -44,7 +44,7 @@ def _machine() -> str:
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    """What the system says of a process behind its name; None if there is no such process."""
+    """Returns the fields of a process's `stat` that follow its name; None if there is no such process."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -19,10 +19,18 @@ from kvferry.protocol.states import TransferState
 
 
 class Receiver(Transfer):
-    """One request's transfer to this decode rank, as its caller sees it."""
+    """One request's transfer to this decode rank, as its caller sees it.
+
+    `state` and `pages_reusable` are plain reads: a scheduler may poll them in every step.
+
+    Attributes:
+        room: the transfer's number.
+        state: where it stands.
+        stats: what it took: chunks and times.
+    """
 
     def __init__(self, room: int, post: Callable[[ReceiverEvent], None], now: float) -> None:
-        """For `DecodeEndpoint.open`."""
+        """Made by `DecodeEndpoint.open`."""
         super().__init__(room)
         self._post = post
         self._aux: bytes | None = None
@@ -34,9 +42,9 @@ class Receiver(Transfer):
         return self._aux or b""
 
     def abort(self, reason: str = "no reason given") -> None:
-        """Gives the transfer up, on both sides. Returns at once.
+        """Aborts the transfer on both sides. Returns at once.
 
-        The pages are reusable only when `pages_reusable` says so: a write may still be on its way.
+        The pages may be reused only once `pages_reusable` is True: a write may still be in flight.
         """
         self._post(ReceiverAbortRequested(reason))
 
@@ -61,16 +69,16 @@ class ReceivingRoom:
         self.receiver = receiver
         self.machine = machine
         self.places = places
-        self.trace = ""  # the context that travels with its wish
-        self.serial = 0  # of its wish, once it has a link
+        self.trace = ""  # the context that travels with its open request
+        self.serial = 0  # of its open request, once it has a link
         self._placed: list[PlacedRecord] = []
 
     def placed(self, record: PlacedRecord) -> None:
-        """Something was put into its pages, or verified there."""
+        """Records what was put into the room's pages, or verified there."""
         self._placed.append(record)
 
     def status(self, now: float, peers: tuple[str, ...]) -> RoomStatus:
-        """Where the room stands, for others to see. From any thread."""
+        """Returns the room's status. May be called from any thread."""
         machine, stats = self.machine, self.receiver.stats
         is_quarantined = machine.state is TransferState.FAILED and not machine.are_pages_reusable
         return RoomStatus(
@@ -87,11 +95,11 @@ class ReceivingRoom:
         )
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverCommand]:
-        """Tells the machine what happened; returns what it says is to be done."""
+        """Passes an event to the machine; returns its commands."""
         return self.machine.handle(event, now)
 
     def show(self, now: float) -> None:
-        """Shows the caller where the room stands."""
+        """Updates what the caller sees of the room."""
         stats, chunks = self.receiver.stats, self.machine.chunks
         self.receiver.stats = ReceiverStats(
             opened_at=stats.opened_at,

@@ -1,4 +1,4 @@
-"""What is told of a room while it runs: its writes, and what handing chunks in took of its caller's time."""
+"""What is reported of a room while it runs: its writes, and the caller's time that handing chunks in took."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from kvferry.observe.observer import Observer
 from kvferry.observe.records import WriteRecord
 
 TELL_S = 0.25
-"""Seconds in which a room that goes on tells of its writes once."""
+"""Seconds after which a running room reports its writes again."""
 
 _Item = TypeVar("_Item")
 
 
 class RoomReport:
-    """Tells an observer of many things together.
+    """Reports a room's writes and submissions to an observer, many at a time.
 
-    Between two writes the processor has forgotten the code of whoever is told, so that to tell of each alone costs
-    several times as much. Any thread may use it, and each thing is told once.
+    Between two writes the observer's code leaves the processor's cache, so that reporting each alone costs several
+    times as much. Any thread may use it, and everything is reported once.
     """
 
     def __init__(self, room: int, observer: Observer, now: float) -> None:
-        """Args:
-        now: when the room was opened.
+        """Begins with nothing told.
+
+        Args:
+            now: when the room was opened.
         """
         self._room = room
         self._observer = observer
@@ -34,21 +36,21 @@ class RoomReport:
         self._has_ended = False
 
     def submitted(self, seconds: float) -> None:
-        """The caller handed a chunk in, which took so long. Costs it next to nothing."""
+        """Records how long the caller took to hand a chunk in. Costs the caller next to nothing."""
         self._submit_seconds.append(seconds)
         if self._has_ended:
             self._tell_submits()
 
     def wrote(self, record: WriteRecord) -> None:
-        """A write is through."""
+        """Records a completed write, and reports what waits if that is due."""
         self._writes.append(record)
         if self._has_ended or record.done_at - self._told_at >= TELL_S:
             self._told_at = record.done_at
             self._tell()
 
     def end(self) -> None:
-        """The room has ended: tells all that is left, and what comes later at once."""
-        self._has_ended = True  # first, so that whatever is added now is told here or by whoever adds it
+        """Reports all that is left, and from now on everything at once. Called when the room has ended."""
+        self._has_ended = True  # first: what is added now is reported here or by the thread that adds it
         self._tell()
 
     def _tell(self) -> None:
@@ -64,7 +66,7 @@ class RoomReport:
 
 
 def _taken(waiting: deque[_Item]) -> list[_Item]:
-    """Everything that waits, taken out. Where several threads take at once, each thing goes to one of them."""
+    """Removes and returns everything that waits. Where several threads do so at once, each item goes to one of them."""
     taken = []
     with suppress(IndexError):
         while True:

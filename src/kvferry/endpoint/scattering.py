@@ -1,4 +1,4 @@
-"""The threads of a decode endpoint that empty staging memory into pages, and compare digests of what is there."""
+"""The threads of a decode endpoint that scatter staging memory into pages, and compare digests of what is there."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from kvferry.endpoint.platform import Platform
 from kvferry.endpoint.receiving import ReceivingRoom
 from kvferry.endpoint.threads import Loop
 from kvferry.observe.records import PlacedRecord
+from kvferry.plan import PairPlan
 from kvferry.protocol.credits import Span
 from kvferry.protocol.messages import ChunkArrived, StagedArrived
 from kvferry.protocol.receiver import PartScattered, ReceiverEvent, Verified
 from kvferry.staging import Kernels
 from kvferry.staging.digests import DigestMemory, verify_chunk
-from kvferry.staging.receiving import PackedPlan, WriterRing
+from kvferry.staging.receiving import WriterRing
 from kvferry.staging.scattering import scatter_part
 
 
 class ArrivalTask(ABC):
-    """Something to be done with what has arrived for a room, before it counts.
+    """Work on data that has arrived for a room, done before the arrival counts.
 
     Attributes:
         room: the room.
-        arrived_at: when it was seen to have arrived.
+        arrived_at: when the arrival was noticed.
     """
 
     __slots__ = ()
@@ -35,7 +36,7 @@ class ArrivalTask(ABC):
     arrived_at: float
 
     def run(self, kernels: Kernels) -> Exception | None:
-        """Does it, unless nobody wants it any more; returns the error that it met."""
+        """Does the work, unless the room has ended; returns the error that it raised."""
         if not self.is_wanted():
             return None
         try:
@@ -50,19 +51,19 @@ class ArrivalTask(ABC):
 
     @abstractmethod
     def work(self, kernels: Kernels) -> None:
-        """Does it; may raise anything."""
+        """Does the work; may raise anything."""
 
     @abstractmethod
     def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
-        """What is recorded of it."""
+        """Returns the record of the work."""
 
     @abstractmethod
     def event(self, error: Exception | None) -> ReceiverEvent:
-        """What to tell the room when it is done."""
+        """Returns the event for the room once the work is done."""
 
     @abstractmethod
     def give_back(self) -> None:
-        """Gives back the memory that it is about. For the driver's thread, once it is done, or will not be."""
+        """Gives back the memory that the task is about, once it is done or dropped. For the driver's thread."""
 
 
 def _placed(task: ArrivalTask, writer: int, begun_at: float, done_at: float, num_bytes: int) -> PlacedRecord:
@@ -81,7 +82,8 @@ class ScatterTask(ArrivalTask):
     """A part of a chunk that is in staging memory and belongs into pages.
 
     Attributes:
-        ring, span: where it is.
+        ring: the ring that it is in.
+        span: where in the ring.
         message: what it is.
         is_verified: whether its digests are to be compared.
     """
@@ -113,19 +115,17 @@ class VerifyTask(ArrivalTask):
     Attributes:
         plan: what its writer may send.
         message: what it is.
-        memory: to look at the pages with.
+        memory: what digests of the pages are computed with.
     """
 
     room: ReceivingRoom
     arrived_at: float
-    plan: PackedPlan
+    plan: PairPlan
     message: ChunkArrived
     memory: DigestMemory
 
     def work(self, kernels: Kernels) -> None:
-        verify_chunk(
-            self.message, self.plan.plan, self.plan.packed, self.room.places, self.memory, is_wanted=self.is_wanted
-        )
+        verify_chunk(self.message, self.plan, self.room.places, self.memory, is_wanted=self.is_wanted)
 
     def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
         return _placed(self, self.message.writer, begun_at, done_at, 0)
@@ -157,7 +157,7 @@ class _Scatterer(Loop):
 
 
 class Scatterers:
-    """Threads that do what is to be done with what has arrived. There may be none: then whoever submits does it."""
+    """Threads that run the tasks of what has arrived. There may be none: then `submit` runs them."""
 
     def __init__(
         self,
@@ -168,12 +168,12 @@ class Scatterers:
         platform: Platform,
         name: str,
     ) -> None:
-        """Starts them.
+        """Starts the threads.
 
         Args:
             count: how many.
-            on_done: called with every task, once it is through, what is recorded of it, and the error that it met;
-                from the threads, if any.
+            on_done: called with every task that is done, its record and the error that it raised; from the threads, if
+                there are any.
         """
         self._now = platform.now
         self._kernels = kernels
@@ -184,14 +184,14 @@ class Scatterers:
         )
 
     def submit(self, task: ArrivalTask) -> None:
-        """Hands a task to whichever is free."""
+        """Queues a task for the threads; runs it where there are none."""
         if self.threads:
             self._tasks.put(task)
         else:
             self._work(task)
 
     def stop(self) -> None:
-        """Lets them end, once all tasks are through."""
+        """Ends the threads once all tasks are done."""
         for _ in self.threads:
             self._tasks.put(None)
 

@@ -15,7 +15,15 @@ from kvferry.protocol.chunks import AnyPages, ChunkSequence, HandedIn
 
 
 class Sender(Transfer):
-    """One request's transfer from this prefill rank, as its caller sees it."""
+    """One request's transfer from this prefill rank, as its caller sees it.
+
+    `state` and `pages_reusable` are plain reads: a scheduler may poll them in every step.
+
+    Attributes:
+        room: the transfer's number.
+        state: where it stands.
+        stats: what it took: bytes, writes and times.
+    """
 
     def __init__(
         self,
@@ -30,14 +38,15 @@ class Sender(Transfer):
         observer: Observer,
         report: RoomReport,
     ) -> None:
-        """For `PrefillEndpoint.open`.
+        """Made by `PrefillEndpoint.open`.
 
         Args:
-            hand_in, abort: pass on what the caller wants.
+            hand_in: passes a chunk on.
+            abort: passes on that the caller gives up, and why.
             settle: in synchronous mode, waits until the chunk of that number is written.
             most_waiting: how many chunks may wait to be written.
             now: the time.
-            report: is told how long the caller is busy here.
+            report: records how long the caller is busy here.
         """
         super().__init__(room)
         # Guards the order of chunks: they are handed on in the order of their numbers, whichever threads submit.
@@ -50,8 +59,8 @@ class Sender(Transfer):
         self._observer = observer
         self._report = report
         self._most_waiting = most_waiting
-        self._taken_up = 0  # chunks that wait no more
-        self._through = 0  # chunks handed in before all of which had been read
+        self._taken_up = 0  # chunks that do not wait any more
+        self._through = 0  # chunks that had been handed in when last all of them had been read
         self.stats = SenderStats(opened_at=now(), last_submitted_at=None, ended_at=None, writes=())
 
     def submit(
@@ -60,9 +69,9 @@ class Sender(Transfer):
         """Hands in the next chunk of the request and returns at once, whatever its size.
 
         The pages must keep their contents until `pages_reusable`. Chunks may be handed in before the decode side asks
-        for them; pages that it already holds are not sent. A room that has already failed takes chunks in silence:
-        `state` says so. To look at every page number would take the caller's time: one that the pool does not have, or
-        that appears twice in a chunk, fails the room with a PageError. A thread finds the chunk within a millisecond.
+        for them; pages that it already holds are not sent. A room that has already failed accepts chunks and drops
+        them: look at `state`. Page numbers are not checked in the caller's time: one that the pool does not have, or
+        that appears twice in a chunk, fails the room with a PageError. A worker takes the chunk within a millisecond.
 
         Args:
             pages: page numbers in this rank's pool, in the order of the request. A NumPy array of int64 is fastest.
@@ -108,20 +117,20 @@ class Sender(Transfer):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether all pages that were handed in so far have been read. Those of later chunks will be."""
+        """Whether all pages that were handed in so far have been read. False again once another chunk is submitted."""
         return self._through == self._chunks.submitted
 
     def abort(self, reason: str = "no reason given") -> None:
-        """Gives the transfer up, on both sides. Returns at once; a transfer that has ended stays as it is."""
+        """Aborts the transfer on both sides. Returns at once; a transfer that has ended stays as it is."""
         self._abort(reason)
 
     def _proceed(self, handled: int, *, waiting: int, is_drained: bool) -> None:
-        """Takes over how far the room is; for its turns alone.
+        """Takes over the room's progress. Called in the room's turns only.
 
         Args:
-            handled: how many chunks it has heard of.
+            handled: how many chunks the room has taken.
             waiting: how many of them wait to be written.
-            is_drained: whether no write is on its way.
+            is_drained: whether no write is in flight.
         """
         self._taken_up = handled - waiting
         if is_drained and not waiting:

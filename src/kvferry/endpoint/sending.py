@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from kvferry.endpoint.actors import Actor, RunQueue
 from kvferry.endpoint.attachment import Attachment
@@ -14,11 +14,11 @@ from kvferry.endpoint.reporting import RoomReport
 from kvferry.endpoint.sender import Sender
 from kvferry.endpoint.workers import Worker, WorkerPool
 from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferFailedError
-from kvferry.layout import PageGroup
+from kvferry.layout import PageGroup, RankCoordinates
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import PartRecord, SenderStats, WriteRecord
 from kvferry.observe.status import RoomStatus
-from kvferry.plan import Choice, ElectedRoute, Path, Unit
+from kvferry.plan import Choice, ElectedRoute, TransferPath, Unit
 from kvferry.protocol import messages
 from kvferry.protocol.chunks import ChunkSequence, HandedIn
 from kvferry.protocol.credits import Span
@@ -28,8 +28,8 @@ from kvferry.protocol.sender import (
     ChunkSubmitted,
     FinishFailed,
     FinishSent,
+    OpenRetransmitted,
     ReceiverAborted,
-    ReceiverAskedAgain,
     ReceiverOpened,
     SendDrained,
     SenderAbortRequested,
@@ -47,16 +47,16 @@ from kvferry.protocol.sender import (
 from kvferry.protocol.states import TransferState
 from kvferry.settings import Settings
 from kvferry.staging.gathering import Packing, Posted, StagedQueue, StagedWrite
-from kvferry.transport import FlightReport, Transport
+from kvferry.transport import TransferReport, Transport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenReceived:
-    """A decode rank asked for the room.
+    """A decode rank's open request for the room.
 
     Attributes:
         attachment: the decode rank.
-        message: its wish.
+        message: its open request.
     """
 
     attachment: Attachment
@@ -76,8 +76,8 @@ class PartLanded:
 
     Attributes:
         posted: what it was.
-        landed_at: when we saw that.
-        thread: whose work it was.
+        landed_at: when that was noticed.
+        thread: the one that did the work.
         result: the transport's report, or why the write failed.
     """
 
@@ -86,11 +86,11 @@ class PartLanded:
     posted: Posted
     landed_at: float
     thread: str
-    result: FlightReport | Exception
+    result: TransferReport | Exception
 
     @property
     def record(self) -> PartRecord:
-        """What is recorded of it."""
+        """The record of the sub-chunk."""
         posted = self.posted
         return PartRecord(
             ready_at=posted.ready_at,
@@ -109,12 +109,16 @@ RoomEvent: TypeAlias = SenderEvent | HandedIn | OpenReceived | PostNextPart | Pa
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """What is recorded of a write on its way.
+    """The record of a write in flight.
 
     Attributes:
         choice: its path, and why.
-        submitted_at, begun_at: when its chunk was handed in and when this was begun.
-        descriptors, post_s, transfer_s, parts: of the parts that are through.
+        submitted_at: when its chunk was handed in.
+        begun_at: when this was begun.
+        descriptors: of the parts that are through.
+        post_s: likewise, by the transport's account.
+        transfer_s: likewise.
+        parts: those that are through.
     """
 
     choice: Choice
@@ -125,15 +129,15 @@ class _Account:
     transfer_s: float = 0.0
     parts: list[PartRecord] = field(default_factory=list)
 
-    def add(self, report: FlightReport, part: PartRecord, *, descriptors: int) -> None:
-        """Counts a part that is through."""
+    def add(self, report: TransferReport, part: PartRecord, *, descriptors: int) -> None:
+        """Adds a part that is complete."""
         self.parts.append(part)
         self.descriptors += descriptors
         self.post_s += report.post_s
         self.transfer_s += report.transfer_s
 
     def record(self, receiver: str, now: float) -> WriteRecord:
-        """The whole write, which is through now."""
+        """Returns the record of the whole write, which completes now."""
         return WriteRecord(
             receiver=receiver,
             path=self.choice.path,
@@ -149,51 +153,50 @@ class _Account:
         )
 
 
-def void(endpoint: str, epoch: int, span: Span) -> messages.SpanVoid:
-    """Says that nothing will come of a span of a receiver's ring.
+def released_span(endpoint: str, epoch: int, span: Span) -> messages.SpanReleased:
+    """Makes the message that releases a span of a receiver's ring: nothing will arrive in it.
 
     Args:
         endpoint: our own.
         epoch: of the ring.
     """
-    return messages.SpanVoid(endpoint=endpoint, epoch=epoch, start=span.start, begin=span.begin, stop=span.stop)
+    return messages.SpanReleased(endpoint=endpoint, epoch=epoch, start=span.start, begin=span.begin, stop=span.stop)
 
 
-class Surroundings(Protocol):
-    """What a sending room needs of its endpoint. All of it may be called from any worker."""
+@dataclass(frozen=True, slots=True)
+class RoomContext:
+    """What a sending room has of its endpoint. All of it may be called from any worker.
+
+    Attributes:
+        transport: moves the bytes.
+        observer: is told what happens.
+        coordinates: the rank's place in its engine.
+        page_groups: of the rank's layout.
+        now: the time, in seconds of a steady clock.
+        send: sends a control message to a decode rank.
+        open_room: takes a decode rank's open request for whoever has the room now, or will have it.
+        abort_room: takes back such an open request.
+        write_failed: is told that a write to a decode rank failed: where the connection broke, nothing else will get
+            there either.
+        forget_room: drops a room that is done.
+    """
 
     transport: Transport
     observer: Observer
-    engine_rank: int
-    group_rank: int
+    coordinates: RankCoordinates
     page_groups: tuple[PageGroup, ...]
-    is_aux_writer: bool
-
-    def now(self) -> float:
-        """The time, in seconds of a steady clock."""
-
-    def send(self, receiver: str, message: messages.Message) -> None:
-        """Sends a control message."""
-
-    def open_room(self, receiver: str, message: messages.OpenRoom) -> None:
-        """Takes a decode rank's wish for whoever has the room now, or will have it."""
-
-    def abort_room(self, receiver: str, message: messages.AbortRoom) -> None:
-        """Takes back such a wish."""
-
-    def write_failed(self, attachment: Attachment, error: Exception) -> None:
-        """A write to a decode rank failed: where the connection broke, nothing else will get there either."""
-
-    def forget_room(self, room: SendingRoom) -> None:
-        """Drops a room that is done."""
+    now: Callable[[], float]
+    send: Callable[[str, messages.Message], None]
+    open_room: Callable[[str, messages.OpenRoom], None]
+    abort_room: Callable[[str, messages.AbortRoom], None]
+    write_failed: Callable[[Attachment, Exception], None]
+    forget_room: Callable[[SendingRoom], None]
 
 
 class SendingRoom(Actor):
-    """Runs one room's state machine on whichever worker is free, and does what it says."""
+    """Runs one room's state machine on whichever worker is free, and executes its commands."""
 
-    def __init__(
-        self, machine: SenderMachine, workers: WorkerPool, surroundings: Surroundings, settings: Settings
-    ) -> None:
+    def __init__(self, machine: SenderMachine, workers: WorkerPool, context: RoomContext, settings: Settings) -> None:
         synchronous = settings.synchronous
         run_queue = workers.queue_of(machine.room.to_bytes(8, "little"))
         super().__init__(run_queue)
@@ -201,7 +204,7 @@ class SendingRoom(Actor):
         self.room = machine.room
         self.next_deadline = machine.deadline
         self._machine = machine
-        self._surroundings = surroundings
+        self._context = context
         self._attachments: dict[str, Attachment] = {}
         self._elected: dict[str, tuple[ElectedRoute, ...]] = {}
         self._generations: dict[str, int] = {}  # of the receivers that have opened the room
@@ -209,8 +212,8 @@ class SendingRoom(Actor):
         self._submitted_at: dict[int, float] = {}
         self._all_open_at: float | None = None
         self._writes: list[WriteRecord] = []
-        self._observer = surroundings.observer
-        self._report = RoomReport(machine.room, surroundings.observer, surroundings.now())
+        self._observer = context.observer
+        self._report = RoomReport(machine.room, context.observer, context.now())
         self._staged: dict[str, StagedQueue] = {}  # by receiver
         self._accounts: dict[tuple[str, int], _Account] = {}  # of staged writes, by receiver and sequence
         self._last_submitted_at: float | None = None
@@ -220,13 +223,13 @@ class SendingRoom(Actor):
         self._progress = threading.Condition() if synchronous else None
         self.sender = Sender(
             machine.room,
-            ChunkSequence(machine.room, surroundings.page_groups),
+            ChunkSequence(machine.room, context.page_groups),
             self.post if synchronous else partial(run_queue.hand_in, self),
             lambda reason: self.post(SenderAbortRequested(reason)),
             settle=self._wait_settled if synchronous else None,
             most_waiting=settings.max_waiting_chunks,
-            now=surroundings.now,
-            observer=surroundings.observer,
+            now=context.now,
+            observer=context.observer,
             report=self._report,
         )
 
@@ -234,7 +237,7 @@ class SendingRoom(Actor):
         return self._gathering if isinstance(event, PostNextPart) else super()._queue_for(event)
 
     def status(self, now: float) -> RoomStatus:
-        """Where the room stands, for others to see. From any thread."""
+        """Returns the room's status. May be called from any thread."""
         machine, writes = self._machine, list(self._writes)
         accounts = list(self._accounts.values())
         parts = [part for account in accounts for part in list(account.parts)]
@@ -255,12 +258,12 @@ class SendingRoom(Actor):
 
     @property
     def waits_for_memory(self) -> bool:
-        """Whether a sub-chunk waits for staging memory. From any thread."""
+        """Whether a sub-chunk waits for staging memory. May be read from any thread."""
         return any(queue.waits_since is not None for queue in list(self._staged.values()))
 
     @property
     def failed_alone(self) -> bool:
-        """Whether the room failed before every receiver had opened it, so that some do not know yet."""
+        """Whether the room failed before every receiver had opened it, so that some were not notified yet."""
         return self._machine.state is TransferState.FAILED and self._all_open_at is None
 
     @property
@@ -274,24 +277,24 @@ class SendingRoom(Actor):
         return self._generations
 
     def _wait_settled(self, chunk: int) -> None:
-        """Waits until a chunk is written, or kept because there is nobody yet to write it to."""
+        """Waits until a chunk is written, or kept because no receiver has opened the room yet."""
         assert self._progress is not None
         with self._progress:
             self._progress.wait_for(lambda: self._settled_chunks > chunk or self._machine.state.is_final)
 
-    def _is_for_next_use(self, wish: OpenReceived) -> bool:
-        """Whether a wish is not for this transfer but for the next one of this number.
+    def _is_for_next_use(self, request: OpenReceived) -> bool:
+        """Whether an open request is not for this transfer but for the next one of this number.
 
-        A decode rank may be through with a room before we are, and ask again.
+        A decode rank may end a room before this rank does, and open the next one.
         """
-        known = self._generations.get(wish.attachment.receiver)
+        known = self._generations.get(request.attachment.receiver)
         if known is None:
             return self._machine.state is TransferState.SUCCESS
-        return known != wish.message.generation
+        return known != request.message.generation
 
-    def _opened(self, wish: OpenReceived) -> ReceiverOpened:
-        attachment, message = wish.attachment, wish.message
-        elected = attachment.elected(self.room, self._surroundings.group_rank)
+    def _opened(self, request: OpenReceived) -> ReceiverOpened:
+        attachment, message = request.attachment, request.message
+        elected = attachment.elected(self.room, self._context.coordinates.group_rank)
         self._attachments[attachment.receiver] = attachment
         self._elected[attachment.receiver] = elected
         self._generations[attachment.receiver] = message.generation
@@ -305,15 +308,15 @@ class SendingRoom(Actor):
                 wanted=wanted_groups(message, attachment.layout, where=f"room {self.room} on {attachment.receiver}"),
                 routes=tuple(each.route for each in elected),
             ),
-            sends_aux=self._surroundings.is_aux_writer,
+            sends_aux=self._context.coordinates.is_aux_writer,
             verifies=attachment.verifies,
         )
 
     def handle(self, event: RoomEvent, worker: Worker) -> None:
-        """Tells the machine what happened, does what it says, and shows the caller where the room stands."""
+        """Passes an event to the machine, executes its commands, and updates what the caller sees."""
         match event:
             case OpenReceived() if self._generations.get(event.attachment.receiver) == event.message.generation:
-                self._tell(ReceiverAskedAgain(event.attachment.receiver, event.message.generation), worker)
+                self._tell(OpenRetransmitted(event.attachment.receiver, event.message.generation), worker)
             case OpenReceived():
                 if self._is_for_next_use(event):
                     self._next_opens[event.attachment.receiver] = event.message
@@ -342,9 +345,9 @@ class SendingRoom(Actor):
     def _aborted(self, event: ReceiverAborted, worker: Worker) -> None:
         receiver, generation = event.receiver, event.generation
         if self._machine.is_done and self._generations.get(receiver) != generation:
-            # Came while we ended. What it gives up was passed on already; so is this.
+            # Came while this room ended. The open request that it aborts was passed on already; so is the abort.
             message = messages.AbortRoom(room=self.room, generation=generation, reason=event.reason, error=event.error)
-            self._surroundings.abort_room(receiver, message)
+            self._context.abort_room(receiver, message)
             return
         kept = self._next_opens.get(receiver)
         if kept is not None and kept.generation == generation:
@@ -354,8 +357,8 @@ class SendingRoom(Actor):
     def _tell(self, event: SenderEvent, worker: Worker) -> None:
         if isinstance(event, WriteFailed):
             self._observer.write_failed(self.room, event.receiver, event.error)
-            self._surroundings.write_failed(self._attachments[event.receiver], event.error)
-        now = self._surroundings.now()
+            self._context.write_failed(self._attachments[event.receiver], event.error)
+        now = self._context.now()
         commands = self._machine.handle(event, now)
         if self._all_open_at is None and self._machine.state not in (TransferState.BOOTSTRAPPING, TransferState.FAILED):
             self._all_open_at = now
@@ -363,7 +366,7 @@ class SendingRoom(Actor):
             self._execute(command, worker)
 
     def broke(self, error: Exception, worker: Worker) -> None:
-        """Fails the room for an error that should not have been."""
+        """Fails the room with an unexpected error."""
         self._tell(SenderBroke(error), worker)
         self._cancel_staged(worker)
         self._show()
@@ -374,7 +377,7 @@ class SendingRoom(Actor):
         self.sender._proceed(self._handled_chunks, waiting=machine.waiting_chunks, is_drained=machine.is_drained)
         stats = self.sender.stats
         if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:
-            ended_at = (stats.ended_at or self._surroundings.now()) if machine.state.is_final else None
+            ended_at = (stats.ended_at or self._context.now()) if machine.state.is_final else None
             self.sender.stats = SenderStats(
                 opened_at=stats.opened_at,
                 last_submitted_at=self._last_submitted_at,
@@ -385,9 +388,9 @@ class SendingRoom(Actor):
                 self._report.end()
                 self._observer.sent(self.room, self.sender.stats, machine.error)
         if machine.is_done:
-            self._surroundings.forget_room(self)
+            self._context.forget_room(self)
             while self._next_opens:
-                self._surroundings.open_room(*self._next_opens.popitem())
+                self._context.open_room(*self._next_opens.popitem())
         self.sender._update(machine.state, machine.error, pages_reusable=machine.is_done)
         if self._progress is not None:
             with self._progress:
@@ -401,24 +404,24 @@ class SendingRoom(Actor):
             case SendFinish():
                 self._finish(command)
             case SendFailed(receiver, generation, error):
-                self._surroundings.send(
+                self._context.send(
                     receiver,
                     messages.RoomFailed(
                         room=self.room,
                         generation=generation,
-                        writer=self._surroundings.engine_rank,
+                        writer=self._context.coordinates.engine_rank,
                         error=type(error).__name__,
                         reason=str(error),
                     ),
                 )
             case SendDrained(receiver, generation):
-                self._surroundings.send(
+                self._context.send(
                     receiver,
                     messages.Drained(
-                        endpoint=self._surroundings.transport.endpoint_name,
+                        endpoint=self._context.transport.endpoint_name,
                         room=self.room,
                         generation=generation,
-                        writer=self._surroundings.engine_rank,
+                        writer=self._context.coordinates.engine_rank,
                     ),
                 )
 
@@ -428,7 +431,7 @@ class SendingRoom(Actor):
             gone = PeerDisconnectedError(f"{command.receiver} is not connected any more")
             self.post(WriteFailed(command.receiver, command.sequence, gone))
             return
-        begun_at = self._surroundings.now()
+        begun_at = self._context.now()
         try:
             choice = attachment.paths.choose(command.unit, self._elected[command.receiver], command.moves)
         except Exception as error:
@@ -437,7 +440,7 @@ class SendingRoom(Actor):
             return
         submitted_at = max(self._submitted_at.get(command.chunk, begun_at), self._all_open_at or 0.0)
         account = _Account(choice, submitted_at, begun_at)
-        if choice.path is Path.STAGED:
+        if choice.path is TransferPath.STAGED:
             try:
                 self._write_staged(command, attachment, account)
             except Exception as error:
@@ -447,16 +450,17 @@ class SendingRoom(Actor):
             self._write_directly(command, attachment, account, worker)
 
     def _write_directly(self, command: Write, attachment: Attachment, account: _Account, worker: Worker) -> None:
-        surroundings = self._surroundings
-        begun_at = surroundings.now()
+        context = self._context
+        begun_at = context.now()
         try:
             elected = self._elected[command.receiver]
             selected = attachment.select(command.unit, elected, command.moves)
-            gathered_at = surroundings.now()
+            gathered_at = context.now()
             segments: tuple[messages.StagedSegment, ...] = ()
             if attachment.digests is not None:
-                segments = attachment.digests.of_write(command.unit, elected, command.moves, attachment.paths.packed)
-            flight = surroundings.transport.post(
+                packed = attachment.plan.packed_pieces(command.unit)
+                segments = attachment.digests.of_write(elected, command.moves, packed)
+            transfer = context.transport.post(
                 selected.local,
                 selected.local_indices,
                 selected.remote,
@@ -465,9 +469,9 @@ class SendingRoom(Actor):
                     messages.ChunkArrived(
                         room=self.room,
                         generation=command.generation,
-                        writer=surroundings.engine_rank,
+                        writer=context.coordinates.engine_rank,
                         sequence=command.sequence,
-                        unit=command.unit if segments else Unit.GRANULE,
+                        unit=command.unit if segments else Unit.WHOLE,
                         segments=segments,
                     )
                 ),
@@ -477,11 +481,11 @@ class SendingRoom(Actor):
             self.post(WriteFailed(command.receiver, command.sequence, error))
             return
 
-        posted_at = surroundings.now()
+        posted_at = context.now()
         thread = threading.current_thread().name
 
-        def done(report: FlightReport) -> None:
-            now = surroundings.now()
+        def done(report: TransferReport) -> None:
+            now = context.now()
             part = PartRecord(
                 ready_at=begun_at,
                 begun_at=begun_at,
@@ -504,7 +508,7 @@ class SendingRoom(Actor):
         def broke(error: Exception) -> None:
             self.post(SenderBroke(error))
 
-        worker.watch(flight, done, failed, broke)
+        worker.watch(transfer, done, failed, broke)
 
     def _keep(self, record: WriteRecord) -> None:
         self._writes.append(record)
@@ -521,24 +525,24 @@ class SendingRoom(Actor):
         queue.wake()
 
     def _staged_queue(self, attachment: Attachment) -> StagedQueue:
-        surroundings, receiver, staged = self._surroundings, attachment.receiver, attachment.paths.staged
+        context, receiver, staged = self._context, attachment.receiver, attachment.paths.staged
         assert staged is not None
 
         def give_up(span: Span) -> None:
             staged.peer.ring.give_up(span)
-            surroundings.send(receiver, void(surroundings.transport.endpoint_name, staged.peer.epoch, span))
+            context.send(receiver, released_span(context.transport.endpoint_name, staged.peer.epoch, span))
 
         packing = Packing(
             receiver=receiver,
             elected=self._elected[receiver],
-            packed=attachment.paths.packed,
+            packed=attachment.plan.packed_pieces,
             kernels=staged.kernels,
-            transport=surroundings.transport,
+            transport=context.transport,
             peer=staged.peer,
             chunk_bytes=staged.chunk_bytes,
-            writer=surroundings.engine_rank,
+            writer=context.coordinates.engine_rank,
             give_up=give_up,
-            now=surroundings.now,
+            now=context.now,
             is_digested=attachment.digests is not None,
         )
         return StagedQueue(packing, wake=lambda: self.post(PostNextPart(receiver)))
@@ -557,7 +561,7 @@ class SendingRoom(Actor):
         else:
             self._watch_part(queue, write, posted, worker)
         if queue.has_more:
-            queue.wake()  # behind whoever else waits for a turn
+            queue.wake()  # behind others that wait for a turn
 
     def _watch_part(self, queue: StagedQueue, write: StagedWrite, posted: Posted, worker: Worker) -> None:
         receiver, sequence = write.command.receiver, write.command.sequence
@@ -565,7 +569,7 @@ class SendingRoom(Actor):
         thread = threading.current_thread().name
         landed: list[PartLanded] = []
 
-        def done(report: FlightReport) -> None:
+        def done(report: TransferReport) -> None:
             posted.memory.give_back(posted.slot)
             ended(report)
 
@@ -574,8 +578,8 @@ class SendingRoom(Actor):
             queue.packing.give_up(posted.span)
             ended(error)
 
-        def ended(result: FlightReport | Exception) -> None:
-            now = self._surroundings.now()
+        def ended(result: TransferReport | Exception) -> None:
+            now = self._context.now()
             event = PartLanded(receiver, sequence, posted, now, thread, result)
             if is_posting:
                 landed.append(event)
@@ -585,21 +589,21 @@ class SendingRoom(Actor):
         def broke(error: Exception) -> None:
             self.post(SenderBroke(error))
 
-        worker.watch(posted.flight, done, failed, broke)
+        worker.watch(posted.transfer, done, failed, broke)
         is_posting = False
-        for event in landed:  # at once, as on shared memory: no need for a turn of its own
+        for event in landed:  # ended at once, as on shared memory: no need for a turn of its own
             self._part_landed(event, worker)
 
     def _part_landed(self, event: PartLanded, worker: Worker) -> None:
         receiver, sequence, result = event.receiver, event.sequence, event.result
         write = self._staged[receiver].landed(sequence, result if isinstance(result, Exception) else None)
-        if isinstance(result, FlightReport):
+        if isinstance(result, TransferReport):
             self._accounts[receiver, sequence].add(result, event.record, descriptors=1)
             self._tell(WriteProgressed(receiver, sequence), worker)
         self._maybe_end(write, worker)
 
     def _maybe_end(self, write: StagedWrite, worker: Worker) -> None:
-        """Tells the machine of a staged write that is through, or of which nothing more will come."""
+        """Ends a staged write that is complete, or of which nothing more will be posted, and notifies the machine."""
         if not write.has_ended:
             return
         receiver, sequence = write.command.receiver, write.command.sequence
@@ -607,13 +611,13 @@ class SendingRoom(Actor):
         self._staged[receiver].ended(write)
         self._attachments[receiver].end_write()
         if write.error is None:
-            self._keep(account.record(receiver, self._surroundings.now()))
+            self._keep(account.record(receiver, self._context.now()))
             self._tell(WriteDone(receiver, sequence), worker)
         else:
             self._tell(WriteFailed(receiver, sequence, write.error), worker)
 
     def _cancel_staged(self, worker: Worker) -> None:
-        """Posts no more of a room that has failed."""
+        """Cancels the staged writes of a room that has failed."""
         for queue in self._staged.values():
             for write in queue.cancel(self._machine.error or TransferFailedError("the room has failed")):
                 self._maybe_end(write, worker)
@@ -622,12 +626,12 @@ class SendingRoom(Actor):
         message = messages.WriterFinished(
             room=self.room,
             generation=command.generation,
-            writer=self._surroundings.engine_rank,
+            writer=self._context.coordinates.engine_rank,
             chunks=command.chunks,
             aux=command.aux,
         )
         try:
-            self._surroundings.transport.notify(command.receiver, messages.encode(message))
+            self._context.transport.notify(command.receiver, messages.encode(message))
         except Exception as error:
             self.post(FinishFailed(command.receiver, error))
         else:

@@ -15,7 +15,7 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class Loop(ABC):
-    """What a thread does, turn by turn. Nobody else calls `turn`.
+    """What a thread does, turn by turn. Only that thread calls `turn`.
 
     Attributes:
         reads_input: whether it reads sockets and notifications.
@@ -25,7 +25,7 @@ class Loop(ABC):
 
     @abstractmethod
     def turn(self, *, may_wait: bool) -> bool:
-        """Does what there is to do now. Returns False when there is nothing left to do, ever.
+        """Does what is due. Returns False when there is nothing left to do, ever.
 
         Args:
             may_wait: whether to wait, for as long as may be sensible, if there is nothing to do now.
@@ -33,12 +33,12 @@ class Loop(ABC):
 
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether a turn would find something to do, sockets and transports apart. The simulation asks."""
+        """Whether a turn would find something to do, sockets and transports apart. For the simulation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadHealth:
-    """How a thread is.
+    """The health of a thread.
 
     Attributes:
         name: the thread's.
@@ -59,15 +59,15 @@ class RunningLoop(ABC):
     @property
     @abstractmethod
     def health(self) -> ThreadHealth:
-        """How it is. From any thread."""
+        """The health of the thread. May be read from any thread."""
 
     @abstractmethod
     def join(self, timeout_s: float | None = None) -> bool:
-        """Waits for the loop to end, which somebody else told it to; whether it has."""
+        """Waits for the loop to end, and does not make it end. Returns whether it has."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the thread runs."""
         return self.health.is_alive
 
 
@@ -79,7 +79,7 @@ class SupervisedThread(RunningLoop):
     """
 
     def __init__(self, name: str, loop: Loop) -> None:
-        """Starts it."""
+        """Starts the thread."""
         self._name = name
         self._loop = loop
         self._failures = 0

@@ -69,8 +69,8 @@ class Transfer:
         return self._reusable.wait(timeout_s)
 
     def _update(self, state: TransferState, error: KVFerryError | None, *, pages_reusable: bool) -> None:
-        """Takes over what the state machine says; for the one thread that runs it."""
-        # In this order: whoever sees pages reusable sees the end, whoever was woken by the end sees pages reusable.
+        """Takes over the machine's state. For the one thread that runs the machine."""
+        # In this order: a caller that sees pages reusable sees the end, and one that the end woke sees pages reusable.
         has_changed = state is not self.state
         if has_changed:
             log.debug("room %d: %s", self.room, state.value, extra={"room": self.room, "state": state.value})

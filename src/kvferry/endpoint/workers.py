@@ -17,7 +17,7 @@ from kvferry.endpoint.platform import Platform
 from kvferry.endpoint.threads import Loop, RunningLoop
 from kvferry.errors import TransportError
 from kvferry.staging.slots import SourceMemory
-from kvferry.transport import Flight, FlightReport, Transport
+from kvferry.transport import TransferHandle, TransferReport, Transport
 
 log = logging.getLogger(__name__)
 
@@ -27,21 +27,23 @@ _LONGEST_SLEEP_S = 1e-3
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    flight: Flight
-    on_done: Callable[[FlightReport], None]
+    transfer: TransferHandle
+    on_done: Callable[[TransferReport], None]
     on_failed: Callable[[Exception], None]
     on_broke: Callable[[Exception], None]
     is_broken: bool = False
 
 
 class Worker(Loop):
-    """Runs the actors of one queue and polls the writes that they started. Its thread is its own."""
+    """Runs the actors of one queue and polls the writes that they started, on a thread of its own."""
 
     def __init__(self, run_queue: RunQueue, transport: Transport, memory: SourceMemory | None = None) -> None:
-        """Args:
-        run_queue: whose actors it runs.
-        transport: polls the writes.
-        memory: staging memory of its own, if it gathers.
+        """Takes a queue; the worker runs nothing before its thread does.
+
+        Args:
+            run_queue: whose actors it runs.
+            transport: polls the writes.
+            memory: staging memory of its own, if it gathers.
         """
         self._run_queue = run_queue
         self._transport = transport
@@ -58,8 +60,8 @@ class Worker(Loop):
 
     def watch(
         self,
-        flight: Flight,
-        on_done: Callable[[FlightReport], None],
+        transfer: TransferHandle,
+        on_done: Callable[[TransferReport], None],
         on_failed: Callable[[Exception], None],
         on_broke: Callable[[Exception], None],
     ) -> None:
@@ -69,7 +71,7 @@ class Worker(Loop):
             on_broke: called, once, if polling raises what no transport should; whether the write has ended is not
                 known then, and polling goes on.
         """
-        watched = _Watched(flight, on_done, on_failed, on_broke)
+        watched = _Watched(transfer, on_done, on_failed, on_broke)
         if not self._has_ended(watched):
             self._watched.append(watched)
 
@@ -86,7 +88,7 @@ class Worker(Loop):
         return True
 
     def _take_one(self, *, may_wait: bool) -> bool:
-        """Runs the next actor; with writes on their way waits for one only so long, else until there is one."""
+        """Runs the next actor. Waits until there is one, or only until the next poll while writes are in flight."""
         if self._is_stopping:
             if may_wait:
                 time.sleep(self._sleep_s)
@@ -108,9 +110,9 @@ class Worker(Loop):
 
     def _has_ended(self, watched: _Watched) -> bool:
         try:
-            report = self._transport.poll(watched.flight)
+            report = self._transport.poll(watched.transfer)
         except TransportError as error:
-            self._release(watched.flight)
+            self._release(watched.transfer)
             watched.on_failed(error)
             return True
         except Exception as error:
@@ -121,13 +123,13 @@ class Worker(Loop):
             return False
         if report is None:
             return False
-        self._release(watched.flight)
+        self._release(watched.transfer)
         watched.on_done(report)
         return True
 
-    def _release(self, flight: Flight) -> None:
+    def _release(self, transfer: TransferHandle) -> None:
         try:
-            self._transport.release(flight)
+            self._transport.release(transfer)
         except Exception as error:
             log.warning("a finished write could not be released: %s", error)
 
@@ -136,9 +138,9 @@ class WorkerPool:
     """All workers of a prefill endpoint: some for rooms and peers, and some that gather.
 
     Attributes:
-        queues: of the actors that the first kind runs.
-        gathering: of the actors whose next event is to gather.
-        threads: of all of them.
+        queues: the actors that the first kind runs.
+        gathering: the actors whose next event is to gather.
+        threads: those of all workers.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class WorkerPool:
         platform: Platform,
         name: str,
     ) -> None:
-        """Starts them.
+        """Starts the workers.
 
         Args:
             count: workers for rooms and peers, spread over num_queues queues in turn.
@@ -175,15 +177,15 @@ class WorkerPool:
         self.threads = tuple(threads)
 
     def queue_of(self, key: bytes) -> RunQueue:
-        """The queue of whatever has that key; the same one every time."""
+        """Returns the queue for a key, the same one every time."""
         return self.queues[zlib.crc32(key) % len(self.queues)]
 
     def stop(self) -> None:
-        """Tells all to end once their writes have. May be called again."""
+        """Ends all workers once their writes have ended. May be called again."""
         while self._stops:
             self._stops.pop().put(None)
 
     @property
     def running(self) -> int:
-        """How many still run."""
+        """Number of workers that still run."""
         return sum(thread.is_alive for thread in self.threads)

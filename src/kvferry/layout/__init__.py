@@ -19,14 +19,13 @@ from kvferry.layout.parallel import RankCoordinates, all_coordinates, split, sta
 from kvferry.layout.shard import Device, MemoryKind, PageGroup, Paging, RankLayout, Region, Shard
 from kvferry.layout.sharding import ShardedComponent, even_stages, stage_of
 from kvferry.layout.tensors import default_group, empty_shard, shard_from_tensors
-from kvferry.layout.tokens import Dealing, TokenShare, contiguous, interleaved, zigzag
+from kvferry.layout.tokens import TokenPartition, TokenShare, contiguous, interleaved, zigzag
 from kvferry.layout.virtual import PageOrder, VirtualPools, virtual_layout
 
 __all__ = [
     "Axis",
     "Box",
     "Component",
-    "Dealing",
     "Device",
     "Entry",
     "Interval",
@@ -39,6 +38,7 @@ __all__ = [
     "Region",
     "Shard",
     "ShardedComponent",
+    "TokenPartition",
     "TokenShare",
     "VirtualPools",
     "all_coordinates",

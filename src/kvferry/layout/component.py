@@ -38,7 +38,7 @@ BYTES_PER_ELEMENT = {
 
 
 def check_name(what: str, name: str) -> None:
-    """Refuses a name that could not travel.
+    """Refuses a name that is too long to be sent.
 
     Raises:
         LayoutError: if it is too long.
@@ -48,7 +48,7 @@ def check_name(what: str, name: str) -> None:
 
 
 class Entry(str, Enum):
-    """What has one entry of a component.
+    """How often a component has an entry: once per token, per page or per request.
 
     PAGE is for pages whose inner order only the engine knows: they are moved whole, or cut along their axes, but never
     between tokens.
@@ -98,10 +98,10 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
         axes: the axes of one entry, with their global sizes. The first is the one that engines spread over separate
             tensors, in practice the layer.
         dtype: the element type's name, as torch and NumPy print it.
-        entry: what has one entry. Attention has one per token, recurrent state one per request.
-        window_tokens: how many tokens at the end of a request are kept; None keeps all. Only they travel.
+        entry: how often it has an entry: attention once per token, recurrent state once per request.
+        window_tokens: how many tokens at the end of a request are kept, and sent; None keeps all.
         packing: with one entry per page: the name of the page's inner format. Two sides must name the same.
-        is_optional: whether the other side may lack it, as with layers of a draft model. Then it does not travel.
+        is_optional: whether the other side may lack it, as with layers of a draft model. It is not sent then.
 
     Raises:
         LayoutError: if there is no axis, an axis appears twice, the dtype is unknown, or the rest contradicts itself.
@@ -148,11 +148,11 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whole(self) -> Box:
-        """The box of all its elements."""
+        """The box of all elements."""
         return tuple(Interval(0, axis.size) for axis in self.axes)
 
     def describe(self, box: Box) -> str:
-        """A box in words, such as 'layer [0, 2) head [1, 2) dim [0, 64)'."""
+        """Describes a box in words, such as 'layer [0, 2) head [1, 2) dim [0, 64)'."""
         return " ".join(f"{axis.name} {interval}" for axis, interval in zip(self.axes, box, strict=True))
 
 
@@ -166,14 +166,14 @@ def attention_components(
     window_tokens: int | None = None,
     prefix: str = "",
 ) -> tuple[Component, Component]:
-    """Keys and values of multi-head or grouped-query attention.
+    """Makes the components for keys and values of multi-head or grouped-query attention.
 
     Args:
         num_layers: layers that have this kind of attention.
-        num_kv_heads: of the whole model, never of one rank.
-        value_head_dim: where it differs from the keys' head_dim.
-        window_tokens: of sliding-window attention; None attends to every token.
-        prefix: put before the names "k" and "v", where a model has several kinds of attention.
+        num_kv_heads: heads of the whole model, never of one rank.
+        value_head_dim: the values' head_dim, where it differs from the keys'.
+        window_tokens: the window of sliding-window attention; None where it attends to every token.
+        prefix: stands before the names "k" and "v", where a model has several kinds of attention.
     """
 
     def component(name: str, dim: int) -> Component:
@@ -184,7 +184,7 @@ def attention_components(
 
 
 def latent_component(*, num_layers: int, latent_dim: int, dtype: str) -> Component:
-    """The latent of multi-head latent attention (MLA), its rope part included in `latent_dim`.
+    """Makes the component for the latent of multi-head latent attention (MLA). `latent_dim` includes its rope part.
 
     Every tensor-parallel rank holds all of it.
     """
@@ -192,13 +192,13 @@ def latent_component(*, num_layers: int, latent_dim: int, dtype: str) -> Compone
 
 
 def state_component(name: str, *, num_layers: int, axes: tuple[Axis, ...], dtype: str) -> Component:
-    """State that a layer keeps once per request, such as that of Mamba, of gated delta nets, and of convolutions.
+    """Makes the component for state that a layer keeps once per request: of Mamba, gated delta nets, convolutions.
 
     Channels that are divided among ranks apart from each other (the query, key and value channels of a convolution)
     are components of their own.
 
     Args:
-        axes: of one layer's state.
+        axes: the axes of one layer's state.
     """
     return Component(name=name, axes=(Axis("layer", num_layers), *axes), dtype=dtype, entry=Entry.REQUEST)
 
@@ -213,7 +213,9 @@ def packed_component(
     packing: str,
     window_tokens: int | None = None,
 ) -> Component:
-    """Keys and values in pages whose inner order only the engine knows: one entry per page, layer and head.
+    """Makes the component for keys and values in pages whose inner order only the engine knows.
+
+    It has one entry per page, layer and head.
 
     Args:
         packed: elements that a page has for each head.

@@ -14,7 +14,7 @@ import msgspec
 from kvferry.errors import LayoutError
 
 LARGEST_INDEX = 1 << 48
-"""No axis is nearly that long. Numbers that travel are refused on arrival if they are larger."""
+"""Largest index on any axis, far beyond real ones. Messages with a larger number are refused."""
 
 WireIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INDEX)]
 
@@ -43,12 +43,12 @@ class Interval(msgspec.Struct, frozen=True, order=True, array_like=True):
         return f"[{self.start}, {self.stop})"
 
     def overlap(self, other: Interval) -> Interval | None:
-        """The indices in both, or None where there are none."""
+        """Returns the indices in both intervals, or None if there are none."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Interval(start, stop) if start < stop else None
 
     def covers(self, other: Interval) -> bool:
-        """Whether every index of `other` is in this interval."""
+        """Returns whether every index of `other` is in this interval."""
         return self.start <= other.start and other.stop <= self.stop
 
 
@@ -57,7 +57,7 @@ Box: TypeAlias = tuple[Interval, ...]
 
 
 def overlap(left: Box, right: Box) -> Box | None:
-    """The box of elements that lie in both, axis by axis; None where there are none."""
+    """Returns the box of elements that lie in both, axis by axis; None if there are none."""
     shared = []
     for one, other in zip(left, right, strict=True):
         both = one.overlap(other)
@@ -68,10 +68,10 @@ def overlap(left: Box, right: Box) -> Box | None:
 
 
 def covers(outer: Box, inner: Box) -> bool:
-    """Whether every element of `inner` lies in `outer`."""
+    """Returns whether every element of `inner` lies in `outer`."""
     return all(one.covers(other) for one, other in zip(outer, inner, strict=True))
 
 
 def volume(box: Box) -> int:
-    """How many elements a box has."""
+    """Returns how many elements a box has."""
     return prod(len(interval) for interval in box)

@@ -64,14 +64,14 @@ class RankCoordinates(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_aux_writer(self) -> bool:
-        """Whether this rank sends its group's aux data: the first of the last pipeline stage, which knows the token."""
+        """Whether this rank sends its group's aux data: the first of the last pipeline stage, which has the token."""
         return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == self.pp_size - 1
 
 
 def all_coordinates(
     *, tp_size: int = 1, pp_size: int = 1, dp_size: int = 1, cp_size: int = 1
 ) -> tuple[RankCoordinates, ...]:
-    """The coordinates of every rank of an engine, in the order of their engine ranks."""
+    """Returns the coordinates of every rank of an engine, in the order of their engine ranks."""
     sizes = {"tp_size": tp_size, "cp_size": cp_size, "pp_size": pp_size, "dp_size": dp_size}
     for name, size in sizes.items():
         if size < 1:
@@ -86,10 +86,10 @@ def all_coordinates(
 
 
 def split(total: int, parts: int, index: int) -> Interval:
-    """The part of `total` indices that rank `index` of `parts` holds.
+    """Returns the part of `total` indices that rank `index` of `parts` holds.
 
-    As even as possible, in order. With more parts than indices, neighbouring parts hold the same single index: this is
-    how grouped-query attention replicates KV heads.
+    Parts are in order, and as even as possible. With more parts than indices, neighbouring parts hold the same single
+    index: this is how grouped-query attention replicates KV heads.
 
     Raises:
         LayoutError: if total or parts is not positive, or index is not below parts.
@@ -105,7 +105,7 @@ def split(total: int, parts: int, index: int) -> Interval:
 
 
 def stage_layers(layers_per_stage: Sequence[int], stage: int) -> Interval:
-    """The layers of one pipeline stage, given how many layers every stage has.
+    """Returns the layers of one pipeline stage, given how many layers every stage has.
 
     Raises:
         LayoutError: if the stage does not exist, or a stage has a negative number of layers.

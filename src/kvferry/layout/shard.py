@@ -26,7 +26,7 @@ _MOST_DISTANCES = 4096
 _MOST_COMPARED = 1 << 17
 _LARGEST_PAGE = 1 << 20  # tokens
 _MOST_PAGES = (1 << 31) - 1  # descriptors are numbered in 32 bits
-"""Layouts come from peers as well: none may take long to look at, or much memory."""
+"""Limits on layouts. Peers send layouts too, and checking one must take neither long nor much memory."""
 
 
 class MemoryKind(str, Enum):
@@ -47,7 +47,7 @@ class Device(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Region(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """A range of memory, in bytes. One that travelled is not negative."""
+    """A range of memory, in bytes. A peer's with negative numbers is refused on arrival."""
 
     address: Annotated[int, msgspec.Meta(ge=0)]
     length: Annotated[int, msgspec.Meta(ge=0)]
@@ -90,13 +90,13 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     from the start of the box, and t is 0 where tokens have no entries of their own.
 
     Attributes:
-        component: what it is a part of.
+        component: the component that it is a part of.
         box: the part, one interval per axis of the component. May be empty.
         addresses: one base address per index of the box's first axis.
         strides: bytes per step, for every further axis.
-        paging: of the token axis.
+        paging: how pages and tokens are laid out.
         device: where the memory is.
-        group: names the shards that share page numbers with this one.
+        group: the name that shards with the same page numbers share.
 
     Raises:
         LayoutError: if the box leaves the component, counts do not fit, or two elements would share a byte.
@@ -181,7 +181,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     def steps(self) -> Iterator[Step]:
-        """The dimensions of the address map below the first axis, in no particular order."""
+        """Yields the dimensions of the address map below the first axis, in no particular order."""
         yield Step("page", self.paging.num_pages, self.paging.page_stride)
         if self.component.entry is Entry.TOKEN:
             yield Step("token", self.paging.page_tokens, self.paging.token_stride)
@@ -199,7 +199,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         return volume(self.box) * self.component.element_bytes * self.entries_per_page
 
     def regions(self) -> list[Region]:
-        """The memory that the shard occupies, from the first to the last byte of every base address."""
+        """Returns the memory that the shard occupies, from the first to the last byte of every base address."""
         if volume(self.box) == 0:
             return []
         last = sum((step.count - 1) * step.stride for step in self.steps())
@@ -211,13 +211,17 @@ _Placed: TypeAlias = tuple[int, int]
 
 
 def _distances(placed: Sequence[_Placed]) -> Iterable[tuple[_Placed, _Placed]]:
-    """Pairs of addresses, in ascending order, among which is every distance between any two."""
+    """Returns pairs of addresses, in ascending order, among which is every distance between any two."""
     gaps = {high - low for (low, _), (high, _) in pairwise(placed)}
     return ((placed[0], each) for each in placed[1:]) if len(gaps) == 1 else combinations(placed, 2)
 
 
 def _meets_itself(distance: int, nested: Sequence[Step], element_bytes: int) -> bool:
-    """Whether the elements that `nested` steps reach, largest stride first, share a byte with those `distance` on."""
+    """Returns whether the elements that nested steps reach share a byte with the same ones `distance` bytes further on.
+
+    Args:
+        nested: the steps, largest stride first.
+    """
     rests = {distance}  # what is left to be bridged by smaller steps
     for step in nested:
         left = set()
@@ -235,7 +239,7 @@ class PageGroup(msgspec.Struct, frozen=True):
     """What shards that share page numbers have in common.
 
     Attributes:
-        name: distinguishes it from the rank's other groups.
+        name: the group's name, unique on the rank.
         page_tokens: tokens in a page; 1 in a group of slots.
         num_pages: pages, or slots, in each of its pools.
         has_slots: whether a page holds the one entry of a request instead of tokens.
@@ -349,16 +353,17 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """A fingerprint of what all ranks of the engine must agree on: components, and how tokens are dealt.
+        """A fingerprint of what all ranks of the engine must agree on: components, and how tokens are partitioned.
 
-        Not groups and their pages: a pipeline stage may hold only those layers of a component that are in one of them.
+        Groups and their pages are left out: a pipeline stage may hold only those layers of a component that are in one
+        of them.
         """
         components = sorted(self.components, key=lambda component: component.name)
-        description = msgspec.json.encode([components, self.tokens.dealing])
+        description = msgspec.json.encode([components, self.tokens.partition])
         return hashlib.sha256(description).hexdigest()[:16]
 
     def group(self, name: str) -> PageGroup:
-        """The group of that name.
+        """Returns the group of that name.
 
         Raises:
             LayoutError: if there is none.
@@ -369,15 +374,15 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
         raise LayoutError(f"no group {name!r}: there are {[group.name for group in self.groups]}")
 
     def shards_of(self, component: str) -> tuple[Shard, ...]:
-        """The shards of one component."""
+        """Returns the shards of one component."""
         return tuple(shard for shard in self.shards if shard.component.name == component)
 
     def shard_with(self, component: str, box: Box) -> Shard | None:
-        """The shard that holds all of a part of a component; None if none does."""
+        """Returns the shard that holds all of a part of a component; None if none does."""
         return next((shard for shard in self.shards_of(component) if covers(shard.box, box)), None)
 
     def regions(self) -> tuple[Region, ...]:
-        """The memory to register: the shards' regions, those that overlap made one."""
+        """Returns the memory to register: the shards' regions, merged where they overlap."""
         merged: list[Region] = []
         for region in sorted(region for shard in self.shards for region in shard.regions()):
             if merged and region.address < merged[-1].stop:

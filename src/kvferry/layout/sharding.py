@@ -1,4 +1,4 @@
-"""Which part of a component each rank of an engine holds, said once for all ranks.
+"""Which part of a component each rank of an engine holds, by one rule for all ranks.
 
 A rule names the model layers that a component stems from and the axis that tensor parallelism divides. Together with a
 rank's coordinates it gives the rank's box; nothing here knows what kind of model it is.
@@ -22,7 +22,7 @@ class ShardedComponent(msgspec.Struct, frozen=True, kw_only=True):
     """A component and how an engine divides it.
 
     Attributes:
-        component: its first axis counts the layers below.
+        component: the component, whose first axis counts `layers`.
         layers: the model layer behind each index of the first axis, ascending: a hybrid model has components that only
             some layers have.
         tp_axis: the axis that tensor parallelism divides; None gives every rank all of it.
@@ -49,7 +49,7 @@ class ShardedComponent(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def held(self, coordinates: RankCoordinates, stage: Interval) -> Box:
-        """The part that a rank holds.
+        """Returns the part that a rank holds.
 
         Args:
             stage: the model layers of the rank's pipeline stage.
@@ -67,7 +67,7 @@ class ShardedComponent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def even_stages(num_layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of every pipeline stage, as even as possible.
+    """Returns how many layers each pipeline stage has, as even as possible.
 
     Raises:
         LayoutError: if there are more stages than layers.
@@ -78,7 +78,7 @@ def even_stages(num_layers: int, stages: int) -> tuple[int, ...]:
 
 
 def stage_of(coordinates: RankCoordinates, layers_per_stage: Sequence[int]) -> Interval:
-    """The model layers of a rank's pipeline stage.
+    """Returns the model layers of a rank's pipeline stage.
 
     Raises:
         LayoutError: if there are not as many stages as the rank's engine has.

@@ -1,7 +1,7 @@
 """Shards from an engine's tensors.
 
-torch tensors and NumPy arrays are only looked at (address, shape, strides, dtype, device); neither library is needed
-to import this module.
+Of torch tensors and NumPy arrays only the description is read (address, shape, strides, dtype, device); neither library
+is needed to import this module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TensorGeometry(msgspec.Struct, frozen=True):
     """Where a tensor's elements lie.
 
     Attributes:
-        address: of the first element.
+        address: the first element's address.
         shape: elements per dimension.
         strides: bytes per step, for every dimension.
         dtype: the element type's name.
@@ -42,7 +42,7 @@ class TensorGeometry(msgspec.Struct, frozen=True):
 
 
 def geometry(tensor: Any) -> TensorGeometry:
-    """Looks at a torch tensor or a NumPy array.
+    """Reads where the elements of a torch tensor or a NumPy array lie.
 
     Raises:
         LayoutError: if it is neither, or lives on a device that no transport reads from.
@@ -89,7 +89,7 @@ def shard_from_tensors(
             further axes. ('page', 'token', 'head', 'dim') is the NHD layout, ('page', 'head', 'token', 'dim') HND.
             Packed pages have no 'token', and 'slot' takes the place of both in a component with one entry per request.
         held: the intervals that the rank holds, by axis; axes that are missing are held whole.
-        group: names the shards that share page numbers with this one; None as in `default_group`.
+        group: the name that shards with the same page numbers share; None takes `default_group`.
         page_tokens: tokens in a page, for packed pages alone.
 
     Raises:
@@ -140,7 +140,7 @@ def shard_from_tensors(
 
 
 def default_group(component: Component) -> str:
-    """The group of a component's shards where none is named: "kv", "window-<tokens>" or "state"."""
+    """Names the group of a component's shards where the caller does not: "kv", "window-<tokens>" or "state"."""
     if component.entry is Entry.REQUEST:
         return "state"
     return "kv" if component.window_tokens is None else f"window-{component.window_tokens}"
@@ -183,7 +183,7 @@ def _check_tensor(
 def empty_shard(
     component: Component, *, page_tokens: int, num_pages: int, device: Device | None = None, group: str | None = None
 ) -> Shard:
-    """The shard of a rank that holds nothing of a component, beside pools of the given pages."""
+    """Makes the shard of a rank that holds nothing of a component, beside pools of the given pages."""
     return Shard(
         component=component,
         box=(Interval(0, 0), *component.whole[1:]),

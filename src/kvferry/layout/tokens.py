@@ -1,6 +1,6 @@
 """Which token positions of a request a rank holds: all of them, or a share under context parallelism.
 
-Positions are dealt out in blocks of equally many tokens, block after block, in the order of a pattern of parts. One
+Positions are partitioned in blocks of equally many tokens, block after block, in the order of a pattern of parts. One
 block a part and cycle is token-interleaved (round-robin) context parallelism; one cycle over the whole request is the
 contiguous kind; a pattern that runs forth and back is the zigzag that balances causal attention. A rank keeps the
 positions of its part in ascending order: the first is its local position 0.
@@ -26,14 +26,14 @@ _LARGEST_BLOCK = 1 << 32  # tokens; arithmetic in 64 bits does not overflow
 _LONGEST_PATTERN = 1 << 14
 
 
-class Dealing(msgspec.Struct, frozen=True):
-    """How the positions of every request are dealt out to the parts of an engine.
+class TokenPartition(msgspec.Struct, frozen=True):
+    """How the positions of every request are partitioned over the parts of an engine.
 
-    A single part gets every position in blocks of any length: all such dealings are equal.
+    A single part gets every position in blocks of any length: all such partitions are equal.
 
     Attributes:
         pattern: the part that gets each block of a cycle. Every part from 0 on appears.
-        block_tokens: tokens of a block. None deals every request out in a single cycle, so that the block follows from
+        block_tokens: tokens of a block. None partitions every request in a single cycle, so that the block follows from
             the request's length.
 
     Raises:
@@ -57,7 +57,7 @@ class Dealing(msgspec.Struct, frozen=True):
 
     @property
     def num_parts(self) -> int:
-        """Among how many parts the positions are divided."""
+        """How many parts the positions are divided among."""
         return max(self.pattern) + 1
 
     @property
@@ -67,11 +67,11 @@ class Dealing(msgspec.Struct, frozen=True):
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether who holds a position depends on the request's length."""
+        """Whether a position's part depends on the request's length."""
         return self.block_tokens is None and not self.is_whole
 
     def block(self, request_tokens: int | None) -> int:
-        """Tokens of a block in a request of that length.
+        """Returns how many tokens a block has in a request of that length.
 
         Raises:
             UsageError: if the length is needed and None.
@@ -90,50 +90,52 @@ class Dealing(msgspec.Struct, frozen=True):
         if self.is_whole:
             return "every token"
         blocks = "one cycle" if self.block_tokens is None else f"blocks of {self.block_tokens} tokens"
-        return f"{blocks} dealt to parts {list(self.pattern)}"
+        return f"{blocks} over parts {list(self.pattern)}"
 
 
-def contiguous(size: int) -> Dealing:
-    """Context parallelism that gives each of `size` parts one contiguous range of the request."""
-    return Dealing(tuple(range(size)), None)
+def contiguous(size: int) -> TokenPartition:
+    """Returns context parallelism that gives each of `size` parts one contiguous range of the request."""
+    return TokenPartition(tuple(range(size)), None)
 
 
-def interleaved(size: int, block_tokens: int = 1) -> Dealing:
-    """Context parallelism that deals blocks of tokens round-robin to `size` parts."""
-    return Dealing(tuple(range(size)), block_tokens)
+def interleaved(size: int, block_tokens: int = 1) -> TokenPartition:
+    """Returns context parallelism that assigns blocks of tokens round-robin to `size` parts."""
+    return TokenPartition(tuple(range(size)), block_tokens)
 
 
-def zigzag(size: int) -> Dealing:
-    """Context parallelism that gives part i the i-th range from the start and the i-th from the end."""
-    return Dealing((*range(size), *reversed(range(size))), None)
+def zigzag(size: int) -> TokenPartition:
+    """Returns context parallelism that gives part i the i-th range from the start and the i-th from the end."""
+    return TokenPartition((*range(size), *reversed(range(size))), None)
 
 
 class TokenShare(msgspec.Struct, frozen=True):
     """The token positions that one rank holds.
 
     Attributes:
-        dealing: how the engine deals positions out.
+        partition: how the engine partitions positions.
         part: which part the rank has.
 
     Raises:
         LayoutError: if there is no such part.
     """
 
-    dealing: Dealing = Dealing()
+    partition: TokenPartition = TokenPartition()
     part: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.part < self.dealing.num_parts:
-            raise LayoutError(f"part {self.part} does not exist: positions are dealt to {self.dealing.num_parts} parts")
+        if not 0 <= self.part < self.partition.num_parts:
+            raise LayoutError(
+                f"part {self.part} does not exist: positions are partitioned over {self.partition.num_parts} parts"
+            )
 
     def held_before(self, position: int, *, block: int) -> int:
-        """How many positions before `position` the rank holds: local positions from there on are not before it."""
+        """Returns how many positions before `position` the rank holds: the local position of the next that it holds."""
         return int(self.local(np.array([position], np.int64), block=block)[0])
 
     def local(self, positions: Positions, *, block: int) -> Positions:
-        """The local position of each position; for one that the rank does not hold, of the next that it does."""
+        """Returns the local position of each position, or of the next that the rank holds where it does not hold it."""
         owned = self._owned()
-        cycles, within = np.divmod(positions, block * len(self.dealing.pattern))
+        cycles, within = np.divmod(positions, block * len(self.partition.pattern))
         blocks, rest = np.divmod(within, block)
         before = np.searchsorted(owned, blocks)  # how many of the rank's blocks come before each one
         is_held = owned[np.minimum(before, len(owned) - 1)] == blocks
@@ -141,24 +143,24 @@ class TokenShare(msgspec.Struct, frozen=True):
         return local
 
     def holds(self, positions: Positions, *, block: int) -> NDArray[np.bool_]:
-        """Whether the rank holds each position."""
-        gets_block = np.zeros(len(self.dealing.pattern), np.bool_)
+        """Returns whether the rank holds each position."""
+        gets_block = np.zeros(len(self.partition.pattern), np.bool_)
         gets_block[self._owned()] = True
         held: NDArray[np.bool_] = gets_block[positions // block % len(gets_block)]
         return held
 
     def position(self, local: int, *, block: int) -> int:
-        """The position in the request of the rank's `local`-th position."""
+        """Returns the position in the request of the rank's `local`-th position."""
         owned = self._owned()
         cycles, within = divmod(local, block * len(owned))
         index, rest = divmod(within, block)
-        return int(cycles * block * len(self.dealing.pattern) + owned[index] * block + rest)
+        return int(cycles * block * len(self.partition.pattern) + owned[index] * block + rest)
 
     def ranges(self, low: int, high: int, *, block: int) -> Ranges:
-        """Where the blocks that the rank holds start and stop, of the positions [low, high), in ascending order."""
-        if self.dealing.is_whole:
+        """Returns where the rank's blocks start and stop within the positions [low, high), in ascending order."""
+        if self.partition.is_whole:
             return np.array([low], np.int64), np.array([high], np.int64)
-        cycle = block * len(self.dealing.pattern)
+        cycle = block * len(self.partition.pattern)
         cycles = np.arange(low // cycle * cycle, high, cycle, dtype=np.int64)
         starts = np.add.outer(cycles, self._owned() * block).ravel()
         starts, stops = np.maximum(starts, low), np.minimum(starts + block, high)
@@ -166,8 +168,8 @@ class TokenShare(msgspec.Struct, frozen=True):
         return starts[is_inside], stops[is_inside]
 
     def _owned(self) -> Positions:
-        """The blocks of a cycle that the rank gets."""
-        return _blocks_of(self.dealing.pattern, self.part)
+        """Returns the blocks of a cycle that the rank gets."""
+        return _blocks_of(self.partition.pattern, self.part)
 
 
 @lru_cache(maxsize=1024)
@@ -176,22 +178,27 @@ def _blocks_of(pattern: tuple[int, ...], part: int) -> Positions:
 
 
 @lru_cache(maxsize=4096)
-def parts_met(dealing: Dealing, share: TokenShare) -> tuple[int, ...]:
-    """The parts of a dealing that have a position of a share, in some request.
+def parts_met(partition: TokenPartition, share: TokenShare) -> tuple[int, ...]:
+    """Returns the parts of a partition that have a position of a share, in some request.
 
-    All of them where that cannot be told for every request, or not without looking at very many blocks.
+    Returns all parts where that depends on the request, or would take looking at very many blocks.
     """
-    if dealing == share.dealing:
+    if partition == share.partition:
         return (share.part,)
-    every = tuple(range(dealing.num_parts))
-    if dealing.is_whole or share.dealing.is_whole or dealing.block_tokens is None or share.dealing.block_tokens is None:
+    every = tuple(range(partition.num_parts))
+    if (
+        partition.is_whole
+        or share.partition.is_whole
+        or partition.block_tokens is None
+        or share.partition.block_tokens is None
+    ):
         return every
-    theirs, ours = dealing.block_tokens, share.dealing.block_tokens
+    theirs, ours = partition.block_tokens, share.partition.block_tokens
     step = gcd(theirs, ours)  # within so many tokens neither side changes
-    steps = lcm(theirs * len(dealing.pattern), ours * len(share.dealing.pattern)) // step
+    steps = lcm(theirs * len(partition.pattern), ours * len(share.partition.pattern)) // step
     if steps > _MOST_BLOCKS_LOOKED_AT:
         return every
     positions = np.arange(steps, dtype=np.int64)
     held = positions[share.holds(positions, block=ours // step)]
-    owners = np.array(dealing.pattern)[held // (theirs // step) % len(dealing.pattern)]
+    owners = np.array(partition.pattern)[held // (theirs // step) % len(partition.pattern)]
     return tuple(np.unique(owners).tolist())

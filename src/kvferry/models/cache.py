@@ -24,9 +24,9 @@ class ModelCache(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: the architecture, or what a hand-written description calls itself.
-        num_layers: of the model itself, with those that cache nothing.
-        components: of the model itself.
-        draft: of the draft layers, all of them optional.
+        num_layers: layers of the model itself, with those that cache nothing.
+        components: components of the model itself.
+        draft: components of the draft layers, all of them optional.
 
     Raises:
         ModelError: if nothing is cached, a name appears twice, or a layer number does not fit its side.
@@ -65,12 +65,12 @@ class ModelCache(msgspec.Struct, frozen=True, kw_only=True):
         return max((sharded.layers[-1] + 1 for sharded in self.draft), default=self.num_layers) - self.num_layers
 
     def layers_per_stage(self, stages: int | Sequence[int] = 1) -> tuple[int, ...]:
-        """How pipeline parallelism divides the layers. The last stage has the draft layers besides its own.
+        """Divides the layers among pipeline stages. The last stage has the draft layers besides its own.
 
         They do no harm where the draft's components are left out.
 
         Args:
-            stages: how many, to be made as even as possible, or how many of the model's layers each of them has.
+            stages: the number of stages, to be made as even as possible, or how many of the model's layers each has.
 
         Raises:
             LayoutError: if the stages do not have the model's layers.
@@ -85,7 +85,7 @@ class ModelCache(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def as_draft(components: Iterable[ShardedComponent]) -> Components:
-    """The same components as those of a draft model: optional, and with names of their own."""
+    """Returns the components as those of a draft model: optional, and with names of their own."""
     return tuple(
         msgspec.structs.replace(
             sharded,
@@ -105,7 +105,7 @@ def with_block_scales(cache: ModelCache, *, block: int | None = None, dtype: str
 
     Args:
         block: elements that share a scale; None has one for the whole last axis.
-        dtype: of the scales.
+        dtype: element type of the scales.
 
     Raises:
         ModelError: if nothing is quantised, or tensor parallelism divides the blocks.
@@ -126,7 +126,7 @@ def with_block_scales(cache: ModelCache, *, block: int | None = None, dtype: str
 
 
 def block_scaled(components: Components, *, block: int | None, dtype: str) -> Components:
-    """The components, each quantised one that has no scales yet followed by them."""
+    """Adds scales to the components, behind each quantised one that has none yet."""
     if block is not None and block < 1:
         raise ModelError(f"block is {block}: a scale is shared by at least 1 element, or by all with None")
     names = {sharded.component.name for sharded in components}

@@ -31,7 +31,7 @@ from kvferry.layout import Axis, Component, Entry, ShardedComponent
 from kvferry.models.cache import ModelCache
 
 KEY = "kvferry"
-"""Where a file has its description."""
+"""The key under which a file has its description."""
 
 EXAMPLE = """{
   "kvferry": {
@@ -77,7 +77,7 @@ msgspec.json.Decoder(_Description)  # else two threads that are the first to con
 
 
 def cache_from_description(description: Any, *, source: str) -> ModelCache:
-    """What a model caches, from the object under "kvferry".
+    """Reads what a model caches from the object under "kvferry".
 
     Args:
         source: the file, for errors.

@@ -1,4 +1,4 @@
-"""What each architecture caches: one small function a family, and the table of those that are known.
+"""What each architecture caches: one small function per family, and the table of those that are known.
 
 This is the only place where kvferry knows models by name. All else sees components.
 """
@@ -28,9 +28,9 @@ class Family:
     """How to read the configurations of one model type.
 
     Attributes:
-        read: gives what the model caches.
+        read: returns what the model caches.
         defaults: what transformers takes where a field is missing, for those that published files leave out.
-        default_dtype: of the published weights, where their files do not name it.
+        default_dtype: element type of the published weights, where their files do not name it.
     """
 
     read: Callable[[Fields], ModelCache]
@@ -320,4 +320,4 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(qwen3_moe, {"num_key_value_heads": 4, "sliding_window": 4096}),
     "qwen3_next": Family(gated_delta_hybrid, {"num_key_value_heads": 2, **_GATED_DELTA}),
 }
-"""By the model_type of config.json."""
+"""The known families, by the model_type of config.json."""

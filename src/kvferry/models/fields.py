@@ -14,10 +14,10 @@ PACKED_DTYPE = "float4_e2m1fn_x2"
 """Two numbers in an element, so that a head's dims are not its elements."""
 
 DTYPE_FIELDS = ("dtype", "torch_dtype")
-"""What transformers calls the weights' element type, since version 5 and before."""
+"""The fields in which transformers names the weights' element type, since version 5 and before."""
 
 STATE_DTYPE_FIELDS = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
-"""Where Nemotron-H and Qwen3.5 name the element type of their recurrent states."""
+"""The fields in which Nemotron-H and Qwen3.5 name the element type of their recurrent states."""
 
 
 class Mixer(Enum):
@@ -46,8 +46,8 @@ class EngineChoices:
     """What the engine decides, not the model.
 
     Attributes:
-        cache_dtype: of keys, values and latents; None keeps the model's.
-        state_dtype: of recurrent states; None as the configuration says.
+        cache_dtype: element type of keys, values and latents; None keeps the model's.
+        state_dtype: element type of recurrent states; None takes the configuration's.
         extra_conv_columns: what convolution states keep besides the kernel's size less one.
 
     Raises:
@@ -73,11 +73,11 @@ class Fields:
     Attributes:
         values: the configuration, of the language model alone.
         defaults: what transformers takes where a field is missing from the file, null not included.
-        default_dtype: of the published weights, where their files do not name it.
-        model_type: the configuration's.
+        default_dtype: element type of the published weights, where their files do not name it.
+        model_type: the configuration's model_type.
         source: the file, for errors.
-        prefix: before the names of fields in errors, such as "text_config.".
-        choices: the engine's.
+        prefix: stands before the names of fields in errors, such as "text_config.".
+        choices: what the engine decides.
     """
 
     values: Mapping[str, Any]
@@ -89,19 +89,19 @@ class Fields:
     choices: EngineChoices = EngineChoices()
 
     def error(self, text: str) -> ModelError:
-        """An error that names the file."""
+        """Makes an error that names the file."""
         return ModelError(f"{self.source}: {text}")
 
     def get(self, name: str) -> Any:
-        """A field as it stands in the file, else its default, else None."""
+        """Returns a field as it stands in the file, else its default, else None."""
         return self.values[name] if name in self.values else self.defaults.get(name)
 
     def has(self, name: str) -> bool:
-        """Whether a field has a value."""
+        """Returns whether a field has a value."""
         return self.get(name) is not None
 
     def size(self, *names: str, least: int = 1) -> int:
-        """A whole number, from the first of the fields that has one.
+        """Returns a whole number, from the first of the fields that has one.
 
         Raises:
             ModelError: if none has, or it is too small.
@@ -117,11 +117,11 @@ class Fields:
         raise self.error(f"{where} is missing, and what {self.model_type!r} caches depends on it")
 
     def count(self, *names: str) -> int:
-        """A whole number that is 0 where no field has one."""
+        """Returns a whole number as `size` does, from 0 on, and 0 where no field has one."""
         return self.size(*names, least=0) if any(self.has(name) for name in names) else 0
 
     def flag(self, name: str) -> bool:
-        """A field that is true or false; false where missing."""
+        """Returns a field that is true or false; false where missing."""
         value = self.get(name)
         if value is not None and not isinstance(value, bool):
             raise self.error(f"{self.prefix}{name} is {value!r}: it must be true or false")
@@ -161,15 +161,19 @@ class Fields:
         return self.choices.cache_dtype or self.model_dtype
 
     def state_dtype(self, *, default: str) -> str:
-        """The element type of recurrent states: the engine's choice, else the configuration's, else the default."""
+        """Returns the element type of recurrent states: the engine's, else the configuration's, else the default."""
         return self.choices.state_dtype or self._dtype(STATE_DTYPE_FIELDS) or default
 
     def conv_width(self, *names: str) -> int:
-        """Columns that a convolution's state keeps of a channel, given the fields that may have the kernel's size."""
+        """Returns how many columns a convolution's state keeps of a channel.
+
+        Args:
+            names: the fields that may have the kernel's size.
+        """
         return self.size(*names, least=2) - 1 + self.choices.extra_conv_columns
 
     def mixers(self, name: str, num_layers: int, allowed: Sequence[Mixer]) -> tuple[Mixer, ...]:
-        """What every layer is, from a list of layer types.
+        """Reads what every layer is from a list of layer types.
 
         Raises:
             ModelError: if it is no list, of another length, or has a type that the architecture does not.

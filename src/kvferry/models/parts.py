@@ -31,7 +31,7 @@ def _sharded(component: Component, layers: Sequence[int], tp_axis: str | None) -
 
 
 def attention(fields: Fields, layers: Sequence[int], *, window_tokens: int | None = None) -> Components:
-    """Keys and values: "k" and "v", or "window_k" and "window_v" of layers that attend to a window alone."""
+    """Makes keys and values: "k" and "v", or "window_k" and "window_v" of layers that attend to a window alone."""
     if not layers:
         return ()
     components = attention_components(
@@ -46,7 +46,7 @@ def attention(fields: Fields, layers: Sequence[int], *, window_tokens: int | Non
 
 
 def latents(fields: Fields, layers: Sequence[int]) -> Components:
-    """The latents of multi-head latent attention, which every rank has whole."""
+    """Makes the latents of multi-head latent attention, which every rank has whole."""
     if not layers:
         return ()
     dim = fields.size("kv_lora_rank") + fields.size("qk_rope_head_dim")
@@ -55,7 +55,7 @@ def latents(fields: Fields, layers: Sequence[int]) -> Components:
 
 
 def index_keys(fields: Fields, layers: Sequence[int]) -> Components:
-    """The keys that sparse attention selects tokens by, with their scales. Every rank has them whole."""
+    """Makes the keys that sparse attention selects tokens by, with their scales. Every rank has them whole."""
     if not layers:
         return ()
     axes = (Axis("layer", len(layers)), Axis("dim", fields.size("index_head_dim")))
@@ -64,7 +64,7 @@ def index_keys(fields: Fields, layers: Sequence[int]) -> Components:
 
 
 def gated_delta_net(fields: Fields, layers: Sequence[int]) -> Components:
-    """The state of a gated delta net, and of the convolution before it by what its channels are: query, key, value."""
+    """Makes the state of a gated delta net, and of the convolution before it, by kind of channel: query, key, value."""
     if not layers:
         return ()
     key_heads, key_dim = fields.size("linear_num_key_heads"), fields.size("linear_key_head_dim")
@@ -98,7 +98,7 @@ class Mamba2Sizes:
 
 
 def mamba2(fields: Fields, layers: Sequence[int], sizes: Mamba2Sizes) -> Components:
-    """The state of Mamba2, and of the convolution before it by what its channels are: x, B, C.
+    """Makes the state of Mamba2, and of the convolution before it, by kind of channel: x, B, C.
 
     B and C belong to groups of heads. With more ranks than groups, neighbouring ranks have the same group.
     """
@@ -120,7 +120,7 @@ def mamba2(fields: Fields, layers: Sequence[int], sizes: Mamba2Sizes) -> Compone
 
 
 def mamba1(fields: Fields, layers: Sequence[int], *, channels: int, state_size: int, width: int) -> Components:
-    """The state of Mamba in its first version, and of the convolution before it, both by channel."""
+    """Makes the state of Mamba in its first version, and of the convolution before it, both by channel."""
     if not layers:
         return ()
     dtype = fields.state_dtype(default=RECURRENT_DTYPE)
@@ -133,9 +133,9 @@ def mamba1(fields: Fields, layers: Sequence[int], *, channels: int, state_size: 
 
 
 def lightning_attention(fields: Fields, layers: Sequence[int]) -> Components:
-    """The state of lightning attention: for every attention head, sums of outer products of keys and values.
+    """Makes the state of lightning attention: for every attention head, sums of outer products of keys and values.
 
-    It is in the weights' element type, in transformers as in vLLM (its linear_attention_state_dtype).
+    It has the weights' element type, in transformers as in vLLM (its linear_attention_state_dtype).
     """
     if not layers:
         return ()

@@ -14,10 +14,10 @@ from kvferry.models.families import FAMILIES
 from kvferry.models.fields import DTYPE_FIELDS, EngineChoices, Fields
 
 CONFIG_FILE = "config.json"
-"""What a directory with a model has its configuration in."""
+"""The file in a model's directory that has its configuration."""
 
 _NESTED = "text_config"
-"""Where models of several modalities have their language model's configuration."""
+"""The field in which models of several modalities have their language model's configuration."""
 
 
 def model_cache_from_config(
@@ -28,14 +28,14 @@ def model_cache_from_config(
     extra_conv_columns: int = 0,
     source: str = "the configuration",
 ) -> ModelCache:
-    """What a model caches, from its configuration as Hugging Face has it, or from a description by hand.
+    """Reads what a model caches from its configuration as Hugging Face has it, or from a description by hand.
 
     The three choices below are the engine's, not the model's. A description by hand has made them already.
 
     Args:
-        cache_dtype: of keys, values and latents, such as "float8_e4m3fn"; None keeps that of the weights.
-        state_dtype: of recurrent states; None takes that of the configuration, or float32. Where the configuration
-            says nothing, vLLM keeps them in the weights' type.
+        cache_dtype: element type of keys, values and latents, such as "float8_e4m3fn"; None keeps the weights'.
+        state_dtype: element type of recurrent states; None takes that of the configuration, or float32. Where the
+            configuration names none, vLLM keeps them in the weights' type.
         extra_conv_columns: convolutions keep as many columns as their kernel has, less one, as in vLLM and SGLang, and
             this many more: 1 in transformers, with vLLM the number of tokens that it speculates.
         source: the file, for errors.
@@ -60,8 +60,9 @@ def read_model_cache(
     state_dtype: str | None = None,
     extra_conv_columns: int = 0,
 ) -> ModelCache:
-    """What a model caches, from a file or from the config.json in a directory. The arguments are those of
-    `model_cache_from_config`.
+    """Reads what a model caches from a file, or from the config.json in a directory.
+
+    The other arguments are those of `model_cache_from_config`.
 
     Raises:
         ModelError: if there is no such file, it has no JSON object, or it does not describe a cache; names the file.
@@ -90,7 +91,7 @@ def read_model_cache(
 
 
 def _language_model(config: Mapping[str, Any], source: str, choices: EngineChoices) -> Fields:
-    """The fields of the language model: those of the whole configuration, unless it is nested."""
+    """Returns the fields of the language model: those of the whole configuration, unless it is nested."""
     nested = config.get(_NESTED)
     values, prefix = dict(config), ""
     if isinstance(nested, Mapping):

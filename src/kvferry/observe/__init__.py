@@ -1,1 +1,1 @@
-"""What an endpoint does, as others can see it: records, metrics, a status page, traces."""
+"""How an endpoint's work is seen from outside: records, metrics, a status page, traces."""

@@ -1,4 +1,4 @@
-"""For how long a wire was busy: the union of the intervals in which something was on it."""
+"""How long a wire was busy: the union of the intervals in which something was on it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ class BusyTime:
     """
 
     def __init__(self, most_intervals: int = MOST_INTERVALS) -> None:
-        """Args:
-        most_intervals: that are remembered. Beyond that the older half is forgotten, and a write that began before
-            those has their time counted again: busy too long rather than not long enough.
+        """Begins with nothing counted.
+
+        Args:
+            most_intervals: that are remembered. Beyond that the older half is forgotten, and a write that began before
+                those has their time counted again: busy too long rather than not long enough.
         """
         self._most_intervals = most_intervals
         # Disjoint, with gaps between them, in the order of time: where each begins, and where it ends.
@@ -26,7 +28,7 @@ class BusyTime:
         self._total_s = 0.0
 
     def add(self, begin: float, end: float) -> float:
-        """Something was going on from then until then; returns the time that was not counted before, in seconds."""
+        """Counts the time between two points; returns how much of it was not counted before, in seconds."""
         begins, ends = self._begins, self._ends
         first, stop = bisect_left(ends, begin), bisect_right(begins, end)  # those that it touches
         counted_s = 0.0
@@ -42,5 +44,5 @@ class BusyTime:
 
     @property
     def total_s(self) -> float:
-        """All that was counted so far."""
+        """Seconds that were counted so far."""
         return self._total_s

@@ -1,4 +1,4 @@
-"""A histogram whose adding costs a fraction of what the Prometheus client's own takes: there are several a write."""
+"""A histogram to which adding costs a fraction of what it costs in the Prometheus client: each write adds several."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from itertools import accumulate
 
 
 class Distribution:
-    """How often values fell between bounds, as `HistogramMetricFamily` takes it. One thread at a time may use it."""
+    """Counts of values between bounds, as `HistogramMetricFamily` takes them. One thread at a time may use it."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Args:
-        bounds: rising; a value that equals one is below it.
+        """Begins with no values.
+
+        Args:
+            bounds: rising; a value that equals one is below it.
         """
         self._bounds = tuple(bounds)
         self._names = (*(str(float(bound)) for bound in bounds), "+Inf")
@@ -20,10 +22,10 @@ class Distribution:
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """One more."""
+        """Counts a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Every bound, as Prometheus writes it, and how many values were not above it."""
+        """Returns every bound, as Prometheus writes it, and how many values were not above it."""
         return list(zip(self._names, accumulate(self._counts), strict=True))

@@ -18,20 +18,20 @@ _FIELDS = ("room", "peer", "side", "state")
 
 
 def clock_time(age_s: float) -> str:
-    """When something was that is so many seconds ago, as people write it: UTC, to the second."""
+    """Formats the time so many seconds ago: UTC, to the second."""
     moment = datetime.fromtimestamp(time.time() - age_s, timezone.utc)
     return moment.strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def tell_silence(who: str, endpoint: str, silence_s: float) -> None:
-    """Writes that a peer has fallen silent.
+    """Logs that a peer has fallen silent.
 
     Args:
         who: the peer, as it stands in the line.
     """
     log.warning(
-        "%s has been silent for %.1f s, since %s: is it stopped, or its machine overloaded? Its rooms fail when it has "
-        "been for KVFERRY_PEER_TIMEOUT_S",
+        "%s has been silent for %.1f s, since %s: is it stopped, or its machine overloaded? Its rooms fail after a "
+        "silence of KVFERRY_PEER_TIMEOUT_S",
         who,
         silence_s,
         clock_time(silence_s),
@@ -40,10 +40,10 @@ def tell_silence(who: str, endpoint: str, silence_s: float) -> None:
 
 
 class Limited:
-    """Writes so many lines of a kind in a period, and says later how many it has left out."""
+    """Writes no more than so many lines of a kind in a period, and later the number of those that were left out."""
 
     def __init__(self, log: logging.Logger, *, most: int = 20, period_s: float = 10.0) -> None:
-        # Guards the counts: failures are told of in any thread.
+        # Guards the counts: failures are logged from any thread.
         self._lock = threading.Lock()
         self._log = log
         self._most = most
@@ -74,11 +74,13 @@ class Limited:
 
 
 class FailureLog(Observer):
-    """Writes a line for every transfer that fails, with the cause; those that somebody aborted are no failures."""
+    """Writes a line for every transfer that fails, with the cause; one that a caller aborted is no failure."""
 
     def __init__(self, who: str) -> None:
-        """Args:
-        who: the endpoint, as it stands in the line.
+        """Takes the name that every line has.
+
+        Args:
+            who: the endpoint, as it stands in the line.
         """
         self._who = who
         self._limited = Limited(log)
@@ -109,7 +111,7 @@ class FailureLog(Observer):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and what the line is about where it says so."""
+    """Formats lines as JSON objects: time, level, logger, message, and the fields that the line is about, if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

@@ -24,11 +24,11 @@ from kvferry.observe.observer import Observer, Retry
 from kvferry.observe.outcomes import Outcome, outcome_of
 from kvferry.observe.records import PlacedRecord, ReceiverStats, SenderStats, WriteRecord
 from kvferry.observe.status import EndpointStatus
-from kvferry.plan import Path
+from kvferry.plan import TransferPath
 from kvferry.protocol.states import TransferState
 
 MOST_NAMED_PEERS = 32
-"""Silent peers that are named one by one: labels are bounded."""
+"""Largest number of silent peers with a label each: labels are bounded."""
 
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 SUBMIT_SECONDS = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -38,28 +38,30 @@ PHASES = ("queue", "credit", "gather", "post", "wire", "arrival", "scatter")
 
 MIXED = "mixed"
 NO_WAY = "none"
-WAYS = (*(path.value for path in Path), MIXED, NO_WAY)
-"""Which path a transfer took. A decode rank calls staged what came through its staging memory, if only in part."""
+WAYS = (*(path.value for path in TransferPath), MIXED, NO_WAY)
+"""Which path a transfer took. On a decode rank it is staged if any of it came through staging memory."""
 
 _BATCH = 64
-"""What is told is counted in batches. Between two rooms the processor has forgotten the code that counts: alone, each
+"""Events are counted in batches. Between two rooms the code that counts leaves the processor's cache: alone, each event
 would take several times as long."""
 
 
 class Metrics(Observer):
-    """Counts what it is told, and asks for the rest when it is read.
+    """Counts an endpoint's events, and reads the gauges from its status when it is read itself.
 
-    Whoever tells something only writes it down; what ends is counted then and there, together with all that went before
-    it, once a batch is full, and at the latest when it is read. Never in `submitted`: that is the caller's time.
+    A thread that reports an event only queues it. Once a batch is full, the next write or room that ends counts all
+    that is queued; the rest is counted when the metrics are read. Nothing is counted in the caller's time, `submitted`.
     """
 
     def __init__(self, status: Callable[[], EndpointStatus]) -> None:
-        """Args:
-        status: where the endpoint stands now.
+        """Begins with nothing counted.
+
+        Args:
+            status: where the endpoint stands now.
         """
-        # Told and not counted yet. Added to in any thread, and taken from with the lock.
+        # Events that are not counted yet. Any thread adds to them; the one with the lock takes.
         self._told: deque[tuple[Callable[..., object], object]] = deque()
-        # So that one thread counts at a time: the order is that in which things happened.
+        # Lets one thread count at a time, in the order of the events.
         self._counting = threading.Lock()
         self._registry = registry = CollectorRegistry()
         self._busy = BusyTime()
@@ -74,9 +76,9 @@ class Metrics(Observer):
         self._submit_seconds = Distribution(SUBMIT_SECONDS)
         registry.register(_Times(self._transfer_seconds, self._phases, self._submit_seconds))
 
-        def by_path(name: str, meaning: str) -> dict[Path, Counter]:
+        def by_path(name: str, meaning: str) -> dict[TransferPath, Counter]:
             found = counter(name, meaning, ("path",))
-            return {path: found.labels(path.value) for path in Path}
+            return {path: found.labels(path.value) for path in TransferPath}
 
         self._sent_bytes = by_path("sent_bytes", "Bytes of caches that were written to peers.")
         self._writes = by_path("writes", "Writes of chunks that are through.")
@@ -95,7 +97,7 @@ class Metrics(Observer):
         registry.register(_Standing(status))
 
     def exposition(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         with self._counting:
             self._count()
             return generate_latest(self._registry)
@@ -106,14 +108,14 @@ class Metrics(Observer):
             count(what)
 
     def _count_batch(self) -> None:
-        """Counts what was told, if it is worth it and nobody else does."""
+        """Counts the queued events if they are a batch and no other thread does."""
         if len(self._told) >= _BATCH and self._counting.acquire(blocking=False):
             try:
                 self._count()
             finally:
                 self._counting.release()
 
-    # ---- what is told -----------------------------------------------------------------------------------------------
+    # ---- events -----------------------------------------------------------------------------------------------------
 
     def submitted(self, seconds: Sequence[float]) -> None:
         self._told.append((self._count_submits, seconds))
@@ -159,7 +161,7 @@ class Metrics(Observer):
     def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
         self._told.append((self._count_placed, stats.placed))
         is_staged = any(placed.num_bytes for placed in stats.placed)
-        way = Path.STAGED.value if is_staged else Path.DIRECT.value if stats.chunks else NO_WAY
+        way = TransferPath.STAGED.value if is_staged else TransferPath.DIRECT.value if stats.chunks else NO_WAY
         self._ended(way, stats.opened_at, stats.ended_at, error)
 
     def _count_placed(self, parts: Sequence[PlacedRecord]) -> None:
@@ -212,13 +214,13 @@ class _Times(Collector):
 
 
 class _Standing(Collector):
-    """The gauges: where the endpoint stands when it is asked."""
+    """The gauges: the endpoint's status when they are read."""
 
     def __init__(self, status: Callable[[], EndpointStatus]) -> None:
         self._status = status
 
     def describe(self) -> Iterable[Metric]:
-        return []  # so that registering does not ask an endpoint that is not there yet
+        return []  # so that registering does not read the status of an endpoint in the making
 
     def collect(self) -> Iterable[Metric]:
         status = self._status()
@@ -226,7 +228,7 @@ class _Standing(Collector):
         known = {"side": status.side.value, "engine": status.engine, "rank": str(status.rank)}
         info.add_metric([], {**known, "version": status.version})
         yield info
-        yield _gauge("healthy", "Whether all threads run, and nothing else is wrong.", float(status.is_well))
+        yield _gauge("healthy", "Whether all threads run, and nothing else is wrong.", float(status.is_healthy))
         failures = CounterMetricFamily("kvferry_thread_failures", "Turns of threads that met an unexpected error.")
         failures.add_metric([], sum(thread.failures for thread in status.threads))
         yield failures

@@ -1,4 +1,4 @@
-"""What an endpoint tells whoever watches it."""
+"""The events that an endpoint reports to its observers."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ log = logging.getLogger(__name__)
 
 
 class Retry(Enum):
-    """What is done again."""
+    """What is retried."""
 
     LOOK_UP = "look-up"
     CONNECT = "connect"
 
 
 class Observer:
-    """Is told what happens, in whatever thread it happens, and returns at once. This one does not care."""
+    """Receives an endpoint's events, each on the thread where it happens; returns at once. This one ignores them."""
 
     def begin_receiving(self, room: int) -> str:
-        """A caller opens a room on a decode rank. Returns the trace context that is to travel with it, if any."""
+        """A caller opens a room on a decode rank. Returns the trace context to send with its open request, if any."""
         return ""
 
     def begin_sending(self, room: int) -> None:
         """A caller opens a room on a prefill rank."""
 
     def asked(self, room: int, trace_context: str) -> None:
-        """A decode rank has asked for a room that is open here, with the trace context that came with it."""
+        """A decode rank's open request for a room that is open here, with the trace context that came with it."""
 
     def submitted(self, seconds: Sequence[float]) -> None:
-        """A caller has handed chunks in, which took so long each. Perhaps in the caller's thread."""
+        """A caller has handed chunks in, which took so long each. May be called on the caller's thread."""
 
     def wrote(self, room: int, writes: Sequence[WriteRecord]) -> None:
-        """Writes are through: all since the last time, at the latest when the room ends, and then each at once."""
+        """Writes are complete: all since the last call. Called when the room ends at the latest, and then for each."""
 
     def write_failed(self, room: int, receiver: str, error: Exception) -> None:
         """A write failed."""
@@ -55,14 +55,14 @@ class Observer:
         """Something was refused: a caller's request, a peer, or a peer's room."""
 
     def retried(self, what: Retry) -> None:
-        """Something is done again."""
+        """Something is retried."""
 
     def peer_lost(self, peer: str, error: Exception) -> None:
         """A peer is given up."""
 
 
 class Several(Observer):
-    """Tells several. One that raises is logged, and the others are told all the same: no transfer suffers from it."""
+    """Passes events on to several observers. One that raises is logged, and neither the others nor transfers suffer."""
 
     def __init__(self, *observers: Observer) -> None:
         self._begin_receiving = _who_cares(observers, Observer.begin_receiving)
@@ -79,7 +79,7 @@ class Several(Observer):
         self._peer_lost = _who_cares(observers, Observer.peer_lost)
 
     def begin_receiving(self, room: int) -> str:
-        return max(_tell(self._begin_receiving, room), default="")  # one of them traces, at most
+        return max(_tell(self._begin_receiving, room), default="")  # at most one of them traces
 
     def begin_sending(self, room: int) -> None:
         _tell(self._begin_sending, room)
@@ -116,7 +116,7 @@ class Several(Observer):
 
 
 def _who_cares(observers: Sequence[Observer], about: Callable[..., object]) -> tuple[MethodType, ...]:
-    """The methods that do something when told of this: most observers care for little, and writes are many."""
+    """Returns the observers' methods for an event, without those that ignore it: most do, and writes are many."""
     name = about.__name__
     return tuple(getattr(each, name) for each in observers if getattr(type(each), name) is not about)
 

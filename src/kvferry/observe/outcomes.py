@@ -1,4 +1,4 @@
-"""How transfers end, in few words."""
+"""The outcomes of transfers, and which error means which."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OUTCOMES: tuple[tuple[type[Exception], Outcome], ...] = (
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
-    """What the error that a transfer failed with amounts to; None stands for success."""
+    """Returns the outcome of a transfer that failed with an error; None stands for success."""
     if error is None:
         return Outcome.SUCCESS
     seen: set[int] = set()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.plan import Path
+from kvferry.plan import TransferPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,14 +13,14 @@ class PartRecord:
     """What went to a receiver in one write of the transport: a chunk, or a sub-chunk through staging memory.
 
     Attributes:
-        ready_at: when it might have begun, but for memory on either side; `begun_at` if there was enough.
+        ready_at: when it could have begun, had there been staging memory; `begun_at` if there was enough.
         begun_at: when gathering began, or the selection of descriptors.
         gathered_at: when all was gathered, or selected, and the transport was given the write.
         posted_at: when the transport had taken it.
-        landed_at: when we saw that the transport was through with it.
-        num_bytes: that it carried.
-        runs: in how many pieces they lay: descriptors before neighbours were merged, or blocks that were gathered.
-        thread: whose work it was.
+        landed_at: when its completion was noticed.
+        num_bytes: bytes that it carried.
+        runs: pieces that they lay in: descriptors before neighbours were merged, or blocks that were gathered.
+        thread: the one that did the work.
     """
 
     ready_at: float
@@ -38,19 +39,20 @@ class WriteRecord:
 
     Attributes:
         receiver: the decode rank's endpoint.
-        path: which way the bytes went.
-        why: why they went that way, in words.
+        path: which path the bytes took.
+        why: the reason for that path, in words.
         total_bytes: bytes that moved.
         descriptors: descriptors after neighbours were merged; through staging memory, bulk writes.
         submitted_at: when the caller handed the chunk in; for chunks that came before the receivers, when those did.
         posted_at: when the transport was given the write.
         done_at: when the transport was through with it.
-        transport_post_s, transport_transfer_s: the transport's own account of posting and of the whole write.
+        transport_post_s: how long posting took, by the transport's own account.
+        transport_transfer_s: the same of the whole write.
         parts: what it was written in.
     """
 
     receiver: str
-    path: Path
+    path: TransferPath
     why: str
     total_bytes: int
     descriptors: int
@@ -63,7 +65,7 @@ class WriteRecord:
 
     @property
     def runs(self) -> int:
-        """In how many pieces the bytes lay."""
+        """Number of pieces that the bytes lay in."""
         return sum(part.runs for part in self.parts)
 
     @property
@@ -103,6 +105,11 @@ class SenderStats:
         """Descriptors that this rank posted."""
         return sum(write.descriptors for write in self.writes)
 
+    @property
+    def busy_s(self) -> float:
+        """Time during which at least one write was on its way, in seconds."""
+        return busy_s(self.writes)
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedRecord:
@@ -111,9 +118,10 @@ class PlacedRecord:
     Attributes:
         writer: the prefill rank that it came from.
         arrived_at: when we saw that it was in our memory.
-        begun_at, done_at: when the putting or verifying began and ended.
+        begun_at: when the putting or verifying began.
+        done_at: when it ended.
         num_bytes: of a part, in staging memory; 0 for a chunk.
-        thread: whose work it was.
+        thread: the one that did the work.
     """
 
     writer: int
@@ -133,7 +141,7 @@ class ReceiverStats:
         first_arrival_at: when the first chunk had arrived; None before.
         ended_at: when the room ended; None before.
         chunks: chunks that arrived, over all writers.
-        placed: what was put into pages, or verified; known when the room has ended.
+        placed: what was put into pages, or verified; empty until the room has ended.
     """
 
     opened_at: float
@@ -143,7 +151,7 @@ class ReceiverStats:
     placed: tuple[PlacedRecord, ...] = ()
 
 
-def busy_s(writes: list[WriteRecord]) -> float:
+def busy_s(writes: Sequence[WriteRecord]) -> float:
     """Time during which at least one of the writes was on its way: the union of their intervals.
 
     Bytes divided by this never exceed what the wire carries, whatever overlapped.

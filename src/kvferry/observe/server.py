@@ -1,4 +1,4 @@
-"""What one endpoint shows over HTTP: metrics, its status, whether it is well. Read-only."""
+"""Serves one endpoint's metrics, status, health and traces over HTTP, read-only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LONGEST_WINDOW_S = 60.0
 PORTS = 32
-"""That are tried, one after the other: prefill and decode ranks of one machine may have been given the same."""
+"""How many are tried, one after the other: prefill and decode ranks of one machine may be given the same."""
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -36,8 +36,12 @@ class ObserveServer(HttpServer):
     def __init__(
         self, host: str, port: int, metrics: Metrics, recorder: Recorder, status: Callable[[], EndpointStatus]
     ) -> None:
-        """Args:
-            metrics, recorder, status: of the endpoint.
+        """Takes what is served and where; `start` binds the port.
+
+        Args:
+            metrics: the endpoint's.
+            recorder: the endpoint's.
+            status: where the endpoint stands now.
 
         Raises:
             SettingsError: if a value is impossible.
@@ -48,14 +52,14 @@ class ObserveServer(HttpServer):
         self._status = status
 
     def app(self) -> ASGIApp:
-        """The routes."""
+        """Returns the routes."""
         # Imported late: most processes need no web server.
         from starlette.applications import Starlette
         from starlette.requests import Request
         from starlette.responses import Response
         from starlette.routing import Route
 
-        # Plain functions: they run on a thread aside, since they may wait for a lock of the endpoint's.
+        # Plain functions: they run on another thread, since they may wait for a lock of the endpoint's.
         def metrics(_: Request) -> Response:
             return Response(self._metrics.exposition(), media_type=TEXT)
 
@@ -64,8 +68,8 @@ class ObserveServer(HttpServer):
 
         def health(_: Request) -> Response:
             found = self._status()
-            body = {"is_well": found.is_well, "problem": found.problem}
-            return Response(msgspec.json.encode(body), 200 if found.is_well else 503, media_type="application/json")
+            body = {"is_healthy": found.is_healthy, "problem": found.problem}
+            return Response(msgspec.json.encode(body), 200 if found.is_healthy else 503, media_type="application/json")
 
         def trace(request: Request) -> Response:
             try:
@@ -88,7 +92,7 @@ class ObserveServer(HttpServer):
 def serve(
     host: str, port: int, metrics: Metrics, recorder: Recorder, status: Callable[[], EndpointStatus]
 ) -> ObserveServer:
-    """Serves on the first port that is free, from the given one on; 0 stands for any.
+    """Serves on the first port that is free, from the given one on; 0 takes any free one.
 
     Raises:
         SettingsError: if there is none, or the host is not this machine's.

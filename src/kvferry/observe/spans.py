@@ -28,7 +28,7 @@ class _Sending:
 
     Attributes:
         caller: the span that our caller was in when it opened the room; not valid if it was in none.
-        parent: the decode side's, as it travels; empty until a decode rank has said it.
+        parent: the decode side's, as it travels; empty until a decode rank has sent it.
     """
 
     caller: trace.SpanContext
@@ -36,7 +36,7 @@ class _Sending:
 
 
 class Spans(Observer):
-    """Makes a span of every transfer, and of every write in it."""
+    """Makes a span for every transfer, and for every write in it."""
 
     def __init__(self, engine: str, rank: int) -> None:
         self._tracer = trace.get_tracer("kvferry", __version__)
@@ -121,7 +121,7 @@ class Spans(Observer):
 
 
 def _offset_s() -> float:
-    """What the steady clock lacks of the time since 1970."""
+    """Returns the seconds that the steady clock lacks of the time since 1970."""
     return time.time() - time.monotonic()
 
 

@@ -1,4 +1,4 @@
-"""Where an endpoint stands at a moment, as data that travels: what `kvferry top` and the gauges are made of."""
+"""A snapshot of an endpoint, as data that travels: what `kvferry top` and the gauges are made of."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from enum import Enum
 import msgspec
 
 MOST_ROOMS = 500
-"""Shown of an endpoint: those that have been open longest."""
+"""Largest number of rooms in a status: those that have been open longest."""
 
 
 class Side(str, Enum):
-    """Which of the two an endpoint is."""
+    """The side of an endpoint."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -22,15 +22,15 @@ class RoomStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         room: its number.
-        state: where its transfer stands.
-        age_s: since it was opened.
-        chunks: that were handed in on the prefill side, or have arrived on the decode side.
-        path: which way its last write went; empty where none has, and on the decode side.
-        moved_bytes: that were written so far, or put into pages from staging memory.
+        state: the state of its transfer.
+        age_s: seconds since it was opened.
+        chunks: those that were handed in on the prefill side, or have arrived on the decode side.
+        path: the path of its last write; empty where there is none, and on the decode side without staged writes.
+        moved_bytes: bytes that were written so far, or put into pages from staging memory.
         waits_for: what it waits for, in words.
-        peers: the endpoints on the other side that it knows.
+        peers: the endpoints on the other side that take part.
         quarantined_pages: pages of a transfer that has failed, which a write may still touch.
-        failed_for_s: since it failed; 0 if it has not.
+        failed_for_s: seconds since it failed; 0 if it has not.
     """
 
     room: int
@@ -46,13 +46,13 @@ class RoomStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody on the other side.
+    """A peer on the other side.
 
     Attributes:
         name: its endpoint, or what is known of it so far.
-        state: how far the connection is.
+        state: the state of the connection.
         is_ready: whether rooms can use it.
-        silent_s: for how long it has not been heard, though it should have been.
+        silent_s: for how long no message has come from it, though one was due.
     """
 
     name: str
@@ -65,9 +65,9 @@ class StagingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Staging memory.
 
     Attributes:
-        total_bytes: that there is for chunks: of peers' rings on the prefill side, of our own rings on the decode side.
-        used_bytes: of those, the bytes that hold something, or are reserved.
-        waiting_rooms: rooms that wait for some.
+        total_bytes: bytes for chunks: of peers' rings on the prefill side, of its own rings on the decode side.
+        used_bytes: those of them that hold something, or are reserved.
+        waiting_rooms: rooms that wait for staging memory.
     """
 
     total_bytes: int = 0
@@ -85,26 +85,28 @@ class ThreadStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An endpoint.
+    """A snapshot of an endpoint.
 
     Attributes:
         side: which of the two it is.
-        engine, rank: whose, and which.
+        engine: the engine's name.
+        rank: which of its ranks.
         endpoint: its name, as peers know it.
         version: of kvferry.
         process: its number.
         at_unix_s: when this was.
         up_s: for how long the endpoint has run.
         peer_timeout_s: the silence after which a peer is given up.
-        heartbeat_s: how often peers should be heard.
+        heartbeat_s: seconds between two heartbeats.
         problem: what is wrong with it; empty if nothing is.
         states: how many rooms there are in each state.
         oldest_room_s: how long the oldest one has been open.
-        quarantined_pages, quarantine_s: over all rooms; the age is that of the oldest failure.
+        quarantined_pages: over all rooms.
+        quarantine_s: how long ago the oldest of their transfers failed.
         rooms: the oldest of them, at most `MOST_ROOMS`.
-        peers: everyone on the other side.
+        peers: all on the other side.
         staging: memory for the staged path.
-        threads: how they are.
+        threads: the health of each.
     """
 
     side: Side
@@ -128,14 +130,14 @@ class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     threads: tuple[ThreadStatus, ...]
 
     @property
-    def is_healthy(self) -> bool:
+    def has_all_threads(self) -> bool:
         """Whether all threads run."""
         return all(thread.is_alive for thread in self.threads)
 
     @property
-    def is_well(self) -> bool:
+    def is_healthy(self) -> bool:
         """Whether all threads run, and nothing else is wrong."""
-        return self.is_healthy and not self.problem
+        return self.has_all_threads and not self.problem
 
     @property
     def silent_peers(self) -> tuple[PeerStatus, ...]:

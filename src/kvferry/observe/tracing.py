@@ -1,4 +1,4 @@
-"""A window of what an endpoint does, piece by piece, and traces that viewers of Perfetto and Chrome open."""
+"""Recordings of what an endpoint does, span by span, as traces that viewers of Perfetto and Chrome open."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvferry.observe.records import ReceiverStats, SenderStats, WriteRecord
 from kvferry.observe.status import Side
 
 MOST_SPANS = 200_000
-"""Of a window; with more, the earliest are left out, and counted."""
+"""Largest number of spans in a window; of more, the earliest are left out, and counted."""
 
 _THREADS = 1000
-"""Rows of an endpoint, in the numbering of a trace."""
+"""Largest number of rows of an endpoint, in the numbering of a trace."""
 
 COLOURS: Mapping[str, str] = {
     "transfer": "grey",
@@ -30,17 +30,18 @@ COLOURS: Mapping[str, str] = {
     "arrival": "yellow",
     "scatter": "rail_response",
 }
-"""By phase, of those that the trace viewers know by name."""
+"""The colour of each phase, of those that trace viewers have names for."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Something that took time.
 
     Attributes:
-        phase: what; "transfer" is a whole room.
-        row: whose work it was, or what it was on.
+        phase: what took the time; "transfer" is a whole room.
+        row: the thread that did it, or where it was.
         room: for which room.
-        begin_s, end_s: in seconds since 1970, by the clock of the machine.
+        begin_s: in seconds since 1970, by the clock of the machine.
+        end_s: likewise.
         num_bytes: that it moved.
         what: more about it, in words.
     """
@@ -58,7 +59,10 @@ class Window(msgspec.Struct, frozen=True):
     """What an endpoint has recorded.
 
     Attributes:
-        side, engine, rank, endpoint: which endpoint it is.
+        side: prefill or decode.
+        engine: the engine's name.
+        rank: which of its ranks.
+        endpoint: the endpoint's name, as peers know it.
         spans: everything that has ended within the window; what had begun before it as well.
         left_out: how many there was no space for.
     """
@@ -72,21 +76,21 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class Recorder(Observer):
-    """Keeps what it is told while somebody records, and costs a look at a flag while nobody does."""
+    """Keeps spans while `record` runs; at other times an event costs a look at a flag."""
 
     def __init__(self) -> None:
         self._is_on = False
-        # Guards the window: one at a time, whoever asks.
+        # Guards the window: there is one recording at a time.
         self._lock = threading.Lock()
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._count = 0
         self._begun_at = self._unix_s = 0.0  # the window's begin; when the steady clock stood at zero
 
     def record(self, seconds: float) -> tuple[list[Span], int] | None:
-        """Records for so long.
+        """Records for so many seconds.
 
         Returns:
-            What has ended meanwhile, and how many things were left out; None if somebody else records.
+            The spans that have ended meanwhile, and how many were left out; None if another recording runs.
         """
         if not self._lock.acquire(blocking=False):
             return None
@@ -116,7 +120,7 @@ class Recorder(Observer):
         if not self._is_on:
             return
         for write in writes:
-            if write.done_at >= self._begun_at:  # else it was told of late
+            if write.done_at >= self._begun_at:  # else it ended before the window
                 self._add_write(room, write)
 
     def _add_write(self, room: int, write: WriteRecord) -> None:
@@ -148,7 +152,7 @@ def _end(error: Exception | None) -> str:
 
 
 def chrome_trace(windows: Sequence[Window]) -> dict[str, Any]:
-    """The trace event format of Chrome and Perfetto: a process an endpoint, a row a worker, a colour a phase.
+    """Converts windows to trace events of Chrome and Perfetto: processes are endpoints, rows workers, colours phases.
 
     What overlaps on a row, as writes on a wire do, gets rows of its own. Times begin with the earliest. The format:
     "Trace Event Format" by the Chromium project.
@@ -186,7 +190,7 @@ def _event(span: Span, process: int, thread: int, begin_s: float) -> dict[str, A
 
 
 def _rows(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
-    """Spans by row, in the order of their beginning, and as many rows of a name as overlap."""
+    """Yields rows with their spans, in the order of their beginning; a name has as many rows as its spans overlap."""
     by_name: dict[str, list[list[Span]]] = {}
     for span in sorted(spans, key=lambda each: (each.begin_s, -each.end_s)):
         lanes = by_name.setdefault(span.row, [])

@@ -7,7 +7,7 @@ estimates which path is faster, `compatibility` says why two sides cannot exchan
 """
 
 from kvferry.plan.compatibility import check_exchangeable, check_token_share
-from kvferry.plan.cost import Choice, Load, Path, PathCosts, choose
+from kvferry.plan.cost import Choice, PathCosts, TransferPath, WriteSize, choose
 from kvferry.plan.descriptors import DescriptorRows, Selector, descriptor_rows, selectors
 from kvferry.plan.lowering import Runs, lower
 from kvferry.plan.pair import ElectedRoute, PairPlan, Unit, places
@@ -29,9 +29,7 @@ __all__ = [
     "Demand",
     "DescriptorRows",
     "ElectedRoute",
-    "Load",
     "PairPlan",
-    "Path",
     "PathCosts",
     "Piece",
     "Proof",
@@ -40,8 +38,10 @@ __all__ = [
     "Segments",
     "Selector",
     "SourceGroup",
+    "TransferPath",
     "Unit",
     "Units",
+    "WriteSize",
     "check_exchangeable",
     "check_token_share",
     "choose",

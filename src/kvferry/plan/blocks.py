@@ -1,4 +1,4 @@
-"""How the runs of one granule lie in one side's memory, for those who copy them to staging memory or back."""
+"""How the runs of one unit lie in one side's memory, for copying them to staging memory or back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BlockShape:
 
 
 def block_shape(loops: Iterable[tuple[int, int]], length: int) -> BlockShape:
-    """The same bytes in the same order, with as few loops as one side's strides allow.
+    """Describes the same bytes in the same order, with as few loops as one side's strides allow.
 
     Args:
         loops: (count, stride in bytes), the slowest first.

@@ -1,4 +1,4 @@
-"""Whether two sides can exchange caches at all; asked once, when they connect."""
+"""Whether two sides can exchange caches at all; checked once, when they connect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def check_exchangeable(source: RankLayout, destination: RankLayout, *, source_na
     """Refuses two layouts that describe different caches, or pages that cannot be cut as the other side needs.
 
     Args:
-        source_name, destination_name: how messages call the two sides.
+        source_name: how messages call the source side.
+        destination_name: how messages call the other.
 
     Raises:
         IncompatiblePeerError: naming everything that differs, with both values.
@@ -60,19 +61,19 @@ def _component_differences(theirs: Component, ours: Component, source_name: str,
 def _uncuttable_pages(
     source: RankLayout, destination: RankLayout, source_name: str, destination_name: str
 ) -> Iterator[str]:
-    """Packed pages that would have to be cut between tokens."""
+    """Yields a sentence for every component whose packed pages would have to be cut between tokens."""
     for here, there in _meeting_shards(source, destination):
         if here.component.entry is not Entry.PAGE:
             continue
         route = route_between(source, here.group, destination, there.group)
         pages = here.paging.page_tokens, there.paging.page_tokens
-        dealt_alike = source.tokens.dealing == destination.tokens.dealing
-        needs_length = source.tokens.dealing.depends_on_length or destination.tokens.dealing.depends_on_length
-        if route.granule_tokens != pages[0] or pages[0] != pages[1] or (needs_length and not dealt_alike):
+        is_same_partition = source.tokens.partition == destination.tokens.partition
+        needs_length = source.tokens.partition.depends_on_length or destination.tokens.partition.depends_on_length
+        if route.unit_tokens != pages[0] or pages[0] != pages[1] or (needs_length and not is_same_partition):
             yield (
                 f"layout of {here.component.name!r}: {_form(here.component)} cannot be cut between tokens, but "
-                f"{source_name} has pages of {pages[0]} tokens ({source.tokens.dealing}) and {destination_name} pages "
-                f"of {pages[1]} ({destination.tokens.dealing}); give both sides the same"
+                f"{source_name} has pages of {pages[0]} tokens ({source.tokens.partition}) and {destination_name} "
+                f"pages of {pages[1]} ({destination.tokens.partition}); give both sides the same"
             )
 
 
@@ -103,7 +104,7 @@ def check_token_share(layout: RankLayout, coordinates: RankCoordinates) -> None:
     Raises:
         LayoutError: if they disagree, naming both.
     """
-    parts, part = layout.tokens.dealing.num_parts, layout.tokens.part
+    parts, part = layout.tokens.partition.num_parts, layout.tokens.part
     if (parts, part) != (coordinates.cp_size, coordinates.cp_rank):
         raise LayoutError(
             f"the layout holds part {part} of {parts} parts of every request's tokens, but the rank has cp_rank "

@@ -2,7 +2,7 @@
 
 A model with a few constants, not a measurement: what matters is how many pieces the bytes are in. Every descriptor of a
 direct write costs time whatever its size; gathering small runs into staging memory costs far less for each, but touches
-all bytes twice more. Whoever knows the machine gives its constants.
+all bytes twice more. The caller gives the machine's constants.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STAGED_ADVANTAGE = 1.5
 """How many times faster than the direct path the staged one must look to be taken."""
 
 
-class Path(str, Enum):
+class TransferPath(str, Enum):
     """Which way bytes go."""
 
     DIRECT = "direct"
@@ -33,12 +33,13 @@ class PathCosts:
     within 2 %; gathering and scattering took about the same. Other machines differ: take ratios from here, no more.
 
     Attributes:
-        seconds_per_descriptor: of a direct write, after merging.
-        wire_bytes_per_s: of direct writes with large descriptors.
-        bulk_bytes_per_s: of one write from staging memory to staging memory.
-        gather_bytes_per_s, scatter_bytes_per_s: into staging memory and out of it.
-        seconds_per_run: for every run that is gathered, and again where it is scattered.
-        seconds_per_write: to post one write with its notification.
+        seconds_per_descriptor: cost of each descriptor of a direct write, after merging.
+        wire_bytes_per_s: speed of direct writes with large descriptors.
+        bulk_bytes_per_s: speed of one write from staging memory to staging memory.
+        gather_bytes_per_s: into staging memory.
+        scatter_bytes_per_s: out of it.
+        seconds_per_run: cost of every run that is gathered, and again of scattering it.
+        seconds_per_write: cost of posting one write with its notification.
         is_one_memory: whether processors of one machine do all the copying on both sides. Then gathering, writing and
             scattering compete for its memory, and gain nothing from going on at the same time.
 
@@ -63,14 +64,14 @@ class PathCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class WriteSize:
     """What one rank has to send to another.
 
     Attributes:
-        num_bytes: all of it.
-        runs: in how many contiguous runs it lies, as the plan has them.
-        descriptors: how many of those are left once neighbours on both sides are merged.
-        bulk_writes: in how many writes it goes through staging memory.
+        num_bytes: bytes to send.
+        runs: contiguous runs that they lie in, by the plan.
+        descriptors: what is left of the runs once neighbours on both sides are merged.
+        bulk_writes: writes that carry them through staging memory.
 
     Raises:
         SettingsError: if there are not at least as many runs as descriptors, or a number is not positive.
@@ -95,21 +96,22 @@ class Choice:
 
     Attributes:
         path: the one to take.
-        direct_s, staged_s: what either would take, in seconds.
-        reason: in words.
+        direct_s: what the direct path would take, in seconds.
+        staged_s: what the staged one would.
+        reason: why, in words.
     """
 
-    path: Path
+    path: TransferPath
     direct_s: float
     staged_s: float
     reason: str
 
 
-def estimate(load: Load, costs: PathCosts) -> dict[Path, float]:
-    """How long a load takes on each path, in seconds.
+def estimate(load: WriteSize, costs: PathCosts) -> dict[TransferPath, float]:
+    """Estimates how long a write takes on each path, in seconds.
 
     Through staging memory, gathering, writing and scattering of successive sub-chunks overlap: the slowest sets the
-    pace, and one sub-chunk goes through the others before or after it. In one memory each takes its time.
+    pace, and one sub-chunk goes through the others before or after it. Where one memory does it all, the steps add up.
     """
     direct = (
         costs.seconds_per_write
@@ -121,20 +123,20 @@ def estimate(load: Load, costs: PathCosts) -> dict[Path, float]:
     scatter = load.num_bytes / costs.scatter_bytes_per_s + load.runs * costs.seconds_per_run
     steps = (gather + write + scatter,) if costs.is_one_memory else (gather, write, scatter)
     slowest = max(steps)
-    return {Path.DIRECT: direct, Path.STAGED: slowest + (sum(steps) - slowest) / load.bulk_writes}
+    return {TransferPath.DIRECT: direct, TransferPath.STAGED: slowest + (sum(steps) - slowest) / load.bulk_writes}
 
 
-def choose(load: Load, costs: PathCosts) -> Choice:
-    """The faster path for a load; direct, which needs no memory, unless staged is faster by far.
+def choose(load: WriteSize, costs: PathCosts) -> Choice:
+    """Chooses the faster path for a write: direct, which needs no memory, unless staged is faster by far.
 
-    A few milliseconds of measuring are a third off at times. Where it matters, the paths are several times apart.
+    Speeds measured in a few milliseconds are a third off at times; where the choice matters, the paths differ by more.
     """
     seconds = estimate(load, costs)
-    direct, staged = seconds[Path.DIRECT], seconds[Path.STAGED]
-    path = Path.STAGED if STAGED_ADVANTAGE * staged < direct else Path.DIRECT
+    direct, staged = seconds[TransferPath.DIRECT], seconds[TransferPath.STAGED]
+    path = TransferPath.STAGED if STAGED_ADVANTAGE * staged < direct else TransferPath.DIRECT
     how_direct = f"{_count(load.descriptors, 'descriptor')} of {load.num_bytes // load.descriptors:,} bytes"
     how_staged = f"gathering {_count(load.runs, 'run')}, {_count(load.bulk_writes, 'bulk write')} and scattering"
-    if path is Path.DIRECT:
+    if path is TransferPath.DIRECT:
         faster = "faster" if direct < staged else "not much slower"
         reason = f"{how_direct} ({_time(direct)}) are {faster} than {how_staged} ({_time(staged)})"
     else:

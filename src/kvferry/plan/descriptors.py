@@ -40,7 +40,7 @@ class Numbers:
     The descriptor of a run in a unit of a page is `firsts[run] + unit * unit_step + page * page_step`.
 
     Attributes:
-        firsts: those of unit 0 of page 0, shape [runs].
+        firsts: every run's descriptor in unit 0 of page 0, shape [runs].
     """
 
     firsts: DescriptorIndices
@@ -48,14 +48,14 @@ class Numbers:
     page_step: int
 
     def indices(self, units: PageArray, pages: PageArray) -> DescriptorIndices:
-        """Run by run, with the units innermost.
+        """Returns the numbers of the descriptors of every run in the given units, run by run.
 
         Args:
             units: which unit of its page, shape [units].
             pages: the page of each, shape [units].
 
         Returns:
-            shape [runs * units].
+            Shape [runs * units], the units innermost.
         """
         offsets = (units * self.unit_step + pages * self.page_step).astype(np.int32)
         return np.add.outer(self.firsts, offsets).ravel()
@@ -66,7 +66,7 @@ class PieceNumbers:
     """How the descriptors of a piece are numbered; those of both sides pair up, run by run.
 
     Attributes:
-        length: bytes of each.
+        length: bytes of each descriptor.
     """
 
     source: Numbers
@@ -79,9 +79,9 @@ class DescriptorRows:
     """The descriptors of the pieces that one source rank may send to one receiver.
 
     Attributes:
-        source, destination: uint64 arrays of shape [rows, 5]: address, length in bytes, device index, stride in bytes,
-            count.
-        pieces: how those of every piece are numbered.
+        source: a uint64 array of shape [rows, 5]: address, length in bytes, device index, stride in bytes, count.
+        destination: the same for the destination side.
+        pieces: how the descriptors of every piece are numbered.
     """
 
     source: RowArray
@@ -90,7 +90,7 @@ class DescriptorRows:
 
 
 def descriptor_rows(pieces: Sequence[tuple[Runs, Shard, Shard]]) -> DescriptorRows:
-    """The rows of several pieces, one after the other.
+    """Makes the rows of several pieces, one after the other.
 
     Args:
         pieces: for every piece its runs, and the source's and the receiver's shard that they are in.
@@ -98,7 +98,7 @@ def descriptor_rows(pieces: Sequence[tuple[Runs, Shard, Shard]]) -> DescriptorRo
     Raises:
         LayoutError: if a side has more descriptors than a 32-bit index can number, or too many rows to prepare.
     """
-    # Counted before anything is made: a peer decides how many there are.
+    # Counted before any row is made, since a peer decides how many there are.
     _check_counts("source", [(runs.count, runs.source_steps, shard) for runs, shard, _ in pieces])
     _check_counts("receiver", [(runs.count, runs.destination_steps, shard) for runs, _, shard in pieces])
     source, here = _side_rows([(runs.source, runs.length, runs.source_steps, shard) for runs, shard, _ in pieces])
@@ -110,14 +110,14 @@ def descriptor_rows(pieces: Sequence[tuple[Runs, Shard, Shard]]) -> DescriptorRo
 
 
 def _rows_of_run(steps: PageSteps) -> int:
-    """One where units go on from page to page as they do in a page, else one for every unit of a page."""
-    return 1 if steps.page_stride == steps.granules * steps.granule_stride else steps.granules
+    """Returns how many rows a run takes: one if units go on from page to page as within one, else one per unit."""
+    return 1 if steps.page_stride == steps.units * steps.unit_stride else steps.units
 
 
 def _check_counts(side: str, pieces: Sequence[tuple[int, PageSteps, Shard]]) -> None:
-    """Refuses too many rows, given how many runs each piece has in a granule."""
+    """Refuses too many rows, given how many runs each piece has in a unit."""
     rows = sum(count * _rows_of_run(steps) for count, steps, _ in pieces)
-    descriptors = sum(count * steps.granules * shard.paging.num_pages for count, steps, shard in pieces)
+    descriptors = sum(count * steps.units * shard.paging.num_pages for count, steps, shard in pieces)
     if rows > _MOST_ROWS or descriptors > _MOST_DESCRIPTORS:
         raise LayoutError(
             f"{rows} runs a page of the {side}, {descriptors} in all pages, are more than can be prepared ("
@@ -132,16 +132,16 @@ def _side_rows(pieces: Sequence[tuple[Addresses, int, PageSteps, Shard]]) -> tup
     count = 0
     for starts, length, steps, shard in pieces:
         pages, per_run = shard.paging.num_pages, _rows_of_run(steps)
-        goes_on = per_run < steps.granules
-        stride, repeated = (steps.granule_stride, pages * steps.granules) if goes_on else (steps.page_stride, pages)
-        units = np.arange(per_run, dtype=np.uint64) * np.uint64(steps.granule_stride)
+        goes_on = per_run < steps.units
+        stride, repeated = (steps.unit_stride, pages * steps.units) if goes_on else (steps.page_stride, pages)
+        units = np.arange(per_run, dtype=np.uint64) * np.uint64(steps.unit_stride)
         of_piece = np.empty((len(starts) * per_run, 5), np.uint64)
         of_piece[:, 0] = np.add.outer(starts, units).ravel()
         of_piece[:, 1:] = length, shard.device.index, stride, repeated
         rows.append(of_piece)
-        in_run = pages * steps.granules
+        in_run = pages * steps.units
         firsts = (count + np.arange(len(starts), dtype=np.int64) * in_run).astype(np.int32)
-        numbers.append(Numbers(firsts, 1, steps.granules) if goes_on else Numbers(firsts, pages, 1))
+        numbers.append(Numbers(firsts, 1, steps.units) if goes_on else Numbers(firsts, pages, 1))
         count += len(starts) * in_run
     return np.concatenate(rows), numbers
 
@@ -151,8 +151,9 @@ class Selector:
     """Selects descriptors of pieces whose units are numbered alike, as many on both sides and in the same order.
 
     Attributes:
-        source, destination: of the pieces' runs, one piece after the other.
-        merged_units: most neighbours that may become one.
+        source: of the pieces' runs, one piece after the other.
+        destination: likewise.
+        merged_units: most neighbours that may be merged into one descriptor.
     """
 
     source: Numbers
@@ -166,11 +167,13 @@ class Selector:
         destination_units: PageArray,
         destination_pages: PageArray,
     ) -> tuple[DescriptorIndices, DescriptorIndices]:
-        """The descriptors of every run in every given unit, on either side.
+        """Returns the descriptors of every run in every given unit, for the source and for the destination.
 
         Args:
-            source_units, source_pages: which unit of its page, and the page of each; each pair once.
-            destination_units, destination_pages: where the same unit goes.
+            source_units: which unit of its page each is.
+            source_pages: the page of each; no pair of the two occurs twice.
+            destination_units: which unit of its page the same unit becomes.
+            destination_pages: the page that it goes to.
         """
         order = merging_order(source_units, source_pages, self.merged_units)
         return (
@@ -180,14 +183,15 @@ class Selector:
 
 
 def merging_order(units: PageArray, pages: PageArray, most: int) -> NDArray[np.intp]:
-    """The order in which neighbours are merged into descriptors of at most so many units.
+    """Returns the order in which neighbours are merged into descriptors of at most `most` units.
 
     Units that are neighbours on both sides follow each other when they are sorted by one side's memory, whatever the
     order of the pages was. They are cut into blocks, and the blocks stand in reverse, so that none goes on where the
     one before it in the list ends.
 
     Args:
-        units, pages: where units lie on one side: which of its page each is, and the page.
+        units: which unit of its page each is, on one side.
+        pages: the page of each.
     """
     if not len(units):
         return np.empty(0, np.intp)
@@ -203,12 +207,12 @@ def merging_order(units: PageArray, pages: PageArray, most: int) -> NDArray[np.i
 def selectors(
     pieces: Sequence[PieceNumbers], chosen: Sequence[int], *, merged_bytes: int = MERGED_BYTES
 ) -> tuple[Selector, ...]:
-    """What selects some pieces of one route; made once, for every chunk between the two.
+    """Makes the selectors of some pieces of one route, once for all chunks between the two ranks.
 
     Args:
         pieces: all pieces of the pair.
-        chosen: which of them.
-        merged_bytes: most bytes that neighbours become one descriptor of.
+        chosen: the numbers of those to select.
+        merged_bytes: most bytes of a merged descriptor.
     """
     alike: dict[tuple[int, ...], list[PieceNumbers]] = {}
     for piece in (pieces[number] for number in chosen):
@@ -222,5 +226,5 @@ def selectors(
 
 
 def _joined(pieces: Sequence[Numbers]) -> Numbers:
-    """The numbers of pieces with equal steps."""
+    """Joins the numbers of pieces with equal steps."""
     return Numbers(np.concatenate([each.firsts for each in pieces]), pieces[0].unit_step, pieces[0].page_step)

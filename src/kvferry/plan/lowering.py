@@ -1,8 +1,8 @@
 """From a piece to byte runs: where its bytes lie in the source's memory and where in the receiver's.
 
 Both sides are affine maps over the same logical axes. The axes that are laid out densely and alike on both sides melt
-into one contiguous length; the others stay loops. No layout has a name here. Runs are made for one granule, the most
-tokens that lie together in a page of either side; pages of different sizes are different numbers of granules.
+into one contiguous length; the others stay loops. No layout has a name here. Runs are made for one unit, the most
+tokens that lie together in a page of either side; pages of different sizes are different numbers of units.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class PageSteps:
-    """How one side's granules follow each other.
+    """How one side's units follow each other.
 
     Attributes:
-        granules: granules in a page.
-        granule_stride: bytes from a granule to the next in the same page.
+        units: units in a page.
+        unit_stride: bytes from a unit to the next in the same page.
         page_stride: bytes from a page to the next.
     """
 
-    granules: int
-    granule_stride: int
+    units: int
+    unit_stride: int
     page_stride: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """The byte runs of one granule of a piece.
+    """The byte runs of one unit of a piece.
 
     Attributes:
-        source_bases: for every index of the piece on its first axis, where its first element lies in granule 0 of page
+        source_bases: for every index of the piece on its first axis, where its first element lies in unit 0 of page
             0 of the source.
         destination_bases: the same for the receiver.
         loops: from each base the runs start at every combination of steps, the last loop's fastest.
         length: bytes of each run.
-        source_steps, destination_steps: to the other granules and pages.
+        source_steps: to the other units and pages of the source.
+        destination_steps: to those of the destination.
     """
 
     source_bases: Addresses
@@ -63,39 +64,39 @@ class Runs:
 
     @property
     def count(self) -> int:
-        """How many runs a granule has."""
+        """How many runs a unit has."""
         count = len(self.source_bases)
         for loop in self.loops:
             count *= loop.count
         return count
 
     @property
-    def bytes_per_granule(self) -> int:
-        """Bytes that one granule of the piece takes on the way."""
+    def bytes_per_unit(self) -> int:
+        """Bytes that one unit of the piece has."""
         return self.count * self.length
 
     @property
     def source(self) -> Addresses:
-        """Where the runs start in granule 0 of page 0 of the source, shape [runs]."""
+        """Where the runs start in unit 0 of page 0 of the source, shape [runs]."""
         return _starts(self.source_bases, [(loop.count, loop.source_stride) for loop in self.loops])
 
     @property
     def destination(self) -> Addresses:
-        """Where they start in granule 0 of page 0 of the receiver, shape [runs], in the same order."""
+        """Where the runs start in unit 0 of page 0 of the receiver, shape [runs], in the same order."""
         return _starts(self.destination_bases, [(loop.count, loop.destination_stride) for loop in self.loops])
 
 
-def lower(box: Box, source: Shard, destination: Shard, *, granule_tokens: int) -> Runs:
-    """The byte runs of the part `box`, which both shards hold.
+def lower(box: Box, source: Shard, destination: Shard, *, unit_tokens: int) -> Runs:
+    """Returns the byte runs of the part `box`, which both shards hold.
 
     Args:
-        box: lies in the boxes of both shards, which are shards of the same component.
-        granule_tokens: tokens that are moved together: divides both page sizes. Where tokens have no entries of their
+        box: a part that lies in the boxes of both shards, which are shards of the same component.
+        unit_tokens: tokens that are moved together, a divisor of both page sizes. Where tokens have no entries of their
             own it is the page size of both.
     """
     loops = [*map(Loop, map(len, box[1:]), source.strides, destination.strides)]
     if source.component.entry is Entry.TOKEN:
-        loops.append(Loop(granule_tokens, source.paging.token_stride, destination.paging.token_stride))
+        loops.append(Loop(unit_tokens, source.paging.token_stride, destination.paging.token_stride))
     length = source.component.element_bytes
     remaining: list[Loop] = []
     for loop in sorted(loops, key=lambda loop: loop.source_stride):
@@ -110,13 +111,13 @@ def lower(box: Box, source: Shard, destination: Shard, *, granule_tokens: int) -
         destination_bases=_bases(box, destination),
         loops=tuple(reversed(remaining)),
         length=length,
-        source_steps=_page_steps(source, granule_tokens),
-        destination_steps=_page_steps(destination, granule_tokens),
+        source_steps=_page_steps(source, unit_tokens),
+        destination_steps=_page_steps(destination, unit_tokens),
     )
 
 
 def _bases(box: Box, shard: Shard) -> Addresses:
-    """Where the box's first element lies for each of its indices on the first axis."""
+    """Returns where the box's first element lies, for each of its indices on the first axis."""
     first = box[0].start - shard.box[0].start
     within = sum(
         (part.start - held.start) * stride
@@ -126,11 +127,11 @@ def _bases(box: Box, shard: Shard) -> Addresses:
     return bases
 
 
-def _page_steps(shard: Shard, granule_tokens: int) -> PageSteps:
+def _page_steps(shard: Shard, unit_tokens: int) -> PageSteps:
     paging = shard.paging
     return PageSteps(
-        granules=paging.page_tokens // granule_tokens,
-        granule_stride=granule_tokens * paging.token_stride,
+        units=paging.page_tokens // unit_tokens,
+        unit_stride=unit_tokens * paging.token_stride,
         page_stride=paging.page_stride,
     )
 

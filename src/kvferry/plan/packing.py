@@ -21,7 +21,7 @@ from kvferry.plan.lowering import Addresses, PageSteps, Runs
 Starts = NDArray[np.int64]
 
 SEGMENT_ALIGNMENT = 64
-"""Every segment begins at a multiple of so many bytes, that it can be copied in large words."""
+"""Every segment begins at a multiple of so many bytes, so that it can be copied in large words."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,8 +31,8 @@ class PackedSide:
     Attributes:
         bases: for every index of the first axis, where unit 0 of page 0 begins, in bytes; int64, shape [bases].
         shape: how a block lies there.
-        steps: to the other units and pages.
-        num_pages: of its pool.
+        steps: steps to the other units and pages.
+        num_pages: pages of its pool.
     """
 
     bases: Starts
@@ -41,18 +41,20 @@ class PackedSide:
     num_pages: int
 
     def starts(self, first_base: int, stop_base: int, units: Starts, pages: Starts) -> Starts:
-        """Where blocks begin, index by index of the first axis.
+        """Returns where blocks begin, index by index of the first axis.
 
         Args:
-            first_base, stop_base: indices of the first axis.
-            units, pages: which unit of its page each is, and the page's number.
+            first_base: first index of the first axis.
+            stop_base: the one after the last.
+            units: which unit of its page each is.
+            pages: the page's number of each.
 
         Returns:
             Addresses, shape [bases * units].
         """
         offsets = pages * self.steps.page_stride
-        if self.steps.granules > 1:
-            offsets = offsets + units * self.steps.granule_stride
+        if self.steps.units > 1:
+            offsets = offsets + units * self.steps.unit_stride
         starts: Starts = np.add.outer(self.bases[first_base:stop_base], offsets).ravel()
         return starts
 
@@ -62,10 +64,11 @@ class PackedPiece:
     """One piece, as it is packed.
 
     Attributes:
-        source, destination: where either side has its blocks. Packed, both look the same.
+        source: where the source side has its blocks. Packed, both sides look the same.
+        destination: where the destination side has them.
         num_bases: indices of the first axis.
         block_bytes: bytes of a block.
-        block_runs: runs of a block as they are on the wire of a direct write.
+        block_runs: runs of a block in a direct write.
     """
 
     source: PackedSide
@@ -76,10 +79,11 @@ class PackedPiece:
 
 
 def packed_piece(runs: Runs, *, source_pages: int, destination_pages: int) -> PackedPiece:
-    """How a piece with these runs is packed.
+    """Works out how a piece with these runs is packed.
 
     Args:
-        source_pages, destination_pages: pages of the two pools.
+        source_pages: pages of the source's pool.
+        destination_pages: pages of the destination's pool.
     """
     source = [(loop.count, loop.source_stride) for loop in runs.loops]
     destination = [(loop.count, loop.destination_stride) for loop in runs.loops]
@@ -94,7 +98,7 @@ def packed_piece(runs: Runs, *, source_pages: int, destination_pages: int) -> Pa
             destination_pages,
         ),
         num_bases=len(runs.source_bases),
-        block_bytes=runs.bytes_per_granule // len(runs.source_bases),
+        block_bytes=runs.bytes_per_unit // len(runs.source_bases),
         block_runs=runs.count // len(runs.source_bases),
     )
 
@@ -104,7 +108,7 @@ def _signed(bases: Addresses) -> Starts:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockLoad:
+class MovedBlocks:
     """All blocks of one piece that one write moves.
 
     Attributes:
@@ -127,9 +131,12 @@ class Segment:
     """Blocks of one piece that are packed together: these units of these indices of the first axis.
 
     Attributes:
-        move, piece: as in `BlockLoad`.
-        first_base, stop_base: indices of the first axis.
-        first_unit, stop_unit: units, by their order in the move.
+        move: as in `MovedBlocks`.
+        piece: as in `MovedBlocks`.
+        first_base: first index of the first axis.
+        stop_base: the one after the last.
+        first_unit: first unit, by its order in the move.
+        stop_unit: the one after the last.
         num_bytes: bytes of all blocks.
     """
 
@@ -156,15 +163,15 @@ class SubChunk:
 
 
 def aligned(num_bytes: int) -> int:
-    """Where the next segment begins after so many bytes."""
+    """Returns where the next segment begins after so many bytes."""
     return -(-num_bytes // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 
 
-def sub_chunks(loads: Iterable[BlockLoad], chunk_bytes: int) -> Iterator[SubChunk]:
+def sub_chunks(loads: Iterable[MovedBlocks], chunk_bytes: int) -> Iterator[SubChunk]:
     """Cuts what a write moves into sub-chunks.
 
-    Whole indices of the first axis as long as they fit, several pieces together where they are small; what is larger is
-    cut between units, evenly. A block that is larger by itself goes alone.
+    A sub-chunk has whole indices of the first axis as long as they fit, of several pieces where those are small. An
+    index that is larger is cut evenly between units; a block that is larger by itself goes alone.
 
     Args:
         chunk_bytes: the most that a sub-chunk should have.
@@ -195,7 +202,7 @@ def sub_chunks(loads: Iterable[BlockLoad], chunk_bytes: int) -> Iterator[SubChun
         yield SubChunk(tuple(segments), filled)
 
 
-def _cut_between_units(load: BlockLoad, chunk_bytes: int) -> Iterator[SubChunk]:
+def _cut_between_units(load: MovedBlocks, chunk_bytes: int) -> Iterator[SubChunk]:
     parts = _parts(load, chunk_bytes)
     cuts = [part * load.num_units // parts for part in range(parts + 1)]
     for base in range(load.num_bases):
@@ -204,13 +211,15 @@ def _cut_between_units(load: BlockLoad, chunk_bytes: int) -> Iterator[SubChunk]:
             yield SubChunk((Segment(load.move, load.piece, base, base + 1, first, stop, num_bytes),), num_bytes)
 
 
-def _parts(load: BlockLoad, chunk_bytes: int) -> int:
-    """In how many parts the units of an index are cut, so that each fits, or is a single unit."""
+def _parts(load: MovedBlocks, chunk_bytes: int) -> int:
+    """Returns in how many parts the units of an index are cut, so that each fits, or is a single unit."""
     return -(-load.num_units // max(1, chunk_bytes // load.block_bytes))
 
 
-def digested_together(loads: Iterable[BlockLoad], most_bytes: int) -> Iterator[Segment]:
-    """Cuts what a write moves between units, all indices of the first axis together as far as they fit.
+def digested_together(loads: Iterable[MovedBlocks], most_bytes: int) -> Iterator[Segment]:
+    """Cuts what a write moves into the segments that are digested at a time.
+
+    Cuts are between units; all indices of the first axis stay together as far as they fit.
 
     Args:
         most_bytes: the most that a segment should have; a block that is larger by itself is one.
@@ -226,8 +235,8 @@ def digested_together(loads: Iterable[BlockLoad], most_bytes: int) -> Iterator[S
                 yield Segment(load.move, load.piece, base, stop, first_unit, stop_unit, num_bytes)
 
 
-def count_sub_chunks(loads: Iterable[BlockLoad], chunk_bytes: int) -> int:
-    """About how many sub-chunks `sub_chunks` makes, without making them."""
+def count_sub_chunks(loads: Iterable[MovedBlocks], chunk_bytes: int) -> int:
+    """Estimates how many sub-chunks `sub_chunks` makes, without making them."""
     count, small = 0, 0
     for load in loads:
         base_bytes = load.num_units * load.block_bytes

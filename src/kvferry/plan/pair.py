@@ -18,9 +18,9 @@ from kvferry.plan.routes import Positions, Route, route_between
 
 
 class Unit(Enum):
-    """What a descriptor stands for: a granule, or a single token where a granule is cut."""
+    """What a descriptor stands for: a unit, or a single token where a unit is cut."""
 
-    GRANULE = "granule"
+    WHOLE = "whole"
     TOKEN = "token"  # noqa: S105 - of text, not of access
 
 
@@ -29,7 +29,7 @@ class ElectedRoute:
     """A route and the pieces that a rank sends along it in some room.
 
     Attributes:
-        route: from which pages to which.
+        route: the way from pages to pages.
         pieces: the numbers of the pieces in the plan.
     """
 
@@ -45,8 +45,10 @@ class PairPlan:
     """
 
     def __init__(self, source: RankLayout, destination: RankLayout, pieces: Sequence[Piece]) -> None:
-        """Args:
-        pieces: those that the source rank is a holder of.
+        """Works out the routes of all pieces.
+
+        Args:
+            pieces: those that the source rank is a holder of.
 
         Raises:
             IncompatiblePeerError: if one of the sides does not hold a piece.
@@ -60,8 +62,8 @@ class PairPlan:
             key = here.group, there.group
             if key not in routes:
                 routes[key] = route_between(source, here.group, destination, there.group)
-            is_dealt = here.component.entry is not Entry.REQUEST
-            if piece.token_part != (source.tokens.part if is_dealt else None):
+            is_partitioned = here.component.entry is not Entry.REQUEST
+            if piece.token_part != (source.tokens.part if is_partitioned else None):
                 raise IncompatiblePeerError(
                     f"the plan asks for part {piece.token_part} of the tokens of {piece.component!r}, but this source "
                     f"rank holds part {source.tokens.part}"
@@ -69,12 +71,14 @@ class PairPlan:
             self._shards.append((here, there))
             self._routes.append(routes[key])
         self._elected: dict[tuple[int, ...], tuple[ElectedRoute, ...]] = {}
+        self._packed: dict[Unit, tuple[PackedPiece, ...]] = {}
 
     def elected(self, room: int, *, writer: int, receiver: int) -> tuple[ElectedRoute, ...]:
-        """What the source rank sends in a room.
+        """Returns what the source rank sends in a room.
 
         Args:
-            writer, receiver: group ranks of the two.
+            writer: group rank of the source.
+            receiver: group rank of the destination.
         """
         mine = tuple(
             number
@@ -92,17 +96,17 @@ class PairPlan:
         return self._elected[mine]
 
     def route(self, piece: int) -> Route:
-        """Along which route a piece travels."""
+        """Returns the route along which a piece is sent."""
         return self._routes[piece]
 
     def describe(self, piece: int, first_base: int, stop_base: int) -> str:
-        """A piece in words, or only some indices of its first axis."""
+        """Describes a piece in words, or only some indices of its first axis."""
         (first, *rest), component = self.pieces[piece].box, self._shards[piece][0].component
         part = Interval(first.start + first_base, first.start + stop_base)
         return f"{component.name!r} {component.describe((part, *rest))}"
 
     def descriptor_rows(self, unit: Unit) -> DescriptorRows:
-        """The rows of all pieces. Those that cannot be cut between tokens have none for single tokens.
+        """Makes the rows of all pieces. Pieces that cannot be cut between tokens have rows for whole units either way.
 
         Raises:
             LayoutError: if there are more descriptors than can be numbered.
@@ -110,16 +114,18 @@ class PairPlan:
         return descriptor_rows([(runs, *shards) for runs, shards in zip(self._runs(unit), self._shards, strict=True)])
 
     def packed_pieces(self, unit: Unit) -> tuple[PackedPiece, ...]:
-        """How every piece is packed into staging memory, unit by unit."""
-        return tuple(
-            packed_piece(runs, source_pages=here.paging.num_pages, destination_pages=there.paging.num_pages)
-            for runs, (here, there) in zip(self._runs(unit), self._shards, strict=True)
-        )
+        """Returns how every piece is packed into staging memory, unit by unit; worked out at the first call."""
+        if unit not in self._packed:  # two threads at a time work out the same
+            self._packed[unit] = tuple(
+                packed_piece(runs, source_pages=here.paging.num_pages, destination_pages=there.paging.num_pages)
+                for runs, (here, there) in zip(self._runs(unit), self._shards, strict=True)
+            )
+        return self._packed[unit]
 
     def _runs(self, unit: Unit) -> Iterator[Runs]:
         for piece, (here, there), route in zip(self.pieces, self._shards, self._routes, strict=True):
-            tokens = route.granule_tokens if unit is Unit.GRANULE or here.component.entry is not Entry.TOKEN else 1
-            yield lower(piece.box, here, there, granule_tokens=tokens)
+            tokens = route.unit_tokens if unit is Unit.WHOLE or here.component.entry is not Entry.TOKEN else 1
+            yield lower(piece.box, here, there, unit_tokens=tokens)
 
 
 def _shard(layout: RankLayout, piece: Piece, side: str) -> Shard:
@@ -136,7 +142,7 @@ def _shard(layout: RankLayout, piece: Piece, side: str) -> Shard:
 def places(
     numbers: Positions, *, unit_tokens: int, page_tokens: int, pages: Positions, first_page: int
 ) -> tuple[Positions, Positions]:
-    """Where units lie.
+    """Finds the pages that units lie in.
 
     Args:
         numbers: local positions divided by unit_tokens.

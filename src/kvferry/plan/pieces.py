@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import IncompatiblePeerError
-from kvferry.layout import Box, Component, Dealing, Entry, Interval, RankLayout, TokenShare
+from kvferry.layout import Box, Component, Entry, Interval, RankLayout, TokenPartition, TokenShare
 from kvferry.layout.component import MOST_AXES, Name
 from kvferry.layout.interval import WireIndex, volume
 from kvferry.layout.tokens import parts_met
 
 MOST_HOLDERS = 1 << 14
-"""Ranks that share a request, on one side."""
+"""Most ranks that share a request, on one side."""
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -33,7 +33,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         component: the component's name.
         box: the part.
-        token_part: which part of the source engine's dealing of tokens it is; None for state of a whole request.
+        token_part: which part of the source engine's partition of tokens it is; None for state of a whole request.
         holders: group ranks on the source side that hold all of it, in ascending order. One of them sends it.
     """
 
@@ -50,7 +50,7 @@ class _Held:
     Attributes:
         bounds: start and stop of every shard's box, shape [shards, axes, 2].
         ranks: the group rank of every shard.
-        token_parts: the part of the tokens that this rank has.
+        token_parts: the part of the tokens that the rank of every shard has.
     """
 
     component: Component
@@ -60,23 +60,25 @@ class _Held:
 
 
 class SourceGroup:
-    """All ranks of the source side that share a request, ready to be asked what a receiver gets from whom."""
+    """All ranks of the source side that share a request. Works out what a receiver gets from which of them."""
 
     def __init__(self, layouts: Mapping[int, RankLayout]) -> None:
-        """Args:
-        layouts: by group rank.
+        """Takes the ranks of one group.
+
+        Args:
+            layouts: the ranks' layouts, by group rank.
 
         Raises:
-            IncompatiblePeerError: if there are no ranks, or they disagree on how tokens are dealt out.
+            IncompatiblePeerError: if there are no ranks, or they disagree on how tokens are partitioned.
         """
         if not layouts:
             raise IncompatiblePeerError("there are no source ranks: nobody holds what this rank needs")
-        dealings = {layout.tokens.dealing for layout in layouts.values()}
-        if len(dealings) != 1:
+        partitions = {layout.tokens.partition for layout in layouts.values()}
+        if len(partitions) != 1:
             raise IncompatiblePeerError(
-                f"the source ranks deal tokens out differently: {'; '.join(sorted(map(str, dealings)))}"
+                f"the source ranks partition tokens differently: {'; '.join(sorted(map(str, partitions)))}"
             )
-        self.dealing: Dealing = dealings.pop()
+        self.partition: TokenPartition = partitions.pop()
         self.layouts = dict(sorted(layouts.items()))
         self._held: dict[str, _Held] = {}
         self._cuts: dict[
@@ -84,7 +86,7 @@ class SourceGroup:
         ] = {}  # many receivers hold the same boxes
 
     def held(self, component: str) -> _Held | None:
-        """What the ranks hold of a component; None if they do not have it at all."""
+        """Returns what the ranks hold of a component; None if they do not have it at all."""
         if component not in self._held:
             shards = [
                 (rank, layout.tokens.part, shard)
@@ -102,10 +104,10 @@ class SourceGroup:
         return self._held[component]
 
     def token_parts(self, component: Component, share: TokenShare) -> tuple[int | None, ...]:
-        """The parts of the tokens from which a receiver with that share needs entries of a component."""
+        """Returns the parts of the tokens from which a receiver with that share needs entries of a component."""
         if component.entry is Entry.REQUEST:
             return (None,)
-        return parts_met(self.dealing, share)
+        return parts_met(self.partition, share)
 
     def pieces_for(self, receiver: RankLayout) -> tuple[Piece, ...]:
         """Cuts everything that a receiver holds into pieces that have the same holders throughout.
@@ -152,7 +154,7 @@ class SourceGroup:
 
     def _why_nobody_holds(self, held: _Held, part: Box, token_part: int | None) -> str:
         component = held.component
-        tokens = "" if token_part is None or self.dealing.is_whole else f" for part {token_part} of the tokens"
+        tokens = "" if token_part is None or self.partition.is_whole else f" for part {token_part} of the tokens"
         boxes = [tuple(Interval(*map(int, pair)) for pair in bounds) for bounds in held.bounds]
         return (
             f"no source rank holds {component.name!r} {component.describe(part)}{tokens}, which this rank needs; the "
@@ -162,7 +164,7 @@ class SourceGroup:
 
 
 def pieces_for_receiver(sources: Mapping[int, RankLayout], receiver: RankLayout) -> tuple[Piece, ...]:
-    """What a receiver gets from whom; see `SourceGroup`.
+    """Works out what a receiver gets from which source rank; see `SourceGroup`.
 
     Args:
         sources: the layouts of all ranks of the source group, by group rank.
@@ -172,7 +174,7 @@ def pieces_for_receiver(sources: Mapping[int, RankLayout], receiver: RankLayout)
 
 
 def elect_writer(piece: Piece, *, room: int, receiver: int) -> int:
-    """The group rank that sends a piece in a room.
+    """Elects the group rank that sends a piece in a room.
 
     Both sides compute it from the same data. Successive receivers take successive holders, and rooms spread over the
     holders whatever pattern their numbers follow.

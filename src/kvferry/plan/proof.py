@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import KVFerryError
-from kvferry.layout import Component, Dealing, Entry, RankLayout, Shard, TokenShare
+from kvferry.layout import Component, Entry, RankLayout, Shard, TokenPartition, TokenShare
 from kvferry.layout.interval import covers, volume
 from kvferry.plan.lowering import PageSteps, Runs, lower
 from kvferry.plan.pieces import Piece, SourceGroup, elect_writer
@@ -41,7 +41,7 @@ class Proof:
 
     Attributes:
         receivers: ranks whose every byte was shown to be written once.
-        pieces: parts that were looked at.
+        pieces: pieces that were checked.
         absent: components that receivers hold and no source has, which is allowed for those that are optional.
     """
 
@@ -54,7 +54,8 @@ def prove(sources: Mapping[int, RankLayout], receivers: Mapping[int, RankLayout]
     """Proves the plan of one room over all ranks.
 
     Args:
-        sources, receivers: the layouts of both groups, by group rank.
+        sources: the layouts of the source group, by group rank.
+        receivers: the layouts of the receiving group, by group rank.
 
     Raises:
         ProofError: naming the component and the part that is written wrongly.
@@ -81,9 +82,9 @@ def prove_receiver(
     receiver: int,
 ) -> Proof:
     """Proves the plan for one receiving rank; arguments and errors as in `prove`."""
-    dealing = next(iter(sources.values())).tokens.dealing
-    _prove_dealing(dealing)
-    _prove_dealing(layout.tokens.dealing)
+    partition = next(iter(sources.values())).tokens.partition
+    _prove_partition(partition)
+    _prove_partition(layout.tokens.partition)
     by_component: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_component.setdefault(piece.component, []).append(piece)
@@ -100,7 +101,7 @@ def prove_receiver(
             continue
         mine = [piece for piece in by_component.get(name, []) if covers(shard.box, piece.box)]
         by_part: dict[int | None, list[Piece]] = {
-            part: [] for part in _parts_needed(shard.component, dealing, layout.tokens)
+            part: [] for part in _parts_needed(shard.component, partition, layout.tokens)
         }
         for piece in mine:
             if piece.token_part not in by_part:
@@ -118,10 +119,8 @@ def prove_receiver(
             if key not in routes:
                 routes[key] = route_between(sources[writer], held.group, layout, shard.group)
                 _prove_route(replace(routes[key], source_group="", destination_group=""))
-            granule = routes[key].granule_tokens
-            prove_runs(
-                piece, held, shard, lower(piece.box, held, shard, granule_tokens=granule), granule_tokens=granule
-            )
+            unit = routes[key].unit_tokens
+            prove_runs(piece, held, shard, lower(piece.box, held, shard, unit_tokens=unit), unit_tokens=unit)
     inside = sum(1 for piece in pieces if layout.shard_with(piece.component, piece.box) is not None)
     if inside != len(pieces):
         raise ProofError(f"{len(pieces) - inside} pieces lie outside of what the receiver holds")
@@ -132,44 +131,44 @@ def prove_receiver(
 
 
 @lru_cache(maxsize=256)
-def _prove_dealing(dealing: Dealing) -> None:
-    """Every position of a cycle has one owner, and owners number theirs without gaps.
+def _prove_partition(partition: TokenPartition) -> None:
+    """Proves that every position of a cycle has one owner, and that owners number theirs without gaps.
 
-    Two cycles say everything, since each repeats the one before; where a block follows from the request's length, or is
-    very long, any block shows the pattern.
+    Two cycles suffice, since each repeats the one before; where a block follows from the request's length, or is very
+    long, any block shows the pattern.
     """
-    block = min(dealing.block_tokens or 3, _LONGEST_BLOCK_LOOKED_AT)
-    positions = np.arange(2 * block * len(dealing.pattern), dtype=np.int64)
+    block = min(partition.block_tokens or 3, _LONGEST_BLOCK_LOOKED_AT)
+    positions = np.arange(2 * block * len(partition.pattern), dtype=np.int64)
     owners = np.zeros(len(positions), np.int64)
-    for part in range(dealing.num_parts):
-        share = TokenShare(dealing, part)
+    for part in range(partition.num_parts):
+        share = TokenShare(partition, part)
         held = share.holds(positions, block=block)
         owners += held
         local = share.local(positions, block=block)
         if not np.array_equal(local[held], np.arange(np.count_nonzero(held))):
-            raise ProofError(f"part {part} of {dealing} numbers its tokens with gaps or twice")
+            raise ProofError(f"part {part} of {partition} numbers its tokens with gaps or twice")
         if not np.array_equal(local, np.cumsum(held) - held):
-            raise ProofError(f"part {part} of {dealing} counts other tokens than it holds")
+            raise ProofError(f"part {part} of {partition} counts other tokens than it holds")
     if not np.all(owners == 1):
-        raise ProofError(f"{dealing}: some token has {owners.min()} owners, some {owners.max()}")
+        raise ProofError(f"{partition}: some token has {owners.min()} owners, some {owners.max()}")
 
 
-def _parts_needed(component: Component, dealing: Dealing, share: TokenShare) -> tuple[int | None, ...]:
-    """The parts of the source's tokens of which a receiver needs any, in some request."""
-    return (None,) if component.entry is Entry.REQUEST else _parts_met(dealing, share)
+def _parts_needed(component: Component, partition: TokenPartition, share: TokenShare) -> tuple[int | None, ...]:
+    """Returns the parts of the source's tokens of which a receiver needs any, in some request."""
+    return (None,) if component.entry is Entry.REQUEST else _parts_met(partition, share)
 
 
 @lru_cache(maxsize=4096)
-def _parts_met(dealing: Dealing, share: TokenShare) -> tuple[int, ...]:
-    """The parts that have some token of a share; all of them where that cannot be told."""
-    if dealing == share.dealing:
+def _parts_met(partition: TokenPartition, share: TokenShare) -> tuple[int, ...]:
+    """Returns the parts that have some token of a share; all of them where that depends on the request."""
+    if partition == share.partition:
         return (share.part,)
-    every = tuple(range(dealing.num_parts))
-    if dealing.depends_on_length or share.dealing.depends_on_length:
+    every = tuple(range(partition.num_parts))
+    if partition.depends_on_length or share.partition.depends_on_length:
         return every
-    blocks = dealing.block(None), share.dealing.block(None)
+    blocks = partition.block(None), share.partition.block(None)
     step = gcd(*blocks)
-    patterns = dealing.pattern, share.dealing.pattern
+    patterns = partition.pattern, share.partition.pattern
     steps = lcm(*(len(pattern) * (block // step) for pattern, block in zip(patterns, blocks, strict=True)))
     if steps > _MOST_STEPS_LOOKED_AT:
         return every
@@ -180,34 +179,34 @@ def _parts_met(dealing: Dealing, share: TokenShare) -> tuple[int, ...]:
     return tuple(np.unique(theirs[ours == share.part]).tolist())
 
 
-def _common_cycle(one: Dealing, other: Dealing) -> int | None:
-    """After how many tokens both dealings begin again; None if the request decides, or they are too many to look at."""
+def _common_cycle(one: TokenPartition, other: TokenPartition) -> int | None:
+    """Returns after how many tokens both partitions repeat; None if that depends on the request, or is too many."""
     if one.depends_on_length or other.depends_on_length:
         return None
-    cycle = lcm(*(dealing.block(None) * len(dealing.pattern) for dealing in (one, other)))
+    cycle = lcm(*(partition.block(None) * len(partition.pattern) for partition in (one, other)))
     return cycle if cycle <= _MOST_TOKENS_LOOKED_AT else None
 
 
 @lru_cache(maxsize=256)
 def _owned(share: TokenShare, tokens: int) -> NDArray[np.int64]:
-    """The positions that a share has of a request."""
+    """Returns the positions of a request that a share has."""
     positions = np.arange(tokens, dtype=np.int64)
-    return positions[share.holds(positions, block=share.dealing.block(tokens))]
+    return positions[share.holds(positions, block=share.partition.block(tokens))]
 
 
 @lru_cache(maxsize=8192)
 def _prove_route(route: Route) -> None:
-    """Every token that both ranks of a route hold is sent once, from and to its right place in a page.
+    """Proves that every token that both ranks of a route hold is sent once, from and to its right place in a page.
 
-    Looked at token by token, on a request that is long enough to show how cycles and pages of both sides meet.
+    The check goes token by token, on a request long enough to show how cycles and pages of both sides meet.
     """
     source, destination = route.source_share, route.destination_share
-    cycle = _common_cycle(source.dealing, destination.dealing) or _TOKENS_OF_A_SAMPLE
+    cycle = _common_cycle(source.partition, destination.partition) or _TOKENS_OF_A_SAMPLE
     tokens = min(2 * lcm(cycle, route.source_page_tokens, route.destination_page_tokens), _MOST_TOKENS_LOOKED_AT) + 1
     owned = [_owned(share, tokens) for share in (source, destination)]
     segments = segments_between(route, Demand(0, 0, tokens), first=0, stop=len(owned[0]), request_tokens=tokens)
     sent = [np.empty(0, np.int64)]
-    for units in units_of(segments, route.granule_tokens):
+    for units in units_of(segments, route.unit_tokens):
         within = np.arange(units.tokens)
         places = [np.add.outer(numbers * units.tokens, within).ravel() for numbers in (units.source, units.destination)]
         if any(
@@ -247,7 +246,7 @@ def _prove_tiling(shard: Shard, pieces: Sequence[Piece]) -> None:
 
 
 def _prove_holder(piece: Piece, writer: int, source: RankLayout | None, shard: Shard) -> Shard:
-    """The shard that the elected writer has a piece in."""
+    """Proves that the elected writer holds a piece; returns the shard that has it."""
     held = source.shard_with(piece.component, piece.box) if source is not None else None
     if source is None or held is None or writer not in piece.holders:
         raise ProofError(f"rank {writer} was elected to send {_name(shard, piece)} but does not hold it")
@@ -257,32 +256,32 @@ def _prove_holder(piece: Piece, writer: int, source: RankLayout | None, shard: S
 
 
 class _FlawError(Exception):
-    """What is wrong with the runs of a piece that is not named yet."""
+    """The runs of a piece are wrong; the caller names the piece."""
 
 
-def prove_runs(piece: Piece, source: Shard, destination: Shard, runs: Runs, *, granule_tokens: int) -> None:
+def prove_runs(piece: Piece, source: Shard, destination: Shard, runs: Runs, *, unit_tokens: int) -> None:
     """Proves that the runs of a piece move exactly its elements, each to where the receiver keeps it.
 
     Raises:
         ProofError: if they do not.
     """
     try:
-        _check_runs(piece, source, destination, runs, granule_tokens)
+        _check_runs(piece, source, destination, runs, unit_tokens)
     except _FlawError as flaw:
         raise ProofError(f"{_name(destination, piece)}: {flaw}") from None
 
 
-def _check_runs(piece: Piece, source: Shard, destination: Shard, runs: Runs, granule_tokens: int) -> None:
+def _check_runs(piece: Piece, source: Shard, destination: Shard, runs: Runs, unit_tokens: int) -> None:
     extents = [len(part) for part in piece.box[1:]]
     if source.component.entry is Entry.TOKEN:
-        extents.append(granule_tokens)
+        extents.append(unit_tokens)
     sides = (
         _Side(source, piece, runs.source_bases.tolist(), runs.source_steps),
         _Side(destination, piece, runs.destination_bases.tolist(), runs.destination_steps),
     )
     for side in sides:
         side.check_starts()
-        side.check_page_steps(granule_tokens)
+        side.check_page_steps(unit_tokens)
     remaining = dict(enumerate(extents))
     for loop in runs.loops:
         axes = {sides[0].axis_of_step(loop.source_stride), sides[1].axis_of_step(loop.destination_stride)}
@@ -298,7 +297,7 @@ def _check_runs(piece: Piece, source: Shard, destination: Shard, runs: Runs, gra
         length *= remaining[axis]
     if length != runs.length:
         owed = prod(extents) * source.component.element_bytes * len(piece.box[0])
-        raise _FlawError(f"{runs.bytes_per_granule} bytes a granule are sent where {owed} are owed")
+        raise _FlawError(f"{runs.bytes_per_unit} bytes a unit are sent where {owed} are owed")
 
 
 class _Side:
@@ -317,7 +316,7 @@ class _Side:
         )
 
     def check_starts(self) -> None:
-        """Every base is the first element of the piece, in the layer that it stands for."""
+        """Proves that every base is the first element of the piece, in the layer that it stands for."""
         first = self._piece.box[0].start - self._shard.box[0].start
         addresses = self._shard.addresses[first : first + len(self._piece.box[0])]
         if len(addresses) != len(self._bases):
@@ -331,7 +330,7 @@ class _Side:
                 raise _FlawError("a run starts at another element than the first that is owed")
 
     def _decode(self, offset: int) -> list[int] | None:
-        """The coordinates within the shard at an offset from a base address; None if no element starts there."""
+        """Returns the coordinates in the shard at an offset from a base address; None if no element starts there."""
         coordinates = [0] * len(self.strides)
         rest = offset
         for axis in self._decodable:
@@ -341,20 +340,20 @@ class _Side:
         return coordinates if rest == 0 else None
 
     def axis_of_step(self, stride: int) -> int | None:
-        """The axis along which a stride goes one step; None if it is no such step."""
+        """Returns the axis along which a stride goes one step; None if it is no such step."""
         coordinates = self._decode(stride)
         if coordinates is None or sorted(coordinates)[-1:] != [1] or sum(coordinates) != 1:
             return None
         return coordinates.index(1)
 
-    def check_page_steps(self, granule_tokens: int) -> None:
-        """Granules and pages follow each other as in the pool."""
+    def check_page_steps(self, unit_tokens: int) -> None:
+        """Proves that units and pages follow each other as in the pool."""
         paging, steps = self._shard.paging, self._steps
-        if steps.granules * granule_tokens != paging.page_tokens:
-            raise _FlawError(f"{steps.granules} granules of {granule_tokens} tokens are not a page")
-        is_divided = steps.granules > 1
+        if steps.units * unit_tokens != paging.page_tokens:
+            raise _FlawError(f"{steps.units} units of {unit_tokens} tokens are not a page")
+        is_divided = steps.units > 1
         if steps.page_stride != paging.page_stride or (
-            is_divided and steps.granule_stride != granule_tokens * paging.token_stride
+            is_divided and steps.unit_stride != unit_tokens * paging.token_stride
         ):
             raise _FlawError("the runs step from page to page as the pool does not")
         if is_divided and self._shard.component.entry is not Entry.TOKEN:

@@ -1,4 +1,4 @@
-"""Memories with a limit."""
+"""Dictionaries of bounded size."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ ValueT = TypeVar("ValueT")
 
 
 def forget_oldest(remembered: dict[KeyT, ValueT], limit: int) -> None:
-    """Drops what was remembered first, until no more than `limit` entries are left."""
+    """Drops the oldest entries until no more than `limit` are left."""
     while len(remembered) > limit:
         del remembered[next(iter(remembered))]

@@ -1,4 +1,4 @@
-"""The unit of work: one part of a request's pages, and the rules for handing parts in."""
+"""The unit of work: a chunk, which is one part of a request's pages, and the rules for handing chunks in."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ AnyPages: TypeAlias = "ArrayLike | Mapping[str, ArrayLike | GroupPages]"
 
 
 def pages_by_group(pages: AnyPages, groups: Sequence[str], *, start: int | None, where: str) -> dict[str, GroupPages]:
-    """Page numbers as callers give them, by group.
+    """Sorts page numbers by group, in whichever form the caller gave them.
 
     Args:
         groups: the groups of the rank's layout.
-        start: of the pages, where they are not given by group.
+        start: position of the pages in the request, where they are not given by group.
 
     Raises:
-        PageError: if a group is unknown, or several are meant by a single list.
+        PageError: if a group is unknown, or there is a single list for several groups.
     """
     if isinstance(pages, Mapping):
         if unknown := sorted(set(pages) - set(groups)):
@@ -101,10 +101,12 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A chunk as it was handed in: numbered and in order, but nobody has looked at its page numbers yet.
+    """A chunk as it was handed in: numbered and in order, but with page numbers that are not checked yet.
 
     Attributes:
-        number, is_last, aux: as of a `Chunk`.
+        number: as of a `Chunk`.
+        is_last: as of a `Chunk`.
+        aux: as of a `Chunk`.
         parts: group, start and page numbers of every part; the numbers are a copy, as bytes of int64.
         submitted_at: when it was handed in.
     """
@@ -116,7 +118,7 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
     submitted_at: float
 
     def chunk(self) -> Chunk:
-        """The chunk, with page numbers to compute with. They may still be any; see `refuse_impossible`."""
+        """Returns the chunk, with page numbers to compute with. They are not checked yet; see `refuse_impossible`."""
         parts = tuple(
             ChunkPart(group.name, start, np.frombuffer(numbers, np.int64), group.num_pages)
             for group, start, numbers in self.parts
@@ -138,13 +140,16 @@ class _Progress:
 class ChunkSequence:
     """Numbers the chunks of one request and refuses those that break the order. Owned by the caller's thread.
 
-    A scheduler waits for it, in a process that computes: what costs time is code and data that are not in the cache,
-    and calls that let other threads run. Hence few calls, and no look at any page number.
+    A scheduler waits for `hand_in`, in a process that computes: what costs time is code and data that are not in the
+    cache, and calls that let other threads run. Hence few calls, and no look at any page number.
     """
 
     def __init__(self, room: int, groups: Sequence[PageGroup]) -> None:
-        """Args:
-        groups: of the rank's layout.
+        """Starts a room's chunks.
+
+        Args:
+            room: the transfer's number, for errors.
+            groups: the groups of the rank's layout.
         """
         self._where = f"room {room}"
         self._progress = {group.name: _Progress(group) for group in groups}
@@ -154,12 +159,12 @@ class ChunkSequence:
 
     @property
     def submitted(self) -> int:
-        """How many chunks were made."""
+        """How many chunks were handed in."""
         return self._next_number
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last chunk was made."""
+        """Whether the last chunk was handed in."""
         return self._complete
 
     def hand_in(self, pages: AnyPages, *, start: int | None, is_last: bool, aux: bytes | None, now: float) -> HandedIn:
@@ -223,7 +228,7 @@ class ChunkSequence:
 
 
 def refuse_impossible(chunk: Chunk, *, where: str) -> None:
-    """Refuses page numbers that a pool does not have, or that are there more than once.
+    """Refuses page numbers that a pool does not have, or that appear more than once.
 
     Raises:
         PageError: naming an offending page.
@@ -235,7 +240,7 @@ def refuse_impossible(chunk: Chunk, *, where: str) -> None:
 
 
 def checked_pages(pages: ArrayLike, *, pool_pages: int, where: str) -> Pages:
-    """A private copy of page numbers, all inside the pool and each there once.
+    """Returns a private copy of page numbers, which lie in the pool and appear once each.
 
     Raises:
         PageError: naming an offending page.
@@ -261,7 +266,7 @@ def refuse_out_of_range(pages: Pages, *, pool_pages: int, where: str) -> None:
 
 
 def refuse_repeated(pages: Pages, *, where: str) -> None:
-    """Refuses page numbers that are there more than once.
+    """Refuses page numbers that appear more than once.
 
     Raises:
         PageError: naming the first.
@@ -269,7 +274,7 @@ def refuse_repeated(pages: Pages, *, where: str) -> None:
     if not pages.size:
         return
     highest = int(pages.max())
-    if highest > _MOST_PAGES_MARKED:  # a peer may claim a pool that no memory could mark
+    if highest > _MOST_PAGES_MARKED:  # a peer may claim a pool that is too large to mark in memory
         distinct = len(np.unique(pages))
     else:
         seen = np.zeros(highest + 1, np.bool_)
@@ -282,7 +287,7 @@ def refuse_repeated(pages: Pages, *, where: str) -> None:
 
 
 def _integers(pages: ArrayLike, where: str) -> Pages:
-    """A private copy of a flat sequence of integers."""
+    """Returns a private copy of a flat sequence of integers."""
     try:
         given = np.asarray(pages)
     except ValueError as error:

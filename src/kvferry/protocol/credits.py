@@ -1,9 +1,9 @@
 """Rings of staging memory, and the credits that say how much of one is free.
 
 Positions count the bytes of a ring for ever: divided by its size they give a round and a place in it. The writing side
-hands spans out in order, and the reading side says up to which position everything was read: the watermark. What is
-between the two is in use, and must never be more than the ring. Neither side asks the other before it writes, and a
-watermark that is late or comes twice does no harm.
+hands spans out in order, and the reading side reports up to which position everything was read: the watermark. What is
+between the two is in use, and must never be more than the ring. The writing side asks for nothing before it writes, and
+a watermark that is late or comes twice does no harm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Span:
     """A part of a ring.
 
     Attributes:
-        start: where it begins, what is left out before it included.
+        start: where it begins, with the gap before its first byte.
         begin: the position of its first byte.
         stop: the position after its last.
     """
@@ -64,10 +64,10 @@ class WritingRing:
         return self._head - self._read
 
     def reserve(self, num_bytes: int) -> Span | None:
-        """The next span of so many bytes, which lie together; None while they are not free.
+        """Reserves the next span of so many bytes, which lie together; returns None while they are not free.
 
         Raises:
-            ValueError: if there is no such span in any ring of this size; whoever knows the setting says so earlier.
+            ValueError: if no ring of this size has such a span; callers check that first, and name the setting.
         """
         if not 0 < num_bytes <= self.num_bytes:
             raise ValueError(f"a span of {num_bytes} bytes in a ring of {self.num_bytes}")
@@ -75,17 +75,17 @@ class WritingRing:
         if not self._is_free(span):
             return None
         if not self.in_use:
-            self._read = span.begin  # what is left out is in nobody's way
+            self._read = span.begin  # the gap before it holds nothing
         self._head = span.stop
         return span
 
     def can_reserve(self, num_bytes: int) -> bool:
-        """Whether `reserve` would give so many bytes now."""
+        """Returns whether `reserve` would give so many bytes now."""
         return 0 < num_bytes <= self.num_bytes and self._is_free(self._next(num_bytes))
 
     def _next(self, num_bytes: int) -> Span:
         place = self._head % self.num_bytes
-        skipped = aligned(place) - place  # so that what begins in large words within a span does so in memory
+        skipped = aligned(place) - place  # so that what is aligned within a span is aligned in memory
         # A span does not wrap around; and an empty ring begins in front, where memory is in the cache still.
         if place + skipped + num_bytes > self.num_bytes or (place and not self.in_use):
             skipped = self.num_bytes - place
@@ -97,11 +97,11 @@ class WritingRing:
         return span.stop - oldest <= self.num_bytes
 
     def place(self, span: Span) -> int:
-        """Where a span begins in the ring's memory, in bytes."""
+        """Returns where a span begins in the ring's memory, in bytes."""
         return span.begin % self.num_bytes
 
     def read_until(self, position: int) -> bool:
-        """Takes a watermark in; returns whether it is news. One that nobody can have sent is ignored."""
+        """Applies a watermark. Returns whether it is news; an impossible one is ignored."""
         if not self._read < position <= self._head:
             return False
         self._read = position
@@ -127,7 +127,7 @@ class ReadingRing:
         return Watermark(*divmod(self.position, self.num_bytes))
 
     def can_hold(self, span: Span) -> bool:
-        """Whether a span that a peer names is one that it may have handed out: it lies together, and is not read."""
+        """Returns whether a span that a peer names can be one of this ring: it lies together, and is not read."""
         return (
             self.position <= span.start <= span.begin < span.stop <= self.position + 2 * self.num_bytes
             and span.begin // self.num_bytes == (span.stop - 1) // self.num_bytes
@@ -135,7 +135,7 @@ class ReadingRing:
         )
 
     def release(self, span: Span) -> None:
-        """Says that a span was read, or is void."""
+        """Marks a span as read, or as released unwritten."""
         self._ahead[span.start] = span.stop
         while (stop := self._ahead.pop(self.position, None)) is not None:
             self.position = stop

@@ -1,4 +1,4 @@
-"""What a decode rank wants of a request, group by group: worked out on the decode side, checked on the prefill side."""
+"""What a decode rank requests, group by group: worked out on the decode side, checked on the prefill side."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvferry.protocol.messages import MAX_PAGES, MAX_POSITION, OpenGroup, OpenRo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedGroup:
-    """What a receiver wants of one of its groups, and where it goes.
+    """What a receiver requests for one of its groups, and where it goes.
 
     Attributes:
-        demand: the tokens.
+        demand: the tokens that it needs.
         first_page: how many pages of the request come before the given ones on the receiver.
         pages: page numbers on the receiver.
     """
@@ -31,7 +31,7 @@ class WantedGroup:
 def demands_of(
     layout: RankLayout, pages: AnyPages, *, prefix_tokens: int, tokens: int | None, where: str
 ) -> tuple[OpenGroup, ...]:
-    """What a decode rank asks for.
+    """Works out what a decode rank requests.
 
     Args:
         pages: as for `DecodeEndpoint.open`, and so are prefix_tokens and tokens.
@@ -69,7 +69,7 @@ def demands_of(
 
 
 def _count(what: str, number: int, where: str) -> int:
-    """A number of tokens or pages as a plain integer, which is what travels."""
+    """Returns a number of tokens or pages as a plain integer, which can be sent."""
     try:
         count = index(number)
     except TypeError as error:
@@ -90,7 +90,7 @@ def _slot(group: PageGroup, slots: Pages, *, where: str) -> OpenGroup:
 def _without_length(
     layout: RankLayout, group: PageGroup, given: GroupPages, pages: Pages, prefix_tokens: int, *, where: str
 ) -> OpenGroup:
-    if not layout.tokens.dealing.is_whole:
+    if not layout.tokens.partition.is_whole:
         raise PageError(f"{where}: context parallelism divides a request by token: say how many it has (tokens=...)")
     first_page = prefix_tokens // group.page_tokens if given.start is None else _count("start", given.start, where)
     start = max(prefix_tokens, first_page * group.page_tokens)
@@ -117,7 +117,7 @@ def _with_length(
 ) -> OpenGroup:
     window = tokens if group.window_tokens is None else group.window_tokens
     start = max(prefix_tokens, tokens - window)
-    share, block = layout.tokens, layout.tokens.dealing.block(tokens)
+    share, block = layout.tokens, layout.tokens.partition.block(tokens)
     low, high = share.held_before(start, block=block), share.held_before(tokens, block=block)
     first_page = low // group.page_tokens if given.start is None else _count("start", given.start, where)
     if low < high and first_page * group.page_tokens > low:
@@ -150,19 +150,19 @@ def _check_cut(layout: RankLayout, group: PageGroup, held: int, low: int, *, whe
 
 
 def wanted_of(group: OpenGroup) -> WantedGroup:
-    """What is wanted of a group, for the decode side, which asked for it."""
+    """Reads what is requested of a group, on the decode side, which requested it: nothing is checked."""
     return WantedGroup(Demand(group.held, group.start, group.stop), group.first_page, unpack_pages(group.pages))
 
 
 def wanted_groups(message: OpenRoom, layout: RankLayout, *, where: str) -> dict[str, WantedGroup]:
-    """What a decode rank asked for, checked.
+    """Checks what a decode rank requested, and returns it by group.
 
     Args:
         layout: the decode rank's.
         where: begins error messages.
 
     Raises:
-        PageError: if it makes no sense.
+        PageError: if it contradicts itself or the layout.
     """
     names = sorted(group.name for group in message.groups)
     if message.receivers < 1 or names != sorted(group.name for group in layout.groups):

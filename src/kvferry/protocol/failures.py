@@ -1,4 +1,4 @@
-"""How a failure is handed on: in words for a person, with the original exception as its cause."""
+"""How a failure is passed on: in words for a person, with the original exception as its cause."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvferry.errors import TransferFailedError
 
 
 def caused(what: str, cause: Exception) -> TransferFailedError:
-    """The end of a transfer because of another exception, whose type and text become part of the message."""
+    """Makes the error of a transfer that another exception ended; its message quotes that one's type and text."""
     error = TransferFailedError(f"{what}: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error

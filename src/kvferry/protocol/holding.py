@@ -14,7 +14,7 @@ from kvferry.protocol.states import TransferState
 
 
 class Side(Enum):
-    """Whose pages."""
+    """The side whose pages are held."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -25,9 +25,11 @@ class Waits:
     """The settings that bound how long pages are held, in seconds.
 
     Attributes:
-        bootstrap_s, waiting_s, write_s: as in `deadlines.Deadlines`.
+        bootstrap_s: as in `deadlines.Deadlines`.
+        waiting_s: likewise.
+        write_s: likewise.
         peer_s: silence after which a peer counts as lost.
-        heartbeat_s: how often peers are asked.
+        heartbeat_s: time between two heartbeats.
         quarantine_s: how long the network may deliver what a dead process wrote.
     """
 
@@ -56,7 +58,7 @@ class Holding:
     unless: str = ""
 
     def longest_s(self, waits: Waits) -> float:
-        """The longest that it may last without progress, in seconds."""
+        """Returns the longest that it may last without progress, in seconds."""
         total: float = sum(getattr(waits, term) for term in self.terms)
         return total
 
@@ -69,14 +71,14 @@ HOLDINGS: Sequence[Holding] = (
     Holding(
         Side.PREFILL,
         _S.TRANSFERRING,
-        "a write ends or gets on; with none on its way, the next chunk is handed in or the receivers are told",
+        "a write ends or progresses; with none on its way, the next chunk is handed in or the receivers are notified",
         ("write_s", "waiting_s"),
     ),
     Holding(Side.PREFILL, _S.SUCCESS, "at once", ()),
     Holding(
         Side.PREFILL,
         _S.FAILED,
-        "the transport says that every write has ended",
+        "the transport reports that every write has ended",
         (),
         unless="a write is on its way: to a rank that is frozen it may be for as long as that lasts, and nothing that "
         "this side can do makes the transport let go of the pages",
@@ -88,8 +90,8 @@ HOLDINGS: Sequence[Holding] = (
     Holding(
         Side.DECODE,
         _S.FAILED,
-        "every prefill rank that writes to pages directly has said that it is drained, was closed, or has ended as a "
-        "process, and nothing is being scattered",
+        "every prefill rank that writes to pages directly has reported that it is drained, was closed, or has ended "
+        "as a process, and nothing is being scattered",
         ("write_s", "peer_s", "heartbeat_s", "heartbeat_s", "quarantine_s"),
         unless="such a rank is frozen or cut off: it may write when it is back, and there is no fence against that. "
         "With staged transfers alone nobody but this rank writes to its pages, and they come back at once",
@@ -98,12 +100,12 @@ HOLDINGS: Sequence[Holding] = (
 
 
 def holding(side: Side, state: TransferState) -> Holding:
-    """The row of one side in one state."""
+    """Returns the row of one side in one state."""
     return next(row for row in HOLDINGS if (row.side, row.state) == (side, state))
 
 
 def markdown(waits: Waits) -> str:
-    """The rows as a table.
+    """Renders the rows as a table.
 
     Args:
         waits: the default settings.

@@ -1,6 +1,6 @@
 """A decode rank's link to one data-parallel group of a prefill engine.
 
-A link is made when the first room asks for the engine: its ranks are looked up, greeted, checked and attached, all
+A link is made when the first room needs the engine: its ranks are looked up, greeted, checked and attached, all
 without holding up anything else. Rooms wait for it; if it fails, they fail with its reason, and the next room starts
 a new one.
 """
@@ -30,7 +30,7 @@ class Channel(Protocol):
 
     @property
     def address(self) -> str:
-        """Where it goes."""
+        """The address that it connects to."""
 
     def send(self, message: bytes) -> None:
         """Sends to the prefill rank.
@@ -46,24 +46,24 @@ class RingOffers(Protocol):
     def offer(
         self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...], send: Callable[[bytes], None]
     ) -> messages.Staging:
-        """What to tell a prefill rank when it is asked to attach.
+        """Returns what to offer a prefill rank when it is asked to attach.
 
         Args:
-            endpoint: the prefill rank's.
+            endpoint: the prefill rank's name.
             source: its layout.
             pieces: what it may send.
-            send: takes a message to it.
+            send: sends it a message.
         """
 
     def metadata(self) -> bytes:
-        """The transport's, with all that was offered."""
+        """Returns the transport's metadata, with all memory that was offered."""
 
     def attached(self, endpoint: str) -> None:
-        """A prefill rank has attached, anew perhaps."""
+        """Records that a prefill rank has attached, for the first time or anew."""
 
 
 class LinkState(Enum):
-    """How far a link is."""
+    """How far a link has come."""
 
     RESOLVING = "looking up the engine at the registry"
     GREETING = "asking the ranks what they hold"
@@ -85,16 +85,16 @@ class _RankLink:
 
     registration: RankRegistration
     channel: Channel
-    asked_at: float | None = None  # when the first question was asked that it has not answered
+    asked_at: float | None = None  # when the oldest unanswered question was sent
     welcome: messages.Welcome | None = None
-    request: bytes | None = None  # to attach, as it was sent
+    request: bytes | None = None  # the `Attach`, as it was sent
     is_attached: bool = False
     only_staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who we are, in every message to a prefill rank."""
+    """How this decode rank identifies itself to prefill ranks."""
 
     endpoint: str
     engine: str
@@ -107,12 +107,12 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class RankStanding:
-    """How a prefill rank is, as far as a decode rank knows.
+    """What a decode rank has observed of a prefill rank.
 
     Attributes:
         rank: its number.
-        endpoint: its name; empty until it has said it.
-        silent_s: for how long it has owed an answer.
+        endpoint: its name; empty until it has answered for the first time.
+        silent_s: for how long an answer has been due.
     """
 
     rank: int
@@ -121,13 +121,13 @@ class RankStanding:
 
 
 class Link:
-    """One group of ranks: what to say to them, and what their answers mean. It sends, but waits for nothing.
+    """A link to one group of ranks: sends them messages and handles their answers, but waits for nothing.
 
     Attributes:
-        key: where it goes.
-        attempt: tells what ranks were asked for last from all that they were asked for before, by any link.
-        left_behind: ranks that had said who they are when it started over; whoever owns the link takes them out.
-        state: how far it is.
+        key: the group that it goes to.
+        attempt: the latest attempt to attach; distinguishes its answers from those to earlier ones, of any link.
+        left_behind: ranks that had answered before it started over; the link's owner takes them out.
+        state: how far it has come.
         deadline: when it must be ready.
         problem: why the look-up at the registry has not succeeded so far.
         look_up_at: when to ask the registry again; None while it is being asked.
@@ -142,9 +142,11 @@ class Link:
         next_attempt: Callable[[], int],
         deadline: float,
     ) -> None:
-        """Args:
-        next_attempt: gives a number that is higher than all before.
-        deadline: when it must be ready.
+        """Begins with the look-up at the registry.
+
+        Args:
+            next_attempt: returns a number that is higher than all before.
+            deadline: when it must be ready.
         """
         self.key = key
         self.attempt = next_attempt()
@@ -162,11 +164,11 @@ class Link:
         self._pieces: tuple[Piece, ...] = ()
 
     def next_serial(self) -> int:
-        """The number of the next wish that is sent through it."""
+        """Returns the number of the next open request that is sent through it."""
         return next(self._serials)
 
     def next_pause_s(self, jitter: float) -> float:
-        """How long to wait before the registry is asked again: twice as long every time, up to a limit.
+        """Returns how long to wait before the registry is asked again: twice as long every time, up to a limit.
 
         Args:
             jitter: between 0 and 1, so that ranks that lost the same engine do not all ask at once.
@@ -180,11 +182,11 @@ class Link:
         return [rank.channel for rank in self._ranks.values()]
 
     def rank_behind(self, channel: Channel) -> int | None:
-        """The engine rank that a connection goes to, if it is one of the group's."""
+        """Returns the engine rank that a connection goes to; None if it is not one of the group's."""
         return next((number for number, rank in self._ranks.items() if rank.channel is channel), None)
 
     def channel_of(self, endpoint: str) -> Channel | None:
-        """The connection behind which an endpoint has answered, if it has."""
+        """Returns the connection through which an endpoint has answered; None if it has not."""
         ranks = self._ranks.values()
         return next((rank.channel for rank in ranks if rank.welcome and rank.welcome.endpoint == endpoint), None)
 
@@ -194,7 +196,7 @@ class Link:
         """Greets the ranks that the registry named.
 
         Raises:
-            PeerDisconnectedError: if an address makes no sense.
+            PeerDisconnectedError: if an address is malformed.
             VersionError: if a rank speaks another protocol version.
             IncompatiblePeerError: if the engine has no such data-parallel rank.
         """
@@ -217,12 +219,12 @@ class Link:
         self.ask(now)
 
     def received(self, channel: Channel, message: messages.ToDecode, now: float) -> bool:
-        """Takes a message about the link itself; returns whether the link became ready by it.
+        """Handles a message about the link itself. Returns True if the link became ready by it.
 
         Raises:
             IncompatiblePeerError: if the caches cannot be exchanged, from our side or the prefill rank's.
             PeerError: if a rank is not who the registry said it was.
-            PeerDisconnectedError: if a rank has forgotten us.
+            PeerDisconnectedError: if a rank does not have this endpoint attached any more.
         """
         rank = next(rank for rank in self._ranks.values() if rank.channel is channel)
         match message:
@@ -232,9 +234,9 @@ class Link:
                 if all(each.welcome is not None for each in self._ranks.values()):
                     self._attach()
             case messages.Attached() | messages.Refused() if message.attempt != self.attempt:
-                pass  # meant for another link
+                pass  # an answer to another attempt
             case messages.Welcome() if self.state is LinkState.ATTACHING and self._is_another(rank, message):
-                self.start_over(now)  # it was restarted, and will not answer what its predecessor was asked
+                self.start_over(now)  # it was restarted, and will not answer its predecessor's messages
             case messages.Attached() if rank.welcome is None or rank.welcome.endpoint != message.endpoint:
                 pass  # of an earlier start
             case messages.Attached() if self.state is LinkState.ATTACHING:
@@ -312,7 +314,7 @@ class Link:
         return self._staging.offer(welcome.endpoint, welcome.layout, mine, rank.channel.send)
 
     def connected(self, room: int) -> Connected:
-        """Who sends what in a room, once the link is ready."""
+        """Returns who sends what in a room, once the link is ready."""
         by_group_rank = {rank.registration.coordinates.group_rank: number for number, rank in self._ranks.items()}
         receiver = self._identity.coordinates.group_rank
         writers = {by_group_rank[elect_writer(piece, room=room, receiver=receiver)] for piece in self._pieces}
@@ -334,28 +336,28 @@ class Link:
         self._ranks[engine_rank].channel.send(messages.encode(message))
 
     def rank_of(self, endpoint: str) -> int | None:
-        """The engine rank that an endpoint is, if it is one of the group's."""
+        """Returns the engine rank of an endpoint; None if it is not one of the group's."""
         return next((number for number in self._ranks if self.is_rank(number, endpoint)), None)
 
     def is_rank(self, engine_rank: int, endpoint: str) -> bool:
-        """Whether an endpoint is the rank that it claims to be."""
+        """Returns whether an endpoint is the rank that it claims to be."""
         rank = self._ranks.get(engine_rank)
         return rank is not None and rank.welcome is not None and rank.welcome.endpoint == endpoint
 
     @property
     def peers(self) -> list[messages.Welcome]:
-        """The ranks that have said who they are."""
+        """The ranks that have answered `Hello`."""
         return [rank.welcome for rank in self._ranks.values() if rank.welcome is not None]
 
     def knows_machine(self, channel: Channel, machine: str) -> bool:
-        """Whether the rank behind a connection is on that machine, and can say what became of processes there."""
+        """Returns whether the rank behind a connection is on that machine, and can check processes there."""
         ranks = self._ranks.values()
         return any(
             rank.channel is channel and rank.welcome and rank.welcome.process.machine == machine for rank in ranks
         )
 
     def ask_whether_gone(self, process: messages.ProcessIdentity) -> None:
-        """Asks the ranks on a process's machine whether it is still there."""
+        """Asks the ranks on a process's machine whether the process has ended."""
         data = messages.encode(messages.IsGone(process=process))
         for rank in self._ranks.values():
             welcome = rank.welcome
@@ -363,7 +365,7 @@ class Link:
                 rank.channel.send(data)
 
     def standing(self, now: float) -> list[RankStanding]:
-        """How the group's ranks are; nobody while they are looked up. May be called from another thread."""
+        """Returns what was observed of the group's ranks; none while they are looked up. For any thread."""
         return [
             RankStanding(
                 number,
@@ -373,16 +375,16 @@ class Link:
             for number, rank in list(self._ranks.items())
         ]
 
-    def heard(self, channel: Channel) -> None:
-        """Something came from a rank: it lives."""
+    def record_answer(self, channel: Channel) -> None:
+        """Records that a message came from a rank, which is therefore alive."""
         for rank in self._ranks.values():
             if rank.channel is channel:
                 rank.asked_at = None
 
     def ask(self, now: float) -> None:
-        """Shows every rank that we live, and asks for the same.
+        """Sends every rank a heartbeat that it must answer.
 
-        Until the link is ready the question is who they are, which a rank answers whether it knows us or not.
+        Until the link is ready this is `Hello`, which a rank answers whether this endpoint is attached or not.
 
         Raises:
             PeerDisconnectedError: if a rank cannot be asked.
@@ -401,13 +403,13 @@ class Link:
                 rank.channel.send(rank.request)
 
     def forgive(self, seconds: float, now: float) -> None:
-        """Does not count so much of the ranks' silence."""
+        """Takes so many seconds off the ranks' silence, for example because this side was not listening."""
         for rank in self._ranks.values():
             if rank.asked_at is not None:
                 rank.asked_at = min(now, rank.asked_at + seconds)
 
     def silent_rank(self, now: float, limit_s: float) -> tuple[int, float] | None:
-        """A rank that has not answered for too long, and for how long."""
+        """Returns a rank that has not answered for longer than the limit, and for how long; None if there is none."""
         for number, rank in self._ranks.items():
             if rank.asked_at is not None and now - rank.asked_at > limit_s:
                 return number, now - rank.asked_at
@@ -416,7 +418,7 @@ class Link:
     def start_over(self, now: float) -> None:
         """Forgets the ranks, to look them up again: those that were registered may be of an earlier start."""
         self.state = LinkState.RESOLVING
-        self.attempt = self._next_attempt()  # a rank that lives might confirm what it was asked for before
+        self.attempt = self._next_attempt()  # a live rank might still answer the earlier one
         self.look_up_at = now
         self.left_behind += self.peers
         self._ranks.clear()

@@ -1,7 +1,7 @@
 """Prefill ranks that a decode rank has lost, and that may still write: kept until they are proved to be through.
 
-A rank that is lost may be alive, frozen or dead. Only three things prove that it will not write again: it says so
-itself, it is connected anew, or its process has ended and what the network still had of it has had time to arrive.
+A rank that is lost may be alive, frozen or dead. Only three things prove that it will not write again: its own message,
+a new connection to it, or the end of its process, once what the network still had of it has had time to arrive.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ class LostRanks:
     """The ranks that were lost, by their endpoints' names."""
 
     def __init__(self, *, settle_s: float) -> None:
-        """Args:
-        settle_s: how long after a process has ended what it wrote may still arrive.
+        """Starts with no lost ranks.
+
+        Args:
+            settle_s: how long after a process has ended what it wrote may still arrive.
         """
         self._settle_s = settle_s
         self._lost: dict[str, _Lost] = {}
@@ -39,38 +41,38 @@ class LostRanks:
         return endpoint in self._lost
 
     def add(self, endpoint: str, process: ProcessIdentity) -> None:
-        """A rank is lost."""
+        """Records that a rank is lost."""
         self._lost.setdefault(endpoint, _Lost(process))
 
     def discard(self, endpoint: str) -> None:
-        """It was found again, or nothing of ours is in its hands."""
+        """Forgets a rank that was found again, or can write to no memory of ours."""
         self._lost.pop(endpoint, None)
 
     def keep_only(self, at_stake: Collection[str]) -> None:
-        """Forgets all that have nothing of ours in their hands."""
+        """Forgets all ranks but those that may still write to memory of ours."""
         for endpoint in [endpoint for endpoint in self._lost if endpoint not in at_stake]:
             del self._lost[endpoint]
 
     @property
     def doubtful(self) -> list[tuple[str, ProcessIdentity]]:
-        """Those whose processes may still run."""
+        """The ranks whose processes may still run."""
         return [(endpoint, lost.process) for endpoint, lost in self._lost.items() if not lost.is_gone]
 
     def gone(self, process: ProcessIdentity) -> None:
-        """A process has ended."""
+        """Records that a process has ended."""
         for lost in self._lost.values():
             if lost.process == process:
                 lost.is_gone = True
 
     def take_settled(self, now: float) -> list[str]:
-        """Those that will not write again, by proof; forgets them. To be called several times a second.
+        """Returns and forgets the ranks that are proved not to write again. Must be called several times a second.
 
-        Of a time during which nobody called, little counts: the process was frozen or suspended, and what the network
-        had for it did not arrive.
+        Of a longer time between two calls only half a second counts: this process was frozen or suspended, and what the
+        network had for it did not arrive.
         """
         passed_s, self._looked_at = min(max(0.0, now - self._looked_at), _MOST_AT_ONCE_S), now
         for lost in self._lost.values():
-            if lost.is_gone:  # what passed before that was known does not count
+            if lost.is_gone:  # the time before this was found out does not count
                 lost.gone_for_s = 0.0 if lost.gone_for_s is None else lost.gone_for_s + passed_s
         settled = [
             endpoint
@@ -82,7 +84,7 @@ class LostRanks:
         return settled
 
     def look(self, is_gone: Callable[[ProcessIdentity], bool]) -> None:
-        """Asks of every doubtful one whether its process has ended."""
+        """Checks for every doubtful rank whether its process has ended."""
         for _, process in self.doubtful:
             if is_gone(process):
                 self.gone(process)

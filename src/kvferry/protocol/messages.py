@@ -1,4 +1,4 @@
-"""What peers say to each other: typed, versioned, bounded.
+"""The messages between peers: typed, versioned, bounded.
 
 Control messages travel over the peer channel, notifications with the bytes over the transport. Every message is the
 four bytes of `MAGIC`, the protocol version as two bytes, and a MessagePack body whose type is tagged.
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from kvferry.errors import ConfigurationError, MessageError, VersionError, quoted
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.plan import Path, Piece, Unit
+from kvferry.plan import Piece, TransferPath, Unit
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAGIC = b"kvfy"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 MAX_AUX_BYTES = 1024 * 1024
@@ -26,7 +26,7 @@ MAX_PAGES = 2**21
 """Page numbers in one list."""
 
 MAX_REASON = 8000
-"""Characters of a sentence that says why. What is longer is cut before it travels."""
+"""Characters of a reason. Longer ones are cut before they are sent."""
 
 MAX_GROUPS = 512
 MAX_PIECES = 2**17
@@ -44,7 +44,7 @@ Random: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number drawn at random, or a room's."""
 
 EndpointName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[!-~]+\Z")]
-"""What tells one start of an endpoint from all others: visible ASCII, as ZMQ wants it and as it may stand in a log."""
+"""Identifies one start of an endpoint: visible ASCII, which ZMQ requires and a log can show."""
 
 ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 """A name for people."""
@@ -57,8 +57,8 @@ Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)]
 
 
 def shortened(text: str) -> str:
-    """A reason that can travel: cut if it is too long, and saying so."""
-    text = text.encode(errors="replace").decode()  # half a character, as in the names of some files, cannot
+    """Cuts a reason that is too long to be sent, and notes its length at the end."""
+    text = text.encode(errors="replace").decode()  # half a character, as in some files' names, cannot be sent
     if len(text) <= MAX_REASON:
         return text
     ending = f"... ({len(text)} characters)"
@@ -66,20 +66,21 @@ def shortened(text: str) -> str:
 
 
 def _shorten(struct: msgspec.Struct, field: str) -> None:
-    """Makes a new struct's sentence one that can travel: for its own sake nothing else of it must be lost."""
+    """Shortens a sentence of a new struct, so that its length alone does not keep the struct from being sent."""
     msgspec.structs.force_setattr(struct, field, shortened(getattr(struct, field)))
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of everything that travels."""
+    """Base of all messages."""
 
 
 class StagingRing(msgspec.Struct, frozen=True):
     """Staging memory of a decode rank that one prefill rank may write to.
 
     Attributes:
-        address, num_bytes: where it is.
-        epoch: random, so that credits for an earlier ring are told apart.
+        address: of its first byte.
+        num_bytes: its size.
+        epoch: random; distinguishes credits for this ring from those for an earlier one.
     """
 
     address: Count
@@ -88,16 +89,16 @@ class StagingRing(msgspec.Struct, frozen=True):
 
 
 class Staging(msgspec.Struct, frozen=True):
-    """What a decode rank says about staged transfers from one prefill rank.
+    """What a decode rank offers to one prefill rank for staged transfers.
 
     Attributes:
-        path: the path that its settings force; None leaves it to the prefill rank.
+        path: the path that its settings force; None leaves the choice to the prefill rank.
         ring: where staged bytes go; None if they cannot.
         problem: why there is no ring.
         scatter_bytes_per_s: how fast the largest piece is put into its pages; 0 where it was not measured.
     """
 
-    path: Path | None = None
+    path: TransferPath | None = None
     ring: StagingRing | None = None
     problem: Reason = ""
     scatter_bytes_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e18)] = 0.0
@@ -107,10 +108,10 @@ class Staging(msgspec.Struct, frozen=True):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """A process, such that no other one is ever taken for it.
+    """Identifies a process among all machines, even after its number was reused.
 
     Attributes:
-        machine: tells its machine, and the space of process numbers there, from all others.
+        machine: identifies its machine, and the namespace of process numbers there.
         pid: its number.
         started: when it was started, in whatever unit the machine counts.
     """
@@ -121,7 +122,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """Decode to prefill: who are you, and what do you hold?"""
+    """Decode to prefill: asks for `Welcome`."""
 
     endpoint: EndpointName
     engine: ShortText
@@ -129,7 +130,10 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Prefill to decode: the answer to `Hello`. `endpoint` is new at every start of the rank."""
+    """Prefill to decode: answers `Hello` with who the rank is and what it holds.
+
+    `endpoint` is new at every start of the rank.
+    """
 
     endpoint: EndpointName
     engine: ShortText
@@ -140,15 +144,15 @@ class Welcome(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Decode to prefill: connect your transport to mine and prepare to send me these pieces.
+    """Decode to prefill: asks the rank to connect its transport to the sender's and to prepare these pieces.
 
     Attributes:
-        attempt: counts up; what belongs to an earlier one is told apart.
+        attempt: counts up, so that answers to an earlier one are recognised.
         pieces: the receiver's whole plan; the prefill rank prepares those that list its group rank as a holder.
         transport: the transport's name, `transport_metadata` what it needs to connect.
-        host: what tells the decode rank's machine from others.
-        staging: what it says about staged transfers.
-        checksums: whether what is sent must be digested.
+        host: identifies the decode rank's machine.
+        staging: what the decode rank offers for staged transfers.
+        checksums: whether the prefill rank must digest what it sends.
     """
 
     endpoint: EndpointName
@@ -165,10 +169,10 @@ class Attach(Message, frozen=True):
 
 
 class Attached(Message, frozen=True):
-    """Prefill to decode: ready to send.
+    """Prefill to decode: the rank is ready to send.
 
     Attributes:
-        attempt: of the `Attach` that this answers.
+        attempt: the attempt of the `Attach` that this answers.
         only_staged: whether this rank will write to staging memory alone, and never to pages.
     """
 
@@ -178,7 +182,7 @@ class Attached(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Prefill to decode: we cannot exchange caches. `error` is the name of an exception of kvferry.errors."""
+    """Prefill to decode: the two cannot exchange caches. `error` is the name of an exception of kvferry.errors."""
 
     endpoint: EndpointName
     attempt: Count
@@ -196,10 +200,10 @@ class Closed(Message, frozen=True):
 
 
 class Detach(Message, frozen=True):
-    """Decode to prefill: forget me; I will not open rooms any more.
+    """Decode to prefill: detaches the decode rank, which opens no more rooms.
 
     Attributes:
-        attempt: what was attached later stays: this may have come by another connection, and late.
+        attempt: a later attempt stays attached: this message may arrive late, by another connection.
     """
 
     endpoint: EndpointName
@@ -207,15 +211,16 @@ class Detach(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Decode to prefill, at regular intervals: I am alive, are you?"""
+    """Decode to prefill, at regular intervals: shows that the sender is alive, and asks for `Pong`."""
 
     endpoint: EndpointName
 
 
 class Pong(Message, frozen=True):
-    """Prefill to decode: the answer to `Ping`, and to a room of somebody unknown, whose next ones would be lost too.
+    """Prefill to decode: answers `Ping`, and a room of a decode rank that is not attached.
 
-    `attached` is false where the prefill rank does not know the sender.
+    Attributes:
+        attached: whether the decode rank is attached. If not it must connect anew, or its next rooms are lost too.
     """
 
     endpoint: EndpointName
@@ -223,12 +228,13 @@ class Pong(Message, frozen=True):
 
 
 class OpenGroup(msgspec.Struct, frozen=True, array_like=True):
-    """What a decode rank wants of one group of pages. Positions are those of tokens in the request.
+    """What a decode rank requests of one group of pages. Positions are those of tokens in the request.
 
     Attributes:
         name: the group's name on the decode side.
         held: the decode rank has the tokens before this position; they must not be touched.
-        start, stop: the tokens that it needs.
+        start: the first token that it needs.
+        stop: the first after those that it needs.
         first_page: how many pages of the request come before the given ones on this rank.
         pages: page numbers on the decode side, int64 little-endian, one after the other.
     """
@@ -242,17 +248,17 @@ class OpenGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenRoom(Message, frozen=True):
-    """Decode to prefill: send me this room.
+    """Decode to prefill: the open request of a room.
 
     Attributes:
         room: the transfer's number.
-        generation: random, so that what belongs to an earlier use of the number is told apart.
+        generation: random; distinguishes this use of the number from earlier ones.
         attempt: the last attempt to connect, in which the prefill rank attached.
-        serial: which of all wishes of that attempt this is, from 1 on; the same when it is said again.
+        serial: number of the open request within that attempt, from 1 on; a retransmission has the same.
         receivers: how many decode ranks will open this room with the same prefill rank.
-        tokens: how many tokens the request has; None where the decode side did not say.
-        groups: what is wanted, for every group of the decode rank's layout.
-        trace: the decode side's trace context, as W3C's `traceparent`; empty if nobody traces.
+        tokens: how many tokens the request has; None where the decode side's caller gave no number.
+        groups: what is requested, for every group of the decode rank's layout.
+        trace: the decode side's trace context, as W3C's `traceparent`; empty without tracing.
     """
 
     room: Random
@@ -266,12 +272,13 @@ class OpenRoom(Message, frozen=True):
 
 
 class AbortRoom(Message, frozen=True):
-    """Decode to prefill: stop. Answered by `Drained` once no write of this generation can happen any more.
+    """Decode to prefill: aborts a room. `Drained` answers once no write of this generation can happen any more.
 
     Attributes:
-        error: the name of an exception of kvferry.errors where more than our caller's wish is behind it, else "".
-        attempt, serial: of the wish that it takes back. Once this has come, that will not be fulfilled however late.
-            0 where no wish was sent through a link, and when it is passed on within a prefill rank.
+        error: the name of an exception of kvferry.errors where more than our caller's decision is behind it, else "".
+        attempt: of the open request that it takes back, which does not count any more however late it comes. 0 where no
+            open request was sent through a link, and when it is passed on within a prefill rank.
+        serial: likewise.
     """
 
     room: Random
@@ -286,7 +293,7 @@ class AbortRoom(Message, frozen=True):
 
 
 class RoomVerified(Message, frozen=True):
-    """Decode to prefill: all that you sent for this generation has the right digests. Repeated until `Confirmed`."""
+    """Decode to prefill: the rank's digests of this generation are all right. Repeated until `Confirmed`."""
 
     room: Random
     generation: Random
@@ -309,7 +316,7 @@ class Drained(Message, frozen=True):
     """Prefill to decode: this rank will not write for this generation again, and none of its writes is in flight.
 
     Attributes:
-        endpoint: who says so. It holds for this start of the rank, not for earlier ones.
+        endpoint: the rank that sends this. It covers this start of the rank, not earlier ones.
     """
 
     endpoint: EndpointName
@@ -319,7 +326,7 @@ class Drained(Message, frozen=True):
 
 
 class Confirmed(Message, frozen=True):
-    """Prefill to decode: the answer to `RoomVerified`."""
+    """Prefill to decode: answers `RoomVerified`."""
 
     endpoint: EndpointName
     room: Random
@@ -328,29 +335,29 @@ class Confirmed(Message, frozen=True):
 
 
 class IsGone(Message, frozen=True):
-    """Decode to prefill: does this process, which runs or ran on your machine, still exist? Not answered while so."""
+    """Decode to prefill: asks for `Gone` once a process on the rank's machine has ended. Not answered while it runs."""
 
     process: ProcessIdentity
 
 
 class Gone(Message, frozen=True):
-    """Prefill to decode: it does not."""
+    """Prefill to decode: answers `IsGone`; the process has ended."""
 
     process: ProcessIdentity
 
 
 class Credit(Message, frozen=True):
-    """Decode to prefill: your ring of staging memory was read up to this position. Repeated now and then."""
+    """Decode to prefill: the rank's ring of staging memory was read up to this position. Repeated now and then."""
 
     endpoint: EndpointName
     epoch: Random
     position: Count
 
 
-class SpanVoid(Message, frozen=True):
-    """Prefill to decode: nothing came, or will come, of this span of the ring; see `credits.Span`.
+class SpanReleased(Message, frozen=True):
+    """Prefill to decode: this span of the ring was given up, and carries nothing; see `credits.Span`.
 
-    Repeated until a credit shows that it is known.
+    Repeated until a credit shows that it arrived.
     """
 
     endpoint: EndpointName
@@ -364,7 +371,7 @@ class Digests(msgspec.Struct, frozen=True, array_like=True):
     """Digests of packed blocks, page by page; see `protocol.digests`.
 
     Attributes:
-        row_bytes: how many bytes a digest is of, at least, where pages are small.
+        row_bytes: least bytes that a digest covers, where pages are small.
         values: the digests, 8 bytes each, one after the other.
     """
 
@@ -377,10 +384,11 @@ class StagedSegment(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         piece: the piece's number among those of `Attach` that this writer may send.
-        first_base, stop_base: indices of the piece's first axis.
+        first_base: first index of the piece's first axis.
+        stop_base: the one after the last.
         units: which units they are on the decode side, as ranges of numbers (local position divided by the unit's
             tokens): first and count of each, int64 little-endian.
-        digests: of the packed bytes, where the decode rank asked for them.
+        digests: digests of the packed bytes, where the decode rank requested them.
     """
 
     piece: Count
@@ -395,14 +403,15 @@ class ChunkArrived(Message, frozen=True, omit_defaults=True):
 
     Attributes:
         sequence: counts from 0 per receiver.
-        unit, segments: what the chunk consists of, with its digests, where the decode rank asked for them.
+        unit: what its digests are counted in.
+        segments: what the chunk consists of, with its digests, where the decode rank asked for them.
     """
 
     room: Random
     generation: Random
     writer: Count
     sequence: Count
-    unit: Unit = Unit.GRANULE
+    unit: Unit = Unit.WHOLE
     segments: Annotated[tuple[StagedSegment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
 
 
@@ -411,10 +420,14 @@ class StagedArrived(Message, frozen=True):
 
     Attributes:
         sequence: the chunk's number, as in `ChunkArrived`.
-        part, is_last: the parts of a chunk count from 0; the last one says so.
-        epoch, start, begin, stop: in which ring, and where; see `credits.Span`.
+        part: the part's number in its chunk, from 0.
+        is_last: whether it is the last of the chunk.
+        epoch: of the ring that it is in.
+        start: where its span of the ring starts; see `credits.Span`.
+        begin: where its bytes begin.
+        stop: where they end.
         unit: what is packed together.
-        segments: what it is, in the order in which it is packed.
+        segments: what the part consists of, in the order in which it is packed.
     """
 
     room: Random
@@ -432,7 +445,7 @@ class StagedArrived(Message, frozen=True):
 
 
 class WriterFinished(Message, frozen=True):
-    """Notification: this writer is through with the room.
+    """Notification: this writer has finished the room.
 
     Attributes:
         chunks: how many chunks this writer sent to this receiver; they may arrive after this message.
@@ -447,7 +460,9 @@ class WriterFinished(Message, frozen=True):
 
 
 ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | RoomVerified | IsGone | Credit
-ToDecode: TypeAlias = Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained | Confirmed | Gone | SpanVoid
+ToDecode: TypeAlias = (
+    Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained | Confirmed | Gone | SpanReleased
+)
 Notification: TypeAlias = ChunkArrived | StagedArrived | WriterFinished
 
 _Body = TypeVar("_Body")
@@ -459,10 +474,10 @@ _notification: msgspec.msgpack.Decoder[Notification] = msgspec.msgpack.Decoder(N
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message.
+    """Encodes a message.
 
     Raises:
-        MessageError: if it is larger than the peer would accept, or holds what cannot travel.
+        MessageError: if it is larger than the peer would accept, or holds what cannot be encoded.
     """
     try:
         body = _encoder.encode(message)
@@ -494,7 +509,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Body], data: bytes, what: str) -> 
 
 
 def decode_to_prefill(data: bytes) -> ToPrefill:
-    """Reads what a decode rank sent.
+    """Decodes a message from a decode rank.
 
     Raises:
         MessageError: if the bytes are no such message, or describe an impossible layout.
@@ -504,22 +519,22 @@ def decode_to_prefill(data: bytes) -> ToPrefill:
 
 
 def decode_to_decode(data: bytes) -> ToDecode:
-    """Reads what a prefill rank sent; errors as in `decode_to_prefill`."""
+    """Decodes a message from a prefill rank; errors as in `decode_to_prefill`."""
     return _decode(_to_decode, data, "message to a decode rank")
 
 
 def decode_notification(data: bytes) -> Notification:
-    """Reads a notification that came with the bytes; errors as in `decode_to_prefill`."""
+    """Decodes a notification that came with the bytes; errors as in `decode_to_prefill`."""
     return _decode(_notification, data, "notification")
 
 
 def pack_pages(pages: NDArray[np.int64]) -> bytes:
-    """Page numbers as they travel in `OpenRoom`."""
+    """Packs page numbers as they are sent in `OpenRoom`."""
     return pages.astype("<i8", copy=False).tobytes()
 
 
 def unpack_pages(data: bytes) -> NDArray[np.int64]:
-    """The inverse of `pack_pages`.
+    """Unpacks page numbers, the inverse of `pack_pages`.
 
     Raises:
         MessageError: if the bytes are not a whole number of pages.

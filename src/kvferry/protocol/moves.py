@@ -1,4 +1,4 @@
-"""What of a chunk goes to a receiver, and where; and whether its pages are those that the receiver counts on."""
+"""Which part of a chunk goes to a receiver, and where; and whether its pages are those that the receiver expects."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvferry.protocol.demands import WantedGroup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReceiverRequest:
-    """What a receiver wants of one source rank in a room.
+    """What a receiver requests from one source rank in a room.
 
     Attributes:
-        tokens: how many tokens the request has; None where the receiver did not say.
-        wanted: what it wants, by its groups.
-        routes: along which the source rank was elected to send it something.
+        tokens: how many tokens the request has; None where the receiver gave no number.
+        wanted: what it requests, by its groups.
+        routes: the routes along which the source rank was elected to send something.
     """
 
     tokens: int | None
@@ -32,8 +32,10 @@ class Move:
 
     Attributes:
         route: the number of the route among those of the `ReceiverRequest`.
-        source_pages, source_units: the page that the unit is in on this rank, and which one of the page it is.
-        destination_pages, destination_units: the same on the receiver.
+        source_pages: the page that each unit is in on this rank.
+        source_units: which one of the page it is.
+        destination_pages: the page that each unit is in on the receiver.
+        destination_units: which one of that page it is.
         destination_numbers: the units' numbers on the receiver: local position divided by the unit's tokens.
     """
 
@@ -46,7 +48,7 @@ class Move:
 
 
 def check_chunk(chunk: Chunk, request: ReceiverRequest, next_pages: Mapping[str, int], *, where: str) -> None:
-    """Checks that a chunk goes on where a receiver needs it to, and ends where the receiver does.
+    """Checks that a chunk continues where a receiver needs it to, and ends where the receiver's pages do.
 
     The chunks of a group must reach from the first to the last token that the receiver needs without a gap, and must
     not go on after the page of the last one.
@@ -88,9 +90,9 @@ def check_chunk(chunk: Chunk, request: ReceiverRequest, next_pages: Mapping[str,
 
 
 def _least(request: ReceiverRequest, route: Route, demand: Demand) -> int:
-    """The local position up to which a source rank must have everything for a receiver that needs something of it.
+    """Returns the local position up to which a source rank must submit what a receiver needs.
 
-    A receiver that did not say how many tokens there are counts its last page as full. It has one token at least.
+    A receiver that gave no number of tokens counts its last page as full; the page has at least one token.
     """
     stop = demand.stop
     if request.tokens is None:
@@ -100,9 +102,9 @@ def _least(request: ReceiverRequest, route: Route, demand: Demand) -> int:
 
 
 def moves_of(chunk: Chunk, request: ReceiverRequest) -> dict[Unit, tuple[Move, ...]]:
-    """What of a chunk goes to a receiver, by the unit in which it is moved."""
+    """Returns which part of a chunk goes to a receiver, by the unit in which it is moved."""
     parts = {part.group: part for part in chunk.parts}
-    moves: dict[Unit, list[Move]] = {Unit.GRANULE: [], Unit.TOKEN: []}
+    moves: dict[Unit, list[Move]] = {Unit.WHOLE: [], Unit.TOKEN: []}
     for number, route in enumerate(request.routes):
         part, wanted = parts.get(route.source_group), request.wanted[route.destination_group]
         if part is None:
@@ -114,9 +116,9 @@ def moves_of(chunk: Chunk, request: ReceiverRequest) -> dict[Unit, tuple[Move, .
             stop=part.stop * route.source_page_tokens,
             request_tokens=request.tokens,
         )
-        granules, tokens = units_of(segments, route.granule_tokens)
-        if len(granules):
-            moves[Unit.GRANULE].append(_move(number, route, granules, part, wanted))
+        units, tokens = units_of(segments, route.unit_tokens)
+        if len(units):
+            moves[Unit.WHOLE].append(_move(number, route, units, part, wanted))
         if len(tokens):
             moves[Unit.TOKEN].append(_move(number, route, tokens, part, wanted))
     return {unit: tuple(of_unit) for unit, of_unit in moves.items()}

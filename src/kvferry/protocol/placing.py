@@ -1,4 +1,4 @@
-"""Where a receiver has the units that writers name, in one room."""
+"""Where the units that writers name lie in a receiver's pages, in one room."""
 
 from __future__ import annotations
 
@@ -6,39 +6,41 @@ from kvferry.layout import RankLayout
 from kvferry.plan import Route, Unit
 from kvferry.protocol.chunks import Pages
 from kvferry.protocol.demands import WantedGroup, wanted_of
-from kvferry.protocol.loads import places_of_units, unpack_units
 from kvferry.protocol.messages import OpenGroup
+from kvferry.protocol.moved_blocks import places_of_units, unpack_units
 
 _MOST_PLACES = 64
 
 
 class UnitPlaces:
-    """Which of its page each unit is, and the page. May be asked from several threads."""
+    """Finds the page of each unit, and which unit of the page it is. For several threads at once."""
 
     def __init__(self, layout: RankLayout, groups: tuple[OpenGroup, ...], tokens: int | None) -> None:
-        """Args:
-        layout: this rank's.
-        groups: what the room asked for.
-        tokens: how many tokens the request has.
+        """Serves one room.
+
+        Args:
+            layout: this rank's layout.
+            groups: what the room requested.
+            tokens: how many tokens the request has.
         """
         self._layout = layout
         self._groups = groups
         self._tokens = tokens
-        # Those of layer after layer, and of several writers, are the same. Threads that scatter share it: each entry is
-        # put there as a whole, and two of them at a time would only work out the same.
+        # The same units come for layer after layer, and from several writers. Threads that scatter share it: an entry
+        # is put there as a whole, and two threads at a time would only work out the same.
         self._places: dict[tuple[str, int, Unit, bytes], tuple[Pages, Pages]] = {}
 
     def find(self, units: bytes, route: Route, *, unit: Unit) -> tuple[Pages, Pages]:
-        """Where units that a writer names lie: which of its page each is, and the page.
+        """Returns where units that a writer names lie: which of its page each is, and the page.
 
         Args:
-            units: as they travel in `StagedSegment`.
-            route: along which they came.
+            units: the units as they are sent in `StagedSegment`.
+            route: the route along which they came.
 
         Raises:
-            MessageError: if the room did not ask for them.
+            MessageError: if the room did not request them.
         """
-        key = route.destination_group, route.granule_tokens, unit, units
+        key = route.destination_group, route.unit_tokens, unit, units
         found = self._places.get(key)
         if found is None:
             wanted = self._wanted(route)
@@ -50,21 +52,22 @@ class UnitPlaces:
         return found
 
     def describe(self, units: bytes, first: int, stop: int, route: Route, *, unit: Unit) -> str:
-        """Some of the units that a writer names, in words: pages and tokens. They were found before.
+        """Describes some of the units that a writer names, by pages and tokens. `find` has accepted them before.
 
         Args:
-            first, stop: which of them, by their order.
+            first: the first of them, by their order.
+            stop: the one after the last.
         """
         _, pages = self.find(units, route, unit=unit)
         used = list(dict.fromkeys(pages[first:stop].tolist()))
         if route.has_slots:
             return f"slot {used[0]}"
-        unit_tokens = route.granule_tokens if unit is Unit.GRANULE else 1
+        unit_tokens = route.unit_tokens if unit is Unit.WHOLE else 1
         numbers = self._numbers(units, route, unit)[first:stop]
-        # Where tokens are dealt out, what a rank holds is no range of the request; the first and the last say enough.
+        # Where tokens are partitioned, what a rank holds is no range of the request; the first and the last say enough.
         ends = int(numbers[0]) * unit_tokens, (int(numbers[-1]) + 1) * unit_tokens - 1
         share = self._layout.tokens
-        block = share.dealing.block(self._tokens)
+        block = share.partition.block(self._tokens)
         low, high = (share.position(local, block=block) for local in ends)
         orders = [local // route.destination_page_tokens for local in ends]
         which = f"page {used[0]} (page {orders[0]} of the request on this rank"
@@ -76,6 +79,6 @@ class UnitPlaces:
         return wanted_of(next(group for group in self._groups if group.name == route.destination_group))
 
     def _numbers(self, units: bytes, route: Route, unit: Unit) -> Pages:
-        unit_tokens = route.granule_tokens if unit is Unit.GRANULE else 1
+        unit_tokens = route.unit_tokens if unit is Unit.WHOLE else 1
         pages = len(self._wanted(route).pages)
         return unpack_units(units, most=pages * route.destination_page_tokens // unit_tokens)

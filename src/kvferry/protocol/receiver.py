@@ -1,8 +1,7 @@
 """The decode side of one transfer, on one rank.
 
-Everything that changes the state of a receiving room lives here; like `sender`, it is told events and answers with
-commands. Arrivals are counted per writer's engine rank, so their order does not matter and a repeated one changes
-nothing.
+Everything that changes the state of a receiving room lives here; like `sender`, it takes events and returns commands.
+Arrivals are counted per writer's engine rank, so their order does not matter and a repeated one changes nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ class Connected:
     """Every prefill rank of the group is ready to send.
 
     Attributes:
-        ranks: engine ranks of the whole group; all are asked to send, so that all learn of the room.
+        ranks: engine ranks of the whole group; the room is requested from each, since each waits for its receivers.
         writers: those elected to send bytes to this rank.
         into_pages: those of them that may write to the pages themselves; what the others send goes through our staging
             memory, and only we put it into pages.
         aux_writer: the one that sends the aux data.
-        verifies: whether writers wait to hear that all of their digests are right.
+        verifies: whether writers wait for `RoomVerified`.
     """
 
     ranks: frozenset[int]
@@ -61,7 +60,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class ArrivedUnverified:
-    """A notification `ChunkArrived` with digests, which somebody has to compare."""
+    """A notification `ChunkArrived` with digests, which have to be compared."""
 
     writer: int
     sequence: int
@@ -69,10 +68,10 @@ class ArrivedUnverified:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Nobody reads the pages any more to compare the digests of a chunk.
+    """The digests of a chunk were compared, and its pages are no longer read.
 
     Attributes:
-        error: why it does not count as arrived, if so.
+        error: why the chunk does not count as arrived; None if it does.
     """
 
     writer: int
@@ -95,7 +94,7 @@ class PartScattered:
     """A part is in its pages, or will not be written there any more.
 
     Attributes:
-        error: why it could not be, if so.
+        error: why it could not be scattered; None if it was.
     """
 
     writer: int
@@ -139,14 +138,14 @@ class SenderLost:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverAbortRequested:
-    """Our caller gave up."""
+    """Our caller aborted the room."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverBroke:
-    """Something went wrong in this process that is nobody's message."""
+    """An unexpected error arose in this process, not from a message."""
 
     error: Exception
 
@@ -178,14 +177,14 @@ ReceiverEvent: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class SendOpen:
-    """Ask a prefill rank to send the room."""
+    """Request the room from a prefill rank."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class SendAbort:
-    """Ask a prefill rank to stop and to say when it is drained.
+    """Ask a prefill rank to stop and to answer with `Drained`.
 
     Attributes:
         error: the name of the exception that the room failed with, if that rank should fail with the same.
@@ -198,7 +197,7 @@ class SendAbort:
 
 @dataclass(frozen=True, slots=True)
 class SendVerified:
-    """Tell a prefill rank that all of its digests are right."""
+    """Confirm to a prefill rank that all of its digests are right."""
 
     rank: int
 
@@ -227,16 +226,16 @@ ReceiverCommand: TypeAlias = SendOpen | SendAbort | SendVerified | Verify | Scat
 
 @dataclass(slots=True)
 class _Parts:
-    """What has come of a chunk that comes in parts."""
+    """What has arrived of a chunk that is sent in parts."""
 
-    count: int | None = None  # known once the last has come
+    count: int | None = None  # known once the last has arrived
     arrived: set[int] = field(default_factory=set)
     scattered: int = 0
 
 
 @dataclass(slots=True)
 class _Writer:
-    """What has come from one rank that owes us something."""
+    """What has arrived from one rank that is to send something."""
 
     arrived: set[int] = field(default_factory=set)
     unverified: set[int] = field(default_factory=set)  # whose digests are being compared, or were
@@ -259,11 +258,11 @@ class ReceiverMachine:
     Attributes:
         state: where it stands.
         error: why it failed, once it has.
-        aux: the request's aux data, once it has come.
+        aux: the request's aux data, once it has arrived.
     """
 
     def __init__(self, room: int, *, rank: int, deadlines: Deadlines, now: float) -> None:
-        """Arguments as for `SenderMachine`; rank is this decode rank's engine rank."""
+        """Takes the arguments of `SenderMachine`; rank is this decode rank's engine rank."""
         self.room = room
         self.state = TransferState.BOOTSTRAPPING
         self.error: KVFerryError | None = None
@@ -274,7 +273,7 @@ class ReceiverMachine:
         self._ranks: frozenset[int] = frozenset()
         self._expected: dict[int, _Writer] = {}
         self._into_pages: frozenset[int] = frozenset()
-        self._unanswered: set[int] = set()  # ranks that were asked to stop, and have not said that they have
+        self._unanswered: set[int] = set()  # ranks that were asked to stop, and have not answered
         self._verifies = False
         self._at_pages = 0  # parts that are on their way from staging memory into the pages, or chunks being verified
 
@@ -311,9 +310,9 @@ class ReceiverMachine:
         if self.state is TransferState.BOOTSTRAPPING:
             return "the prefill engine to be connected"
         if self.state is TransferState.FAILED and self.undrained:
-            return f"prefill ranks {self.undrained} to say that they write no more"
+            return f"prefill ranks {self.undrained} to confirm that they write no more"
         if self.state.is_final:
-            return f"prefill ranks {self.unanswered} to hear of its end" if self._unanswered else ""
+            return f"prefill ranks {self.unanswered} to confirm its end" if self._unanswered else ""
         incomplete = [rank for rank, writer in list(self._expected.items()) if not writer.is_complete]
         return f"prefill ranks {incomplete}"
 
@@ -327,12 +326,12 @@ class ReceiverMachine:
         return self._last_progress + self._deadlines.waiting_s
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverCommand]:
-        """Takes in what happened and says what to do. Never raises for what a peer did."""
+        """Handles what happened and returns what to do. Never raises for what a peer did."""
         match event:
             case Connected():
                 return self._connected(event, now)
             case ConnectFailed(error):
-                self._unanswered &= set(self.undrained)  # the others have forgotten us, or will not be heard again
+                self._unanswered &= set(self.undrained)  # the others have detached us, or will not answer
                 return self._fail(caused(f"room {self.room}: connecting failed", error))
             case Arrived(rank, sequence):
                 return self._arrived(rank, sequence, now)
@@ -363,7 +362,7 @@ class ReceiverMachine:
                 return self._tick(now)
 
     def _may_be_silent(self, rank: int) -> bool:
-        """Whether nothing depends on what a rank that is gone does."""
+        """Returns whether a lost rank's answer is not needed, because it cannot write to the pages."""
         return rank not in self.undrained
 
     def _move(self, trigger: ReceiverTrigger) -> None:
@@ -475,7 +474,7 @@ class ReceiverMachine:
             )
         if all(writer.is_complete for writer in self._expected.values()):
             self._move(ReceiverTrigger.ALL_ARRIVED)
-        # A writer waits for what it has sent itself, and not for the others.
+        # A writer waits for the digests of its own chunks, and not for the others.
         return [SendVerified(rank)] if self._verifies and writer.is_complete else []
 
     def _tick(self, now: float) -> list[ReceiverCommand]:
@@ -505,10 +504,10 @@ class ReceiverMachine:
         return [self.abort_of(rank) for rank in sorted(self._ranks)]
 
     def _why(self, error: Exception, what: str) -> KVFerryError:
-        """What the room fails with if a part or a chunk met an error."""
+        """Returns the error that the room fails with if a part or a chunk met one."""
         return ChecksumError(f"room {self.room}: {error}") if isinstance(error, ChecksumError) else caused(what, error)
 
     def abort_of(self, rank: int) -> SendAbort:
-        """What to tell a rank once the room has failed. Again if it does not answer."""
+        """Returns the abort to send to a rank once the room has failed, and again if the rank does not answer."""
         is_wrong = isinstance(self.error, ChecksumError)
         return SendAbort(rank, str(self.error), ChecksumError.__name__ if is_wrong else "")

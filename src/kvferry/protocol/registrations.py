@@ -7,11 +7,11 @@ The rules:
 
 1. A rank registers and gets a lease. It registers again to renew it. A lease that is not renewed runs out.
 2. Live ranks of one engine agree on the parallel sizes, the layout and the protocol version. A registration
-   is compared with the live *other* ranks of its engine, never with what its own rank said before. A refusal
+   is compared with the live *other* ranks of its engine, never with its own rank's earlier ones. A refusal
    changes nothing.
 3. A new incarnation of a rank replaces the one before at once: the process restarted. The replaced
    incarnation can neither remove nor replace its successor for as long as the successor's lease lives. So
-   when two engines carry one name by mistake the older hears about it, instead of the two taking turns.
+   when two engines carry one name by mistake the older is refused, instead of the two taking turns.
 4. An engine that restarts with another layout is refused while other ranks of the earlier start hold leases.
    A rank that was closed removed its own; a rank that died cannot renew. So after one lease at most the new
    start is accepted, if it keeps trying. Refusals that last longer mean that the earlier start is still
@@ -43,11 +43,11 @@ _REPLACED_REMEMBERED = 8
 
 MOST_ENGINES = 1024
 MOST_RANKS = 16384
-"""How many engines and ranks a registry has room for; nobody's answer holds more."""
+"""Most engines and ranks that a registry holds, and that a registry's answer may have."""
 
 
 def check_engine_name(engine: str) -> None:
-    """Accept a name that can stand in a URL, a log line and a metric's label as it is.
+    """Checks that a name can stand in a URL, a log line and a metric's label as it is.
 
     Raises:
         SettingsError: if the name is empty, longer than 128 characters, or has characters other than letters,
@@ -61,7 +61,7 @@ def check_engine_name(engine: str) -> None:
 
 
 class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank of a prefill engine tells the registry.
+    """What a rank of a prefill engine registers.
 
     Attributes:
         engine: name of the prefill engine, the same on all its ranks.
@@ -108,12 +108,12 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine as the registry knows it at one moment.
+    """An engine as the registry has it at one moment.
 
     Attributes:
         engine: the engine's name.
-        registrations: the live ranks, by engine rank. Empty if the registry knows no live rank of this name.
-        world_size: how many ranks the engine has, live or not; 0 if no live rank has said so.
+        registrations: the live ranks, by engine rank. Empty if no rank of this name is live.
+        world_size: how many ranks the engine has, live or not; 0 if none is live.
         complete: whether every rank of the engine is live.
     """
 
@@ -154,7 +154,7 @@ class Registrations:
         self._leases_by_engine: dict[str, dict[int, _Lease]] = {}
 
     def register(self, registration: RankRegistration, now: float) -> float:
-        """Grant or renew a rank's lease.
+        """Grants or renews a rank's lease.
 
         Returns:
             How long the lease lasts from `now`, in seconds.
@@ -184,7 +184,7 @@ class Registrations:
         return self._lease_s
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
-        """End a rank's lease, if this incarnation holds it.
+        """Ends a rank's lease, if this incarnation holds it.
 
         A removal that arrives late, after the rank restarted, leaves the new incarnation alone.
 
@@ -201,11 +201,11 @@ class Registrations:
         return True
 
     def engine(self, name: str, now: float) -> EngineView:
-        """The live ranks of one engine; a view without any if there are none."""
+        """Returns the live ranks of one engine; a view without any if there are none."""
         return _view(name, self._live_leases(name, now).values())
 
     def engines(self, now: float) -> tuple[EngineView, ...]:
-        """Every engine that has a live rank, by name."""
+        """Returns every engine that has a live rank, by name."""
         self._drop_expired(now)
         return tuple(_view(name, leases.values()) for name, leases in sorted(self._leases_by_engine.items()))
 
@@ -300,5 +300,5 @@ def _check_text(name: str, text: str, longest: int) -> None:
 
 
 def _quoted(text: str) -> str:
-    """The text as it would stand in a program, cut short: a message stays readable whatever the text."""
+    """Quotes a text as in a program, cut short: a message stays readable whatever the text."""
     return repr(text) if len(text) <= 80 else f"{text[:80]!r}... ({len(text)} characters)"

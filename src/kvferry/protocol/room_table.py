@@ -1,7 +1,7 @@
-"""The rooms of a prefill rank, by number: to which of them a decode rank's message goes, or what it is told instead.
+"""The rooms of a prefill rank, by number: to which of them a decode rank's message goes, or how it is answered.
 
-A number stands for one transfer at a time. Decode ranks may ask for it before our caller opens it, and after it failed
-without them.
+A number stands for one transfer at a time. Decode ranks may open it before our caller does, and after it failed without
+them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Generic, Protocol, TypeVar
 
 from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError
 from kvferry.protocol.bounded import forget_oldest
-from kvferry.protocol.early import EarlyMessage, EarlyRooms
-from kvferry.protocol.heard import Heard, HeardWishes
+from kvferry.protocol.deduplication import Delivery, OpenDeduplicator
 from kvferry.protocol.messages import AbortRoom, OpenRoom
+from kvferry.protocol.pending_opens import PendingMessage, PendingOpens
 
 REMEMBERED = 1 << 12
-"""Uses of numbers that are over."""
+"""Most finished uses of numbers that are remembered."""
 
 
 class TableEntry(Protocol):
-    """What the table has to know of a room."""
+    """What the table needs of a room."""
 
     @property
     def room(self) -> int:
@@ -45,11 +45,11 @@ RoomT = TypeVar("RoomT", bound=TableEntry)
 
 @dataclass(slots=True)
 class _FailedAlone:
-    """A room that failed before every decode rank had opened it: the others learn when they do.
+    """A room that failed before every decode rank had opened it: the others are refused when they do.
 
     Attributes:
         error: why it failed.
-        receivers: those that know already; what they ask for under this number is the next transfer.
+        receivers: those that were notified already; a later open request of theirs is for the next transfer.
         until: when to forget it.
     """
 
@@ -60,7 +60,7 @@ class _FailedAlone:
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """A use of a number that is over.
+    """A finished use of a number.
 
     Attributes:
         error: why it failed, if it did.
@@ -79,59 +79,61 @@ class RoomTable(Generic[RoomT]):
         rooms: those that are open, or still have writes on their way.
     """
 
-    def __init__(self, *, max_early: int, keep_s: float) -> None:
-        """Args:
-        max_early: how many rooms decode ranks may open before our caller does.
-        keep_s: how long these are kept, in seconds, and what is said of rooms that failed alone.
+    def __init__(self, *, max_pending: int, keep_s: float) -> None:
+        """Starts with no rooms.
+
+        Args:
+            max_pending: how many rooms decode ranks may open before our caller does.
+            keep_s: how long these are kept, in seconds, and the errors of rooms that failed alone.
         """
         self.rooms: dict[int, RoomT] = {}
-        self._max_early = max_early
+        self._max_pending = max_pending
         self._keep_s = keep_s
-        self._early = EarlyRooms(limit=max_early, keep_s=keep_s)
+        self._pending = PendingOpens(limit=max_pending, keep_s=keep_s)
         self._failed_alone: dict[int, _FailedAlone] = {}
-        # Uses of numbers that are over: a wish may come twice, or later than the abort that takes it back, where a
-        # connection broke in between. By receiver and number.
+        # Finished uses of numbers, by receiver and number: where a connection broke, an open request may come
+        # twice, or later than the abort that takes it back.
         self._over: dict[tuple[str, int], _Over] = {}
-        self._wishes = HeardWishes()
-        self._given: dict[int, dict[str, int]] = {}  # generations of the wishes that each open room was given
+        self._opens = OpenDeduplicator()
+        self._given: dict[int, dict[str, int]] = {}  # generations of the open requests that each open room was given
         self._is_closed = False
 
     @property
     def failed_alone(self) -> Collection[int]:
-        """Numbers of rooms that failed before every decode rank had opened them, as long as these are told so."""
+        """Numbers of rooms that failed before every decode rank had opened them, as long as the others are refused."""
         return self._failed_alone.keys()
 
     @property
     def is_quiet(self) -> bool:
-        """Whether there are no rooms, and none that decode ranks opened first."""
-        return not self.rooms and not len(self._early)
+        """Whether there are no rooms, and no pending opens."""
+        return not self.rooms and not len(self._pending)
 
-    def add(self, room: RoomT) -> list[tuple[str, EarlyMessage]]:
-        """Our caller opens a room; returns what decode ranks said of it before."""
+    def add(self, room: RoomT) -> list[tuple[str, PendingMessage]]:
+        """Adds a room that our caller opens. Returns the messages that decode ranks sent for it before."""
         self.rooms[room.room] = room
         self._failed_alone.pop(room.room, None)
-        early = self._early.take(room.room)
+        pending = self._pending.take(room.room)
         self._given[room.room] = {
-            receiver: message.generation for receiver, message in early if isinstance(message, OpenRoom)
+            receiver: message.generation for receiver, message in pending if isinstance(message, OpenRoom)
         }
-        return early
+        return pending
 
     def attached(self, receiver: str, attempt: int) -> None:
-        """A decode rank connects anew: what it wished for before does not count any more."""
-        self._wishes.attached(receiver, attempt)
+        """Records that a decode rank connects anew: its earlier open requests are ignored from now on."""
+        self._opens.attached(receiver, attempt)
 
-    def hears(self, receiver: str, message: OpenRoom | AbortRoom) -> bool:
-        """Takes note of a wish that has come, or of an abort; whether it is to be considered.
+    def is_new(self, receiver: str, message: OpenRoom | AbortRoom) -> bool:
+        """Records an open request or an abort. Returns whether it has to be handled.
 
-        A wish that was heard before and that nobody remembers is not: its use of the number is over, and whoever wished
-        for it has heard of that, or will by its own deadline.
+        A retransmitted open request of which the table has no trace need not be: its use of the number is over, and its
+        decode rank was notified, or will end the room by its own deadline.
         """
         if isinstance(message, AbortRoom):
             if message.serial:
-                self._wishes.hear(receiver, message.attempt, message.serial)
+                self._opens.receive(receiver, message.attempt, message.serial)
             return True
-        heard = self._wishes.hear(receiver, message.attempt, message.serial)
-        return heard is Heard.FIRST or (heard is Heard.AGAIN and self._knows(receiver, message))
+        delivery = self._opens.receive(receiver, message.attempt, message.serial)
+        return delivery is Delivery.FIRST or (delivery is Delivery.DUPLICATE and self._knows(receiver, message))
 
     def _knows(self, receiver: str, message: OpenRoom) -> bool:
         room, over = self.rooms.get(message.room), self._over.get((receiver, message.room))
@@ -139,23 +141,24 @@ class RoomTable(Generic[RoomT]):
             self._given.get(message.room, {}).get(receiver),
             room.generations.get(receiver) if room is not None else None,
             over.generation if over is not None else None,
-            self._early.generation(receiver, message.room),
+            self._pending.generation(receiver, message.room),
         }
         return message.generation in known
 
     def refused(self, receiver: str, message: OpenRoom, error: KVFerryError, now: float) -> None:
-        """A wish was refused: whoever says it again is told the same."""
+        """Records that an open request was refused: a retransmission of it gets the same answer."""
         self._is_over(receiver, message.room, message.generation, error, now)
 
-    def has_wish(self, receiver: str, message: OpenRoom) -> RoomT | None:
-        """The open room that was given this very wish before, and alone can answer it."""
+    def given_to(self, receiver: str, message: OpenRoom) -> RoomT | None:
+        """Returns the open room that was given this very open request before, and alone can answer it; else None."""
         is_given = self._given.get(message.room, {}).get(receiver) == message.generation
         return self.rooms[message.room] if is_given else None
 
-    def wish(self, receiver: str, message: OpenRoom, now: float) -> RoomT | None:
-        """Takes a decode rank's wish; returns the room that it is for.
+    def open_request(self, receiver: str, message: OpenRoom, now: float) -> RoomT | None:
+        """Handles a decode rank's open request. Returns the room that it is for.
 
-        None if there is nothing to do: it is kept until our caller opens the room, or belongs to a use that ended well.
+        Returns None if there is nothing to do: the request is kept until our caller opens the room, or belongs to a use
+        that ended well.
 
         Raises:
             KVFerryError: if it must be refused, saying why.
@@ -164,7 +167,7 @@ class RoomTable(Generic[RoomT]):
         over = self._over.get((receiver, message.room))
         is_known = room is not None and room.generations.get(receiver) == message.generation
         if over is not None and over.generation == message.generation and not is_known:
-            if over.error is not None:  # whoever asks may not have heard
+            if over.error is not None:  # the answer may have been lost
                 raise over.error
             return None
         if room is not None:
@@ -177,23 +180,23 @@ class RoomTable(Generic[RoomT]):
             failed.receivers.add(receiver)
             self._is_over(receiver, message.room, message.generation, failed.error, now)
             raise failed.error
-        if not self._early.keep(receiver, message, now):
+        if not self._pending.keep(receiver, message, now):
             raise PageError(
-                f"{len(self._early)} rooms wait for the prefill side already, as many as may or too many of this "
-                "decode rank's (KVFERRY_MAX_EARLY_ROOMS)"
+                f"{len(self._pending)} rooms wait for the prefill side already, as many as may or too many of this "
+                "decode rank's (KVFERRY_MAX_PENDING_OPENS)"
             )
         return None
 
     def abort(self, receiver: str, message: AbortRoom, now: float) -> RoomT | None:
-        """Takes a wish back; returns the room that has to stop, None if nothing was written for it."""
+        """Takes an open request back. Returns the room that has to stop, None if nothing was written for it."""
         gave_up = TransferAbortedError(f"room {message.room} was aborted by {receiver}: {message.reason}")
         self._is_over(receiver, message.room, message.generation, gave_up, now)
         failed = self._failed_alone.get(message.room)
         if failed is not None:
-            failed.receivers.add(receiver)  # who gives up need not be told
+            failed.receivers.add(receiver)  # a rank that aborts need not be refused
         room = self.rooms.get(message.room)
         if room is None:
-            self._early.keep(receiver, message, now)
+            self._pending.keep(receiver, message, now)
         return room
 
     def remove(self, room: RoomT, now: float) -> None:
@@ -206,7 +209,7 @@ class RoomTable(Generic[RoomT]):
             self._is_over(receiver, room.room, generation, room.error, now)
         if room.failed_alone and room.error is not None:
             self._failed_alone[room.room] = _FailedAlone(room.error, set(room.generations), now + self._keep_s)
-            forget_oldest(self._failed_alone, self._max_early)
+            forget_oldest(self._failed_alone, self._max_pending)
 
     def _is_over(self, receiver: str, room: int, generation: int, error: KVFerryError | None, now: float) -> None:
         self._over.pop((receiver, room), None)  # so that it is the youngest
@@ -214,18 +217,18 @@ class RoomTable(Generic[RoomT]):
         forget_oldest(self._over, REMEMBERED)
 
     def forget_receiver(self, receiver: str) -> None:
-        """Drops what a decode rank that is gone had opened first."""
-        self._early.forget(receiver)
+        """Drops the pending opens of a decode rank that is gone."""
+        self._pending.forget(receiver)
 
     def expired(self, now: float) -> list[tuple[str, OpenRoom]]:
-        """Drops what our caller did not open in time; returns whom to tell."""
+        """Drops the pending opens that our caller did not match in time. Returns them, to be refused."""
         for number in [number for number, failed in self._failed_alone.items() if now >= failed.until]:
             del self._failed_alone[number]
         while self._over and now >= next(iter(self._over.values())).until:  # the oldest stand first
             del self._over[next(iter(self._over))]
-        return list(self._early.expired(now))
+        return list(self._pending.expired(now))
 
     def close(self) -> list[tuple[str, OpenRoom]]:
-        """Takes no more wishes; returns whom to tell that theirs will not be fulfilled."""
+        """Refuses open requests from now on. Returns the pending ones, to be refused too."""
         self._is_closed = True
-        return list(self._early.expired(float("inf")))
+        return list(self._pending.expired(float("inf")))

@@ -1,7 +1,7 @@
 """The prefill side of one transfer, on one rank.
 
-Everything that changes the state of a sending room lives here. This module knows neither threads nor transports: it is
-told what happened (events) and answers with what to do (commands), and both are plain data.
+Everything that changes the state of a sending room lives here. This module has neither threads nor transports: it takes
+what happened (events) and returns what to do (commands), and both are plain data.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kvferry.protocol.states import SENDER_TRANSITIONS, SenderTrigger, TransferS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReceiverOpened:
-    """A decode rank asked for the room.
+    """A decode rank opened the room.
 
     Attributes:
         receiver: its endpoint's identity.
-        expected_receivers: how many decode ranks will ask.
-        request: what it wants of this rank.
+        expected_receivers: how many decode ranks will open it.
+        request: what it requests from this rank.
         sends_aux: whether this rank sends it the aux data.
-        verifies: whether it will say that all digests are right.
+        verifies: whether it compares digests, and then sends `RoomVerified`.
     """
 
     receiver: str
@@ -49,8 +49,8 @@ class ReceiverOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiverAskedAgain:
-    """A decode rank asked for the room once more: it may not have heard what it was told."""
+class OpenRetransmitted:
+    """A decode rank retransmitted its open request: answers to the first may have been lost."""
 
     receiver: str
     generation: int
@@ -65,7 +65,7 @@ class ChunkSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class WriteDone:
-    """All bytes of one write are in the receiver's memory, and the source pages are no longer read."""
+    """All bytes of one write are in the receiver's memory, and the source pages are no longer read for it."""
 
     receiver: str
     sequence: int
@@ -81,7 +81,7 @@ class WriteProgressed:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """A write ended with an error; the transport is through with its memory."""
+    """A write ended with an error, and the transport no longer uses its memory."""
 
     receiver: str
     sequence: int
@@ -90,14 +90,14 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class FinishSent:
-    """A receiver was told that this rank is through."""
+    """A receiver was notified that this rank has finished."""
 
     receiver: str
 
 
 @dataclass(frozen=True, slots=True)
 class FinishFailed:
-    """A receiver could not be told."""
+    """A receiver could not be notified that this rank has finished."""
 
     receiver: str
     error: Exception
@@ -105,7 +105,7 @@ class FinishFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverAborted:
-    """A decode rank wants no more of this generation."""
+    """A decode rank aborted this generation."""
 
     receiver: str
     generation: int
@@ -131,14 +131,14 @@ class ReceiverLost:
 
 @dataclass(frozen=True, slots=True)
 class SenderAbortRequested:
-    """Our caller gave up."""
+    """Our caller aborted the room."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SenderBroke:
-    """Something went wrong in this process that is nobody's message and no write."""
+    """An unexpected error arose in this process, from no message and no write."""
 
     error: Exception
 
@@ -150,7 +150,7 @@ class SenderTick:
 
 SenderEvent: TypeAlias = (
     ReceiverOpened
-    | ReceiverAskedAgain
+    | OpenRetransmitted
     | ChunkSubmitted
     | WriteDone
     | WriteProgressed
@@ -189,7 +189,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class SendFinish:
-    """Tell the receiver that this rank is through; answer with FinishSent or FinishFailed."""
+    """Notify the receiver that this rank has finished; answer with FinishSent or FinishFailed."""
 
     receiver: str
     generation: int
@@ -199,7 +199,7 @@ class SendFinish:
 
 @dataclass(frozen=True, slots=True)
 class SendFailed:
-    """Tell the receiver that the room failed here. No answer."""
+    """Notify the receiver that the room failed here. No answer."""
 
     receiver: str
     generation: int
@@ -208,7 +208,7 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True)
 class SendDrained:
-    """Tell the receiver that no write of this rank can touch its pages any more. No answer."""
+    """Notify the receiver that no write of this rank can touch its pages any more. No answer."""
 
     receiver: str
     generation: int
@@ -221,20 +221,20 @@ SenderCommand: TypeAlias = Write | SendFinish | SendFailed | SendDrained
 
 @dataclass(slots=True)
 class _Receiver:
-    """What is known of one decode rank of the room."""
+    """How far one decode rank of the room has come."""
 
     opened: ReceiverOpened
     chunks_sent: int = 0
-    writes_in_flight: dict[int, float] = field(default_factory=dict)  # sequence -> when it was begun or got on
+    writes_in_flight: dict[int, float] = field(default_factory=dict)  # sequence -> when it began or last progressed
     finish_requested: bool = False
     finish_sent: bool = False
     has_verified: bool = False
-    told_failed: bool = False
-    told_drained: bool = False
+    failure_sent: bool = False
+    drained_sent: bool = False
 
     @property
     def is_content(self) -> bool:
-        """Whether it needs nothing more of us once we have told it that we are through."""
+        """Whether it needs nothing more of this rank: it was notified of the end, and has verified where it does."""
         return self.finish_sent and (self.has_verified or not self.opened.verifies)
 
 
@@ -247,12 +247,14 @@ class SenderMachine:
     """
 
     def __init__(self, room: int, *, rank: int, deadlines: Deadlines, now: float, tokens: int | None = None) -> None:
-        """Args:
-        room: the transfer's number.
-        rank: this rank's engine rank, for messages.
-        deadlines: longest waits.
-        now: the time, in seconds on any steady clock.
-        tokens: how many tokens the request has; None if our caller did not say.
+        """Opens the room.
+
+        Args:
+            room: the transfer's number.
+            rank: this rank's engine rank, for messages.
+            deadlines: longest waits.
+            now: the time, in seconds on any steady clock.
+            tokens: how many tokens the request has; None if our caller gave no number.
         """
         self.room = room
         self.state = TransferState.BOOTSTRAPPING
@@ -263,13 +265,13 @@ class SenderMachine:
         self._opened_at = now
         self._last_progress = now
         self._receivers: dict[str, _Receiver] = {}
-        self._chunks: list[Chunk] = []  # submitted while not every receiver was there
+        self._chunks: list[Chunk] = []  # submitted before every receiver had opened the room
         self._next_pages: dict[str, int] = {}  # by group: the position in the request of the page that comes next
         self._last_chunk: Chunk | None = None
 
     @property
     def waiting_chunks(self) -> int:
-        """Chunks that wait until every receiver is there."""
+        """Chunks that wait until every receiver has opened the room."""
         return len(self._chunks)
 
     @property
@@ -311,12 +313,12 @@ class SenderMachine:
         return self._last_progress + self._deadlines.waiting_s
 
     def handle(self, event: SenderEvent, now: float) -> list[SenderCommand]:
-        """Takes in what happened and says what to do. Never raises for what a peer did."""
+        """Handles what happened and returns what to do. Never raises for what a peer did."""
         match event:
             case ReceiverOpened():
                 commands = self._receiver_opened(event, now)
-            case ReceiverAskedAgain(name, generation):
-                commands = self._asked_again(name, generation)
+            case OpenRetransmitted(name, generation):
+                commands = self._retransmitted(name, generation)
             case ChunkSubmitted(chunk):
                 commands = self._chunk_submitted(chunk, now)
             case WriteDone(name, sequence):
@@ -324,7 +326,7 @@ class SenderMachine:
                 self._last_progress = now
                 commands = self._maybe_finish()
             case WriteProgressed(name, sequence):
-                # Those behind it wait for it, and cannot get on by themselves.
+                # Writes behind it wait for it, and cannot progress by themselves.
                 in_flight = self._receivers[name].writes_in_flight
                 in_flight.update({each: now for each in in_flight if each >= sequence})
                 commands = []
@@ -335,7 +337,7 @@ class SenderMachine:
                 self._receivers[name].finish_sent = True
                 commands = self._maybe_succeed()
             case FinishFailed(name, error):
-                commands = self._fail(caused(f"telling {name} that room {self.room} is complete failed", error))
+                commands = self._fail(caused(f"notifying {name} that room {self.room} is complete failed", error))
             case ReceiverAborted():
                 commands = self._receiver_aborted(event)
             case ReceiverVerified(name, generation):
@@ -358,7 +360,7 @@ class SenderMachine:
     def _receiver_opened(self, event: ReceiverOpened, now: float) -> list[SenderCommand]:
         known = self._receivers.get(event.receiver)
         if known is not None and known.opened.generation == event.generation:
-            return self._asked_again(event.receiver, event.generation)
+            return self._retransmitted(event.receiver, event.generation)
         if self.state.is_final:
             complete = TransferFailedError(f"room {self.room} is already complete on prefill rank {self._rank}")
             return self._refuse(event, self.error or complete)
@@ -400,13 +402,13 @@ class SenderMachine:
                 commands += self._send_chunk(chunk, now)
         return commands
 
-    def _asked_again(self, name: str, generation: int) -> list[SenderCommand]:
-        """What a receiver that asks twice may not have heard."""
+    def _retransmitted(self, name: str, generation: int) -> list[SenderCommand]:
+        """Repeats the answers that a receiver may have lost."""
         receiver = self._receivers.get(name)
         if receiver is None or receiver.opened.generation != generation or self.state is not TransferState.FAILED:
             return []
         assert self.error is not None
-        receiver.told_drained = False  # it is told again, as soon as it is true
+        receiver.drained_sent = False  # sent again, as soon as it is true
         return [SendFailed(name, generation, self.error)]
 
     def _refuse(self, event: ReceiverOpened, error: KVFerryError) -> list[SenderCommand]:
@@ -435,7 +437,7 @@ class SenderMachine:
             except PageError as error:
                 return self._fail(PageError(f"{error} (prefill rank {self._rank}, receiver {name})"))
         self._next_pages.update({part.group: part.stop for part in chunk.parts})
-        # Worked out for all before any write is counted: an error here must leave none behind that is never posted.
+        # Worked out for all before any write is counted: after an error here no write may be counted but never posted.
         moves = {name: moves_of(chunk, receiver.opened.request) for name, receiver in self._receivers.items()}
         commands: list[SenderCommand] = []
         for name, receiver in self._receivers.items():
@@ -484,7 +486,7 @@ class SenderMachine:
             return []
         receiver.has_verified = True
         self._last_progress = now
-        return self._maybe_finish()  # it may have got all of its own while others have not
+        return self._maybe_finish()  # it may have all of its chunks while others have not
 
     def _receiver_aborted(self, event: ReceiverAborted) -> list[SenderCommand]:
         name, generation, reason = event.receiver, event.generation, event.reason
@@ -493,8 +495,8 @@ class SenderMachine:
             return [SendDrained(name, generation)]  # nothing of that generation was ever written
         if self.state is TransferState.SUCCESS:
             return [SendDrained(name, generation)]
-        receiver.told_failed = True  # it knows
-        receiver.told_drained = False  # it asks, so it is told, and told again if it asks again
+        receiver.failure_sent = True  # it ended the room itself
+        receiver.drained_sent = False  # every abort is answered, a repeated one again
         if event.error == ChecksumError.__name__:
             return self._fail(ChecksumError(f"{name} found wrong bytes: {reason}"))
         return self._fail(TransferAbortedError(f"room {self.room} was aborted by {name}: {reason}"))
@@ -503,7 +505,7 @@ class SenderMachine:
         receiver = self._receivers.get(name)
         if receiver is None:
             return []
-        receiver.told_failed = receiver.told_drained = True  # nobody there to tell
+        receiver.failure_sent = receiver.drained_sent = True  # it cannot be notified
         if receiver.is_content or not (receiver.opened.request.routes or receiver.opened.sends_aux):
             return []  # it got from this rank all that it was to get; the other receivers go on
         return self._fail(caused(f"room {self.room}: {name} is gone", error))
@@ -525,13 +527,13 @@ class SenderMachine:
         ):
             silent = [name for name, receiver in self._receivers.items() if not receiver.is_content]
             what = (
-                f"{silent} did not say within {self._deadlines.waiting_s:g} s whether the digests are right "
+                f"{silent} did not confirm within {self._deadlines.waiting_s:g} s that the digests are right "
                 "(KVFERRY_WAITING_TIMEOUT_S)"
             )
         elif self._last_chunk is not None:
             untold = [name for name, receiver in self._receivers.items() if not receiver.finish_sent]
             what = (
-                f"{untold} could not be told within {self._deadlines.waiting_s:g} s that it is complete "
+                f"{untold} could not be notified within {self._deadlines.waiting_s:g} s that it is complete "
                 "(KVFERRY_WAITING_TIMEOUT_S)"
             )
         else:
@@ -546,18 +548,18 @@ class SenderMachine:
         self._chunks.clear()
         commands: list[SenderCommand] = []
         for name, receiver in self._receivers.items():
-            if not receiver.told_failed:
-                receiver.told_failed = True
+            if not receiver.failure_sent:
+                receiver.failure_sent = True
                 commands.append(SendFailed(name, receiver.opened.generation, error))
         return commands
 
     def _tell_drained(self) -> list[SenderCommand]:
-        """A failed room's receivers may reuse their pages once nothing of ours is in flight to them."""
+        """Sends `Drained` to a failed room's receivers to which no write is in flight: they may reuse their pages."""
         if self.state is not TransferState.FAILED:
             return []
         commands: list[SenderCommand] = []
         for name, receiver in self._receivers.items():
-            if not receiver.told_drained and not receiver.writes_in_flight:
-                receiver.told_drained = True
+            if not receiver.drained_sent and not receiver.writes_in_flight:
+                receiver.drained_sent = True
                 commands.append(SendDrained(name, receiver.opened.generation))
         return commands

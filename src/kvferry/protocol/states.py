@@ -31,7 +31,7 @@ class SenderTrigger(Enum):
 
     ALL_RECEIVERS_OPEN = "every receiver has opened the room"
     WRITE_STARTED = "a chunk is written"
-    ALL_FINISHED = "the last chunk is sent and every receiver told"
+    ALL_FINISHED = "the last chunk is sent and every receiver notified"
     FAILURE = "abort, deadline or error"
 
 
@@ -93,7 +93,7 @@ def mermaid(
     table: Mapping[TransferState, Mapping[SenderTrigger, TransferState]]
     | Mapping[TransferState, Mapping[ReceiverTrigger, TransferState]],
 ) -> str:
-    """A transition table as a Mermaid state diagram."""
+    """Renders a transition table as a Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {TransferState.BOOTSTRAPPING.name}"]
     for state, moves in table.items():
         lines += [f"    {state.name} --> {target.name}: {trigger.value}" for trigger, target in moves.items()]

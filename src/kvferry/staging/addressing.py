@@ -13,11 +13,11 @@ from kvferry.staging.kernels import StartArray
 
 
 def common_alignment(starts: StartArray, shape: BlockShape, address: int, most: int) -> int:
-    """The largest power of two, up to `most`, that divides every address at which a run starts or ends.
+    """Returns the largest power of two, up to `most`, that divides every address at which a run starts or ends.
 
     Args:
         starts: byte address of every block's first run.
-        shape: of every block.
+        shape: the shape of every block.
         address: staging memory, where the first block is packed.
         most: a power of two.
     """
@@ -28,7 +28,7 @@ def common_alignment(starts: StartArray, shape: BlockShape, address: int, most: 
 
 
 def spread(starts: StartArray, loops: Sequence[tuple[int, int]]) -> StartArray:
-    """Where every part of a block starts if its outermost loops are taken apart.
+    """Returns where every part of a block starts if its outermost loops are taken apart.
 
     Args:
         starts: byte addresses, shape [blocks].
@@ -43,7 +43,7 @@ def spread(starts: StartArray, loops: Sequence[tuple[int, int]]) -> StartArray:
 
 
 class _Memory:
-    """Raw memory, in the words of NumPy's array interface (version 3)."""
+    """Raw memory, described for NumPy's array interface (version 3)."""
 
     __slots__ = ("__array_interface__",)
 
@@ -52,10 +52,10 @@ class _Memory:
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None) -> NDArray[Any]:
-    """An array over memory that someone else owns and keeps.
+    """Makes an array over memory that someone else owns and keeps.
 
     Args:
-        address: of its first element, aligned for the type.
+        address: its first element's address, aligned for the type.
         shape: elements per dimension.
         dtype: NumPy's string for it, such as '<i8', or '|V96' for 96 bytes of anything.
         strides: bytes per step; without gaps if None.

@@ -1,4 +1,4 @@
-"""How fast a machine gathers, measured in less than a blink."""
+"""How fast a machine gathers, measured in a few milliseconds."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _SAMPLES = 3
 
 
 def gather_speed(kernels: Kernels, samples: Sequence[StartArray], shape: BlockShape, memory: StagingMemory) -> float:
-    """How many bytes a second are gathered from blocks like these: the best of a few times.
+    """Measures how many bytes a second are gathered from blocks like these: the best of a few times.
 
-    A first time does not count: it maps pages, and compiles on a GPU. The others end after a millisecond or so. Every
+    The first time does not count: it maps pages, and compiles on a GPU. The others end after a millisecond or so. Every
     time takes the next sample: blocks that were gathered just now lie in a cache, where a request's do not.
 
     Args:
-        kernels: of the pool.
-        samples: byte address of every block's first run, several times over; at least once.
-        shape: of every block.
+        kernels: the pool's kernels.
+        samples: at least one set of blocks, as the byte address of every block's first run.
+        shape: the shape of every block.
         memory: where the blocks are packed.
 
     Raises:
@@ -52,7 +52,7 @@ def gather_speed(kernels: Kernels, samples: Sequence[StartArray], shape: BlockSh
 
 
 def copy_bytes_per_s(kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
-    """How fast the largest of several pieces is gathered from its pages.
+    """Measures how fast the largest of several pieces is gathered from its pages.
 
     The receiver measures the same instead of scattering, which would overwrite what its pages hold: both take about as
     long (6.4 and 7.0 GB/s for slices of 1 KiB of scattered pages, 5.2 and 6.8 for 512 bytes).
@@ -67,7 +67,7 @@ def copy_bytes_per_s(kernels: Kernels, sides: Sequence[PackedSide], memory: Stag
 
 
 def sample_starts(side: PackedSide, count: int, sample: int = 0) -> Starts:
-    """Where so many blocks begin, spread over a pool as a request's scattered pages are; other ones in every sample."""
+    """Returns where `count` blocks begin, spread over a pool like a request's pages; every sample has other ones."""
     step = max(1, side.num_pages // count)
     pages = np.arange(sample % step, side.num_pages, step, dtype=np.int64)[:count]
     bases = max(1, min(len(side.bases), count // len(pages)))

@@ -10,7 +10,7 @@ from kvferry.staging.requirements import require_cuda, require_torch, require_tr
 
 
 def kernels_for(regions: Sequence[Region], device: Device) -> Kernels:
-    """The kernels for a pool. On a GPU, the most usual ones are compiled here and not when the first chunk waits.
+    """Makes the kernels for a pool. On a GPU it compiles the most usual ones, so that the first chunk need not wait.
 
     Args:
         regions: the pool's memory, as `RankLayout.regions` gives it. It must outlive the kernels.

@@ -1,8 +1,8 @@
-"""Digests of packed blocks: what a prefill rank says of what it sends, and what a decode rank finds in its pages.
+"""Digests of packed blocks: those that a prefill rank sends, and those that a decode rank finds in its pages.
 
-The digest is XXH3 of 64 bits, over all of a row's bytes as they follow each other in packed order. It is there against
-accidents, such as a wrong address, a lost write or a flipped bit, and not against anybody who means it: of wrong rows,
-one in 2^64 has the right digest by chance. Nothing is added up, so that no two faults cancel out, and bytes that have
+The digest is XXH3 of 64 bits, over all of a row's bytes as they follow each other in packed order. It detects
+accidents, such as a wrong address, a lost write or a flipped bit, and no deliberate changes: of wrong rows, one in
+2^64 has the right digest by chance. Digests are not added up, so that no two faults cancel out, and bytes that have
 changed places are a fault like any other.
 """
 
@@ -21,8 +21,8 @@ from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan import ElectedRoute, PairPlan, Unit
 from kvferry.plan.packing import PackedPiece, Segment, digested_together
 from kvferry.protocol.digests import DIGEST_BYTES, row_bounds, row_bytes_of
-from kvferry.protocol.loads import block_loads, pack_units
 from kvferry.protocol.messages import ChunkArrived, Digests, StagedSegment
+from kvferry.protocol.moved_blocks import moved_blocks, pack_units
 from kvferry.protocol.moves import Move
 from kvferry.protocol.placing import UnitPlaces
 from kvferry.staging.addressing import array_at
@@ -36,12 +36,12 @@ DIGESTED_BYTES = 2 << 20
 
 
 def digests_of(address: int, num_bases: int, block_bytes: int, bounds: Sequence[int]) -> bytes:
-    """The digests of packed blocks, row by row.
+    """Computes the digests of packed blocks, row by row.
 
     Args:
         address: where the first block is packed, in CPU memory.
         num_bases: indices of the first axis.
-        block_bytes: of every block.
+        block_bytes: bytes of every block.
         bounds: where rows begin and the last one ends, in units.
     """
     packed = array_at(address, (num_bases, bounds[-1] * block_bytes), "|u1")
@@ -52,7 +52,7 @@ def digests_of(address: int, num_bases: int, block_bytes: int, bounds: Sequence[
 
 
 def segment_digests(segment: Segment, move: Move, piece: PackedPiece, address: int, *, row_bytes: int) -> Digests:
-    """What a prefill rank says of a segment that is packed at an address; see `row_bytes_of`."""
+    """Computes the digests that a prefill rank sends with a segment packed at `address`; see `row_bytes_of`."""
     num_bases = segment.stop_base - segment.first_base
     bounds = row_bounds(
         move.destination_pages[segment.first_unit : segment.stop_unit],
@@ -63,16 +63,18 @@ def segment_digests(segment: Segment, move: Move, piece: PackedPiece, address: i
 
 
 class DigestMemory:
-    """Kernels and memory to look at pages with, packed, in CPU memory. For any thread; each has memory of its own."""
+    """Kernels, and CPU memory to gather blocks into for their digests. For any thread; each has memory of its own."""
 
     def __init__(self, resources: StagingResources, regions: Sequence[Region], device: Device) -> None:
-        """Args:
-        regions: the pool's memory.
-        device: where it is.
+        """Makes the kernels; memory is taken when it is first needed.
+
+        Args:
+            regions: the pool's memory.
+            device: where it is.
 
         Raises:
             SettingsError: if the pool is in a GPU's memory.
-            TransportUnavailableError: if what copies is not installed.
+            TransportUnavailableError: if the kernels' library is not installed.
         """
         if device.kind is not MemoryKind.DRAM:
             raise SettingsError(
@@ -93,7 +95,7 @@ class DigestMemory:
 
     @contextmanager
     def borrowed(self, num_bytes: int) -> Iterator[int]:
-        """The address of so many bytes, for as long as the block lasts.
+        """Lends memory of at least so many bytes while a `with` block lasts, by its address.
 
         Raises:
             SettingsError: if there is no such memory.
@@ -109,24 +111,19 @@ class DigestMemory:
                 self._free.append(memory)
 
     def of_write(
-        self,
-        unit: Unit,
-        elected: Sequence[ElectedRoute],
-        moves: Sequence[Move],
-        packed: Callable[[Unit], tuple[PackedPiece, ...]],
+        self, elected: Sequence[ElectedRoute], moves: Sequence[Move], pieces: Sequence[PackedPiece]
     ) -> tuple[StagedSegment, ...]:
-        """What a prefill rank says of a direct write: segments that are never staged, with their digests.
+        """Digests a direct write. Returns it as segments, which are never staged, with their digests.
 
         Args:
             elected: what the rank sends in the room; moves refer to it.
-            packed: every piece of the pair's plan.
+            pieces: every piece of the pair's plan, as it is packed in the unit of the write.
 
         Raises:
             SettingsError: if there is no memory to gather into.
             RegistrationError: if a page lies outside the pool.
         """
-        pieces = packed(unit)
-        loads = block_loads(elected, moves, pieces)
+        loads = moved_blocks(elected, moves, pieces)
         row_bytes = row_bytes_of(sum(load.num_bases * load.num_units * load.block_bytes for load in loads))
         found = []
         for segment in digested_together(loads, DIGESTED_BYTES):
@@ -146,7 +143,6 @@ class DigestMemory:
 def verify_chunk(
     message: ChunkArrived,
     plan: PairPlan,
-    packed: Callable[[Unit], tuple[PackedPiece, ...]],
     places: UnitPlaces,
     memory: DigestMemory,
     *,
@@ -156,22 +152,20 @@ def verify_chunk(
 
     Args:
         plan: what the writer may send.
-        packed: every piece of it.
-        places: of the room.
-        is_wanted: whether anybody still wants to know.
+        places: the places of the room's units.
+        is_wanted: returns whether the result still matters.
 
     Raises:
         ChecksumError: if one differs, or there are none.
-        MessageError: if the chunk is not what the writer may send, or not what the room asked for.
+        MessageError: if the chunk is not what the writer may send, or not what the room requested.
         SettingsError: if there is no memory to gather into.
     """
-    pieces = packed(message.unit)
     if not message.segments:
-        raise ChecksumError(f"prefill rank {message.writer} sent no digests, which it had agreed to")
+        raise ChecksumError(f"prefill rank {message.writer} sent no digests, though they were requested")
     for segment in message.segments:
         if not is_wanted():
             return
-        blocks = resolved(segment, message.unit, pieces, plan, places)
+        blocks = resolved(segment, message.unit, plan, places)
         if blocks.num_bytes > max(DIGESTED_BYTES, blocks.piece.block_bytes):
             raise MessageError(f"{blocks.num_bytes} bytes to be digested at a time are more than {DIGESTED_BYTES}")
         with memory.borrowed(blocks.num_bytes) as address:
@@ -191,20 +185,21 @@ def verify_segment(
     unit: Unit,
     writer: int,
 ) -> None:
-    """Gathers a segment's blocks from the pages that they are in by now, and compares their digests.
+    """Gathers a segment's blocks from the pages that they have arrived in, and compares their digests.
 
     Args:
-        blocks: where they are.
-        plan, places: as for `verify_chunk`.
+        blocks: where the blocks are.
+        plan: as for `verify_chunk`.
+        places: as for `verify_chunk`.
         address: where to gather them.
         writer: the engine rank that sent them.
 
     Raises:
         ChecksumError: if one differs, or there are none.
-        MessageError: if there are not as many as there must be.
+        MessageError: if there is not one digest for every row.
     """
     if segment.digests is None:
-        raise ChecksumError(f"prefill rank {writer} sent no digests, which it had agreed to")
+        raise ChecksumError(f"prefill rank {writer} sent no digests, though they were requested")
     num_bases, block_bytes = segment.stop_base - segment.first_base, blocks.piece.block_bytes
     row_bytes, sent = segment.digests.row_bytes, segment.digests.values
     bounds = row_bounds(blocks.pages, unit_bytes=num_bases * block_bytes, row_bytes=row_bytes).tolist()

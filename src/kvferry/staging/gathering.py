@@ -2,7 +2,7 @@
 
 A room does one sub-chunk in a turn and then queues behind the others, so that a huge request delays a small one by a
 sub-chunk at most. Where memory is short, on this side or the receiver's, the room waits for its turn at that ring and
-holds up nobody who needs another one.
+holds up no room that needs another one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvferry.plan.packing import PackedPiece, Segment, SubChunk, aligned, sub_ch
 from kvferry.protocol import messages
 from kvferry.protocol.credits import Span
 from kvferry.protocol.digests import row_bytes_of
-from kvferry.protocol.loads import block_loads, pack_units
+from kvferry.protocol.moved_blocks import moved_blocks, pack_units
 from kvferry.protocol.sender import Write
 from kvferry.staging.digests import segment_digests
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.rings import SharedRing
 from kvferry.staging.slots import Slot, SourceMemory
-from kvferry.transport import Flight, Transport
+from kvferry.transport import TransferHandle, Transport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class PeerMemory:
 
     Attributes:
         address: where it is.
-        epoch: tells credits for it apart from those for an earlier one.
+        epoch: distinguishes credits for it from those for an earlier one.
         ring: what of it is free.
     """
 
@@ -49,14 +49,14 @@ class Packing:
         receiver: its endpoint.
         elected: what this rank sends in the room.
         packed: every piece of the pair's plan, by unit.
-        kernels: copy.
-        transport: writes.
+        kernels: copy blocks into staging memory.
+        transport: writes to the receiver.
         peer: the receiver's staging memory.
         chunk_bytes: the size of a sub-chunk.
         writer: this rank's engine rank.
-        give_up: says that nothing will come of a span of the receiver's ring.
-        now: the time.
-        is_digested: whether the receiver asked for digests.
+        give_up: gives up a span of the receiver's ring, and notifies the receiver.
+        now: returns the time.
+        is_digested: whether the receiver requested digests.
     """
 
     receiver: str
@@ -77,16 +77,19 @@ class Posted:
     """One sub-chunk on its way.
 
     Attributes:
-        flight: of the bulk write.
-        slot, span: what it keeps of this side's staging memory, and of the receiver's ring.
-        memory: whose slot it is.
+        transfer: the bulk write's handle.
+        slot: what it keeps of this side's staging memory.
+        span: what it keeps of the receiver's ring.
+        memory: the memory that the slot is of.
         num_bytes: bytes of the cache that it carries.
-        runs: in how many blocks they lay.
-        ready_at: when it might have begun, but for memory on either side.
-        begun_at, gathered_at, posted_at: when it was gathered, and when it was posted.
+        runs: how many blocks they were gathered from.
+        ready_at: when it could have begun, had there been memory on both sides.
+        begun_at: when gathering began.
+        gathered_at: when it was gathered.
+        posted_at: when it was posted.
     """
 
-    flight: Flight
+    transfer: TransferHandle
     slot: Slot
     span: Span
     memory: SourceMemory
@@ -105,7 +108,7 @@ class StagedWrite:
         command: what is to be written.
         in_flight: sub-chunks on their way.
         parts: sub-chunks that were posted.
-        error: why it cannot be completed, if so.
+        error: why it cannot be completed; None if it can.
     """
 
     def __init__(self, room: int, command: Write, packing: Packing) -> None:
@@ -116,7 +119,7 @@ class StagedWrite:
         self._room = room
         self._packing = packing
         self._packed = packing.packed(command.unit)
-        loads = block_loads(packing.elected, command.moves, self._packed)
+        loads = moved_blocks(packing.elected, command.moves, self._packed)
         self._rest = sub_chunks(loads, packing.chunk_bytes)
         self._next = next(self._rest, None)
         self._units: dict[tuple[int, int, int], bytes] = {}  # as they travel: those of layer after layer are the same
@@ -128,7 +131,7 @@ class StagedWrite:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of it is through, or what there was of it."""
+        """Whether nothing of it is on its way, and nothing more is to be posted."""
         return self.next_bytes is None and self.in_flight == 0
 
     def post(self, slot: Slot, memory: SourceMemory, span: Span, *, ready_at: float | None = None) -> Posted:
@@ -136,7 +139,7 @@ class StagedWrite:
 
         Args:
             slot: where to gather it, one of memory's.
-            span: as many bytes as it has of the receiver's ring.
+            span: where it goes in the receiver's ring, as many bytes as it has.
             ready_at: since when it has waited for either; None if it has not.
 
         Raises:
@@ -149,7 +152,7 @@ class StagedWrite:
         begun_at = packing.now()
         digests, runs = self._gather(chunk, slot.address)
         gathered_at = packing.now()
-        flight = packing.transport.write(
+        transfer = packing.transport.write(
             Region(slot.address, chunk.num_bytes),
             self.command.receiver,
             packing.peer.address + packing.peer.ring.place(span),
@@ -158,7 +161,7 @@ class StagedWrite:
         self.parts += 1
         self.in_flight += 1
         return Posted(
-            flight=flight,
+            transfer=transfer,
             slot=slot,
             span=span,
             memory=memory,
@@ -171,8 +174,9 @@ class StagedWrite:
         )
 
     def _gather(self, chunk: SubChunk, address: int) -> tuple[list[messages.Digests | None], int]:
-        """Packs the segments; returns their digests, while what was packed is in the processor's cache, and how many
-        blocks they were in.
+        """Packs the segments. Returns their digests and how many blocks they were in.
+
+        Digests are made segment by segment, while the bytes are in the processor's cache.
         """
         offset = runs = 0
         digests: list[messages.Digests | None] = []
@@ -218,7 +222,7 @@ class StagedWrite:
         )
 
     def _units_of(self, segment: Segment) -> bytes:
-        """The segment's units as they travel."""
+        """Returns the segment's units as they are sent."""
         key = segment.move, segment.first_unit, segment.stop_unit
         if key not in self._units:
             move = self.command.moves[segment.move]
@@ -227,56 +231,59 @@ class StagedWrite:
 
 
 class StagedQueue:
-    """A room's staged writes to one receiver, in order. Only the room's own turns touch it, but for `wake`.
+    """A room's staged writes to one receiver, in order. Only the room's own turns use it, except for `wake`.
 
     Attributes:
         packing: what they have in common.
     """
 
     def __init__(self, packing: Packing, wake: Callable[[], None]) -> None:
-        """Args:
-        wake: lets the room have a turn, soon.
+        """Starts empty.
+
+        Args:
+            packing: what all writes have in common.
+            wake: schedules a turn of the room.
         """
         self.packing = packing
-        self._is_awake = False  # whether the room is to have a turn
+        self._is_awake = False  # whether a turn of the room is scheduled
         self._wake = wake
         self._writes: deque[StagedWrite] = deque()  # the first is being posted
         self._posted: dict[int, StagedWrite] = {}  # those with parts on their way, by sequence
         self._span: Span | None = None  # of the receiver's ring, while a slot is waited for
         self._waits_at: SharedRing | SourceMemory | None = None
-        self._waits_since: float | None = None  # the sub-chunk that is next
+        self._waits_since: float | None = None  # since when the next sub-chunk has waited for memory
 
     def wake(self) -> None:
-        """Lets the room have a turn, unless it is to have one already. From any thread."""
+        """Schedules a turn of the room, unless one is scheduled already. For any thread."""
         if not self._is_awake:  # it turns false before the room looks again, so that nothing is missed
             self._is_awake = True
             self._wake()
 
     def add(self, write: StagedWrite) -> None:
-        """Puts a write behind the others."""
+        """Queues a write behind the others."""
         self._writes.append(write)
         self._posted[write.command.sequence] = write
 
     def post_next(self, memory: SourceMemory) -> tuple[StagedWrite, Posted | None] | None:
-        """Posts the next sub-chunk; None if there is none, or if it has to wait for memory.
+        """Posts the next sub-chunk. Returns None if there is none, or if it has to wait for memory.
 
         Args:
             memory: of the worker that runs the room now.
 
         Returns:
-            The write, and its sub-chunk on its way, or None if it could not be posted: the write's error says why.
+            The write, and its sub-chunk on its way; None for the sub-chunk if posting failed with the write's error.
         """
         self._is_awake = False
         while self._writes and self._writes[0].next_bytes is None:
             self._writes.popleft()
         if not self._writes:
-            self._stop_waiting()  # whoever is behind must not wait for us
+            self._stop_waiting()  # those queued behind must not wait for this one
             self._waits_since = None
             return None
         write = self._writes[0]
         num_bytes = write.next_bytes
         assert num_bytes is not None
-        # The receiver's memory first: what it holds up is this receiver's alone.
+        # The receiver's memory first: while it is held, only writes to this receiver are held up.
         if self._span is None:
             self._span = self._reserve(num_bytes)
         slot = self._take_slot(memory) if self._span is not None else None
@@ -322,7 +329,7 @@ class StagedQueue:
         return any(write.next_bytes is not None for write in self._writes)
 
     def landed(self, sequence: int, error: Exception | None) -> StagedWrite:
-        """Counts a part that is no longer on its way, well or not; returns its write."""
+        """Records that a part is no longer on its way, written or failed. Returns its write."""
         write = self._posted[sequence]
         write.in_flight -= 1
         if error is not None and write.error is None:
@@ -330,11 +337,11 @@ class StagedQueue:
         return write
 
     def ended(self, write: StagedWrite) -> None:
-        """Forgets a write that is through."""
+        """Forgets a write that has ended."""
         self._posted.pop(write.command.sequence, None)
 
     def cancel(self, error: Exception) -> list[StagedWrite]:
-        """Posts no more; returns the writes of which nothing is on its way. The others end when their parts have."""
+        """Posts no more. Returns the writes of which nothing is on its way; the others end when their parts have."""
         self._stop_waiting()
         self._waits_since = None
         if self._span is not None:

@@ -24,12 +24,12 @@ _MOST_PROGRAMS = (1 << 31) - 1
 
 
 def constants(alignment: int, num_loops: int, *, gather: bool) -> dict[str, Any]:
-    """What one of the compiled kernels is compiled for.
+    """Returns the constants that one variant of the kernel is compiled for.
 
     Args:
         alignment: bytes that divide all addresses and lengths, a power of two up to 16.
-        num_loops: of a block, at most 4.
-        gather: from the pool to staging memory; otherwise back.
+        num_loops: loops of a block, at most 4.
+        gather: whether it copies from the pool to staging memory; otherwise back.
     """
     word = min(alignment, max(_WORDS))
     return {
@@ -51,9 +51,11 @@ class GpuKernels(Kernels):
     """
 
     def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
-        """Args:
-        regions: the pool's memory.
-        device: where it is. Under Triton's interpreter, the CPU.
+        """Takes the pool that the kernels copy from and to.
+
+        Args:
+            regions: the pool's memory.
+            device: where it is. Under Triton's interpreter, the CPU.
         """
         self._range = AddressRange.over(regions)
         self._device = device

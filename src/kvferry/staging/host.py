@@ -1,4 +1,4 @@
-"""The kernels for CPU memory: NumPy gathers and scatters, torch gathers what lies awkwardly.
+"""The kernels for CPU memory: NumPy gathers and scatters, torch gathers runs that are not evenly apart.
 
 Both see the pool as overlapping windows, one for every place where a block could start, each of them as nested as a
 block, and select windows by number. One set of windows reaches from the lowest to the highest address of all tensors,
@@ -40,13 +40,13 @@ _WORDS = {8: "<i8", 4: "<i4", 2: "<i2", 1: "|u1"}
 _LARGEST_WORD = 8
 
 _LONG_RUN_BYTES = 1 << 20
-"""Copied one by one: nothing is gained by selecting them, and NumPy's elements end at 2 GiB."""
+"""Runs from this length on are copied one by one: selecting them gains nothing, and NumPy's elements end at 2 GiB."""
 
 _FEWEST_UNLOCKED = 512
 """NumPy keeps the interpreter lock while it assigns up to 500 elements, however large they are."""
 
 _MOST_STRETCHES = 8
-"""Beyond so many calls one of torch's costs less."""
+"""Most calls of NumPy's for one gather: beyond so many, one of torch's costs less."""
 
 _MOST_SHAPES = 64
 """Windows kept, of either kind. An endpoint meets a few shapes per peer, peers of one layout the same."""
@@ -56,8 +56,10 @@ class HostKernels(Kernels):
     """Copies between a pool in CPU memory and staging memory. Releases the interpreter lock while it copies."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
-        """Args:
-        regions: the pool's memory.
+        """Takes the pool that the kernels copy from and to.
+
+        Args:
+            regions: the pool's memory.
         """
         self._range = AddressRange.over(regions)
         self._regions = sorted(region for region in regions if region.length)
@@ -100,7 +102,7 @@ class HostKernels(Kernels):
         indices = torch.from_numpy((starts - self._base) >> (word.bit_length() - 1))
         packed = torch.from_numpy(array_at(address, (len(starts), *windows.shape[1:]), _WORDS[word]))
         at_once = _WORDS_PER_CALL // (inner.num_bytes // word)
-        # "Unsafe" is what autograd makes of it; the other split is written in Python and takes twice as long.
+        # "Unsafe" concerns autograd alone; the other split is written in Python and takes twice as long.
         for some, place in zip(indices.unsafe_split(at_once), packed.unsafe_split(at_once), strict=True):
             torch.index_select(windows, 0, some, out=place)
 
@@ -118,10 +120,10 @@ class HostKernels(Kernels):
             self._run_windows(shape, part)[starts[first:last] - part.start] = packed[first:last]
 
     def _stretches(self, starts: StartArray, address: int) -> Iterator[tuple[int, int, AddressRange]]:
-        """Which blocks to copy together, and the part of the pool that they are in: first, last + 1, part.
+        """Yields which blocks to copy together, and the part of the pool that they are in: first, last + 1, part.
 
-        All together, unless staging memory lies between tensors of the pool: NumPy would take windows that reach over
-        it for memory that it overlaps, and copy all of it first. A part of the pool lies on one side of it.
+        That is all blocks, unless staging memory lies between tensors of the pool: NumPy would take windows that reach
+        over it for memory that it overlaps, and copy all of it first. A part of the pool lies on one side of it.
         """
         number = bisect_right(self._regions, address, key=lambda region: region.address)
         if number in (0, len(self._regions)):
@@ -137,9 +139,9 @@ class HostKernels(Kernels):
     def _stretches_in_step(
         self, starts: StartArray, shape: BlockShape, address: int
     ) -> list[tuple[int, int, AddressRange]] | None:
-        """Blocks whose runs all start a multiple of their length apart: first, last + 1, part of the pool.
+        """Returns blocks whose runs all start a multiple of their length apart: first, last + 1, part of the pool.
 
-        Different tensors may be out of step with each other, which is a stretch for each. None if there are many.
+        Tensors that are out of step with each other have a stretch each. Returns None if there are too many.
         """
         if any(stride % shape.length for _, stride in shape.loops):
             return None
@@ -153,7 +155,7 @@ class HostKernels(Kernels):
         return found if len(found) <= _MOST_STRETCHES else None
 
     def _runs(self, starts: StartArray, shape: BlockShape, address: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Staging memory and pool of every run: for runs so long that a memory copy each is best."""
+        """Returns staging memory and pool of every run, for runs so long that a memory copy each is best."""
         run_starts = spread(starts, shape.loops).tolist()
         return [
             (array_at(address + number * shape.length, (shape.length,), "|u1"), array_at(start, (shape.length,), "|u1"))
@@ -161,12 +163,16 @@ class HostKernels(Kernels):
         ]
 
     def _make_rows(self, part: AddressRange, length: int, remainder: int) -> tuple[int, NDArray[Any]]:
-        """Part of the pool as opaque rows of a length, at addresses with that remainder: the first's, and all rows."""
+        """Views part of the pool as opaque rows of a length. Returns the first row's address, and the rows.
+
+        Args:
+            remainder: what is left of a row's address when it is divided by the length.
+        """
         first = part.start + (remainder - part.start) % length
         return first, array_at(first, ((part.stop - first) // length,), f"|V{length}")
 
     def _make_word_windows(self, shape: BlockShape, word: int) -> torch.Tensor:
-        """The pool as words of that many bytes, shape [places where a block could start, *counts, words of a run]."""
+        """Views the pool as words, shape [places where a block could start, *counts, words of a run]."""
         places = (self._range.stop - block_extent(shape) - self._base) // word + 1
         counts, strides = zip(*shape.loops, strict=True) if shape.loops else ((), ())
         return torch.from_numpy(
@@ -174,14 +180,14 @@ class HostKernels(Kernels):
         )
 
     def _make_run_windows(self, shape: BlockShape, part: AddressRange) -> NDArray[Any]:
-        """Part of the pool as opaque elements as long as a run, shape [places where a block could start, *counts]."""
+        """Views part of the pool as elements as long as a run, shape [places where a block could start, *counts]."""
         places = part.stop - block_extent(shape) - part.start + 1
         counts, strides = zip(*shape.loops, strict=True) if shape.loops else ((), ())
         return array_at(part.start, (places, *counts), f"|V{shape.length}", (1, *strides))
 
 
 def _in_enough_parts(shape: BlockShape, blocks: int) -> BlockShape:
-    """The same shape, in so many runs that NumPy lets other threads run while it assigns them, if it can be had."""
+    """Returns the same shape in so many runs that NumPy lets other threads run while it assigns, where possible."""
     if shape.loops:  # nested ones it always assigns without the lock
         return shape
     parts = 1
@@ -193,7 +199,7 @@ def _in_enough_parts(shape: BlockShape, blocks: int) -> BlockShape:
 
 
 def _split_loops(shape: BlockShape, word: int) -> tuple[tuple[tuple[int, int], ...], BlockShape]:
-    """The outer loops to take apart so that what is left of a block has fewer words than torch shares among threads."""
+    """Returns the outer loops to take apart, and the rest of a block: fewer words than torch shares among threads."""
     outer = 0
     inner = shape
     while inner.num_bytes // word >= _WORDS_PER_CALL:

@@ -1,6 +1,6 @@
-"""What gathers and scatters: the contract, and the addresses that it may touch.
+"""The contract of what gathers and scatters, and the addresses that it may touch.
 
-A block is what one granule occupies on one side: nested strided runs (`BlockShape`). A call names the first byte of
+A block is what one unit occupies on one side: nested strided runs (`BlockShape`). A call names the first byte of
 every block, of all layers together, so that it is one copy on a CPU and one launch on a GPU however many layers there
 are. Bytes are copied as integers: no element type is ever interpreted.
 """
@@ -35,12 +35,12 @@ class Kernels(ABC):
 
         Args:
             starts: byte address of every block's first run, shape [blocks].
-            shape: of every block.
+            shape: the shape of every block.
             address: staging memory, where the first block goes.
 
         Raises:
             RegistrationError: if a block lies outside the pool. Nothing was copied.
-            LayoutError: if the shape is none.
+            LayoutError: if the shape is malformed.
         """
 
     @abstractmethod
@@ -50,11 +50,11 @@ class Kernels(ABC):
         Args:
             address: staging memory, where the first block lies.
             starts: byte address of every block's first run, shape [blocks]. Blocks must not overlap.
-            shape: of every block.
+            shape: the shape of every block.
 
         Raises:
             RegistrationError: if a block lies outside the pool. Nothing was copied.
-            LayoutError: if the shape is none.
+            LayoutError: if the shape is malformed.
         """
 
 
@@ -72,7 +72,7 @@ class AddressRange:
 
     @classmethod
     def over(cls, regions: Sequence[Region]) -> AddressRange:
-        """The range that covers all regions."""
+        """Returns the range that covers all regions."""
         used = [region for region in regions if region.length]
         return cls(
             min((region.address for region in used), default=0), max((region.stop for region in used), default=0)
@@ -99,7 +99,7 @@ class AddressRange:
 
 
 def block_extent(shape: BlockShape) -> int:
-    """Bytes from the first to the last byte of a block in its pool.
+    """Returns how many bytes a block spans in its pool, from its first to its last.
 
     Raises:
         LayoutError: if a count or the length is not positive, or a stride negative.

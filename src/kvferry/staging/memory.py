@@ -1,4 +1,4 @@
-"""Staging memory: where blocks lie packed between a pool and the wire. Others register it with a transport."""
+"""Staging memory: where blocks lie packed between a pool and the wire. Callers register it with a transport."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.layout import Device, MemoryKind, Region
 from kvferry.staging.requirements import require_cuda
 
 _HUGE_PAGE_BYTES = 2 << 20
-_KEPT_FOR_GOOD: list[object] = []  # of the process, since nothing shorter lives as long as a write may take
+_KEPT_FOR_GOOD: list[object] = []  # global, since only the process lives as long as a write may take
 
 
 class StagingMemory:
@@ -28,10 +28,12 @@ class StagingMemory:
     __slots__ = ("_owner", "device", "region")
 
     def __init__(self, region: Region, device: Device, owner: object) -> None:
-        """Args:
-        region: where it is.
-        device: what it is on.
-        owner: keeps the memory for as long as it lives.
+        """Takes over memory that was allocated.
+
+        Args:
+            region: where it is.
+            device: what it is on.
+            owner: keeps the memory for as long as it lives.
         """
         self.region = region
         self.device = device
@@ -39,7 +41,7 @@ class StagingMemory:
 
     @property
     def address(self) -> int:
-        """Of the first byte."""
+        """Address of the first byte."""
         return self.region.address
 
     @property
@@ -53,11 +55,11 @@ class StagingMemory:
         return self._owner is None
 
     def close(self) -> None:
-        """Gives the memory back. Nobody may use its address any more, no transport either. Again does nothing."""
+        """Frees the memory. Its address must not be used any more, by no transport either. Later calls do nothing."""
         self._owner = None
 
     def keep_for_good(self) -> None:
-        """Gives it back to nobody, ever: a write that nothing can stop would change what lives there next."""
+        """Keeps the memory until the process ends: a write that nothing can stop would change what lies there next."""
         _KEPT_FOR_GOOD.append(self._owner)
 
     def __enter__(self) -> StagingMemory:
@@ -77,8 +79,8 @@ def allocate(num_bytes: int, device: Device) -> StagingMemory:
     """Takes staging memory. On a CPU it starts at a page of 4 KiB.
 
     From 2 MiB on it is made of huge pages where the kernel has them to give: transports that copy between processes
-    look up every page of both sides each time. All of it is touched, so that no transfer waits until the kernel, or
-    whatever runs this machine as a guest, has found it.
+    look up every page of both sides each time. All of it is touched, so that no transfer waits until the kernel, or a
+    hypervisor below it, has provided it.
 
     Raises:
         SettingsError: if there is not that much, naming how much was asked for.
@@ -102,7 +104,7 @@ def _on_cpu(num_bytes: int, device: Device) -> StagingMemory:
     if is_huge:
         offset = -memory.ctypes.data % _HUGE_PAGE_BYTES
         memory = memory[offset : offset + num_bytes]
-        with contextlib.suppress(OSError):  # a kernel without them has small ones
+        with contextlib.suppress(OSError):  # a kernel without huge pages has small ones
             pages.madvise(mmap.MADV_HUGEPAGE)
     memory[:: mmap.PAGESIZE] = 0
     return StagingMemory(Region(memory.ctypes.data, num_bytes), device, memory)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 
 from kvferry.errors import KVFerryError, SettingsError, TransportError, TransportUnavailableError
 from kvferry.layout import RankLayout
-from kvferry.plan import PairPlan, Path, Piece, Unit
-from kvferry.plan.packing import PackedPiece
+from kvferry.plan import PairPlan, Piece, TransferPath, Unit
 from kvferry.protocol.credits import ReadingRing, Span
 from kvferry.protocol.messages import Credit, Staging, StagingRing, encode
 from kvferry.settings import Settings
@@ -23,63 +22,47 @@ log = logging.getLogger(__name__)
 _CREDITS_A_ROUND = 4
 
 
-class PackedPlan:
-    """What a prefill rank may send, and how it is packed.
-
-    Attributes:
-        plan: the plan.
-    """
-
-    def __init__(self, plan: PairPlan) -> None:
-        self.plan = plan
-        self._packed: dict[Unit, tuple[PackedPiece, ...]] = {}
-
-    def packed(self, unit: Unit) -> tuple[PackedPiece, ...]:
-        """How every piece is packed, worked out when first asked for."""
-        if unit not in self._packed:  # two threads at a time work out the same
-            self._packed[unit] = self.plan.packed_pieces(unit)
-        return self._packed[unit]
-
-
 class ArrivalChecks:
-    """What a decode endpoint compares digests with. The table is the driver's thread's.
+    """What a decode endpoint needs to compare digests. Only the driver's thread uses the table.
 
     Attributes:
-        memory: to look at pages with.
+        memory: kernels and memory to digest pages with.
     """
 
     def __init__(self, memory: DigestMemory) -> None:
         self.memory = memory
-        self._plans: dict[str, PackedPlan] = {}
+        self._plans: dict[str, PairPlan] = {}
 
     def add(self, endpoint: str, plan: PairPlan) -> None:
-        """Takes in what a prefill rank may send. Rooms that relied on what it was before are over."""
-        self._plans[endpoint] = PackedPlan(plan)
+        """Stores what a prefill rank may send. Rooms that relied on an earlier plan are over."""
+        self._plans[endpoint] = plan
 
     def remove(self, endpoint: str) -> None:
         """Forgets a prefill rank."""
         self._plans.pop(endpoint, None)
 
-    def plan(self, endpoint: str) -> PackedPlan | None:
-        """What a prefill rank may send, if anything."""
+    def plan(self, endpoint: str) -> PairPlan | None:
+        """Returns what a prefill rank may send; None if nothing."""
         return self._plans.get(endpoint)
 
 
 class WriterRing:
-    """The ring that one prefill rank writes to, and how what it writes is packed.
+    """The ring that one prefill rank writes to.
 
     Attributes:
         memory: where it is.
-        epoch: tells it apart from an earlier one.
+        epoch: distinguishes it from an earlier ring.
         plan: what the prefill rank may send.
     """
 
     def __init__(
         self, memory: StagingMemory, plan: PairPlan, *, epoch: int, endpoint: str, send: Callable[[bytes], None]
     ) -> None:
-        """Args:
-        endpoint: this rank's, for credits.
-        send: takes a message to the prefill rank.
+        """Begins with a ring of which nothing was read.
+
+        Args:
+            endpoint: this rank's name, for credits.
+            send: sends the prefill rank a message.
         """
         self.memory = memory
         self._endpoint = endpoint
@@ -87,16 +70,11 @@ class WriterRing:
         self.epoch = epoch
         self.plan = plan
         self._reading = ReadingRing(memory.num_bytes)
-        self._pieces = PackedPlan(plan)
         self._being_read: dict[int, int] = {}  # where the spans start, and stop
         self._reported = 0
 
-    def packed(self, unit: Unit) -> tuple[PackedPiece, ...]:
-        """How every piece is packed, worked out when first asked for."""
-        return self._pieces.packed(unit)
-
     def take(self, span: Span) -> bool:
-        """Begins to read a span; False if it is read already, or the writer cannot have been given it.
+        """Begins to read a span. Returns False if it is read already, or cannot be one that the writer reserved.
 
         For the driver's thread only.
         """
@@ -112,13 +90,13 @@ class WriterRing:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that wait to be read, or are. From any thread."""
+        """Bytes that are being read, or wait to be. For any thread."""
         return sum(stop - start for start, stop in list(self._being_read.items()))
 
     def give_back(self, span: Span) -> None:
-        """Says that a span was read.
+        """Marks a span as read.
 
-        The writer learns of it several times a round, and whenever nothing is left to be read: it may wait for that.
+        Sends the writer a credit several times a round, and whenever nothing is left to be read: it may wait for that.
         """
         self._being_read.pop(span.start, None)
         self._reading.release(span)
@@ -130,7 +108,7 @@ class WriterRing:
         self.report()
 
     def report(self) -> None:
-        """Says again up to where the ring was read: a connection that broke may have lost it."""
+        """Sends a credit for what was read. Repeated now and then: a connection that broke may have lost it."""
         if not self._reported:
             return
         try:
@@ -139,7 +117,7 @@ class WriterRing:
             log.debug("a credit was lost together with its connection: %s", error)
 
     def address(self, span: Span) -> int:
-        """Where a span lies."""
+        """Returns where a span lies."""
         return self.memory.address + span.begin % self.memory.num_bytes
 
 
@@ -148,17 +126,17 @@ class ReceivingStaging:
 
     Attributes:
         path: the path that the settings force, if any.
-        kernels: copy; None if there are no staged writes.
-        checks: compare digests; None where they were not asked for.
+        kernels: copy staged bytes into pages; None if there are no staged writes.
+        checks: compare digests; None without checksums.
     """
 
     def __init__(
         self, settings: Settings, layout: RankLayout, transport: Transport, resources: StagingResources
     ) -> None:
-        """Takes a first ring's memory, unless staged writes are impossible: whoever connects first shall not wait.
+        """Takes a first ring's memory, so that the first peer need not wait, unless staged writes are impossible.
 
         Raises:
-            TransportUnavailableError: if staged writes are forced, and what copies is not installed.
+            TransportUnavailableError: if staged writes are forced, and the kernels' library is not installed.
             SettingsError: if they are forced, and there is no such memory; or if checksums are impossible.
             TransportError: if they are forced, and the memory cannot be registered.
         """
@@ -175,10 +153,10 @@ class ReceivingStaging:
         self._problem = ""
         self._ring_bytes = int(settings.staging_ring_mib * 2**20)
         self._rings: dict[str, WriterRing] = {}  # by the prefill rank's endpoint
-        self._earlier: dict[str, list[WriterRing]] = {}  # that may be written to until it has attached anew
+        self._earlier: dict[str, list[WriterRing]] = {}  # those that may be written to until it has attached anew
         self._free: list[WriterRing] = []
         self._taken_bytes = 0
-        if self.path is Path.DIRECT:
+        if self.path is TransferPath.DIRECT:
             self._problem = "the decode side forces the direct path (KVFERRY_PATH)"
             return
         try:
@@ -187,20 +165,20 @@ class ReceivingStaging:
             self._first = self._more_memory()
             self.kernels = kernels
         except (TransportUnavailableError, SettingsError, TransportError) as error:
-            if self.path is Path.STAGED:
+            if self.path is TransferPath.STAGED:
                 raise
             self._problem = str(error)
 
     def offer(
         self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...], send: Callable[[bytes], None]
     ) -> Staging:
-        """What to tell a prefill rank when it is asked to attach.
+        """Returns what to offer a prefill rank when it is asked to attach.
 
         Args:
-            endpoint: the prefill rank's.
+            endpoint: the prefill rank's name.
             source: its layout.
             pieces: what it may send.
-            send: takes a message to it.
+            send: sends it a message.
         """
         earlier = self._rings.pop(endpoint, None)
         if earlier is not None:
@@ -226,7 +204,7 @@ class ReceivingStaging:
         )
         self._rings[endpoint] = ring
         speed = self._resources.copy_bytes_per_s(
-            self.kernels, [piece.destination for piece in ring.packed(Unit.GRANULE)], memory
+            self.kernels, [piece.destination for piece in plan.packed_pieces(Unit.WHOLE)], memory
         )
         return Staging(
             path=self.path,
@@ -235,9 +213,10 @@ class ReceivingStaging:
         )
 
     def _memory_again(self, endpoint: str) -> StagingMemory | None:
-        """Memory that it was offered before: it writes nowhere else before all that it wrote there has ended.
+        """Returns memory that the prefill rank was offered before, if nothing of it is being read; else None.
 
-        Else whoever connects in vain, again and again, would take all memory.
+        The rank writes nowhere else before all that it wrote there has ended. Without this, a rank that connects in
+        vain, again and again, would take all memory.
         """
         rings = self._earlier.pop(endpoint, [])
         idle = next((ring for ring in rings if ring.is_idle), None)
@@ -265,7 +244,7 @@ class ReceivingStaging:
         return memory
 
     def _why_too_small(self, plan: PairPlan) -> str:
-        largest = max(piece.block_bytes for piece in plan.packed_pieces(Unit.GRANULE))
+        largest = max(piece.block_bytes for piece in plan.packed_pieces(Unit.WHOLE))
         if largest <= self._ring_bytes:
             return ""
         return (
@@ -280,15 +259,15 @@ class ReceivingStaging:
         )
 
     def metadata(self) -> bytes:
-        """The transport's, with all rings."""
+        """Returns the transport's metadata, with all rings."""
         return self._transport.metadata()
 
     def attached(self, endpoint: str) -> None:
-        """A prefill rank has attached, anew perhaps: what it wrote before has ended."""
+        """Records that a prefill rank has attached, for the first time or anew: its earlier writes have ended."""
         self._free += self._earlier.pop(endpoint, [])
 
     def closed(self, endpoint: str) -> None:
-        """A prefill rank was closed: it will not write again."""
+        """Records that a prefill rank was closed: it will not write again."""
         self.attached(endpoint)
         if self.checks is not None:
             self.checks.remove(endpoint)
@@ -297,10 +276,10 @@ class ReceivingStaging:
             self._free.append(ring)
 
     def keep_for_good(self, settled: Collection[str]) -> int:
-        """Keeps memory that may still be written to for as long as the process lives; how many bytes.
+        """Keeps memory that may still be written to until the process ends. Returns how many bytes it is.
 
         Args:
-            settled: prefill ranks that have nothing on its way to us.
+            settled: prefill ranks that have no write to this rank in flight.
         """
         doubtful = [ring for endpoint, ring in self._rings.items() if endpoint not in settled]
         doubtful += [ring for rings in self._earlier.values() for ring in rings]
@@ -310,15 +289,15 @@ class ReceivingStaging:
 
     @property
     def writers(self) -> set[str]:
-        """The prefill ranks that may write into any memory, of an earlier attempt to connect too."""
+        """The prefill ranks that may write into any memory, also from an earlier attempt to connect."""
         return {*self._rings, *self._earlier}
 
     @property
     def rings(self) -> dict[str, WriterRing]:
-        """Those that may be written to at present, by the prefill rank's endpoint."""
+        """The rings that may be written to at present, by the prefill rank's endpoint."""
         return self._rings
 
     def ring(self, endpoint: str, epoch: int) -> WriterRing | None:
-        """The ring that a prefill rank writes to, if it is still that one."""
+        """Returns the ring that a prefill rank writes to; None if it has another one by now, or none."""
         ring = self._rings.get(endpoint)
         return ring if ring is not None and ring.epoch == epoch else None

@@ -1,4 +1,4 @@
-"""What the kernels need installed, and what to do where it is missing."""
+"""Checks that what the kernels need is installed; errors say what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def require_torch() -> None:
 
 
 def require_cuda(device: Device) -> None:
-    """Checks that torch sees a GPU.
+    """Checks that torch can use a GPU.
 
     Raises:
         TransportUnavailableError: if torch is missing, or this GPU is.

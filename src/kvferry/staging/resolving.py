@@ -1,4 +1,4 @@
-"""What a segment of a notification means on this rank: where its blocks are."""
+"""Where the blocks of a notification's segments lie on this rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Blocks:
 
     Attributes:
         starts: where each begins, in the order in which they are packed.
-        piece: what they are of.
+        piece: the piece that they are of.
         pages: the page of every unit; each index of the first axis has as many units.
     """
 
@@ -32,22 +32,20 @@ class Blocks:
         return len(self.starts) * self.piece.block_bytes
 
 
-def resolved(
-    segment: StagedSegment, unit: Unit, packed: tuple[PackedPiece, ...], plan: PairPlan, places: UnitPlaces
-) -> Blocks:
-    """The blocks of a segment.
+def resolved(segment: StagedSegment, unit: Unit, plan: PairPlan, places: UnitPlaces) -> Blocks:
+    """Finds the blocks of a segment.
 
     Args:
-        packed: every piece of the plan.
         plan: what the writer may send.
-        places: of the room.
+        places: the places of the room's units.
 
     Raises:
-        MessageError: if it is not what the writer may send, or not what the room asked for.
+        MessageError: if it is not what the writer may send, or not what the room requested.
     """
-    if segment.piece >= len(packed):
-        raise MessageError(f"piece {segment.piece} of {len(packed)}")
-    piece = packed[segment.piece]
+    pieces = plan.packed_pieces(unit)
+    if segment.piece >= len(pieces):
+        raise MessageError(f"piece {segment.piece} of {len(pieces)}")
+    piece = pieces[segment.piece]
     if not segment.first_base < segment.stop_base <= piece.num_bases:
         raise MessageError(f"indices {segment.first_base} to {segment.stop_base} of {piece.num_bases}")
     units, pages = places.find(segment.units, plan.route(segment.piece), unit=unit)

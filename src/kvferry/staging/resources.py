@@ -15,27 +15,27 @@ from kvferry.staging.memory import StagingMemory, allocate
 
 
 class StagingResources(ABC):
-    """Where an endpoint gets them from; the simulation has its own."""
+    """Gives an endpoint memory and kernels for staging; the simulation has its own."""
 
     @abstractmethod
     def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
-        """As `choice.kernels_for`."""
+        """Makes kernels, as `choice.kernels_for`."""
 
     @abstractmethod
     def allocate(self, num_bytes: int, device: Device) -> StagingMemory:
-        """As `memory.allocate`."""
+        """Takes staging memory, as `memory.allocate`."""
 
     @abstractmethod
     def copy_bytes_per_s(self, kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
-        """As `calibration.copy_bytes_per_s`."""
+        """Measures kernels, as `calibration.copy_bytes_per_s`."""
 
     @abstractmethod
     def epoch(self) -> int:
-        """A number for a ring that no other ring has, up to 2**63."""
+        """Draws a number for a ring that no other ring has, up to 2**63."""
 
 
 class MachineResources(StagingResources):
-    """Those of this machine."""
+    """The memory and kernels of this machine."""
 
     def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
         return kernels_for(regions, device)

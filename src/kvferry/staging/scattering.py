@@ -1,4 +1,4 @@
-"""From staging memory into pages: one part of a chunk, as a notification describes it."""
+"""Copies one part of a chunk from staging memory into pages, as its notification describes it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def scatter_part(
     *,
     is_verified: bool = False,
 ) -> None:
-    """Puts what a part of a chunk consists of into its pages. Nothing is copied if any of it makes no sense.
+    """Scatters a part of a chunk into its pages. Nothing is copied if any of it is invalid.
 
     Args:
-        message: what the part is.
-        ring, span: where it is.
-        places: of the room that it belongs to.
-        is_verified: whether to compare digests of what is in the pages then. It is gathered into the span again, which
-            nobody needs any more.
+        message: describes the part.
+        ring: the ring that it is in.
+        span: where in the ring.
+        places: the places of its room's units.
+        is_verified: whether to compare digests afterwards. The pages are gathered into the span again, which is no
+            longer needed.
 
     Raises:
-        MessageError: if it is not what the writer may send, or not what the room asked for.
+        MessageError: if it is not what the writer may send, or not what the room requested.
         RegistrationError: if a page lies outside the pool.
         ChecksumError: if a digest differs.
     """
-    packed = ring.packed(message.unit)
-    parts = [resolved(segment, message.unit, packed, ring.plan, places) for segment in message.segments]
+    parts = [resolved(segment, message.unit, ring.plan, places) for segment in message.segments]
     ends = 0
     for blocks in parts:
         ends = aligned(ends) + blocks.num_bytes
@@ -54,7 +54,7 @@ def scatter_part(
 
 
 def _placed(parts: Sequence[Blocks], address: int) -> Iterator[tuple[Blocks, int]]:
-    """Every segment's blocks, and where they are packed."""
+    """Yields every segment's blocks, and where they are packed."""
     offset = 0
     for blocks in parts:
         offset = aligned(offset)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.plan.packing import aligned
 from kvferry.staging.memory import StagingMemory
-from kvferry.staging.rings import Waiter
+from kvferry.staging.waiting import Waiter, WaitQueue
 
 _FEWEST_FOR_ONE = 2  # one crosses while the next is gathered
 
@@ -19,7 +18,7 @@ class Slot:
 
     Attributes:
         address: where it is.
-        receiver: whom it is for.
+        receiver: the receiver that it is for.
     """
 
     address: int
@@ -30,24 +29,25 @@ class SourceMemory:
     """Staging memory of one worker, in slots of one sub-chunk each. No other worker writes to it.
 
     What was given back last is taken first: it is in the processor's cache still. One receiver gets only a few slots at
-    a time, and there are more slots as long as there may be, so that one that has stopped reading holds up nobody else.
+    a time, and more memory is taken up to a limit, so that a receiver that has stopped reading holds up no other.
     """
 
     def __init__(self, slot_bytes: int, first: StagingMemory, grow: Callable[[], StagingMemory | None]) -> None:
-        """Args:
-        slot_bytes: of a sub-chunk.
-        first: memory to begin with.
-        grow: takes more memory; None if there must not be more.
+        """Begins with some memory.
+
+        Args:
+            slot_bytes: bytes of a sub-chunk.
+            first: memory to begin with.
+            grow: returns more memory; None if there must not be more.
         """
-        # Guards all of it: a room that waits here may give up on another worker.
-        self._lock = threading.Lock()
         self.memory = first
         self.slot_bytes = slot_bytes
         self._grow = grow
         self._more: list[StagingMemory] = []
         self._free: list[int] = []
         self._taken: dict[str, int] = {}
-        self._waiting: dict[Waiter, str] = {}  # in the order of their coming, with the receiver that each writes to
+        # Its lock guards all of it: a room that waits here may give up on another worker.
+        self._queue = WaitQueue(self._grant, self._is_free, may_overtake=True)
         self._add(first)
         self._most_for_one = max(_FEWEST_FOR_ONE, len(self._free) // 4)
 
@@ -57,50 +57,40 @@ class SourceMemory:
         self._free += [memory.address + index * step for index in reversed(range(count))]
 
     def take(self, receiver: str, waiter: Waiter) -> Slot | None:
-        """A slot, or None: then the waiter is woken when there is one for it, or `withdraw`s."""
-        with self._lock:
-            if self._next_to_wake() not in (None, waiter) or not self._is_within_limits(receiver):
-                self._waiting[waiter] = receiver
-                return None
-            if not self._free and (more := self._grow()) is not None:
-                self._more.append(more)
-                self._add(more)
-            if not self._free:
-                self._waiting[waiter] = receiver
-                return None
-            self._waiting.pop(waiter, None)
-            self._taken[receiver] = self._taken.get(receiver, 0) + 1
-            slot = Slot(self._free.pop(), receiver)
-            woken = self._next_to_wake()
-        if woken is not None:
-            woken.wake()
-        return slot
+        """Takes a slot. If it returns None, the waiter is woken when there is one for it, unless it `withdraw`s."""
+        return self._queue.take(receiver, waiter)
 
     def give_back(self, slot: Slot) -> None:
-        """Says that nothing reads a slot any more."""
-        with self._lock:
+        """Gives back a slot that nothing reads any more."""
+        with self._queue.lock:
             self._free.append(slot.address)
             self._taken[slot.receiver] -= 1
             if not self._taken[slot.receiver]:
                 del self._taken[slot.receiver]
-            woken = self._next_to_wake()
-        if woken is not None:
-            woken.wake()
+        self._queue.wake_next()
 
     def withdraw(self, waiter: Waiter) -> None:
-        """Waits no more. Whoever does not wait is ignored."""
-        with self._lock:
-            if self._waiting.pop(waiter, None) is None:
-                return
-            woken = self._next_to_wake()
-        if woken is not None:
-            woken.wake()
+        """Takes a waiter out of the queue. One that does not wait is ignored."""
+        self._queue.withdraw(waiter)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many waiters there are."""
+        return len(self._queue)
+
+    def _grant(self, receiver: str) -> Slot | None:
+        if not self._is_within_limits(receiver):
+            return None
+        if not self._free and (more := self._grow()) is not None:
+            self._more.append(more)
+            self._add(more)
+        if not self._free:
+            return None
+        self._taken[receiver] = self._taken.get(receiver, 0) + 1
+        return Slot(self._free.pop(), receiver)
+
+    def _is_free(self, receiver: str) -> bool:
+        return bool(self._free) and self._is_within_limits(receiver)
 
     def _is_within_limits(self, receiver: str) -> bool:
         return self._taken.get(receiver, 0) < self._most_for_one
-
-    def _next_to_wake(self) -> Waiter | None:
-        """Whoever waits longest of those that could have a slot now."""
-        if not self._free:
-            return None
-        return next((waiter for waiter, receiver in self._waiting.items() if self._is_within_limits(receiver)), None)

@@ -11,10 +11,10 @@ ROWS = 32
 """Runs of a tile."""
 
 COLUMN_BYTES = 256
-"""Of every run in a tile. Two runs a warp and instruction, in 16-byte words."""
+"""Bytes of every run in a tile. Two runs a warp and instruction, in 16-byte words."""
 
 MOST_LOOPS = 4
-"""Nesting that the kernel follows by itself."""
+"""Nested loops that the kernel follows by itself."""
 
 _NOT_SPECIALIZED = ["packed", "num_runs", "run_bytes", "run_vectors", "tiles_per_run"] + [
     f"{what}_{number}" for what in ("count", "stride") for number in range(MOST_LOOPS)
@@ -55,13 +55,21 @@ def copy_runs(
         run_bytes: bytes of a run.
         run_vectors: the same in vectors.
         tiles_per_run: programs that share a run.
-        count_0, stride_0, ...: times and bytes of the loops of a block, the fastest first.
+        count_0: times of the first loop of a block, the fastest.
+        stride_0: its bytes a time.
+        count_1: times of the next loop, and so on.
+        stride_1: its bytes a time.
+        count_2: likewise.
+        stride_2: likewise.
+        count_3: likewise.
+        stride_3: likewise.
         LOOPS: how many of them there are.
         WORD: the integer type to copy as.
         WORDS_PER_VECTOR: words that lie together in every run, so that one instruction may copy them.
         ALIGNMENT: bytes that divide all addresses and the length.
-        ROWS, COLUMNS: runs and words of a tile.
-        GATHER: from the pool to staging memory; otherwise back.
+        ROWS: runs of a tile.
+        COLUMNS: words of a tile.
+        GATHER: whether to copy from the pool to staging memory; otherwise back.
     """
     tile = tl.program_id(0)
     runs = tile // tiles_per_run * ROWS + tl.arange(0, ROWS)

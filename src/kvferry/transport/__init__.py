@@ -1,16 +1,16 @@
-"""Moves bytes between endpoints. `base` is the contract; one file a transport."""
+"""Moves bytes between endpoints. `base` is the contract; every transport has a file."""
 
-from kvferry.transport.base import Flight, FlightReport, PeerMetadata, PreparedList, Transport
+from kvferry.transport.base import PeerMetadata, PreparedList, TransferHandle, TransferReport, Transport
 from kvferry.transport.inprocess import InProcessNetwork, InProcessTransport
 from kvferry.transport.nixl import NixlTransport
 
 __all__ = [
-    "Flight",
-    "FlightReport",
     "InProcessNetwork",
     "InProcessTransport",
     "NixlTransport",
     "PeerMetadata",
     "PreparedList",
+    "TransferHandle",
+    "TransferReport",
     "Transport",
 ]

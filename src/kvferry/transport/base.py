@@ -5,16 +5,16 @@ The contract, which `tests/contract` checks for every transport:
 * `register` and `connect` come first; descriptor lists are prepared once per peer and selected by index many times.
   More memory may be registered later; peers that are to write to it need new metadata.
 * `write` needs no list: one range of memory of any length, in one piece.
-* `post` starts a write. It may complete at once. Whoever posted must `poll` until `poll` says done or raises: a
+** `post` starts a write. It may complete at once. The caller must `poll` until `poll` returns a report or raises: a
   notification may leave only when its sender polls.
-* After `poll` said done, all bytes are in the peer's memory and ours is no longer read; then, and not before, the peer
-  receives the notification. After `poll` raised, the transport is through with both memories too.
-* `release` frees a flight's resources. It does not stop it; only a finished flight may be released.
+* After `poll` returned a report, all bytes are in the peer's memory and ours is no longer read; then, and not before,
+  the peer receives the notification. After `poll` raised, the transport no longer uses either memory.
+* `release` frees a transfer's resources. It does not stop it; only a finished transfer may be released.
 * Notifications from one peer may arrive in any order.
 * `take_notifications` must be called now and then, by a side that only writes too: what connections have to do may
   wait for it. It need not be called more often than every 100 microseconds.
 
-All methods may be called from any thread, except that one flight belongs to one thread at a time, and `close` comes
+All methods may be called from any thread, except that one transfer belongs to one thread at a time, and `close` comes
 last. Errors are `TransportError`s whose `__cause__` is the library's own exception.
 """
 
@@ -41,8 +41,8 @@ class PreparedList:
 
     Attributes:
         peer: whose memory it describes; None for our own.
-        handle: the transport's own.
-        rows: of how many rows it was made.
+        handle: the transport's own handle.
+        rows: how many rows it was made of.
         count: how many descriptors it has.
     """
 
@@ -53,8 +53,8 @@ class PreparedList:
 
 
 @dataclass(frozen=True, slots=True)
-class FlightReport:
-    """What the transport says of a finished write.
+class TransferReport:
+    """What the transport measured of a finished write.
 
     Attributes:
         total_bytes: bytes that moved.
@@ -69,12 +69,12 @@ class FlightReport:
     transfer_s: float
 
 
-class Flight:
+class TransferHandle:
     """One write on its way. Each transport has its own kind."""
 
 
 MOST_REGIONS = 1 << 17
-"""Of registered memory, that peers may write to."""
+"""Most regions of registered memory that peers may write to."""
 
 
 class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,15 +93,15 @@ class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True):
     private: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
 
     def encode(self) -> bytes:
-        """As bytes that travel in `Attach`."""
+        """Encodes it as it is sent in `Attach`."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod
     def decode(data: bytes) -> PeerMetadata:
-        """The inverse of `encode`.
+        """Decodes what `encode` encoded.
 
         Raises:
-            MessageError: if the bytes are nothing of the kind.
+            MessageError: if the bytes are no such metadata.
         """
         try:
             return _METADATA.decode(data)
@@ -109,7 +109,7 @@ class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True):
             raise MessageError(f"malformed transport metadata: {quoted(error)}") from error
 
 
-# Not when it is first needed: msgspec 0.22 crashes the process where two threads are the first to decode a type.
+# Made here, not when it is first needed: msgspec 0.22 crashes if two threads are the first to decode a type.
 _METADATA = msgspec.msgpack.Decoder(PeerMetadata)
 
 
@@ -117,14 +117,14 @@ class Transport(ABC):
     """Moves bytes. See the module's docstring for the contract."""
 
     name: str
-    """How settings and handshakes call this kind of transport."""
+    """Name of this kind of transport in settings and handshakes."""
 
     endpoint_name: str
-    """What peers know this endpoint by: unique, and new at every start."""
+    """Name of this endpoint among all peers: unique, and new at every start."""
 
     @abstractmethod
     def register(self, regions: Sequence[Region], device: Device) -> None:
-        """Makes memory known. What is registered later is on the same device.
+        """Registers memory that is read or written. Memory that is registered later must be on the same device.
 
         Raises:
             RegistrationError: if the memory cannot be registered, or is on another device than what was before.
@@ -132,7 +132,7 @@ class Transport(ABC):
 
     @abstractmethod
     def metadata(self) -> bytes:
-        """What a peer needs to connect to us, as it travels."""
+        """Returns what a peer needs to connect to us, encoded."""
 
     @abstractmethod
     def connect(self, metadata: bytes) -> str:
@@ -161,7 +161,7 @@ class Transport(ABC):
 
     @abstractmethod
     def release_list(self, prepared: PreparedList) -> None:
-        """Frees a descriptor list. No flight may use it any more."""
+        """Frees a descriptor list. No transfer may use it any more."""
 
     @abstractmethod
     def post(
@@ -171,11 +171,11 @@ class Transport(ABC):
         remote: PreparedList,
         remote_indices: DescriptorIndices,
         notification: bytes,
-    ) -> Flight:
+    ) -> TransferHandle:
         """Starts writing the selected local descriptors to the selected remote ones, index by index.
 
         Args:
-            notification: what the peer gets once all bytes are there; b"" sends none.
+            notification: what the peer receives once all bytes are there; b"" sends none.
 
         Raises:
             PeerDisconnectedError: if the connection is gone.
@@ -183,7 +183,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def write(self, source: Region, peer: str, address: int, notification: bytes) -> Flight:
+    def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
         """Starts writing a range of our memory to an address of a peer's, all in one piece.
 
         Args:
@@ -196,8 +196,8 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def poll(self, flight: Flight) -> FlightReport | None:
-        """The report of a finished write, None while it is on its way.
+    def poll(self, transfer: TransferHandle) -> TransferReport | None:
+        """Returns the report of a finished write, None while it is on its way.
 
         Raises:
             PeerDisconnectedError: if the connection broke.
@@ -205,8 +205,8 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def release(self, flight: Flight) -> None:
-        """Frees a finished flight."""
+    def release(self, transfer: TransferHandle) -> None:
+        """Frees a finished transfer."""
 
     @abstractmethod
     def notify(self, peer: str, notification: bytes) -> None:
@@ -218,7 +218,7 @@ class Transport(ABC):
 
     @abstractmethod
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Notifications that came since the last call: (name of the peer, bytes)."""
+        """Returns the notifications that arrived since the last call: (name of the peer, bytes)."""
 
     @abstractmethod
     def close(self) -> None:
@@ -289,7 +289,7 @@ def check_range(region: Region, regions: Sequence[Region], *, owner: str) -> Non
 
 
 def peer_written_to(local: PreparedList, remote: PreparedList) -> str:
-    """The peer that a write from one list to another goes to.
+    """Returns the peer that a write from one list to another goes to.
 
     Raises:
         TransportError: if it does not go from our own memory to a peer's.
@@ -303,7 +303,7 @@ def check_counts(local: DescriptorIndices, remote: DescriptorIndices) -> None:
     """Refuses a selection of descriptors that makes no write.
 
     Raises:
-        TransportError: saying how many there are of either side.
+        TransportError: with the number of either side.
     """
     if len(local) != len(remote) or not len(local):
         raise TransportError(

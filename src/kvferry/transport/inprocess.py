@@ -1,6 +1,6 @@
 """A transport between endpoints of one process, with the full contract.
 
-It is for tests of engines and of kvferry itself, and for trying things out; bytes are copied when a flight is polled,
+It is for tests of engines and of kvferry itself, and for trying things out; bytes are copied when a transfer is polled,
 so that a write is on its way for a while, as on a wire.
 """
 
@@ -14,28 +14,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvferry.errors import PeerDisconnectedError, RegistrationError, TransportError
+from kvferry.errors import PeerDisconnectedError, RegistrationError
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.transport.base import (
-    Flight,
-    FlightReport,
     PeerMetadata,
     PreparedList,
+    TransferHandle,
+    TransferReport,
     Transport,
-    check_counts,
     check_lists,
     check_range,
     check_rows,
     check_same_device,
     peer_written_to,
 )
+from kvferry.transport.copies import Copies, copies_between
 
 
 class InProcessNetwork:
-    """What in-process transports are connected by; one per test."""
+    """Connects in-process transports; one per test."""
 
     def __init__(self) -> None:
         # Guards the table of members, which endpoints join and leave from their own threads.
@@ -54,7 +53,7 @@ class InProcessNetwork:
                 del self._members[member.endpoint_name]
 
     def member(self, name: str) -> InProcessTransport:
-        """The transport of that name.
+        """Returns the transport of that name.
 
         Raises:
             PeerDisconnectedError: if there is none.
@@ -67,19 +66,19 @@ class InProcessNetwork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Connection:
-    """Ends when either side does: a later endpoint of the same name is another peer, with other memory."""
+    """A connection, which ends when either side does: a later endpoint of the same name is another peer."""
 
     peer: PeerMetadata
     target: InProcessTransport
 
 
-class _InProcessFlight(Flight):
-    def __init__(self, connection: _Connection, copies: tuple[NDArray[np.uint64], ...], notification: bytes) -> None:
+class _InProcessHandle(TransferHandle):
+    def __init__(self, connection: _Connection, copies: Copies, notification: bytes) -> None:
         self.connection = connection
-        self.sources, self.destinations, self.lengths = copies
+        self.copies = copies
         self.notification = notification
         self.posted_at = time.perf_counter()
-        self.report: FlightReport | None = None
+        self.report: TransferReport | None = None
 
 
 class InProcessTransport(Transport):
@@ -88,9 +87,11 @@ class InProcessTransport(Transport):
     name = "inprocess"
 
     def __init__(self, network: InProcessNetwork, endpoint_name: str | None = None) -> None:
-        """Args:
-        network: what connects the endpoints.
-        endpoint_name: unique in the network; made up if None.
+        """Joins a network.
+
+        Args:
+            network: what connects the endpoints.
+            endpoint_name: a name that is unique in the network; made up if None.
         """
         self.endpoint_name = endpoint_name or f"inprocess-{uuid.uuid4().hex}"
         self._network = network
@@ -161,48 +162,43 @@ class InProcessTransport(Transport):
         remote: PreparedList,
         remote_indices: DescriptorIndices,
         notification: bytes,
-    ) -> Flight:
+    ) -> TransferHandle:
         connection = self._connection(peer_written_to(local, remote))
         with self._lock:
             check_lists(local, remote, self._lists)
-        check_counts(local_indices, remote_indices)
-        sources, lengths = _expand(local, local_indices)
-        destinations, remote_lengths = _expand(remote, remote_indices)
-        if not np.array_equal(lengths, remote_lengths):
-            raise TransportError("local and remote descriptors differ in length")
+        copies = copies_between(local, local_indices, remote, remote_indices)
         self._alive(connection)
-        return _InProcessFlight(connection, (sources, destinations, lengths), notification)
+        return _InProcessHandle(connection, copies, notification)
 
-    def write(self, source: Region, peer: str, address: int, notification: bytes) -> Flight:
+    def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
         connection = self._connection(peer)
         check_range(source, self._regions, owner="this endpoint")
         check_range(Region(address, source.length), connection.peer.regions, owner=peer)
         self._alive(connection)
-        copies = tuple(np.array([number], np.uint64) for number in (source.address, address, source.length))
-        return _InProcessFlight(connection, copies, notification)
+        copies = Copies(*(np.array([number], np.uint64) for number in (source.address, address, source.length)))
+        return _InProcessHandle(connection, copies, notification)
 
-    def poll(self, flight: Flight) -> FlightReport | None:
-        assert isinstance(flight, _InProcessFlight)
-        if flight.report is None:
-            target = self._alive(flight.connection)
-            for source, destination, length in zip(
-                flight.sources.tolist(), flight.destinations.tolist(), flight.lengths.tolist(), strict=True
-            ):
+    def poll(self, transfer: TransferHandle) -> TransferReport | None:
+        assert isinstance(transfer, _InProcessHandle)
+        if transfer.report is None:
+            target = self._alive(transfer.connection)
+            for source, destination, length in zip(*(each.tolist() for each in transfer.copies), strict=True):
                 ctypes.memmove(destination, source, length)
-            if flight.notification:
-                target.deliver(self.endpoint_name, flight.notification)
-            elapsed = time.perf_counter() - flight.posted_at
-            flight.report = FlightReport(int(flight.lengths.sum()), len(flight.lengths), 0.0, elapsed)
-        return flight.report
+            if transfer.notification:
+                target.deliver(self.endpoint_name, transfer.notification)
+            elapsed = time.perf_counter() - transfer.posted_at
+            lengths = transfer.copies.lengths
+            transfer.report = TransferReport(int(lengths.sum()), len(lengths), 0.0, elapsed)
+        return transfer.report
 
-    def release(self, flight: Flight) -> None:
+    def release(self, transfer: TransferHandle) -> None:
         pass
 
     def notify(self, peer: str, notification: bytes) -> None:
         self._alive(self._connection(peer)).deliver(self.endpoint_name, notification)
 
     def deliver(self, sender: str, notification: bytes) -> None:
-        """Takes a notification from another transport of the network."""
+        """Receives a notification from another transport of the network."""
         with self._lock:
             self._notifications.append((sender, notification))
 
@@ -216,14 +212,3 @@ class InProcessTransport(Transport):
             self._closed = True
             self._network.leave(self)
             self._connections.clear()
-
-
-def _expand(prepared: PreparedList, indices: DescriptorIndices) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Addresses and lengths of the selected descriptors."""
-    rows: RowArray = prepared.handle
-    if indices.min() < 0 or indices.max() >= prepared.count:
-        raise TransportError(f"descriptor indices [{indices.min()}, {indices.max()}] exceed a list of {prepared.count}")
-    starts = np.concatenate([[0], np.cumsum(rows[:, 4])]).astype(np.int64)
-    row = np.searchsorted(starts, indices, side="right") - 1
-    element = (indices - starts[row]).astype(np.uint64)
-    return rows[row, 0] + element * rows[row, 3], rows[row, 1]

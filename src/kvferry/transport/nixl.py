@@ -30,10 +30,10 @@ from kvferry.errors import (
 from kvferry.layout import Device, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.transport.base import (
-    Flight,
-    FlightReport,
     PeerMetadata,
     PreparedList,
+    TransferHandle,
+    TransferReport,
     Transport,
     check_lists,
     check_range,
@@ -47,7 +47,7 @@ BINDINGS = ("nixl_cu13._bindings", "nixl_cu12._bindings", "nixl._bindings")
 
 
 def load_bindings() -> ModuleType:
-    """NIXL's bindings.
+    """Imports NIXL's bindings.
 
     Raises:
         TransportUnavailableError: if no wheel of NIXL is installed, saying how to install one.
@@ -59,12 +59,12 @@ def load_bindings() -> ModuleType:
         except ImportError as error:
             problems.append(f"{name}: {error}")
     raise TransportUnavailableError(
-        "NIXL is not installed: pip install 'kvferry[nixl]' (CUDA 13 and machines without CUDA) or "
-        f"'kvferry[nixl-cu12]' ({'; '.join(problems)})"
+        "NIXL is not installed: pip install nixl-cu13 (CUDA 13 and machines without CUDA) or nixl-cu12, after the "
+        f"torch that you want, or they bring the newest along ({'; '.join(problems)})"
     )
 
 
-class _NixlFlight(Flight):
+class _NixlHandle(TransferHandle):
     """A posted transfer request."""
 
     __slots__ = ("handle", "peer", "problem", "report")
@@ -72,7 +72,7 @@ class _NixlFlight(Flight):
     def __init__(self, handle: int, peer: str) -> None:
         self.handle = handle
         self.peer = peer
-        self.report: FlightReport | None = None
+        self.report: TransferReport | None = None
         self.problem: Exception | None = None
 
 
@@ -90,12 +90,14 @@ class NixlTransport(Transport):
         progress_delay_us: int = 50_000,
         only_writes: bool = False,
     ) -> None:
-        """Args:
-        endpoint_name: the agent's name, unique among all endpoints and new at every start.
-        backend: NIXL's backend.
-        backend_parameters: as the backend knows them, such as num_threads for UCX.
-        progress_delay_us: the longest that the progress thread sleeps, in microseconds.
-        only_writes: whether peers never write to this endpoint, which then goes without that thread.
+        """Starts a NIXL agent with one backend.
+
+        Args:
+            endpoint_name: the agent's name, unique among all endpoints and new at every start.
+            backend: NIXL's backend.
+            backend_parameters: the backend's own parameters, such as num_threads for UCX.
+            progress_delay_us: the longest that the progress thread sleeps, in microseconds.
+            only_writes: whether peers never write to this endpoint, which then goes without that thread.
 
         Raises:
             TransportUnavailableError: if NIXL or the backend is missing.
@@ -128,7 +130,7 @@ class NixlTransport(Transport):
 
     @contextlib.contextmanager
     def _translated(self, what: str, peer: str | None = None) -> Iterator[None]:
-        """Turns NIXL's exceptions into ours; NIXL says only a code, so that `what` says what was being done."""
+        """Turns NIXL's exceptions into ours. They have only a code, so that `what` must describe the operation."""
         nixl = self._nixl
         try:
             yield
@@ -245,7 +247,7 @@ class NixlTransport(Transport):
         remote: PreparedList,
         remote_indices: DescriptorIndices,
         notification: bytes,
-    ) -> Flight:
+    ) -> TransferHandle:
         peer = peer_written_to(local, remote)
         with self._lock:
             check_lists(local, remote, self._lists)  # NIXL would follow the pointer of a released one
@@ -262,7 +264,7 @@ class NixlTransport(Transport):
             )
             return self._start(handle, peer, notification)
 
-    def write(self, source: Region, peer: str, address: int, notification: bytes) -> Flight:
+    def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
         with self._lock:
             metadata = self._peers.get(peer)
         if metadata is None:
@@ -282,8 +284,8 @@ class NixlTransport(Transport):
             )
             return self._start(handle, peer, notification)
 
-    def _start(self, handle: int, peer: str, notification: bytes) -> _NixlFlight:
-        flight = _NixlFlight(handle, peer)
+    def _start(self, handle: int, peer: str, notification: bytes) -> _NixlHandle:
+        transfer = _NixlHandle(handle, peer)
         with self._progress:
             try:
                 self._is_done(self._agent.postXferReq(handle, notification), peer)
@@ -291,35 +293,35 @@ class NixlTransport(Transport):
                 self._agent.releaseXferReq(handle)
                 raise
             try:
-                # Before somebody else has the lock, and may keep it long: the notification leaves now.
-                self._look(flight)
-            except Exception as error:  # it was posted: whoever polls is told
-                flight.problem = error
-        return flight
+                # Before another thread takes the lock, perhaps for long: the notification leaves now.
+                self._look(transfer)
+            except Exception as error:  # it was posted: `poll` raises this
+                transfer.problem = error
+        return transfer
 
-    def poll(self, flight: Flight) -> FlightReport | None:
-        assert isinstance(flight, _NixlFlight)
-        if flight.problem is not None:
-            problem, flight.problem = flight.problem, None
+    def poll(self, transfer: TransferHandle) -> TransferReport | None:
+        assert isinstance(transfer, _NixlHandle)
+        if transfer.problem is not None:
+            problem, transfer.problem = transfer.problem, None
             raise problem
-        if flight.report is None:
+        if transfer.report is None:
             with self._progress:
-                self._look(flight)
-        return flight.report
+                self._look(transfer)
+        return transfer.report
 
-    def _look(self, flight: _NixlFlight) -> None:
-        """Makes progress, and takes the report of a write that is through. Raises as `poll` does."""
+    def _look(self, transfer: _NixlHandle) -> None:
+        """Makes progress, and takes the report of a write that has ended. Raises as `poll` does."""
         try:
-            if not self._is_done(self._agent.getXferStatus(flight.handle), flight.peer):
+            if not self._is_done(self._agent.getXferStatus(transfer.handle), transfer.peer):
                 return
-            telemetry = self._agent.getXferTelemetry(flight.handle)
+            telemetry = self._agent.getXferTelemetry(transfer.handle)
         except self._nixl.nixlNotFoundError as error:
             # NIXL forgot the peer, not the write, which may go on: this must not pass for an end.
-            raise RuntimeError(f"a write to {flight.peer} is not known to NIXL any more, and may go on") from error
-        except Exception as error:  # rather than around all of it: looking happens many times for every write
-            with self._translated(f"writing to {flight.peer}", flight.peer):
+            raise RuntimeError(f"a write to {transfer.peer} is not known to NIXL any more, and may go on") from error
+        except Exception as error:  # translated here, not around all of it: this runs many times for every write
+            with self._translated(f"writing to {transfer.peer}", transfer.peer):
                 raise error
-        flight.report = FlightReport(
+        transfer.report = TransferReport(
             total_bytes=telemetry.totalBytes,
             descriptors=telemetry.descCount,
             post_s=_seconds(telemetry.postDuration),
@@ -327,17 +329,17 @@ class NixlTransport(Transport):
         )
 
     def _is_done(self, status: Any, peer: str) -> bool:
-        """Whether a write is through. NIXL raises for failures, but may also return them."""
+        """Returns whether a write has ended. NIXL raises for failures, but may also return them."""
         if status == self._in_progress:
             return False
         if status == self._success:
             return True
         raise TransportError(f"the write to {peer} ended with status {status}")
 
-    def release(self, flight: Flight) -> None:
-        assert isinstance(flight, _NixlFlight)
-        with self._translated(f"releasing a write to {flight.peer}", flight.peer):
-            self._agent.releaseXferReq(flight.handle)
+    def release(self, transfer: TransferHandle) -> None:
+        assert isinstance(transfer, _NixlHandle)
+        with self._translated(f"releasing a write to {transfer.peer}", transfer.peer):
+            self._agent.releaseXferReq(transfer.handle)
 
     def notify(self, peer: str, notification: bytes) -> None:
         with self._lock:
@@ -348,7 +350,7 @@ class NixlTransport(Transport):
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         if not self._progress.acquire(blocking=False):
-            return []  # whoever has it makes progress; the next call takes what came
+            return []  # another thread makes progress; the next call takes what came
         try:
             received = self._agent.getNotifs({}, [self._backend])
         finally:
@@ -369,5 +371,5 @@ class NixlTransport(Transport):
 
 
 def _seconds(duration: Any) -> float:
-    """NIXL's telemetry counts microseconds, as a number or a timedelta depending on its version."""
+    """Converts NIXL's telemetry, which is microseconds or a timedelta depending on its version."""
     return duration.total_seconds() if hasattr(duration, "total_seconds") else float(duration) * 1e-6

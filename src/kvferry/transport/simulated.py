@@ -1,8 +1,8 @@
-"""A transport that is as bad as a real one may be, for the simulation: what is on its way moves when somebody says so.
+"""A transport as bad as a real one may be, for the simulation, which decides when what is on its way moves.
 
 The contract is kept to the letter and not beyond. Bytes land piece by piece in any order, are read only when they land,
 and go on landing after the writer was frozen, or for a moment after it was killed. Notifications come late, in any
-order and more than once. A write may fail half done. Nothing fences: whoever closes or forgets a peer stops no write.
+order and more than once. A write may fail half done. Nothing fences: closing or forgetting a peer stops no write.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.errors import PeerDisconnectedError, RegistrationError, TransportError
+from kvferry.errors import PeerDisconnectedError, RegistrationError
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.transport.base import (
-    Flight,
-    FlightReport,
     PeerMetadata,
     PreparedList,
+    TransferHandle,
+    TransferReport,
     Transport,
-    check_counts,
     check_lists,
     check_range,
     check_rows,
     check_same_device,
     peer_written_to,
 )
+from kvferry.transport.copies import copies_between
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Piece:
     """Bytes that land at once.
 
     Attributes:
-        source, destination: addresses.
+        source: the address that it is read from.
+        destination: the address that it is written to.
     """
 
     source: int
@@ -43,11 +44,12 @@ class Piece:
     num_bytes: int
 
 
-class SimulatedFlight(Flight):
+class SimulatedHandle(TransferHandle):
     """A write on its way.
 
     Attributes:
-        source, target: the two transports.
+        source: the transport that writes.
+        target: the transport whose memory is written.
         left: pieces that have not landed.
         notification: what the target gets at the end.
         problem: why it failed, once it has.
@@ -75,14 +77,14 @@ class SimulatedFlight(Flight):
         self.notification = notification
         self.problem: Exception | None = None
         self.has_ended = False
-        self.is_known = False  # whether the writer was told of the end
+        self.is_known = False  # whether `poll` has reported the end
         self._total_bytes = sum(piece.num_bytes for piece in pieces)
         self._descriptors = len(pieces)
 
     @property
-    def report(self) -> FlightReport:
-        """What is said of it in the end."""
-        return FlightReport(self._total_bytes, self._descriptors, 0.0, 0.0)
+    def report(self) -> TransferReport:
+        """The report that `poll` returns once the write has ended."""
+        return TransferReport(self._total_bytes, self._descriptors, 0.0, 0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,49 +106,50 @@ class SimulatedWire:
 
     Attributes:
         members: transports by name.
-        flights: writes that have not ended.
+        transfers: writes that have not ended.
         notifications: those that have not arrived.
         on_piece: called with every piece that is about to land, and its write.
-        fails_to: asked before a write is posted or a peer connected; an exception makes that fail.
-        breaches: what was done that the contract forbids.
+        fails_to: called before a write is posted, a peer connected or a notification sent, which fails with the
+            exception that it returns, if any.
+        breaches: what a transport's user did that the contract forbids, in words.
     """
 
-    on_piece: Callable[[SimulatedFlight, Piece], None]
+    on_piece: Callable[[SimulatedHandle, Piece], None]
     fails_to: Callable[[str], Exception | None]
     members: dict[str, SimulatedTransport] = field(default_factory=dict)
-    flights: list[SimulatedFlight] = field(default_factory=list)
+    transfers: list[SimulatedHandle] = field(default_factory=list)
     notifications: list[Notification] = field(default_factory=list)
     breaches: list[str] = field(default_factory=list)
 
     def reaches(self, transport: SimulatedTransport) -> bool:
-        """Whether no other transport has taken its name."""
+        """Returns whether a transport can be reached: no other one has taken its name."""
         return self.members.get(transport.endpoint_name) is transport
 
-    def land(self, flight: SimulatedFlight, index: int) -> None:
+    def land(self, transfer: SimulatedHandle, index: int) -> None:
         """Lets one piece land; the last one ends the write."""
-        piece = flight.left.pop(index)
-        if flight.target.is_mapped:
-            self.on_piece(flight, piece)
+        piece = transfer.left.pop(index)
+        if transfer.target.is_mapped:
+            self.on_piece(transfer, piece)
             ctypes.memmove(piece.destination, piece.source, piece.num_bytes)
-        if not flight.left:
-            self._end(flight)
+        if not transfer.left:
+            self._end(transfer)
 
-    def fail(self, flight: SimulatedFlight, problem: Exception | None) -> None:
+    def fail(self, transfer: SimulatedHandle, problem: Exception | None) -> None:
         """Ends a write as it is.
 
         Args:
-            problem: what its writer is told; None if that is dead.
+            problem: the exception that its writer's `poll` raises; None if the writer is dead.
         """
-        flight.problem = problem
-        flight.left.clear()
-        self._end(flight)
+        transfer.problem = problem
+        transfer.left.clear()
+        self._end(transfer)
 
-    def _end(self, flight: SimulatedFlight) -> None:
-        flight.has_ended = True
-        self.flights.remove(flight)
+    def _end(self, transfer: SimulatedHandle) -> None:
+        transfer.has_ended = True
+        self.transfers.remove(transfer)
 
     def deliver(self, notification: Notification) -> None:
-        """Hands a notification over, and keeps nothing of it."""
+        """Delivers a notification, and takes it off the wire."""
         self.notifications.remove(notification)
         if notification.target.is_mapped:
             notification.target.arrived.append((notification.sender, notification.data))
@@ -156,15 +159,18 @@ class SimulatedTransport(Transport):
     """Moves bytes over a simulated wire.
 
     Attributes:
-        arrived: notifications that nobody has taken.
-        is_mapped: whether the process that it belongs to has its memory still: not so once it is dead.
+        arrived: notifications that were not taken yet.
+        is_mapped: whether its process still has its memory: not so once the process is dead.
     """
 
     name = "simulated"
 
     def __init__(self, wire: SimulatedWire, endpoint_name: str) -> None:
-        """Args:
-        endpoint_name: unique among all that the wire ever had.
+        """Joins a wire.
+
+        Args:
+            wire: what connects the transports.
+            endpoint_name: a name that no other transport of the wire ever had.
         """
         self.endpoint_name = endpoint_name
         self.arrived: deque[tuple[str, bytes]] = deque()
@@ -196,7 +202,7 @@ class SimulatedTransport(Transport):
         return peer.name
 
     def disconnect(self, peer: str) -> None:
-        if any(flight.source is self and flight.target.endpoint_name == peer for flight in self._wire.flights):
+        if any(transfer.source is self and transfer.target.endpoint_name == peer for transfer in self._wire.transfers):
             self._wire.breaches.append(f"{self.endpoint_name} forgets {peer}, to which it still writes")
         self._peers.pop(peer, None)
         self._lists.pop(peer, None)
@@ -212,7 +218,7 @@ class SimulatedTransport(Transport):
         else:
             metadata, _ = self._target(peer)
             check_rows(rows, metadata.regions, metadata.device, owner=peer)
-        prepared = PreparedList(peer, _expanded(rows), len(rows), int(rows[:, 4].sum()))
+        prepared = PreparedList(peer, rows.copy(), len(rows), int(rows[:, 4].sum()))
         self._lists.setdefault(peer, set()).add(prepared)
         return prepared
 
@@ -228,17 +234,14 @@ class SimulatedTransport(Transport):
         remote: PreparedList,
         remote_indices: DescriptorIndices,
         notification: bytes,
-    ) -> Flight:
+    ) -> TransferHandle:
         _, target = self._target(peer_written_to(local, remote))
         check_lists(local, remote, self._lists)
-        check_counts(local_indices, remote_indices)
-        here, there = _selected(local, local_indices), _selected(remote, remote_indices)
-        if any(mine[1] != theirs[1] for mine, theirs in zip(here, there, strict=True)):
-            raise TransportError("local and remote descriptors differ in length")
-        pieces = [Piece(mine[0], theirs[0], mine[1]) for mine, theirs in zip(here, there, strict=True)]
+        copies = copies_between(local, local_indices, remote, remote_indices)
+        pieces = [Piece(*copy) for copy in zip(*(each.tolist() for each in copies), strict=True)]
         return self._start(target, pieces, notification)
 
-    def write(self, source: Region, peer: str, address: int, notification: bytes) -> Flight:
+    def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
         metadata, target = self._target(peer)
         check_range(source, self._regions, owner="this endpoint")
         check_range(Region(address, source.length), metadata.regions, owner=peer)
@@ -248,33 +251,35 @@ class SimulatedTransport(Transport):
             pieces.append(Piece(source.address, address, half))
         return self._start(target, pieces, notification)
 
-    def _start(self, target: SimulatedTransport, pieces: list[Piece], notification: bytes) -> SimulatedFlight:
+    def _start(self, target: SimulatedTransport, pieces: list[Piece], notification: bytes) -> SimulatedHandle:
         problem = self._wire.fails_to("post")
         if problem is not None:
             raise problem
         if not target.is_mapped or not self._wire.reaches(target):
             raise PeerDisconnectedError(f"{target.endpoint_name} is dead, or was started anew: connect again")
-        flight = SimulatedFlight(self, target, pieces, notification)
-        self._wire.flights.append(flight)
-        return flight
+        transfer = SimulatedHandle(self, target, pieces, notification)
+        self._wire.transfers.append(transfer)
+        return transfer
 
-    def poll(self, flight: Flight) -> FlightReport | None:
-        assert isinstance(flight, SimulatedFlight)
-        if not flight.has_ended and not self._wire.reaches(flight.target):
-            self._wire.fail(flight, PeerDisconnectedError(f"{flight.target.endpoint_name} was started anew"))
-        if not flight.has_ended:
+    def poll(self, transfer: TransferHandle) -> TransferReport | None:
+        assert isinstance(transfer, SimulatedHandle)
+        if not transfer.has_ended and not self._wire.reaches(transfer.target):
+            self._wire.fail(transfer, PeerDisconnectedError(f"{transfer.target.endpoint_name} was started anew"))
+        if not transfer.has_ended:
             return None
-        if flight.problem is not None:
-            raise flight.problem
-        if not flight.is_known:
-            flight.is_known = True
-            if flight.notification:
-                self._wire.notifications.append(Notification(self.endpoint_name, flight.target, flight.notification))
-        return flight.report
+        if transfer.problem is not None:
+            raise transfer.problem
+        if not transfer.is_known:
+            transfer.is_known = True
+            if transfer.notification:
+                self._wire.notifications.append(
+                    Notification(self.endpoint_name, transfer.target, transfer.notification)
+                )
+        return transfer.report
 
-    def release(self, flight: Flight) -> None:
-        assert isinstance(flight, SimulatedFlight)
-        if not flight.has_ended:
+    def release(self, transfer: TransferHandle) -> None:
+        assert isinstance(transfer, SimulatedHandle)
+        if not transfer.has_ended:
             self._wire.breaches.append(f"{self.endpoint_name} releases a write that is on its way")
 
     def notify(self, peer: str, notification: bytes) -> None:
@@ -292,21 +297,3 @@ class SimulatedTransport(Transport):
     def close(self) -> None:
         self._peers.clear()
         self._lists.clear()
-
-
-def _selected(prepared: PreparedList, indices: DescriptorIndices) -> list[tuple[int, int]]:
-    """Address and length of the descriptors that are selected.
-
-    Raises:
-        TransportError: if there is no such descriptor.
-    """
-    if int(indices.min()) < 0 or int(indices.max()) >= prepared.count:
-        raise TransportError(f"descriptors {indices.min()} to {indices.max()} of {prepared.count} were selected")
-    return [prepared.handle[index] for index in indices.tolist()]
-
-
-def _expanded(rows: RowArray) -> list[tuple[int, int]]:
-    """Address and length of every descriptor."""
-    return [
-        (first + index * stride, length) for first, length, _, stride, count in rows.tolist() for index in range(count)
-    ]

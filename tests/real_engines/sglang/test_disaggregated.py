@@ -14,7 +14,7 @@ from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import EngineProcess, Output, Shape, disaggregated
 from tests.real_engines.sglang.tampering import Tampering
 
-from kvferry.engines.deployment.supervision import free_ports
+from kvferry.applications.up.supervision import free_ports
 
 pytestmark = pytest.mark.timeout(600)
 

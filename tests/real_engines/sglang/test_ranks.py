@@ -19,9 +19,9 @@ from tests.real_engines.sglang.crossings import WAIT_S, Members, Request, wait
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
 
 from kvferry import InProcessNetwork
+from kvferry.applications.up.supervision import free_ports, refuse_taken
 from kvferry.endpoint import decode as decode_module
 from kvferry.endpoint import prefill as prefill_module
-from kvferry.engines.deployment.supervision import free_ports, refuse_taken
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 from kvferry.transport.inprocess import InProcessTransport
 
@@ -134,11 +134,11 @@ def test_what_is_early_waits_for_what_the_device_has_done(pair: Pair):
     (sender,) = request.senders
     pages = request.source[0]
     sender.init(len(pages), request.aux_index)
-    early = pages[:3]
+    pending = pages[:3]
     for rank in pair.prefill.ranks:
-        rank.kv[0][0][early] = 0  # the device has not written it yet
+        rank.kv[0][0][pending] = 0  # the device has not written it yet
     sender._early_send_wait_event = object()
-    sender.send(np.array(early, np.int32))
+    sender.send(np.array(pending, np.int32))
     time.sleep(0.2)
     assert sender.poll() == KVPoll.WaitingForInput
     for rank in pair.prefill.ranks:

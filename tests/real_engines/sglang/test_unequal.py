@@ -9,7 +9,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from tests.real_engines.sglang.crossings import wait
 from tests.real_engines.sglang.processes import START_S, RankProcess
 
-from kvferry.engines.deployment.supervision import free_ports
+from kvferry.applications.up.supervision import free_ports
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 
 pytestmark = pytest.mark.timeout(300)

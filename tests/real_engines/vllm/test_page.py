@@ -63,7 +63,7 @@ def test_the_page_works_as_it_is(clone: Path):
     assert events[-1] == "[DONE]", answers.stdout
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]).strip()
     health = json.loads(answers.stdout.splitlines()[-1])
-    assert [each["is_well"] for each in (*health["prefill"], *health["decode"])] == [True, True, True]
+    assert [each["is_healthy"] for each in (*health["prefill"], *health["decode"])] == [True, True, True]
     assert terminal.wait(120) == 0
     _, alive = psutil.wait_procs(everybody, timeout=10)
     assert not alive

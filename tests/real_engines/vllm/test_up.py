@@ -18,7 +18,7 @@ import pytest
 from examples.tiny_model import write
 from tests.real_engines.vllm.engine import ENVIRONMENT
 
-from kvferry.engines.deployment.supervision import free_ports
+from kvferry.applications.up.supervision import free_ports
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -101,7 +101,7 @@ def test_a_prefill_server_that_is_killed_costs_a_retry_and_comes_back(deployment
         assert answer.json()["choices"][0]["text"] == expected
     assert deployment.health()["retries"] - before <= 1
     deadline = time.monotonic() + READY_S
-    while not all(each["is_well"] for each in deployment.health()["prefill"]):
+    while not all(each["is_healthy"] for each in deployment.health()["prefill"]):
         assert time.monotonic() < deadline, "it did not come back"
         time.sleep(0.5)
     for _ in range(4):

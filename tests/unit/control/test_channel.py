@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
+from tests.support.waiting import PATIENCE_S
 
 from kvferry.control.channel import ConnectedChannel, ListeningChannel
 from kvferry.control.credentials import Credentials, KeyPair
@@ -16,7 +17,6 @@ from kvferry.errors import SettingsError
 
 FRIENDS = Credentials.derived_from("the secret of this test")
 STRANGERS = Credentials.derived_from("another secret than that")
-WITHIN_S = 10.0
 REFUSED_FOR_S = 1.0
 """How long a stranger tries: a friend is in after a few milliseconds."""
 
@@ -74,9 +74,9 @@ def test_two_with_the_same_secret_talk(listen, connect):
     prefill = listen(FRIENDS)
     decode = connect(prefill, FRIENDS)
     decode.send(b"question")
-    assert received(prefill, WITHIN_S) == [("decode", b"question")]
+    assert received(prefill, PATIENCE_S) == [("decode", b"question")]
     prefill.send("decode", b"answer")
-    assert decode.socket.poll(WITHIN_S * 1000)
+    assert decode.socket.poll(PATIENCE_S * 1000)
     assert decode.receive() == [b"answer"]
 
 
@@ -94,10 +94,8 @@ def test_nobody_else_says_or_hears_anything(listen, connect, stranger: Credentia
     outside, friend = connect(prefill, stranger, "stranger"), connect(prefill, FRIENDS)
     outside.send(b"question")
     friend.send(b"question")
-    deadline, heard = time.monotonic() + REFUSED_FOR_S, []
-    while time.monotonic() < deadline:
-        heard += received(prefill, 0.05)
-    assert heard == [("decode", b"question")]
+    assert received(prefill, PATIENCE_S) == [("decode", b"question")]
+    assert received(prefill, REFUSED_FOR_S) == []
     with pytest.raises(Exception, match="no connection to stranger"):
         prefill.send("stranger", b"answer")
     assert outside.receive() == []
@@ -120,7 +118,7 @@ def test_nobody_comes_in_if_nobody_answers_for_them(context, listen, connect):
     deadline = time.monotonic() + REFUSED_FOR_S
     while time.monotonic() < deadline:
         assert not prefill.socket.poll(50)  # without `receive`, which answers
-    assert received(prefill, WITHIN_S) == [("decode", b"question")]
+    assert received(prefill, PATIENCE_S) == [("decode", b"question")]
     prefill._doorkeeper.socket.close()
     connect(prefill, FRIENDS, "late").send(b"question")
     assert not prefill.socket.poll(REFUSED_FOR_S * 1000)
@@ -143,12 +141,9 @@ def test_a_sender_whose_name_could_not_stand_in_a_log_is_dropped(listen, connect
         stranger.connect(f"tcp://127.0.0.1:{prefill.port}")
         stranger.send(b"question")
         friend = connect(prefill, None)
-        deadline = time.monotonic() + REFUSED_FOR_S / 2
-        heard = []
         friend.send(b"question")
-        while time.monotonic() < deadline:
-            heard += received(prefill, 0.05)
-    assert heard == [("decode", b"question")]
+        assert received(prefill, PATIENCE_S) == [("decode", b"question")]
+        assert received(prefill, REFUSED_FOR_S / 2) == []
 
 
 def test_a_port_that_is_taken_leaves_nothing_behind(context):
@@ -163,7 +158,7 @@ def test_a_decode_rank_reaches_more_prefill_ranks_than_zmq_allows_by_itself():
     end = ZmqConnectingEnd("decode-0")
     try:
         for number in range(400):
-            end.connect(f"tcp://127.0.0.1:{20_000 + number}")
+            end.connect(f"tcp://127.0.{number // 200}.{1 + number % 200}:9")  # where nobody listens
     finally:
         for connection in list(set(end._connections.values())):
             end.disconnect(connection)
@@ -175,12 +170,12 @@ def test_what_a_closed_connection_had_left_takes_nothing_from_the_next(listen, c
     prefill = listen(None)
     old, new = connect(prefill, None, number=1), connect(prefill, None, number=2)
     new.send(b"question")
-    assert received(prefill, WITHIN_S) == [("decode", b"question")]
+    assert received(prefill, PATIENCE_S) == [("decode", b"question")]
     old.send(b"left over")
-    assert received(prefill, WITHIN_S) == [("decode", b"left over")]
+    assert received(prefill, PATIENCE_S) == [("decode", b"left over")]
     for number in range(3):
         new.send(b"again %d" % number)
-        assert received(prefill, WITHIN_S) == [("decode", b"again %d" % number)]
+        assert received(prefill, PATIENCE_S) == [("decode", b"again %d" % number)]
         prefill.send("decode", b"answer")
-        assert new.socket.poll(WITHIN_S * 1000)
+        assert new.socket.poll(PATIENCE_S * 1000)
         assert new.receive() == [b"answer"]

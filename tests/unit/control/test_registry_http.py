@@ -8,16 +8,17 @@ import logging
 import re
 import signal
 import socket
-import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from tests.support.ports import held_port
+from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry._version import __version__
 from kvferry.control.registry_app import registry_app
@@ -45,13 +46,6 @@ def rank(tp_rank: int = 0, tp_size: int = 2, incarnation: str = "first", **chang
         "protocol_version": 1,
     }
     return RankRegistration(**{**fields, **changes})
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"within {timeout_s} s it did not happen that {what}"
-        time.sleep(0.01)
 
 
 def live_ranks(client: RegistryClient, engine: str = "prefill") -> list[int]:
@@ -86,9 +80,10 @@ def client(server: RegistryServer) -> Iterator[RegistryClient]:
 
 
 @pytest.fixture
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+def unused_port() -> Iterator[int]:
+    """Nobody listens there, and nobody else is given it meanwhile."""
+    with held_port() as port:
+        yield port
 
 
 def answering(answer: bytes) -> Any:
@@ -114,7 +109,7 @@ def answering(answer: bytes) -> Any:
         def __exit__(self, *_: object) -> None:
             self.listener.shutdown(socket.SHUT_RDWR)
             self.listener.close()
-            self.thread.join(5)
+            self.thread.join()
 
     return Answering()
 
@@ -152,17 +147,16 @@ class TestServerAndClient:
     def test_health_says_versions_and_uptime(self, client: RegistryClient):
         first, second = client.health(), client.health()
         assert (first.version, first.api_version) == (__version__, API_VERSION)
-        assert 0 <= first.uptime_s <= second.uptime_s < 60
+        assert 0 <= first.uptime_s <= second.uptime_s
 
     def test_a_lease_runs_out_unless_renewed(self):
         with RegistryServer(port=0, lease_s=0.3) as server, RegistryClient(server.url) as client:
             assert client.register(rank(0)) == 0.3
-            deadline = time.monotonic() + 1.0
-            while time.monotonic() < deadline:
-                client.register(rank(1))
-                assert 1 in live_ranks(client)
-            assert live_ranks(client) == [1]
-            wait_until(lambda: live_ranks(client) == [], "the lease of rank 1 ran out")
+            eventually(
+                "that of rank 0 ran out, and not that of rank 1",
+                lambda: client.register(rank(1)) and live_ranks(client) == [1],
+            )
+            eventually("the lease of rank 1 ran out", lambda: live_ranks(client) == [])
 
     def test_a_restarted_registry_serves_a_client_that_was_connected_before(self):
         with RegistryServer(port=0) as first:
@@ -178,7 +172,7 @@ class TestServerAndClient:
 
     def test_ranks_that_register_at_the_same_time_are_all_there(self, server: RegistryServer):
         ranks = [rank(number, tp_size=64) for number in range(64)]
-        with RegistryClient(server.url, timeout_s=20) as shared, ThreadPoolExecutor(16) as threads:
+        with RegistryClient(server.url, timeout_s=PATIENCE_S) as shared, ThreadPoolExecutor(16) as threads:
             leases = list(threads.map(shared.register, ranks * 3))
             view = shared.engine("prefill")
         assert leases == [10.0] * 192
@@ -190,7 +184,7 @@ class TestServerAndClient:
         ranks = [rank(number, tp_size=4, layout_digest="ab"[number // 2]) for number in range(4)]
 
         def outcome(registration: RankRegistration) -> bool:
-            with RegistryClient(server.url, timeout_s=20) as own:
+            with RegistryClient(server.url, timeout_s=PATIENCE_S) as own:
                 try:
                     own.register(registration)
                 except RegistrationRefusedError:
@@ -203,14 +197,12 @@ class TestServerAndClient:
         with RegistryClient(server.url) as client:
             assert client.engine("prefill").registrations == tuple(accepted)
 
-    def test_an_answer_does_not_wait_for_a_delayed_acknowledgement(self, client: RegistryClient):
-        durations = []
-        for _ in range(41):
-            started_at = time.perf_counter()
-            client.register(rank(0))
-            durations.append(time.perf_counter() - started_at)
-        # It takes 1 to 2 ms; with Nagle's algorithm at work it took 44 ms.
-        assert statistics.median(durations) < 0.03
+    def test_an_answer_does_not_wait_for_a_delayed_acknowledgement(self):
+        """It takes 1 to 2 ms (`benchmarks/registry.py`); with Nagle's algorithm at work it took 44."""
+        with RegistryServer(port=0)._listen() as listener, socket.create_connection(listener.getsockname()):
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     def test_every_accepted_engine_name_survives_the_url(self, client: RegistryClient):
         for name in ("a", "10.0.0.1:30000", "a..b", "a@b-c_d.e", "x" * 128):
@@ -301,7 +293,7 @@ class TestServer:
             assert str(LARGEST_BODY_BYTES) in message
 
     def test_a_declared_size_is_refused_before_the_body_is_sent(self, shared_server: RegistryServer):
-        with socket.create_connection(shared_server.address, timeout=10) as connection:
+        with socket.create_connection(shared_server.address, timeout=PATIENCE_S) as connection:
             connection.sendall(
                 b"PUT /v1/engines/prefill/ranks/0 HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999\r\n\r\n"
             )
@@ -320,7 +312,7 @@ class TestServer:
         assert "GET" in post.headers["allow"]
 
     def test_bytes_that_are_no_http_leave_the_server_serving(self, server: RegistryServer, client: RegistryClient):
-        with socket.create_connection(server.address, timeout=10) as connection:
+        with socket.create_connection(server.address, timeout=PATIENCE_S) as connection:
             connection.sendall(b"\x00\x01garbage\r\n\r\n")
             assert connection.recv(65536).startswith(b"HTTP/1.1 400")
         assert client.health().version == __version__
@@ -339,7 +331,7 @@ class TestServer:
         barrier = threading.Barrier(4)
 
         def start(server: RegistryServer) -> bool:
-            barrier.wait(10)
+            barrier.wait(PATIENCE_S)
             try:
                 server.start()
             except SettingsError:
@@ -379,16 +371,16 @@ class TestServer:
         with socket.socket() as connection:
             assert connection.connect_ex(server.address) != 0
 
-    def test_close_does_not_wait_for_clients_that_dawdle(self):
+    def test_close_does_not_wait_for_clients_that_dawdle(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("kvferry.control.http_server._LONGEST_HEAD_S", 3600)
+        monkeypatch.setattr(registry_app, "__kwdefaults__", {"body_timeout_s": 3600})
         with RegistryServer(port=0) as server, RegistryClient(server.url) as client:
             client.health()
             silent = socket.create_connection(server.address)
             half = socket.create_connection(server.address)
             half.sendall(b"PUT /v1/engines/prefill/ranks/0 HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
             client.health()
-            started_at = time.monotonic()
-            server.close()
-            assert time.monotonic() - started_at < 5.0
+            server.close(PATIENCE_S)
             silent.close()
             half.close()
 
@@ -447,11 +439,11 @@ class TestClient:
     def test_a_registry_that_does_not_answer_is_given_up_in_time(self):
         with socket.create_server(("127.0.0.1", 0)) as silent:
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            with RegistryClient(url, timeout_s=0.2) as client:
-                started_at = time.monotonic()
-                with pytest.raises(RegistryUnreachableError, match="Timeout"):
-                    client.health()
-                assert time.monotonic() - started_at < 5.0
+            with (
+                RegistryClient(url, timeout_s=0.2) as client,
+                pytest.raises(RegistryUnreachableError, match="Timeout"),
+            ):
+                client.health()
 
     def test_an_answer_that_trickles_is_given_up_in_time(self):
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -479,7 +471,7 @@ class TestClient:
                     client.health()
             finally:
                 ending.set()
-                thread.join(5)
+                thread.join()
 
     def test_a_connection_that_ends_without_an_answer_is_unreachable(self):
         with (
@@ -612,12 +604,19 @@ class TestLeaseKeeper:
     def test_it_registers_renews_and_removes(self):
         problems: list[Exception] = []
         with RegistryServer(port=0, lease_s=1.0) as server, RegistryClient(server.url) as client:
+            asked = 0
+            register = client.register
+
+            def counted(registration: RankRegistration) -> float:
+                nonlocal asked
+                asked += 1
+                return register(registration)
+
+            client.register = counted  # type: ignore[method-assign]
             with LeaseKeeper(client, rank(0), problems.append) as keeper:
-                assert keeper.registered.wait(10)
-                deadline = time.monotonic() + 2.5
-                while time.monotonic() < deadline:
-                    assert live_ranks(client) == [0]
-                    assert keeper.registered.is_set()
+                eventually("it has renewed four times", lambda: asked >= 5)
+                assert live_ranks(client) == [0]
+                assert keeper.registered.is_set()
             assert live_ranks(client) == []
             assert not keeper.registered.is_set()
         assert problems == []
@@ -631,12 +630,12 @@ class TestLeaseKeeper:
             RegistryClient(first.url) as client,
             LeaseKeeper(client, rank(0), problems.append, longest_retry_s=0.2) as keeper,
         ):
-            assert keeper.registered.wait(10)
+            assert keeper.registered.wait(PATIENCE_S)
             first.close()
-            wait_until(lambda: not keeper.registered.is_set(), "the keeper gave the lease up")
-            wait_until(lambda: isinstance(keeper.last_error, RegistryUnreachableError), "the keeper said why")
+            eventually("the keeper gave the lease up", lambda: not keeper.registered.is_set())
+            eventually("the keeper said why", lambda: isinstance(keeper.last_error, RegistryUnreachableError))
             with RegistryServer(port=first.address[1], lease_s=0.6):
-                assert keeper.registered.wait(10)
+                assert keeper.registered.wait(PATIENCE_S)
                 assert live_ranks(client) == [0]
                 assert keeper.last_error is None
                 assert keeper.close()
@@ -655,10 +654,10 @@ class TestLeaseKeeper:
 
             client.register = counted  # type: ignore[method-assign]
             with LeaseKeeper(client, rank(0), problems.append, shortest_retry_s=0.02, longest_retry_s=0.1) as keeper:
-                wait_until(lambda: len(attempts) >= 8, "eight attempts were made")
+                eventually("eight attempts were made", lambda: len(attempts) >= 8)
                 assert not keeper.registered.is_set()
                 with RegistryServer(port=unused_port):
-                    assert keeper.registered.wait(10)
+                    assert keeper.registered.wait(PATIENCE_S)
                     keeper.close()
         assert len(problems) == 1
         waits = [later - earlier for earlier, later in itertools.pairwise(attempts)]
@@ -672,7 +671,7 @@ class TestLeaseKeeper:
             client.register(rank(1))
             restarted = rank(0, incarnation="second", layout_digest="other")
             with LeaseKeeper(client, restarted, problems.append, longest_retry_s=0.1) as keeper:
-                assert keeper.registered.wait(10)
+                assert keeper.registered.wait(PATIENCE_S)
                 assert client.engine("prefill").registrations == (restarted,)
         assert len(problems) == 1
         assert isinstance(problems[0], RegistrationRefusedError)
@@ -683,10 +682,10 @@ class TestLeaseKeeper:
             old = LeaseKeeper(client, rank(0, incarnation="old"), problems.append)
             new = LeaseKeeper(client, rank(0, incarnation="new"), problems.append)
             old.start()
-            assert old.registered.wait(10)
+            assert old.registered.wait(PATIENCE_S)
             new.start()
-            assert new.registered.wait(10)
-            wait_until(lambda: bool(problems), "the old start was told")
+            assert new.registered.wait(PATIENCE_S)
+            eventually("the old start was told", lambda: bool(problems))
             assert isinstance(old.last_error, RegistrationRefusedError)
             assert not old.registered.is_set()
             assert old.close()
@@ -702,9 +701,9 @@ class TestLeaseKeeper:
             RegistryClient(f"http://127.0.0.1:{unused_port}") as client,
             LeaseKeeper(client, rank(0), broken, longest_retry_s=0.1) as keeper,
         ):
-            wait_until(lambda: "the handler is broken" in caplog.text, "the handler's error was logged")
+            eventually("the handler's error was logged", lambda: "the handler is broken" in caplog.text)
             with RegistryServer(port=unused_port):
-                assert keeper.registered.wait(10)
+                assert keeper.registered.wait(PATIENCE_S)
                 keeper.close()
 
     def test_a_bug_in_a_request_does_not_end_it(self, client: RegistryClient):
@@ -718,7 +717,7 @@ class TestLeaseKeeper:
 
         client.register = buggy  # type: ignore[method-assign]
         with LeaseKeeper(client, rank(0), problems.append) as keeper:
-            assert keeper.registered.wait(10)
+            assert keeper.registered.wait(PATIENCE_S)
         assert [str(problem) for problem in problems] == ["a bug", "another"]
 
     def test_close_is_quick_when_the_registry_is_gone_and_reports_the_failed_removal(self):
@@ -728,22 +727,21 @@ class TestLeaseKeeper:
         with RegistryClient(server.url) as client:
             keeper = LeaseKeeper(client, rank(0), problems.append)
             keeper.start()
-            assert keeper.registered.wait(10)
+            assert keeper.registered.wait(PATIENCE_S)
             server.close()
-            started_at = time.monotonic()
-            assert keeper.close()
-            assert time.monotonic() - started_at < 4.0
+            assert keeper.close(PATIENCE_S)
         assert [type(problem) for problem in problems] == [RegistryUnreachableError]
 
     def test_close_gives_up_on_a_registry_that_hangs_and_the_thread_still_ends(self):
         with (
             socket.create_server(("127.0.0.1", 0)) as silent,
-            RegistryClient(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=1.0) as client,
+            RegistryClient(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=3600) as client,
         ):
             keeper = LeaseKeeper(client, rank(0), lambda problem: None)
             keeper.start()
             assert not keeper.close(timeout_s=0.05)
-            assert keeper.close(timeout_s=15)
+            silent.close()
+            assert keeper.close(PATIENCE_S)
 
     def test_it_starts_once_and_closes_twice(self, client: RegistryClient):
         keeper = LeaseKeeper(client, rank(0), lambda problem: None)
@@ -776,7 +774,7 @@ class TestLeaseKeeper:
         keepers = [LeaseKeeper(client, rank(number, 16), lambda problem: None) for number in range(16)]
         for keeper in keepers:
             keeper.start()
-        assert all(keeper.registered.wait(20) for keeper in keepers)
+        assert all(keeper.registered.wait(PATIENCE_S) for keeper in keepers)
         assert client.engine("prefill").complete
         assert all(keeper.close() for keeper in keepers)
         assert client.engines() == ()

@@ -1,35 +1,26 @@
-"""One registry for all tests of the endpoints, and engines that end with the test."""
+"""Engines that end with the test, and know one another by the registry of `kvferry.testing`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from tests.support.caches import Model, Shape
 from tests.support.engines import Engines, Requests
 
-from kvferry.control.registry_server import RegistryServer
-
 
 @pytest.fixture(scope="session")
-def registry_url() -> Iterator[str]:
-    with RegistryServer(port=0) as registry:
-        yield registry.url
+def registry_url(kvferry_registry_url: str) -> str:
+    return kvferry_registry_url
 
 
 @pytest.fixture
 def engines(registry_url: str) -> Iterator[Callable[..., Engines]]:
     """Makes `Engines` with the given settings, closed at the end of the test."""
-    made: list[Engines] = []
-
-    def make(**settings: Any) -> Engines:
-        made.append(Engines(registry_url, **settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.__exit__(None, None, None)
+    with ExitStack() as made:
+        yield lambda **settings: made.enter_context(Engines(registry_url, **settings))
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_selectors_are_made_once_for_all_chunks(attached: Attachment, monkeypatc
     unit = np.zeros(1, np.int64)
     for page in range(5):
         pages = np.array([page])
-        selected = attached.select(Unit.GRANULE, elected, [Move(0, pages, unit, pages, unit, pages)])
+        selected = attached.select(Unit.WHOLE, elected, [Move(0, pages, unit, pages, unit, pages)])
         assert selected.local_indices.tolist() == [2 * page, 20 + 2 * page, 40 + 2 * page]
         assert selected.remote_indices.tolist() == [page, 30 + page, 60 + page]
     assert len(made) == 1
@@ -94,6 +94,6 @@ def test_moves_along_several_routes_follow_each_other(attached: Attachment):
     (route,) = attached.elected(1, 0)
     first, second, fifth = np.array([0]), np.array([1]), np.array([5])
     moves = [Move(number, np.array([number]), second, fifth, first, fifth) for number in range(2)]
-    selected = attached.select(Unit.GRANULE, [route, route], moves)
+    selected = attached.select(Unit.WHOLE, [route, route], moves)
     assert selected.local_indices.tolist() == [1, 21, 41, 3, 23, 43]
     assert selected.remote_indices.tolist() == [5, 35, 65] * 2

@@ -17,7 +17,7 @@ from kvferry.plan.lowering import PageSteps
 from kvferry.plan.packing import PackedPiece, PackedSide
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.calibration import sample_starts
-from kvferry.transport import Flight, FlightReport, PreparedList
+from kvferry.transport import PreparedList, TransferHandle, TransferReport
 
 WRITE_S, DESCRIPTOR_S, LARGE_BYTES_PER_S, BULK_BYTES_PER_S, GATHER_BYTES_PER_S = 30e-6, 2e-6, 8e9, 20e9, 5e9
 HOST = Device()
@@ -52,35 +52,35 @@ class Clockwork:
     def release_list(self, prepared: PreparedList) -> None:
         pass
 
-    def write(self, source: Region, peer: str, address: int, notification: bytes) -> Flight:
+    def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
         return self._flight(WRITE_S + source.length / BULK_BYTES_PER_S)
 
-    def post(self, local: Any, here: Any, remote: Any, there: Any, notification: bytes) -> Flight:
+    def post(self, local: Any, here: Any, remote: Any, there: Any, notification: bytes) -> TransferHandle:
         assert len(here) == len(there)
         assert int(here.max()) < local.count
         assert int(there.max()) < remote.count
         length = int(local.handle[0, 1])
         return self._flight(WRITE_S + len(here) * (DESCRIPTOR_S + length / LARGE_BYTES_PER_S))
 
-    def _flight(self, seconds: float) -> Flight:
+    def _flight(self, seconds: float) -> TransferHandle:
         self.written += 1
         seconds += self.first_s if self.written == 1 else 0
-        flight = _Flying(0.0)
+        transfer = _Flying(0.0)
         if self.is_synchronous:
             self.clock.spend(seconds)
         else:
-            flight.until = self.clock.now + seconds
-        return flight
+            transfer.until = self.clock.now + seconds
+        return transfer
 
-    def poll(self, flight: Any) -> FlightReport | None:
-        return FlightReport(0, 0, 0.0, 0.0) if self.clock.now >= flight.until else None
+    def poll(self, transfer: Any) -> TransferReport | None:
+        return TransferReport(0, 0, 0.0, 0.0) if self.clock.now >= transfer.until else None
 
-    def release(self, flight: Flight) -> None:
+    def release(self, transfer: TransferHandle) -> None:
         pass
 
 
 @dataclass
-class _Flying(Flight):
+class _Flying(TransferHandle):
     until: float
 
 

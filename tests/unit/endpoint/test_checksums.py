@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tests.support.caches import Model, Pages, Pool, Shape
-from tests.support.engines import Engines, Request, Requests
+from tests.support.caches import Model, Shape
+from tests.support.engines import WAIT_S, Engines, Request, Requests
 from tests.support.waiting import eventually
 
 from kvferry import (
@@ -46,6 +46,8 @@ from kvferry.protocol.credits import Span
 from kvferry.protocol.messages import ChunkArrived, StagedArrived, decode_notification
 from kvferry.staging import resources
 from kvferry.staging.digests import verify_chunk, verify_segment
+from kvferry.testing.places import Pages
+from kvferry.testing.pools import Pool
 
 pytest.importorskip("torch")
 
@@ -73,6 +75,7 @@ HYBRID = Model(layers=3, heads=4, head_dim=2, window_tokens=9, has_state=True, d
 PACKED = Model(layers=2, heads=4, head_dim=2, is_packed=True, dtype="uint8")
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize(
     ("model", "prefill", "decode"),
     [
@@ -89,8 +92,8 @@ PACKED = Model(layers=2, heads=4, head_dim=2, is_packed=True, dtype="uint8")
         pytest.param(LATENT, Shape(tp=3), Shape(page_tokens=6), id="latent"),
         pytest.param(HYBRID, Shape(tp=2, pp=2, stages=(1, 2)), Shape(page_tokens=6), id="windows-and-state"),
         pytest.param(PACKED, Shape(tp=2), Shape(), id="packed"),
-        pytest.param(ATTENTION, Shape(dealing=interleaved(2)), Shape(tp=2), id="cp2-to-tp2"),
-        pytest.param(ATTENTION, Shape(dealing=zigzag(2), pages=40), Shape(dealing=contiguous(2)), id="zigzag"),
+        pytest.param(ATTENTION, Shape(partition=interleaved(2)), Shape(tp=2), id="cp2-to-tp2"),
+        pytest.param(ATTENTION, Shape(partition=zigzag(2), pages=40), Shape(partition=contiguous(2)), id="zigzag"),
         pytest.param(ATTENTION, Shape(is_aliased=True, pages=40), Shape(is_aliased=True, pages=40), id="aliased"),
     ],
 )
@@ -212,8 +215,8 @@ def test_a_sender_that_forgets_its_digests_is_found_out(
         return message
 
     Notified(requests, monkeypatch).change = without
-    with pytest.raises(ChecksumError, match="prefill rank 0 sent no digests, which it had agreed to"):
-        submitted(requests, 1).receivers[0].wait(5)
+    with pytest.raises(ChecksumError, match="prefill rank 0 sent no digests, though they were requested"):
+        submitted(requests, 1).receivers[0].wait(WAIT_S)
 
 
 def test_digests_that_are_too_few_fail_the_room(
@@ -232,7 +235,7 @@ def test_digests_that_are_too_few_fail_the_room(
 
     Notified(requests, monkeypatch).change = fewer
     with pytest.raises(TransferFailedError, match="40 bytes of digests for 6 rows"):
-        submitted(requests, 1).receivers[0].wait(5)
+        submitted(requests, 1).receivers[0].wait(WAIT_S)
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------
@@ -282,7 +285,7 @@ class Planted:
 
 def view(pool: Pool, component: int, layer: int) -> np.ndarray:
     """Elements of a component's layer: page, token, head, dim."""
-    found: np.ndarray = pool.views[component][layer]
+    found: np.ndarray = pool.elements(pool.layout.shards[component], layer)
     return found
 
 
@@ -464,8 +467,8 @@ def test_equal_pages_with_equal_faults_do_not_cancel_out(
     requests.connect()
     request = requests.new(2, 4)
     source, pool, pages = requests.prefill.pools[0], requests.decode.pools[0], request.destination_pages[0]
-    for component, layers in enumerate(source.views):
-        for layer in range(len(layers)):
+    for component, shard in enumerate(source.layout.shards):
+        for layer in range(len(shard.addresses)):
             elements = view(source, component, layer)
             elements[request.source_pages[0][2:]] = elements[request.source_pages[0][:2]]
     for page in map(int, pages[[0, 2]]):
@@ -485,7 +488,7 @@ def test_pages_behind_a_prefix_are_named_by_their_place_in_the_request(
     requests.connect()
     request = requests.request(2, 22, prefix_tokens=6)
     kept = request.destination[0]["kv"]
-    assert kept.first_page == 1
+    assert kept.start == 1
     pool, page = requests.decode.pools[0], int(kept.pages[0])
     first = view(pool, 0, 3)[page, 2:].ctypes.data
     Planted(requests, monkeypatch, lambda: flip(pool, 0, 3, page, 3, 0, 0), at=first)
@@ -610,7 +613,7 @@ class Blocked:
 
     def _wait(self, *arguments: Any) -> None:
         self.begun.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(WAIT_S)
         self._gather(*arguments)
 
 
@@ -621,7 +624,7 @@ def test_both_sides_wait_until_digests_were_compared(
     requests.connect()
     blocked = Blocked(requests, monkeypatch)
     request = submitted(requests, 1)
-    assert blocked.begun.wait(5)
+    assert blocked.begun.wait(WAIT_S)
     other = requests.new(2)
     requests.open_decode(other)
     other.receivers[0].abort("the driver is not held up")
@@ -641,7 +644,7 @@ def test_an_abort_while_digests_are_compared_keeps_the_pages_until_they_are(
     requests.connect()
     blocked = Blocked(requests, monkeypatch)
     request = submitted(requests, 1)
-    assert blocked.begun.wait(5)
+    assert blocked.begun.wait(WAIT_S)
     (request.senders if side == "prefill" else request.receivers)[0].abort("the client went away")
     eventually("the prefill side has drained", lambda: request.senders[0].pages_reusable)
     eventually("the room has failed", lambda: request.receivers[0].state is S.FAILED)
@@ -659,19 +662,19 @@ def test_what_a_broken_connection_has_lost_is_said_again(
     requests.connect()
     endpoint = requests.prefill.endpoints[1]
     real = endpoint._room_verified
-    heard: list[messages.RoomVerified] = []
+    deduplication: list[messages.RoomVerified] = []
 
     def lose_the_first(identity: str, message: messages.RoomVerified) -> None:
-        heard.append(message)
-        if len(heard) > 1:
+        deduplication.append(message)
+        if len(deduplication) > 1:
             real(identity, message)
 
     monkeypatch.setattr(endpoint, "_room_verified", lose_the_first)
     request = submitted(requests, 1)
     request.wait()
-    assert len(heard) >= 2
+    assert len(deduplication) >= 2
     driver = requests.decode.endpoints[0]._driver
     eventually("both ranks have answered", lambda: not driver._unconfirmed)
-    count = len(heard)
+    count = len(deduplication)
     requests.run(2)
-    assert [message.room for message in heard[count:]] == [2], "what was answered is not repeated"
+    assert [message.room for message in deduplication[count:]] == [2], "what was answered is not repeated"

@@ -16,7 +16,6 @@ import pytest
 import zmq
 from tests.support.caches import Model, Shape, pool
 from tests.support.engines import WAIT_S, Engines, Request, Requests
-from tests.support.transports import FaultyTransport
 from tests.support.waiting import eventually
 
 from kvferry import (
@@ -48,6 +47,7 @@ from kvferry.errors import (
 )
 from kvferry.protocol.link import Link
 from kvferry.staging import memory
+from kvferry.testing.transports import FaultyTransport
 
 
 def is_closed(transport: FaultyTransport) -> bool:
@@ -103,13 +103,11 @@ def test_no_thread_and_no_file_stays_after_many_lives():
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_closing_in_either_order_takes_no_time(first: str):
-    prefill, decode = made()
+def test_closing_in_either_order_waits_for_nothing(first: str):
+    prefill, decode = made(close_timeout_s=3600)
     decode.connect(timeout_s=WAIT_S)
-    started = time.monotonic()
     for endpoint in (prefill, decode) if first == "prefill" else (decode, prefill):
         endpoint.close()
-    assert time.monotonic() - started < 1.5
 
 
 def test_a_rank_that_closes_leaves_the_registry(engines: Callable[..., Engines], registry_url: str):
@@ -229,20 +227,18 @@ def test_closing_returns_while_a_write_hangs_and_the_rest_is_done_when_it_ends(
     hanging: Callable[..., Hanging], caplog: pytest.LogCaptureFixture
 ):
     case = hanging()
-    early = case.requests.new(2)
-    case.requests.open_decode(early)
-    eventually("another room waits", lambda: len(case.prefill._table._early) == 1)
-    started = time.monotonic()
+    pending = case.requests.new(2)
+    case.requests.open_decode(pending)
+    eventually("another room waits", lambda: len(case.prefill._table._pending) == 1)
     with caplog.at_level(logging.ERROR):
         case.prefill.close()
-    assert time.monotonic() - started < 3
     assert "writes are still on their way, 1 rooms' too" in caplog.text
     assert not is_closed(case.transport), "memory is not taken away under a write"
     with pytest.raises(TransferFailedError, match="closed"):
         case.request.receivers[0].wait(WAIT_S)
     with pytest.raises(TransferFailedError, match="EndpointClosedError: the prefill endpoint was closed"):
-        early.receivers[0].wait(WAIT_S)
-    assert early.receivers[0].wait_pages_reusable(WAIT_S), "no write of this room was ever begun"
+        pending.receivers[0].wait(WAIT_S)
+    assert pending.receivers[0].wait_pages_reusable(WAIT_S), "no write of this room was ever begun"
     case.wait_until_not_relied_on()
     for transfer in (case.request.senders[0], case.request.receivers[0]):
         assert not transfer.pages_reusable
@@ -290,7 +286,7 @@ def test_a_decode_rank_that_was_given_up_for_its_silence_is_told_of_the_end_too(
 
 
 def test_staging_memory_comes_back_when_what_hung_has_ended(hanging: Callable[..., Hanging]):
-    """The process goes on, so that nothing but the farewell says so."""
+    """The process goes on, so that nothing but the close message says so."""
     case = hanging(path="staged", staging_ring_mib=1.0, staging_chunk_mib=0.25)
     name = case.transport.endpoint_name
     case.prefill.close()
@@ -366,12 +362,12 @@ def test_rooms_that_are_opened_and_closed_at_once_end(engines: Callable[..., Eng
         decode.close()
         for receiver in receivers:
             with pytest.raises((TransferAbortedError, TransferFailedError)):
-                receiver.wait(1)
+                receiver.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_whoever_closes_second_waits_too(pair: Callable[..., Requests], side: str):
-    requests = pair(close_timeout_s=5.0)
+    requests = pair(close_timeout_s=WAIT_S)
     transport = requests.prefill.transports[0]
     requests.begin_held()
     endpoint = requests.prefill.endpoints[0] if side == "prefill" else requests.decode.endpoints[0]
@@ -422,7 +418,7 @@ def test_an_endpoint_whose_threads_cannot_start_leaves_nothing(registry_url: str
         with RegistryClient(registry_url) as registry:
             assert registry.engine(engine).registrations == ()
     else:
-        assert fails_at > 6, "two workers, two that gather, the lookout and the control thread"
+        assert fails_at > 6, "two workers, two that gather, the waker and the control thread"
         endpoint.close()
     assert is_closed(transport)
 
@@ -461,7 +457,7 @@ def test_a_room_that_is_opened_while_the_endpoint_closes_ends_too(engines: Calla
         opening.join(WAIT_S)
         for receiver in receivers:
             with pytest.raises((TransferAbortedError, TransferFailedError)):
-                receiver.wait(1)
+                receiver.wait(WAIT_S)
 
 
 # ---- afterwards -------------------------------------------------------------------------------------------------
@@ -653,7 +649,7 @@ def test_impossible_numbers_of_tokens_are_refused(pair: Callable[..., Requests])
 def test_aux_data_goes_with_the_last_chunk_and_has_a_limit(pair: Callable[..., Requests]):
     sender = pair().prefill.endpoints[0].open(1)
     with pytest.raises(UsageError, match=r"aux data goes with the last chunk \(last=True\)"):
-        sender.submit([0], aux=b"early")
+        sender.submit([0], aux=b"pending")
     with pytest.raises(UsageError, match="1048577 bytes of aux data exceed the limit of 1048576"):
         sender.submit([0], last=True, aux=b"x" * (2**20 + 1))
     sender.submit([0], last=True, aux=b"x" * 2**20)

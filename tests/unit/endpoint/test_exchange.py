@@ -52,8 +52,8 @@ def test_pages_of_other_requests_are_not_touched(pair: Callable[..., Requests]):
     requests = pair(ATTENTION, Shape(tp=2), Shape())
     request = requests.run(3, 5)
     others = np.setdiff1d(np.arange(32), request.destination_pages[0])
-    assert requests.decode.pools[0].touched(others) == 0
-    assert requests.decode.pools[0].touched(request.destination_pages[0]) > 0
+    assert requests.decode.pools[0].touched_bytes(others) == 0
+    assert requests.decode.pools[0].touched_bytes(request.destination_pages[0]) > 0
 
 
 @pytest.mark.parametrize(("prefill_dp_rank", "decode_dp_rank"), [(0, 0), (0, 1), (1, 0), (1, 1)])
@@ -66,7 +66,7 @@ def test_requests_travel_between_any_two_data_parallel_groups(
     requests.run(11)
     for pool in prefill.pools + decode.pools:
         in_use = pool.coordinates.dp_rank == (prefill_dp_rank if pool in prefill.pools else decode_dp_rank)
-        assert (pool.touched(np.arange(32)) > 0) == in_use
+        assert (pool.touched_bytes(np.arange(32)) > 0) == in_use
 
 
 def test_each_request_of_data_parallel_attention_comes_whole_to_one_rank(engines: Callable[..., Engines]):
@@ -74,7 +74,7 @@ def test_each_request_of_data_parallel_attention_comes_whole_to_one_rank(engines
     prefill, decode = both.prefill(ATTENTION, Shape(tp=4)), both.decode(ATTENTION, Shape(dp=4))
     for dp_rank in range(4):
         Requests(prefill, decode, decode_dp_rank=dp_rank).run(20 + dp_rank)
-        touched = [int(pool.touched(np.arange(32))) > 0 for pool in decode.pools]
+        touched = [int(pool.touched_bytes(np.arange(32))) > 0 for pool in decode.pools]
         assert touched == [rank <= dp_rank for rank in range(4)]
 
 
@@ -97,14 +97,14 @@ def test_the_decode_side_may_be_first(pair: Callable[..., Requests]):
     requests = pair(ATTENTION, Shape(tp=2), Shape(tp=2))
     request = requests.new(5, 6)
     requests.open_decode(request)
-    early = [len(endpoint._table._early) for endpoint in requests.prefill.endpoints]
+    pending = [len(endpoint._table._pending) for endpoint in requests.prefill.endpoints]
     eventually(
         "every prefill rank keeps the room",
-        lambda: [len(endpoint._table._early) for endpoint in requests.prefill.endpoints] == [1, 1],
+        lambda: [len(endpoint._table._pending) for endpoint in requests.prefill.endpoints] == [1, 1],
     )
-    assert early in ([0, 0], [0, 1], [1, 0], [1, 1])
+    assert pending in ([0, 0], [0, 1], [1, 0], [1, 1])
     requests.open_prefill(request)
-    assert [len(endpoint._table._early) for endpoint in requests.prefill.endpoints] == [0, 0]
+    assert [len(endpoint._table._pending) for endpoint in requests.prefill.endpoints] == [0, 0]
     requests.submit(request)
     request.wait()
     requests.check(request)
@@ -118,7 +118,7 @@ def test_only_pages_behind_the_prefix_are_sent(pair: Callable[..., Requests]):
     assert [len(sender.stats.writes) for sender in request.senders] == [2, 2], "chunks inside the prefix take no write"
     others = np.setdiff1d(np.arange(32), request.destination_pages[0])
     assert len(others) == 30
-    assert requests.decode.pools[0].touched(others) == 0
+    assert requests.decode.pools[0].touched_bytes(others) == 0
 
 
 def test_a_request_that_is_cached_whole_takes_no_write(pair: Callable[..., Requests]):
@@ -126,7 +126,7 @@ def test_a_request_that_is_cached_whole_takes_no_write(pair: Callable[..., Reque
     request = requests.run(7, 6, prefix_pages=6, cuts=(3,), aux=b"first token")
     assert [transport.posted for transport in requests.prefill.transports] == [0, 0]
     assert [receiver.aux for receiver in request.receivers] == [b"first token"] * 2
-    assert all(pool.touched(np.arange(32)) == 0 for pool in requests.decode.pools)
+    assert all(pool.touched_bytes(np.arange(32)) == 0 for pool in requests.decode.pools)
 
 
 def test_the_first_chunk_may_start_behind_a_prefix_that_both_sides_know_of(pair: Callable[..., Requests]):

@@ -14,7 +14,7 @@ from tests.support.caches import Model, Shape
 from tests.support.engines import WAIT_S, Engines, Requests
 from tests.support.waiting import eventually
 
-from kvferry import TransferState
+from kvferry import PrefillEndpoint, TransferState
 from kvferry.errors import (
     IncompatiblePeerError,
     PeerDisconnectedError,
@@ -53,8 +53,9 @@ def test_a_room_that_no_decode_rank_opens_ends(pair: Callable[..., Requests]):
 
 
 def test_a_room_that_only_some_decode_ranks_open_ends_for_all(engines: Callable[..., Engines]):
-    both = engines(bootstrap_timeout_s=0.6)
+    both = engines(bootstrap_timeout_s=1.5)
     prefill, decode = both.prefill(Model()), both.decode(Model(), Shape(tp=2))
+    Requests(prefill, decode).connect()
     first = decode.endpoints[0].open(1, np.arange(3), engine=prefill.name)
     sender = prefill.endpoints[0].open(1)
     sender.submit(np.arange(3), last=True)
@@ -77,18 +78,18 @@ def test_a_room_that_the_prefill_side_never_opens_ends(pair: Callable[..., Reque
     assert "KVFERRY_BOOTSTRAP_TIMEOUT_S" in str(request.receivers[0].error)
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
     for endpoint in requests.prefill.endpoints:
-        eventually("nothing is kept any more", lambda endpoint: len(endpoint._table._early) == 0, endpoint)
+        eventually("nothing is kept any more", lambda endpoint: len(endpoint._table._pending) == 0, endpoint)
 
 
 def test_a_caller_who_never_submits_ends_the_room_on_both_sides(pair: Callable[..., Requests]):
-    requests = pair(waiting_timeout_s=0.3)
+    requests = pair(waiting_timeout_s=1.0)
     request = requests.new(1)
     requests.open_decode(request)
     requests.open_prefill(request)
     requests.submit(request, 0, 2, last=False)
     request.wait_ended()
     whys = [str(transfer.error) for transfer in (*request.senders, *request.receivers)]
-    assert any("no chunk was submitted for 0.3 s" in why or "nothing came for 0.3 s" in why for why in whys)
+    assert any("no chunk was submitted for 1 s" in why or "nothing came for 1 s" in why for why in whys)
     assert all("KVFERRY_WAITING_TIMEOUT_S" in why for why in whys)
     for transfer in (*request.senders, *request.receivers):
         assert transfer.wait_pages_reusable(WAIT_S)
@@ -113,7 +114,7 @@ def test_a_write_that_hangs_fails_the_room_but_keeps_the_pages(pair: Callable[..
 
 
 def test_the_deadline_of_a_write_counts_for_each_write(pair: Callable[..., Requests]):
-    requests = pair(write_timeout_s=0.5)
+    requests = pair(write_timeout_s=2.0)
     transport = requests.prefill.transports[0]
     request = requests.new(1, 6)
     requests.open_decode(request)
@@ -122,7 +123,7 @@ def test_the_deadline_of_a_write_counts_for_each_write(pair: Callable[..., Reque
         transport.held = True
         requests.submit(request, start, start + 2, last=start == 4)
         eventually("the write is on its way", lambda: transport.in_flight == 1)
-        threading.Event().wait(0.3)
+        threading.Event().wait(0.8)
         transport.held = False
         eventually("it has arrived", lambda: transport.in_flight == 0)
     request.wait()
@@ -144,10 +145,10 @@ def test_a_write_that_hangs_holds_up_nobody_else(engines: Callable[..., Engines]
     transport = prefill.transports[0]
     first: list[Any] = []
 
-    def hold_first(flight: Any) -> Any:
+    def hold_first(transfer: Any) -> Any:
         if not first:
-            first.append(flight)
-        return None if flight is first[0] and not hung.is_set() else poll(flight)
+            first.append(transfer)
+        return None if transfer is first[0] and not hung.is_set() else poll(transfer)
 
     poll = transport.poll
     transport.poll = hold_first  # type: ignore[method-assign]
@@ -264,12 +265,12 @@ def test_a_prefill_rank_speaks_only_for_itself_and_for_the_present(pair: Callabl
     for rank, endpoint in enumerate(requests.prefill.endpoints):
         writer = 1 - rank if what == "writer" else rank
         if kind == "failed":
-            endpoint.send(
+            endpoint._send(
                 decode_name(requests),
                 messages.RoomFailed(room=room, generation=forged_generation, writer=writer, error="E", reason="forged"),
             )
         else:
-            endpoint.send(
+            endpoint._send(
                 decode_name(requests),
                 messages.Drained(
                     endpoint=endpoint.transport.endpoint_name, room=room, generation=forged_generation, writer=writer
@@ -348,17 +349,17 @@ def test_whatever_comes_to_the_control_port_hurts_nobody(pair: Callable[..., Req
 def test_an_unexpected_error_over_one_message_costs_no_other(
     pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
 ):
-    requests = pair(bootstrap_timeout_s=3)
+    requests = pair()
     requests.connect()
     endpoint = requests.prefill.endpoints[0]
-    open_room = endpoint.open_room
+    open_room = endpoint._open_room
 
     def trip(receiver: str, message: messages.OpenRoom) -> None:
         if message.room == 1:
             raise ZeroDivisionError
         open_room(receiver, message)
 
-    monkeypatch.setattr(endpoint, "open_room", trip)
+    monkeypatch.setattr(endpoint, "_open_room", trip)
     both = [requests.new(room) for room in (1, 2)]
     for request in both:
         requests.open_decode(request)
@@ -425,21 +426,20 @@ def test_a_room_that_one_prefill_rank_cannot_be_asked_for_is_not_asked_of_the_ot
     assert (1, "OpenRoom") not in sent[sent.index((1, "AbortRoom")) :]
 
 
-def test_an_abort_is_repeated_until_it_is_answered(engines: Callable[..., Engines]):
-    both = engines(heartbeat_interval_s=0.05, peer_timeout_s=5)
-    requests = Requests(both.prefill(Model()), both.decode(Model()))
-    request = opened(requests)
-    endpoint = requests.prefill.endpoints[0]
-    send = endpoint.send
+def test_an_abort_is_repeated_until_it_is_answered(engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch):
+    send = PrefillEndpoint._send
     lost: list[messages.Message] = []
 
-    def lose(receiver: str, message: messages.Message) -> None:
+    def lose(endpoint: PrefillEndpoint, receiver: str, message: messages.Message) -> None:
         if isinstance(message, messages.Drained) and not lost:
             lost.append(message)
         else:
-            send(receiver, message)
+            send(endpoint, receiver, message)
 
-    endpoint.send = lose  # type: ignore[method-assign]
+    monkeypatch.setattr(PrefillEndpoint, "_send", lose)
+    both = engines(heartbeat_interval_s=0.05, peer_timeout_s=5)
+    requests = Requests(both.prefill(Model()), both.decode(Model()))
+    request = opened(requests)
     request.receivers[0].abort("enough")
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
     assert lost
@@ -448,7 +448,7 @@ def test_an_abort_is_repeated_until_it_is_answered(engines: Callable[..., Engine
 
 
 def test_too_many_rooms_in_advance_are_refused(pair: Callable[..., Requests]):
-    requests = pair(max_early_rooms=5)  # of which a decode rank has three
+    requests = pair(max_pending_opens=5)  # of which a decode rank has three
     requests.connect()
     all_requests = [requests.new(room, 1) for room in range(5)]
     for request in all_requests:
@@ -457,7 +457,7 @@ def test_too_many_rooms_in_advance_are_refused(pair: Callable[..., Requests]):
     for request in all_requests[3:]:
         error = str(request.receivers[0].error)
         assert "3 rooms wait for the prefill side already" in error
-        assert "KVFERRY_MAX_EARLY_ROOMS" in error
+        assert "KVFERRY_MAX_PENDING_OPENS" in error
     for request in all_requests[:3]:
         requests.open_prefill(request)
         requests.submit(request)
@@ -465,12 +465,12 @@ def test_too_many_rooms_in_advance_are_refused(pair: Callable[..., Requests]):
 
 
 def test_rooms_that_failed_alone_are_forgotten_in_time(pair: Callable[..., Requests]):
-    requests = pair(bootstrap_timeout_s=0.3, max_early_rooms=5)
+    requests = pair(bootstrap_timeout_s=2.0, max_pending_opens=5)
     endpoint = requests.prefill.endpoints[0]
     for room in range(20):
         endpoint.open(room).abort("never mind")
     eventually("all are over", lambda: endpoint.open_rooms == 0)
-    assert len(endpoint._table._failed_alone) == 5, "no more than max_early_rooms are kept"
+    assert len(endpoint._table._failed_alone) == 5, "no more than max_pending_opens are kept"
     keeper = endpoint.open(99)
     eventually("they are forgotten", lambda: not endpoint._table._failed_alone)
     keeper.abort()

@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tests.support.caches import Shape
 from tests.support.engines import Requests
 from tests.support.waiting import eventually
 
-from kvferry.errors import QueueFullError
+from kvferry.errors import PeerDisconnectedError, QueueFullError, TransferFailedError
+from kvferry.protocol import messages
+from kvferry.protocol.link import Link
 
 
 def test_more_rooms_than_may_be_are_refused_on_either_side(pair: Callable[..., Requests]):
@@ -44,3 +47,30 @@ def test_more_chunks_than_may_wait_are_refused_and_the_room_goes_on(pair: Callab
     sender.submit(pages[3:], last=True, aux=b"token")
     request.wait()
     requests.check(request)
+
+
+def test_where_one_rank_cannot_be_asked_no_other_is_asked_after_it_was_told_to_stop(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    requests = pair(prefill=Shape(tp=2))
+    requests.connect()
+    request = requests.new(1)
+    said: list[tuple[int, type[messages.Message]]] = []
+    right = Link.send
+
+    def send(link: Link, rank: int, message: messages.Message) -> None:
+        if isinstance(message, (messages.OpenRoom, messages.AbortRoom)):
+            said.append((rank, type(message)))
+        if isinstance(message, messages.OpenRoom) and rank == 0:
+            raise PeerDisconnectedError("its queue is full")
+        right(link, rank, message)
+
+    monkeypatch.setattr(Link, "send", send)
+    requests.open_decode(request)
+    receiver = request.receivers[0]
+    with pytest.raises(TransferFailedError, match="queue is full"):
+        receiver.wait(10)
+    assert receiver.wait_pages_reusable(10)
+    eventually("it is over", lambda: requests.decode.endpoints[0].open_rooms == 0)
+    assert (1, messages.AbortRoom) in said
+    assert (1, messages.OpenRoom) not in said

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.caches import Model, Shape, positions_of
+from tests.support.caches import Model, Shape
 from tests.support.engines import WAIT_S, Engines, Request, Requests
 
-from kvferry import Dealing, GroupPages, RankCoordinates, RankLayout, TokenShare, contiguous, interleaved, zigzag
+from kvferry import GroupPages, RankCoordinates, RankLayout, TokenPartition, TokenShare, contiguous, interleaved, zigzag
 from kvferry.errors import IncompatiblePeerError, LayoutError, PageError, TransferFailedError, UsageError
 from kvferry.plan import Unit
+from kvferry.testing.places import first_needed, positions_of
 
 PLAIN = Model(layers=2, heads=2, head_dim=3, dtype="int16")
 WINDOWED = Model(layers=3, heads=2, head_dim=2, window_tokens=10, dtype="uint8")
@@ -30,8 +31,8 @@ def pages(size: int, **changes: Any) -> Shape:
     return Shape(page_tokens=size, pages=40, **changes)
 
 
-def dealt(dealing: Dealing, size: int = 4, **changes: Any) -> Shape:
-    return Shape(dealing=dealing, page_tokens=size, pages=40, **changes)
+def partitioned(partition: TokenPartition, size: int = 4, **changes: Any) -> Shape:
+    return Shape(partition=partition, page_tokens=size, pages=40, **changes)
 
 
 def wanted_bytes(requests: Requests, request: Request) -> int:
@@ -40,7 +41,7 @@ def wanted_bytes(requests: Requests, request: Request) -> int:
     for pool in requests.decode.pools:
         positions = positions_of(pool.layout.tokens, request.tokens)
         for shard in pool.layout.shards:
-            start = pool.first_needed(shard.component, request.tokens, request.prefix_tokens)
+            start = first_needed(shard.component.window_tokens, request.tokens, request.prefix_tokens)
             count = 1 if shard.group == "state" else sum(position >= start for position in positions)
             total += count * shard.bytes_per_page // shard.paging.page_tokens
     return total
@@ -49,6 +50,7 @@ def wanted_bytes(requests: Requests, request: Request) -> int:
 # ---- pages of unlike sizes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("says_tokens", [True, False], ids=["length said", "length not said"])
 @pytest.mark.parametrize(
     ("here", "there"),
@@ -73,14 +75,14 @@ def test_pages_of_unlike_sizes_in_other_caches(pair: Callable[..., Requests], mo
 
 
 def test_nothing_travels_twice_and_little_in_vain(pair: Callable[..., Requests]):
-    """Where the length is known, no more than the rest of a granule travels beside what is needed."""
+    """Where the length is known, no more than the rest of a unit travels beside what is needed."""
     requests = pair(PLAIN, pages(6, tp=2), pages(4))
     token_bytes = requests.decode.pools[0].bytes_per_page // 4
     for room, (tokens, prefix) in enumerate([(29, 0), (29, 7), (12, 12), (13, 12), (6, 3)]):
         request = requests.run_tokens(room, tokens, prefix_tokens=prefix)
         sent = sum(sender.stats.total_bytes for sender in request.senders)
         least = wanted_bytes(requests, request)
-        assert least <= sent <= least + token_bytes, "the granule of the last token is whole"
+        assert least <= sent <= least + token_bytes, "the unit of the last token is whole"
 
 
 def test_what_lies_behind_the_last_token_stays_in_its_page(pair: Callable[..., Requests]):
@@ -132,6 +134,7 @@ def test_counts_of_any_integer_kind_are_taken(pair: Callable[..., Requests]):
 # ---- several groups ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("skips_windows", [False, True], ids=["whole", "skipping"])
 @pytest.mark.parametrize(
     ("prefill", "decode"),
@@ -173,10 +176,10 @@ def test_a_windows_pages_may_start_earlier_where_the_caller_says_so(pair: Callab
     requests.wipe()
     request = requests.request(1, 32)
     own = request.destination[0]
-    early = np.setdiff1d(np.arange(40), np.concatenate([each.pages for each in own.values()]))[:2]
-    first = own["window-10"].first_page - 2
+    pending = np.setdiff1d(np.arange(40), np.concatenate([each.pages for each in own.values()]))[:2]
+    first = own["window-10"].start - 2
     decode = requests.decode.endpoints[0]
-    given = GroupPages([*early, *own["window-10"].pages], start=first)
+    given = GroupPages([*pending, *own["window-10"].pages], start=first)
     request.receivers.append(
         decode.open(1, {"kv": own["kv"].pages, "window-10": given}, engine=requests.prefill.name, tokens=32)
     )
@@ -184,7 +187,7 @@ def test_a_windows_pages_may_start_earlier_where_the_caller_says_so(pair: Callab
     requests.advance(request, 32)
     request.wait()
     requests.check_every_byte(request)
-    assert requests.decode.pools[0].touched(early) == 0
+    assert requests.decode.pools[0].touched_bytes(pending) == 0
 
 
 def test_without_a_length_a_windows_pages_say_where_they_start(pair: Callable[..., Requests]):
@@ -192,7 +195,7 @@ def test_without_a_length_a_windows_pages_say_where_they_start(pair: Callable[..
     requests.wipe()
     request = requests.request(1, 32)
     own = request.destination[0]
-    given = {name: GroupPages(kept.pages, start=kept.first_page) for name, kept in own.items()}
+    given = {name: GroupPages(kept.pages, start=kept.start) for name, kept in own.items()}
     request.receivers.append(requests.decode.endpoints[0].open(1, given, engine=requests.prefill.name))
     requests.open_prefill(request)
     requests.advance(request, 20, skips_windows=True)
@@ -239,7 +242,7 @@ def test_a_state_that_is_not_wanted_is_left_alone(pair: Callable[..., Requests])
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [(Shape(tp=2), Shape()), (Shape(), Shape(tp=3)), (dealt(contiguous(2)), dealt(interleaved(3), tp=2))],
+    [(Shape(tp=2), Shape()), (Shape(), Shape(tp=3)), (partitioned(contiguous(2)), partitioned(interleaved(3), tp=2))],
     ids=["tp2-to-1", "1-to-tp3", "cp2-to-cp3-tp2"],
 )
 def test_a_model_with_state_alone(pair: Callable[..., Requests], prefill: Shape, decode: Shape):
@@ -313,21 +316,24 @@ def test_layers_of_a_draft_model_travel_only_where_both_sides_have_them(
 # ---- context parallelism -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
-        pytest.param(dealt(contiguous(2)), pages(4), id="contiguous2-to-1"),
-        pytest.param(pages(4), dealt(contiguous(3)), id="1-to-contiguous3"),
-        pytest.param(dealt(interleaved(2)), pages(4), id="interleaved2-to-1"),
-        pytest.param(pages(4), dealt(interleaved(2)), id="1-to-interleaved2"),
-        pytest.param(dealt(interleaved(2, 4)), pages(4), id="interleaved2x4-to-1"),
-        pytest.param(dealt(zigzag(2)), pages(8), id="zigzag2-to-1-pages-4-to-8"),
-        pytest.param(dealt(interleaved(3)), dealt(interleaved(2)), id="interleaved3-to-interleaved2"),
-        pytest.param(dealt(interleaved(2), 4), dealt(interleaved(2), 6), id="interleaved2-pages-4-to-6"),
-        pytest.param(dealt(contiguous(2)), dealt(interleaved(2, 2)), id="contiguous2-to-interleaved2"),
-        pytest.param(dealt(zigzag(2)), dealt(zigzag(3)), id="zigzag2-to-zigzag3"),
-        pytest.param(dealt(zigzag(2)), dealt(zigzag(2)), id="zigzag2-to-zigzag2"),
-        pytest.param(dealt(contiguous(2), tp=2), dealt(contiguous(2), 6, tp=4), id="contiguous2-tp2-to-tp4"),
+        pytest.param(partitioned(contiguous(2)), pages(4), id="contiguous2-to-1"),
+        pytest.param(pages(4), partitioned(contiguous(3)), id="1-to-contiguous3"),
+        pytest.param(partitioned(interleaved(2)), pages(4), id="interleaved2-to-1"),
+        pytest.param(pages(4), partitioned(interleaved(2)), id="1-to-interleaved2"),
+        pytest.param(partitioned(interleaved(2, 4)), pages(4), id="interleaved2x4-to-1"),
+        pytest.param(partitioned(zigzag(2)), pages(8), id="zigzag2-to-1-pages-4-to-8"),
+        pytest.param(partitioned(interleaved(3)), partitioned(interleaved(2)), id="interleaved3-to-interleaved2"),
+        pytest.param(partitioned(interleaved(2), 4), partitioned(interleaved(2), 6), id="interleaved2-pages-4-to-6"),
+        pytest.param(partitioned(contiguous(2)), partitioned(interleaved(2, 2)), id="contiguous2-to-interleaved2"),
+        pytest.param(partitioned(zigzag(2)), partitioned(zigzag(3)), id="zigzag2-to-zigzag3"),
+        pytest.param(partitioned(zigzag(2)), partitioned(zigzag(2)), id="zigzag2-to-zigzag2"),
+        pytest.param(
+            partitioned(contiguous(2), tp=2), partitioned(contiguous(2), 6, tp=4), id="contiguous2-tp2-to-tp4"
+        ),
     ],
 )
 @pytest.mark.parametrize("model", [PLAIN, HYBRID], ids=["plain", "hybrid"])
@@ -339,14 +345,14 @@ def test_context_parallelism(pair: Callable[..., Requests], model: Model, prefil
 
 
 def test_a_source_that_deals_out_blocks_needs_no_length(pair: Callable[..., Requests]):
-    requests = pair(PLAIN, dealt(interleaved(2)), pages(8))
+    requests = pair(PLAIN, partitioned(interleaved(2)), pages(8))
     for room, tokens in enumerate(LENGTHS):
         requests.run_tokens(room, tokens, says_tokens=False)
 
 
 def test_a_share_that_is_too_short_is_noticed_although_nobody_says_the_length(pair: Callable[..., Requests]):
     """The decode side counts its last page as full, and no more than that."""
-    requests = pair(PLAIN, dealt(interleaved(2, 4)), pages(16))
+    requests = pair(PLAIN, partitioned(interleaved(2, 4)), pages(16))
     request = requests.request(1, 48)
     requests.open_decode(request)
     requests.open_prefill(request)
@@ -358,7 +364,7 @@ def test_a_share_that_is_too_short_is_noticed_although_nobody_says_the_length(pa
 
 
 def test_a_length_that_is_needed_and_not_said_is_an_error(pair: Callable[..., Requests]):
-    requests = pair(PLAIN, dealt(contiguous(2)), pages(4))
+    requests = pair(PLAIN, partitioned(contiguous(2)), pages(4))
     request = requests.request(1, 16)
     requests.open_decode(request)
     requests.open_prefill(request)
@@ -370,7 +376,7 @@ def test_a_length_that_is_needed_and_not_said_is_an_error(pair: Callable[..., Re
 
 
 def test_a_prefill_rank_whose_share_depends_on_the_length_says_it(pair: Callable[..., Requests]):
-    prefill = pair(PLAIN, dealt(contiguous(2)), pages(4)).prefill.endpoints[0]
+    prefill = pair(PLAIN, partitioned(contiguous(2)), pages(4)).prefill.endpoints[0]
     with pytest.raises(UsageError, match=r"depends on its length .* say how many tokens it has \(tokens=...\)"):
         prefill.open(1)
     prefill.open(1, tokens=8).abort()
@@ -378,7 +384,7 @@ def test_a_prefill_rank_whose_share_depends_on_the_length_says_it(pair: Callable
 
 def test_sides_that_count_other_tokens_learn_it_from_each_other(pair: Callable[..., Requests]):
     """One token more or less would shift half of the request, unseen, where its length says who holds what."""
-    requests = pair(PLAIN, dealt(contiguous(2)), pages(4))
+    requests = pair(PLAIN, partitioned(contiguous(2)), pages(4))
     request = requests.request(1, 15)
     request.senders += [endpoint.open(1, tokens=16) for endpoint in requests.prefill.endpoints]
     requests.open_decode(request, says_tokens=True)
@@ -389,7 +395,7 @@ def test_sides_that_count_other_tokens_learn_it_from_each_other(pair: Callable[.
 
 
 def test_a_decode_rank_under_context_parallelism_says_the_length(pair: Callable[..., Requests]):
-    requests = pair(PLAIN, pages(4), dealt(interleaved(2)))
+    requests = pair(PLAIN, pages(4), partitioned(interleaved(2)))
     with pytest.raises(PageError, match=r"room 1: context parallelism divides .* say how many it has \(tokens=...\)"):
         requests.decode.endpoints[0].open(1, [0])
 
@@ -410,7 +416,7 @@ def test_a_layout_that_holds_other_tokens_than_the_coordinates_say_is_refused(
     requests = pair()
     existing = (requests.prefill if side == "prefill" else requests.decode).endpoints[0]
     layout = RankLayout(shards=existing.layout.shards, tokens=share)
-    parts, part = share.dealing.num_parts, share.part
+    parts, part = share.partition.num_parts, share.part
     with pytest.raises(LayoutError) as caught:
         type(existing)(layout, coordinates=coordinates, settings=existing.settings)
     for text in (f"part {part} of {parts} parts", f"cp_rank {coordinates.cp_rank} of cp_size {coordinates.cp_size}"):
@@ -425,10 +431,10 @@ def test_a_layout_that_holds_other_tokens_than_the_coordinates_say_is_refused(
     [
         pytest.param(pages(4, tp=2), pages(4), id="tp2-to-1"),
         pytest.param(pages(4), pages(4, tp=4), id="1-to-tp4"),
-        pytest.param(dealt(interleaved(2, 4)), pages(4), id="interleaved2-to-1"),
-        pytest.param(pages(4, tp=2), dealt(interleaved(2, 4)), id="tp2-to-interleaved2"),
-        pytest.param(dealt(interleaved(2, 4)), dealt(interleaved(3, 4)), id="interleaved2-to-interleaved3"),
-        pytest.param(dealt(contiguous(2)), dealt(contiguous(2), tp=2), id="contiguous2-to-contiguous2-tp2"),
+        pytest.param(partitioned(interleaved(2, 4)), pages(4), id="interleaved2-to-1"),
+        pytest.param(pages(4, tp=2), partitioned(interleaved(2, 4)), id="tp2-to-interleaved2"),
+        pytest.param(partitioned(interleaved(2, 4)), partitioned(interleaved(3, 4)), id="interleaved2-to-interleaved3"),
+        pytest.param(partitioned(contiguous(2)), partitioned(contiguous(2), tp=2), id="contiguous2-to-contiguous2-tp2"),
     ],
 )
 def test_packed_pages_are_cut_by_head_and_moved_whole(pair: Callable[..., Requests], prefill: Shape, decode: Shape):
@@ -466,10 +472,10 @@ def test_a_prefix_inside_a_packed_page_is_refused(pair: Callable[..., Requests])
         pytest.param(
             PACKED,
             PACKED,
-            dealt(interleaved(2, 2)),
+            partitioned(interleaved(2, 2)),
             pages(4),
             ["'kv'", "cannot be cut between tokens", "blocks of 2 tokens", "every token"],
-            id="packed pages dealt out in halves",
+            id="packed pages partitioned in halves",
         ),
         pytest.param(
             WINDOWED,
@@ -536,11 +542,11 @@ def test_lists_of_single_tokens_are_made_once_and_only_when_needed(pair: Callabl
     assert made == ["", name] * 2
     attachment = requests.prefill.endpoints[0]._attachment(name)
     assert attachment is not None
-    assert set(attachment._prepared) == {Unit.GRANULE, Unit.TOKEN}
+    assert set(attachment._prepared) == {Unit.WHOLE, Unit.TOKEN}
     assert sum(len(lists) for lists in transport._lists.values()) == 4
 
 
-def test_a_pair_whose_granule_is_a_token_never_makes_them(pair: Callable[..., Requests]):
+def test_a_pair_whose_unit_is_a_token_never_makes_them(pair: Callable[..., Requests]):
     requests = pair(PLAIN, pages(5), pages(7))
     transport, made = requests.prefill.transports[0], []
     transport.on_prepare = lambda peer: made.append(peer)

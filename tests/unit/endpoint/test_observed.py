@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import random
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.caches import Model, Shape
 from tests.support.engines import Engines, Requests
 from tests.support.metrics import samples
+from tests.support.ports import free_ports_in_a_row
 from tests.support.waiting import eventually
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, TransferState
@@ -44,13 +42,8 @@ def status_of(endpoint: PrefillEndpoint | DecodeEndpoint) -> EndpointStatus:
 
 @pytest.fixture
 def free_base() -> int:
-    """A port with two free ones behind it, below those that Linux gives to connections: nobody takes them by chance."""
-    for base in random.sample(range(20_000, 32_000, 3), 100):
-        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
-            for port in range(base, base + 3):
-                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return base
-    raise AssertionError("there are no three free ports")
+    """A port with two free ones behind it."""
+    return free_ports_in_a_row(3)
 
 
 @pytest.fixture
@@ -97,7 +90,8 @@ def test_transfers_add_up(watched: Callable[..., Requests], settings: dict[str, 
 
 
 def test_every_way_to_end_is_counted(watched: Callable[..., Requests]):
-    requests = watched(bootstrap_timeout_s=0.5)
+    requests = watched(bootstrap_timeout_s=1.5)
+    requests.connect()
     prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
     aborted = requests.new(1)
     requests.open_decode(aborted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,16 +60,14 @@ def test_a_decode_rank_with_another_secret_is_told_at_once_by_the_registry(close
         friends = Requests(prefill, engines.decode(Model()))
         friends.run(1)
         for wrong in ({"secret": OTHER}, {"secret": None}):
-            strangers = Requests(prefill, engines.decode(Model(), **wrong))
+            strangers = Requests(prefill, engines.decode(Model(), bootstrap_timeout_s=3600, **wrong))
             connects = Connects(strangers)
-            started_at = time.monotonic()
             with pytest.raises(RegistryAccessError, match="KVFERRY_SECRET_FILE"):
                 strangers.connect()
             request = strangers.new(2)
             strangers.open_decode(request)
             with pytest.raises(Exception, match="KVFERRY_SECRET_FILE"):
                 request.receivers[0].wait(WAIT_S)
-            assert time.monotonic() - started_at < WAIT_S / 2
             assert request.receivers[0].pages_reusable
             assert connects.names == []
         friends.run(3)
@@ -79,7 +76,7 @@ def test_a_decode_rank_with_another_secret_is_told_at_once_by_the_registry(close
 def test_a_prefill_rank_with_another_secret_is_not_registered(closed_registry: str):
     with (
         Engines(closed_registry, secret=OTHER) as engines,
-        pytest.raises(AssertionError, match="KVFERRY_SECRET_FILE"),
+        pytest.raises(RegistryAccessError, match="KVFERRY_SECRET_FILE"),
     ):
         engines.prefill(Model())
 

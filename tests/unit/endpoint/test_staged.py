@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.caches import Model, Shape
-from tests.support.engines import Engines, Requests
+from tests.support.engines import WAIT_S, Engines, Requests
 from tests.support.waiting import eventually
 
 from kvferry import TransferState, interleaved
@@ -22,7 +22,7 @@ from kvferry.errors import (
     TransportError,
     TransportUnavailableError,
 )
-from kvferry.plan import Path, PathCosts
+from kvferry.plan import PathCosts, TransferPath
 from kvferry.staging import Kernels, resources
 
 pytest.importorskip("torch")
@@ -52,7 +52,7 @@ def rings_of(requests: Requests) -> list[Any]:
 
 
 def all_rings_are_free(requests: Requests) -> bool:
-    return all(ring.in_use == 0 and not ring._waiting for ring in rings_of(requests))
+    return all(ring.in_use == 0 and not ring.num_waiting for ring in rings_of(requests))
 
 
 def decode_kernels(requests: Requests) -> Kernels:
@@ -61,10 +61,11 @@ def decode_kernels(requests: Requests) -> Kernels:
     return kernels
 
 
-def paths_of(request: Any) -> set[Path]:
+def paths_of(request: Any) -> set[TransferPath]:
     return {write.path for sender in request.senders for write in sender.stats.writes}
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("settings", [TIGHT, {"path": "staged"}], ids=["tight", "ample"])
 @pytest.mark.parametrize(
     ("model", "prefill", "decode"),
@@ -78,7 +79,7 @@ def paths_of(request: Any) -> set[Path]:
         pytest.param(LATENT, Shape(tp=3), Shape(), id="latent-tp3-to-1"),
         pytest.param(ODD, Shape(pp=2, stages=(2, 3)), Shape(pp=3, stages=(1, 3, 1)), id="uneven-pp2-to-pp3"),
         pytest.param(ATTENTION, Shape(tp=2, heads_first=True), Shape(pages=9), id="hnd-to-nhd"),
-        pytest.param(ATTENTION, Shape(dealing=interleaved(2)), Shape(tp=2), id="cp2-to-tp2"),
+        pytest.param(ATTENTION, Shape(partition=interleaved(2)), Shape(tp=2), id="cp2-to-tp2"),
     ],
 )
 def test_every_byte_arrives_and_no_other_is_touched(
@@ -88,10 +89,10 @@ def test_every_byte_arrives_and_no_other_is_touched(
     for room in range(3):
         requests.wipe()
         request = requests.run_tokens(room, 6 * model.page_tokens - 1, cuts=(model.page_tokens, 4 * model.page_tokens))
-        assert paths_of(request) == {Path.STAGED}
+        assert paths_of(request) == {TransferPath.STAGED}
     sent = sum(sender.stats.total_bytes for sender in request.senders)
     expected = 6 * sum(pool.bytes_per_page for pool in requests.decode.pools)
-    if prefill.dealing.is_whole:  # else the last page's end does not travel
+    if prefill.partition.is_whole:  # else the last page's end does not travel
         assert sent == expected, "gaps between segments do not count"
     eventually("all staging memory is free again", all_rings_are_free, requests)
 
@@ -103,6 +104,7 @@ def test_a_prefix_inside_a_page_stays_as_it_is(pair: Callable[..., Requests]):
         requests.run_tokens(room, 5 * ATTENTION.page_tokens - 2, prefix_tokens=prefix)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("scatter_workers", [0, 2])
 def test_many_rooms_share_a_ring_of_one_sub_chunk(pair: Callable[..., Requests], workers: int, scatter_workers: int):
@@ -211,15 +213,15 @@ def test_an_abort_leaves_the_rings_free_and_pages_alone(pair: Callable[..., Requ
     eventually("parts are on their way", lambda: all(each.in_flight for each in requests.prefill.transports))
     (request.senders if side == "prefill" else request.receivers)[0].abort("the client went away")
     with pytest.raises((TransferAbortedError, TransferFailedError), match="the client went away"):
-        request.receivers[0].wait(5)
+        request.receivers[0].wait(WAIT_S)
     for transport in requests.prefill.transports:
         transport.held = False
     assert request.receivers[0].wait_pages_reusable(5)
-    touched = requests.decode.pools[0].touched(np.arange(32))
+    touched = requests.decode.pools[0].touched_bytes(np.arange(32))
     after = requests.new(2)
     requests.open_decode(after)  # until then nobody looks at what arrives
     eventually("all staging memory is free again", all_rings_are_free, requests)
-    assert requests.decode.pools[0].touched(np.arange(32)) == touched
+    assert requests.decode.pools[0].touched_bytes(np.arange(32)) == touched
     requests.open_prefill(after)
     requests.submit(after)
     after.wait()
@@ -237,7 +239,7 @@ def test_pages_are_not_reusable_while_a_part_is_scattered(
 
     def slowly(*arguments: Any) -> None:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(WAIT_S)
         real(*arguments)
 
     monkeypatch.setattr(kernels, "scatter", slowly)
@@ -245,7 +247,7 @@ def test_pages_are_not_reusable_while_a_part_is_scattered(
     requests.open_decode(request)
     requests.open_prefill(request)
     requests.submit(request)
-    assert begun.wait(5)
+    assert begun.wait(WAIT_S)
     request.receivers[0].abort("enough")
     eventually("the prefill side has drained", lambda: request.senders[0].pages_reusable)
     eventually("the room has failed", lambda: request.receivers[0].state is S.FAILED)
@@ -269,7 +271,7 @@ def test_what_cannot_be_scattered_fails_the_room_alone(pair: Callable[..., Reque
     requests.open_prefill(request)
     requests.submit(request)
     with pytest.raises(TransferFailedError, match=r"could not be put into its pages.*ZeroDivisionError"):
-        request.receivers[0].wait(5)
+        request.receivers[0].wait(WAIT_S)
     monkeypatch.setattr(kernels, "scatter", real)
     eventually("all staging memory is free again", all_rings_are_free, requests)
     requests.run(2)
@@ -313,9 +315,11 @@ def test_auto_measures_the_machine_and_says_why_it_chose(pair: Callable[..., Req
     assert "faster than" in write.why or "not much slower than" in write.why
 
 
-@pytest.mark.parametrize(("seconds_per_descriptor", "path"), [(1e-2, Path.STAGED), (1e-12, Path.DIRECT)])
+@pytest.mark.parametrize(
+    ("seconds_per_descriptor", "path"), [(1e-2, TransferPath.STAGED), (1e-12, TransferPath.DIRECT)]
+)
 def test_auto_takes_what_the_measured_costs_make_faster(
-    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch, seconds_per_descriptor: float, path: Path
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch, seconds_per_descriptor: float, path: TransferPath
 ):
     measured = PathCosts(seconds_per_descriptor=seconds_per_descriptor)
     monkeypatch.setattr(Calibration, "costs", lambda *arguments, **named: measured)
@@ -328,7 +332,7 @@ def test_one_sides_setting_forces_the_path_on_both(engines: Callable[..., Engine
         both = engines(path="auto")
         requests = Requests(both.prefill(ATTENTION, path=prefill_path), both.decode(ATTENTION, path=decode_path))
         request = requests.run(1)
-        assert paths_of(request) == {Path.STAGED}
+        assert paths_of(request) == {TransferPath.STAGED}
         assert request.senders[0].stats.writes[0].why == "KVFERRY_PATH is staged"
 
 
@@ -356,7 +360,7 @@ def test_staging_memory_that_is_too_small_for_a_page_is_named(
         forced.connect()
     free = pair(ATTENTION, Shape(), Shape(), path="auto", **settings)
     request = free.run(1)
-    assert paths_of(request) == {Path.DIRECT}
+    assert paths_of(request) == {TransferPath.DIRECT}
     assert name in request.senders[0].stats.writes[0].why
 
 
@@ -391,7 +395,7 @@ def test_too_little_memory_for_the_workers_is_said_at_the_start(engines: Callabl
     with pytest.raises(SettingsError, match=r"4 workers .*\(KVFERRY_GATHER_WORKERS\) with 8 MiB.*STAGING_MEMORY_MIB"):
         both.prefill(ATTENTION, path="staged")
     request = Requests(both.prefill(ATTENTION, path="auto"), both.decode(ATTENTION, path="auto")).run(1)
-    assert paths_of(request) == {Path.DIRECT}
+    assert paths_of(request) == {TransferPath.DIRECT}
     assert "KVFERRY_GATHER_WORKERS" in request.senders[0].stats.writes[0].why
 
 
@@ -411,5 +415,5 @@ def test_without_what_copies_the_direct_path_is_left(
         make[side](ATTENTION, path="staged")
     pair: Any = (mine, other) if side == "prefill" else (other, mine)
     request = Requests(*pair).run(1)
-    assert paths_of(request) == {Path.DIRECT}
+    assert paths_of(request) == {TransferPath.DIRECT}
     assert "torch is not installed" in request.senders[0].stats.writes[0].why

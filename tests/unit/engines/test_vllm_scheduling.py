@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.engines.vllm.layouts import CacheGroup
-from kvferry.engines.vllm.parameters import LARGEST_ROOM, ROOM, receive_wish, send_wish
+from kvferry.engines.vllm.parameters import LARGEST_ROOM, ROOM, receive_parameters, send_parameters
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks
 from kvferry.errors import UsageError
@@ -107,9 +107,9 @@ class TestSending:
         assert parameters is not None
         assert parameters[ROOM] == sent.room
         assert parameters["remote_engine_id"] == "here"
-        wish = receive_wish(parameters)
-        assert wish is not None
-        assert (wish.room, wish.engine) == (sent.room, "here")
+        params = receive_parameters(parameters)
+        assert params is not None
+        assert (params.room, params.engine) == (sent.room, "here")
 
     def test_blocks_that_were_here_already_are_sent_as_well(self):
         scheduler, request = Scheduler(), prefill_request(14)
@@ -256,11 +256,11 @@ class TestReceiving:
 class TestParameters:
     @pytest.mark.parametrize("parameters", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": False}])
     def test_a_request_without_wishes(self, parameters: dict[str, Any] | None):
-        assert send_wish(parameters) is None
-        assert receive_wish(parameters) is None
+        assert send_parameters(parameters) is None
+        assert receive_parameters(parameters) is None
 
     def test_rooms_are_not_guessable_and_survive_json_in_every_language(self):
-        rooms = {wish.room for _ in range(100) if (wish := send_wish({"do_remote_decode": True})) is not None}
+        rooms = {params.room for _ in range(100) if (params := send_parameters({"do_remote_decode": True})) is not None}
         assert len(rooms) == 100
         assert max(rooms) <= LARGEST_ROOM < 1 << 53
         assert max(rooms) > 1 << 40
@@ -268,4 +268,4 @@ class TestParameters:
     @pytest.mark.parametrize("engine", [None, 7, "", "a/b"])
     def test_an_engine_that_cannot_be_is_refused(self, engine: object):
         with pytest.raises(UsageError, match="remote_engine_id"):
-            receive_wish({"do_remote_prefill": True, "remote_engine_id": engine, ROOM: 1})
+            receive_parameters({"do_remote_prefill": True, "remote_engine_id": engine, ROOM: 1})

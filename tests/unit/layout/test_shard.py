@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.tiers import examples
 
 from kvferry.errors import LayoutError
 from kvferry.layout import (
@@ -171,7 +172,7 @@ def nested_strides(draw: st.DrawFn) -> tuple[int, ...]:
     return tuple(draw(st.permutations(strides)))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(strides=nested_strides(), distance=st.integers(0, 200))
 def test_two_elements_on_one_byte_are_refused_and_nothing_else(strides: tuple[int, ...], distance: int):
     component = Component(name="k", axes=(Axis("layer", 2), Axis("head", 2), Axis("dim", 2)), dtype="int16")
@@ -279,7 +280,7 @@ def test_a_rank_sums_up_its_shards():
     assert rank.device == Device()
     assert [component.name for component in rank.components] == ["k", "v", "state"]
     assert [region.address for region in rank.regions()] == [0x1000, 0x2000, 0x3000, 0x4000, 0x5000, 0x6000]
-    assert rank.tokens.dealing.is_whole
+    assert rank.tokens.partition.is_whole
 
 
 def test_shards_that_share_page_numbers_form_a_group():

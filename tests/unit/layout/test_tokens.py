@@ -12,37 +12,37 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.errors import LayoutError, UsageError
-from kvferry.layout import Dealing, TokenShare, contiguous, interleaved, zigzag
+from kvferry.layout import TokenPartition, TokenShare, contiguous, interleaved, zigzag
 from kvferry.layout.tokens import parts_met
 
 
 def shares_may_meet(one: TokenShare, other: TokenShare) -> bool:
-    return one.part in parts_met(one.dealing, other)
+    return one.part in parts_met(one.partition, other)
 
 
-def owners(dealing: Dealing, tokens: int, block: int) -> list[int]:
-    """The part that gets each position, dealt out like cards."""
+def owners(partition: TokenPartition, tokens: int, block: int) -> list[int]:
+    """The part that gets each position, partitioned like cards."""
     dealt: list[int] = []
     while len(dealt) < tokens:
-        for part in dealing.pattern:
+        for part in partition.pattern:
             dealt += [part] * block
     return dealt[:tokens]
 
 
 @st.composite
-def dealings(draw: st.DrawFn) -> Dealing:
+def partitions(draw: st.DrawFn) -> TokenPartition:
     size = draw(st.integers(1, 5))
     pattern = [*range(size), *draw(st.lists(st.integers(0, size - 1), max_size=4))]
-    return Dealing(tuple(draw(st.permutations(pattern))), draw(st.none() | st.integers(1, 6)))
+    return TokenPartition(tuple(draw(st.permutations(pattern))), draw(st.none() | st.integers(1, 6)))
 
 
 @st.composite
 def shares(draw: st.DrawFn) -> TokenShare:
-    dealing = draw(dealings())
-    return TokenShare(dealing, draw(st.integers(0, dealing.num_parts - 1)))
+    partition = draw(partitions())
+    return TokenShare(partition, draw(st.integers(0, partition.num_parts - 1)))
 
 
-# --- dealings
+# --- partitions
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -56,22 +56,22 @@ def test_the_kinds_of_context_parallelism(size: int):
     assert owners(zigzag(size), tokens, zigzag(size).block(tokens)) == parts + parts[::-1]
 
 
-def test_blocks_of_tokens_are_dealt_round_robin():
-    dealing = interleaved(2, 3)
-    assert owners(dealing, 12, dealing.block(None)) == [0, 0, 0, 1, 1, 1] * 2
-    assert (dealing.num_parts, dealing.is_whole, dealing.depends_on_length) == (2, False, False)
+def test_blocks_of_tokens_go_round_robin():
+    partition = interleaved(2, 3)
+    assert owners(partition, 12, partition.block(None)) == [0, 0, 0, 1, 1, 1] * 2
+    assert (partition.num_parts, partition.is_whole, partition.depends_on_length) == (2, False, False)
 
 
 @pytest.mark.parametrize("kind", [contiguous, zigzag])
 def test_one_cycle_over_a_request_needs_its_length(kind: type):
-    dealing = kind(2)
-    assert dealing.depends_on_length
+    partition = kind(2)
+    assert partition.depends_on_length
     with pytest.raises(UsageError, match=r"contiguous context parallelism .* say how many tokens it has"):
-        dealing.block(None)
+        partition.block(None)
 
 
 @pytest.mark.parametrize(
-    ("dealing", "tokens", "block"),
+    ("partition", "tokens", "block"),
     [
         (contiguous(4), 8, 2),
         (contiguous(4), 9, 3),
@@ -82,49 +82,51 @@ def test_one_cycle_over_a_request_needs_its_length(kind: type):
         (interleaved(4, 16), 3, 16),
     ],
 )
-def test_a_block_is_as_long_as_one_cycle_needs(dealing: Dealing, tokens: int, block: int):
-    assert dealing.block(tokens) == block
+def test_a_block_is_as_long_as_one_cycle_needs(partition: TokenPartition, tokens: int, block: int):
+    assert partition.block(tokens) == block
 
 
-@pytest.mark.parametrize("dealing", [Dealing(), contiguous(1), interleaved(1, 16), zigzag(1), Dealing((0, 0, 0), None)])
-def test_a_single_part_holds_every_token_of_any_request(dealing: Dealing):
-    assert (dealing.num_parts, dealing.is_whole, dealing.depends_on_length) == (1, True, False)
-    share = TokenShare(dealing)
-    block = dealing.block(None)
+@pytest.mark.parametrize(
+    "partition", [TokenPartition(), contiguous(1), interleaved(1, 16), zigzag(1), TokenPartition((0, 0, 0), None)]
+)
+def test_a_single_part_holds_every_token_of_any_request(partition: TokenPartition):
+    assert (partition.num_parts, partition.is_whole, partition.depends_on_length) == (1, True, False)
+    share = TokenShare(partition)
+    block = partition.block(None)
     positions = np.arange(50, dtype=np.int64)
     assert share.holds(positions, block=block).all()
     assert share.local(positions, block=block).tolist() == positions.tolist()
     assert [share.position(each, block=block) for each in range(50)] == positions.tolist()
-    assert str(dealing) == "every token"
+    assert str(partition) == "every token"
 
 
-@pytest.mark.parametrize("dealing", [contiguous(1), interleaved(1, 16), zigzag(1), Dealing((0, 0, 0), None)])
-def test_all_dealings_to_a_single_part_are_equal(dealing: Dealing):
-    """Otherwise two sides without context parallelism would seem to deal tokens out differently."""
-    assert dealing == Dealing()
-    assert hash(dealing) == hash(Dealing())
-    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(dealing), type=Dealing)
-    assert travelled == Dealing()
-    assert shares_may_meet(TokenShare(dealing), TokenShare())
+@pytest.mark.parametrize("partition", [contiguous(1), interleaved(1, 16), zigzag(1), TokenPartition((0, 0, 0), None)])
+def test_all_dealings_to_a_single_part_are_equal(partition: TokenPartition):
+    """Otherwise two sides without context parallelism would seem to partition tokens differently."""
+    assert partition == TokenPartition()
+    assert hash(partition) == hash(TokenPartition())
+    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(partition), type=TokenPartition)
+    assert travelled == TokenPartition()
+    assert shares_may_meet(TokenShare(partition), TokenShare())
 
 
 @pytest.mark.parametrize("pattern", [(1,), (0, 2), (0, -1), (1, 2)])
 def test_a_pattern_that_leaves_a_part_out_is_refused(pattern: tuple[int, ...]):
     with pytest.raises(LayoutError, match="must name every part from 0 on at least once") as caught:
-        Dealing(pattern)
+        TokenPartition(pattern)
     assert str(list(pattern)) in str(caught.value)
 
 
 @pytest.mark.parametrize("pattern", [(), tuple(range(2**14 + 1))], ids=["empty", "very long"])
 def test_a_pattern_of_an_impossible_length_is_refused(pattern: tuple[int, ...]):
     with pytest.raises(LayoutError, match=f"a pattern has 1 to 16384 blocks, not {len(pattern)}"):
-        Dealing(pattern)
+        TokenPartition(pattern)
 
 
 def test_a_part_with_an_absurd_number_costs_no_memory():
     tracemalloc.start()
     with pytest.raises(LayoutError, match="must name every part"):
-        Dealing((0, 10**9))
+        TokenPartition((0, 10**9))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 
@@ -147,14 +149,14 @@ def test_an_impossible_block_is_refused(block_tokens: int):
 
 @pytest.mark.parametrize("part", [-1, 2])
 def test_a_part_that_does_not_exist_is_refused(part: int):
-    with pytest.raises(LayoutError, match=f"part {part} does not exist: positions are dealt to 2 parts"):
+    with pytest.raises(LayoutError, match=f"part {part} does not exist: positions are partitioned over 2 parts"):
         TokenShare(interleaved(2), part)
 
 
 def test_dealings_in_words():
-    assert str(interleaved(3, 16)) == "blocks of 16 tokens dealt to parts [0, 1, 2]"
-    assert str(contiguous(2)) == "one cycle dealt to parts [0, 1]"
-    assert str(zigzag(2)) == "one cycle dealt to parts [0, 1, 1, 0]"
+    assert str(interleaved(3, 16)) == "blocks of 16 tokens over parts [0, 1, 2]"
+    assert str(contiguous(2)) == "one cycle over parts [0, 1]"
+    assert str(zigzag(2)) == "one cycle over parts [0, 1, 1, 0]"
 
 
 # --- shares
@@ -162,8 +164,8 @@ def test_dealings_in_words():
 
 @given(shares(), st.integers(0, 80))
 def test_a_share_numbers_the_positions_that_it_holds(share: TokenShare, tokens: int):
-    block = share.dealing.block(tokens)
-    dealt = owners(share.dealing, tokens, block)
+    block = share.partition.block(tokens)
+    dealt = owners(share.partition, tokens, block)
     mine = [position for position, part in enumerate(dealt) if part == share.part]
     positions = np.arange(tokens, dtype=np.int64)
     assert np.flatnonzero(share.holds(positions, block=block)).tolist() == mine
@@ -175,9 +177,9 @@ def test_a_share_numbers_the_positions_that_it_holds(share: TokenShare, tokens: 
 
 @given(shares(), st.integers(0, 80), st.integers(0, 80))
 def test_ranges_are_the_blocks_that_a_share_holds(share: TokenShare, low: int, high: int):
-    block = share.dealing.block(80)
+    block = share.partition.block(80)
     starts, stops = share.ranges(low, high, block=block)
-    dealt = owners(share.dealing, 80, block)
+    dealt = owners(share.partition, 80, block)
     found = [position for start, stop in zip(starts, stops, strict=True) for position in range(start, stop)]
     if low < high:
         assert found == [position for position in range(low, high) if dealt[position] == share.part]
@@ -187,24 +189,24 @@ def test_ranges_are_the_blocks_that_a_share_holds(share: TokenShare, low: int, h
 @given(shares(), st.integers(1, 60))
 def test_local_positions_behind_a_request_lie_behind_it(share: TokenShare, tokens: int):
     """A page's last positions may have no tokens: what would be there comes after the request."""
-    block = share.dealing.block(tokens)
+    block = share.partition.block(tokens)
     held = share.held_before(tokens, block=block)
     assert all(share.position(held + more, block=block) >= tokens for more in range(5))
 
 
-@given(dealings(), st.integers(0, 60))
-def test_every_position_has_one_owner(dealing: Dealing, tokens: int):
-    block = dealing.block(tokens)
+@given(partitions(), st.integers(0, 60))
+def test_every_position_has_one_owner(partition: TokenPartition, tokens: int):
+    block = partition.block(tokens)
     positions = np.arange(tokens, dtype=np.int64)
-    held = [TokenShare(dealing, part).holds(positions, block=block) for part in range(dealing.num_parts)]
+    held = [TokenShare(partition, part).holds(positions, block=block) for part in range(partition.num_parts)]
     assert (np.sum(held, axis=0) == 1).all()
 
 
 def some_request_shows_that_they_meet(one: TokenShare, other: TokenShare, longest: int) -> bool:
     for tokens in range(1, longest + 1):
         both = zip(
-            owners(one.dealing, tokens, one.dealing.block(tokens)),
-            owners(other.dealing, tokens, other.dealing.block(tokens)),
+            owners(one.partition, tokens, one.partition.block(tokens)),
+            owners(other.partition, tokens, other.partition.block(tokens)),
             strict=True,
         )
         if (one.part, other.part) in both:
@@ -224,18 +226,18 @@ def test_shares_that_meet_are_never_said_to_be_apart(one: TokenShare, other: Tok
 
 @given(shares(), shares())
 def test_shares_of_fixed_blocks_are_apart_if_no_request_shows_otherwise(one: TokenShare, other: TokenShare):
-    if one.dealing.block_tokens is None or other.dealing.block_tokens is None:
+    if one.partition.block_tokens is None or other.partition.block_tokens is None:
         return
-    cycles = [len(each.dealing.pattern) * each.dealing.block_tokens for each in (one, other)]  # type: ignore[operator]
+    cycles = [len(each.partition.pattern) * each.partition.block_tokens for each in (one, other)]  # type: ignore[operator]
     tokens = lcm(*cycles)
-    ours, theirs = (owners(each.dealing, tokens, each.dealing.block(None)) for each in (one, other))
+    ours, theirs = (owners(each.partition, tokens, each.partition.block(None)) for each in (one, other))
     meet = (one.part, other.part) in zip(ours, theirs, strict=True)
     assert shares_may_meet(one, other) == meet
 
 
 def test_parts_of_one_dealing_never_meet():
-    for dealing in (contiguous(3), zigzag(3), interleaved(3, 2)):
-        parts = [TokenShare(dealing, part) for part in range(3)]
+    for partition in (contiguous(3), zigzag(3), interleaved(3, 2)):
+        parts = [TokenShare(partition, part) for part in range(3)]
         assert [[shares_may_meet(one, other) for one in parts] for other in parts] == np.eye(3, dtype=bool).tolist()
 
 

@@ -16,7 +16,6 @@ from kvferry.errors import LayoutError
 from kvferry.layout import (
     Axis,
     Component,
-    Dealing,
     Device,
     Entry,
     Interval,
@@ -25,6 +24,7 @@ from kvferry.layout import (
     RankCoordinates,
     RankLayout,
     ShardedComponent,
+    TokenPartition,
     TokenShare,
     VirtualPools,
     all_coordinates,
@@ -153,17 +153,17 @@ def test_a_stage_without_layers_of_a_kind_has_an_empty_shard_beside_full_ones():
 
 
 def test_ranks_hold_their_share_of_the_tokens():
-    layouts = [virtual_layout(MODEL, rank, pools(dealing=interleaved(3, 8))) for rank in all_coordinates(cp_size=3)]
+    layouts = [virtual_layout(MODEL, rank, pools(partition=interleaved(3, 8))) for rank in all_coordinates(cp_size=3)]
     assert [layout.tokens for layout in layouts] == [TokenShare(interleaved(3, 8), part) for part in range(3)]
     assert len({layout.shards for layout in layouts}) == 1
 
 
 @pytest.mark.parametrize(
-    ("dealing", "size"), [(interleaved(2), 3), (interleaved(3), 2), (contiguous(2), 1), (Dealing(), 2)]
+    ("partition", "size"), [(interleaved(2), 3), (interleaved(3), 2), (contiguous(2), 1), (TokenPartition(), 2)]
 )
-def test_a_dealing_for_another_size_of_context_parallelism_is_refused(dealing: Dealing, size: int):
+def test_a_dealing_for_another_size_of_context_parallelism_is_refused(partition: TokenPartition, size: int):
     with pytest.raises(LayoutError, match=f"cp_size {size}"):
-        virtual_layout(MODEL, RankCoordinates(cp_size=size), pools(dealing=dealing))
+        virtual_layout(MODEL, RankCoordinates(cp_size=size), pools(partition=partition))
 
 
 def test_a_layout_may_be_on_a_device():
@@ -187,3 +187,39 @@ def test_a_model_without_components_is_refused():
 def test_layouts_travel():
     layout = virtual_layout(MODEL, WHOLE, pools(order=PageOrder.PACKED))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=RankLayout) == layout
+
+
+@pytest.mark.parametrize("order", [PageOrder.NHD, PageOrder.HND])
+def test_components_that_lie_beside_each_other_share_a_tensor(order: PageOrder):
+    """Keys and values of different width, as an engine has them in [page, both]."""
+    layout = virtual_layout(MODEL, RankCoordinates(tp_rank=1, tp_size=2), pools(order=order, beside=(("k", "v"),)))
+    alone = virtual_layout(MODEL, RankCoordinates(tp_rank=1, tp_size=2), pools(order=order))
+    keys, values = layout.shards[:2]
+    for shard, other in zip(layout.shards, alone.shards, strict=True):
+        assert (shard.component, shard.box, shard.strides) == (other.component, other.box, other.strides)
+        assert shard.paging.token_stride == other.paging.token_stride
+    key_bytes, value_bytes = 8 * 3 * 3 * 2, 8 * 3 * 5 * 2  # of a page in one layer: 8 tokens, 3 heads, int16
+    assert {high - low for low, high in zip(keys.addresses, values.addresses, strict=True)} == {key_bytes}
+    assert keys.paging.page_stride == values.paging.page_stride == key_bytes + value_bytes
+    assert {shard.paging for shard in layout.shards[2:]} == {shard.paging for shard in alone.shards[2:]}
+
+
+@pytest.mark.parametrize(
+    ("beside", "says"),
+    [
+        (("k", "x"), r"there are no components \['x'\]"),
+        (("k", "latent"), "'k' and 'latent' cannot lie beside"),
+        (("k", "w"), "'k' and 'w' cannot lie beside"),
+        (("k", "state"), "'k' and 'state' cannot lie beside"),
+    ],
+)
+def test_components_that_are_not_alike_cannot_lie_beside_each_other(beside: tuple[str, str], says: str):
+    with pytest.raises(LayoutError, match=says):
+        virtual_layout(MODEL, WHOLE, pools(beside=(beside,)))
+
+
+def test_every_group_may_have_its_own_number_of_pages():
+    layout = virtual_layout(MODEL, WHOLE, pools(num_pages={"kv": 5, "state": 2, "window-32": 3}))
+    assert {group.name: group.num_pages for group in layout.groups} == {"kv": 5, "state": 2, "window-32": 3}
+    with pytest.raises(LayoutError, match=r"nothing about group 'state', only about \['kv'\]"):
+        virtual_layout(MODEL, WHOLE, pools(num_pages={"kv": 5}))

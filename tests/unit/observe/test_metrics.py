@@ -12,7 +12,7 @@ from tests.support.writes import PART, WRITE
 
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.records import WriteRecord
-from kvferry.plan import Path
+from kvferry.plan import TransferPath
 
 
 def write_at(seconds: float) -> WriteRecord:
@@ -44,7 +44,7 @@ def test_everything_told_is_there_when_it_is_read(writes: int, together: int):
 
 def test_writes_that_are_told_together_count_by_their_own_path():
     metrics = Metrics(lambda: WELL)
-    metrics.wrote(1, [WRITE, replace(WRITE, path=Path.STAGED, total_bytes=7, descriptors=1), WRITE])
+    metrics.wrote(1, [WRITE, replace(WRITE, path=TransferPath.STAGED, total_bytes=7, descriptors=1), WRITE])
     found = counted(metrics)
     assert (found["writes_total", "direct"], found["writes_total", "staged"]) == (2, 1)
     assert (found["sent_bytes_total", "direct"], found["sent_bytes_total", "staged"]) == (2000, 7)

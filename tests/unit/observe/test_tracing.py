@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from kvferry.observe.records import PartRecord, WriteRecord
 from kvferry.observe.status import Side
 from kvferry.observe.tracing import COLOURS, Recorder, Span, Window, chrome_trace
-from kvferry.plan import Path
+from kvferry.plan import TransferPath
 
 Recorded: TypeAlias = tuple[list[Span], int] | None
 
 
 def write(at: float) -> WriteRecord:
     part = PartRecord(at + 1, at + 2, at + 3, at + 4, at + 6, 1000, 5, "worker-0")
-    return WriteRecord("decode-0", Path.STAGED, "why", 1000, 1, at, at + 1, at + 6, 0.0, 0.0, (part,))
+    return WriteRecord("decode-0", TransferPath.STAGED, "why", 1000, 1, at, at + 1, at + 6, 0.0, 0.0, (part,))
 
 
 def test_nothing_is_kept_while_nobody_records():

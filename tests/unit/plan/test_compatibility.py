@@ -11,11 +11,11 @@ from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import (
     Axis,
     Component,
-    Dealing,
     Interval,
     Paging,
     RankLayout,
     Shard,
+    TokenPartition,
     TokenShare,
     attention_components,
     contiguous,
@@ -29,7 +29,7 @@ from kvferry.layout import (
 from kvferry.plan import check_exchangeable
 
 MODEL: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "dtype": "float16"}
-EVERY_TOKEN = Dealing()
+EVERY_TOKEN = TokenPartition()
 PACKED = packed_component("kv", num_layers=2, num_kv_heads=4, packed=8, dtype="int8", packing="cpu-1")
 
 
@@ -174,7 +174,7 @@ def test_state_and_entries_for_tokens_are_refused():
 
 
 def packed(
-    page_tokens: int = 16, dealing: Dealing = EVERY_TOKEN, part: int = 0, heads: Interval = PACKED.whole[1]
+    page_tokens: int = 16, partition: TokenPartition = EVERY_TOKEN, part: int = 0, heads: Interval = PACKED.whole[1]
 ) -> RankLayout:
     shard = Shard(
         component=PACKED,
@@ -183,7 +183,7 @@ def packed(
         strides=(8, 1),
         paging=Paging(page_tokens=page_tokens, num_pages=3, page_stride=32, token_stride=0),
     )
-    return RankLayout(shards=(shard,), tokens=TokenShare(dealing, part))
+    return RankLayout(shards=(shard,), tokens=TokenShare(partition, part))
 
 
 def test_packed_pages_may_be_cut_by_head():
@@ -211,8 +211,10 @@ def test_packed_pages_of_different_sizes_are_refused_with_both(theirs: int, ours
         (interleaved(2, 32), interleaved(2, 8)),
     ],
 )
-def test_packed_pages_that_context_parallelism_would_cut_are_refused_with_both(theirs: Dealing, ours: Dealing):
-    message = refusal(packed(dealing=theirs), packed(dealing=ours))
+def test_packed_pages_that_context_parallelism_would_cut_are_refused_with_both(
+    theirs: TokenPartition, ours: TokenPartition
+):
+    message = refusal(packed(partition=theirs), packed(partition=ours))
     assert f"prefill has pages of 16 tokens ({theirs}) and decode pages of 16 ({ours})" in message
 
 
@@ -227,8 +229,8 @@ def test_packed_pages_that_context_parallelism_would_cut_are_refused_with_both(t
         (contiguous(1), EVERY_TOKEN),
     ],
 )
-def test_packed_pages_that_stay_whole_may_be_exchanged(theirs: Dealing, ours: Dealing):
-    check(packed(dealing=theirs), packed(dealing=ours))
+def test_packed_pages_that_stay_whole_may_be_exchanged(theirs: TokenPartition, ours: TokenPartition):
+    check(packed(partition=theirs), packed(partition=ours))
 
 
 def test_packed_pages_that_do_not_meet_do_not_matter():

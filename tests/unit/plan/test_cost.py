@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from kvferry.errors import SettingsError
-from kvferry.plan.cost import Load, Path, PathCosts, choose, estimate
+from kvferry.plan.cost import PathCosts, TransferPath, WriteSize, choose, estimate
 
 COSTS = PathCosts(
     seconds_per_descriptor=1e-3,
@@ -22,73 +22,73 @@ COSTS = PathCosts(
 
 
 def test_the_estimates_are_what_the_constants_say():
-    load = Load(num_bytes=1_000_000, runs=1_000, descriptors=500, bulk_writes=4)
+    load = WriteSize(num_bytes=1_000_000, runs=1_000, descriptors=500, bulk_writes=4)
     seconds = estimate(load, COSTS)
-    assert seconds[Path.DIRECT] == pytest.approx(0.01 + 0.5 + 1.0)
+    assert seconds[TransferPath.DIRECT] == pytest.approx(0.01 + 0.5 + 1.0)
     gather, wire, scatter = 2.0 + 0.001, 0.25 + 0.04, 0.5 + 0.001
-    assert seconds[Path.STAGED] == pytest.approx(gather + (wire + scatter) / 4)
+    assert seconds[TransferPath.STAGED] == pytest.approx(gather + (wire + scatter) / 4)
 
 
 def test_in_one_memory_nothing_overlaps():
-    load = Load(num_bytes=1_000_000, runs=1_000, descriptors=500, bulk_writes=4)
+    load = WriteSize(num_bytes=1_000_000, runs=1_000, descriptors=500, bulk_writes=4)
     apart, together = estimate(load, COSTS), estimate(load, replace(COSTS, is_one_memory=True))
-    assert together[Path.STAGED] == pytest.approx(2.001 + 0.29 + 0.501)
-    assert together[Path.DIRECT] == apart[Path.DIRECT]
+    assert together[TransferPath.STAGED] == pytest.approx(2.001 + 0.29 + 0.501)
+    assert together[TransferPath.DIRECT] == apart[TransferPath.DIRECT]
 
 
 def test_a_single_bulk_write_overlaps_with_nothing():
-    load = Load(num_bytes=1_000_000, runs=1, descriptors=1, bulk_writes=1)
-    assert estimate(load, COSTS)[Path.STAGED] == pytest.approx(2.0 + 0.26 + 0.5 + 2e-6)
+    load = WriteSize(num_bytes=1_000_000, runs=1, descriptors=1, bulk_writes=1)
+    assert estimate(load, COSTS)[TransferPath.STAGED] == pytest.approx(2.0 + 0.26 + 0.5 + 2e-6)
 
 
 def test_small_runs_are_staged_and_large_ones_are_not():
     num_bytes = 1 << 28
     paths = [
-        choose(Load(num_bytes, num_bytes // length, num_bytes // length, num_bytes >> 20), PathCosts()).path
+        choose(WriteSize(num_bytes, num_bytes // length, num_bytes // length, num_bytes >> 20), PathCosts()).path
         for length in (256, 512, 2048, 4096, 32768, 131072, 1 << 20)
     ]
-    assert paths[:4] == [Path.STAGED] * 4
-    assert paths[-3:] == [Path.DIRECT] * 3
+    assert paths[:4] == [TransferPath.STAGED] * 4
+    assert paths[-3:] == [TransferPath.DIRECT] * 3
 
 
 def test_staged_must_be_faster_by_far():
     """Direct takes a second; staged less, but no less than the measurements may be off."""
-    load = Load(num_bytes=1_000_000, runs=1, descriptors=1, bulk_writes=1)
+    load = WriteSize(num_bytes=1_000_000, runs=1, descriptors=1, bulk_writes=1)
     costs = replace(
         COSTS, seconds_per_descriptor=1e-6, seconds_per_write=1e-6, bulk_bytes_per_s=1e9, scatter_bytes_per_s=1e9
     )
     slightly, much = replace(costs, gather_bytes_per_s=1.3e6), replace(costs, gather_bytes_per_s=2e6)
     choice = choose(load, slightly)
     assert choice.staged_s < choice.direct_s
-    assert choice.path is Path.DIRECT
+    assert choice.path is TransferPath.DIRECT
     assert "are not much slower than gathering" in choice.reason
-    assert choose(load, much).path is Path.STAGED
+    assert choose(load, much).path is TransferPath.STAGED
 
 
 def test_merging_makes_direct_faster():
-    load = Load(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
-    assert choose(load, PathCosts()).path is Path.STAGED
-    assert choose(replace(load, descriptors=128), PathCosts()).path is Path.DIRECT
+    load = WriteSize(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
+    assert choose(load, PathCosts()).path is TransferPath.STAGED
+    assert choose(replace(load, descriptors=128), PathCosts()).path is TransferPath.DIRECT
 
 
 def test_a_machine_with_cheap_descriptors_writes_direct():
-    load = Load(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
-    assert choose(load, PathCosts(seconds_per_descriptor=1e-8)).path is Path.DIRECT
+    load = WriteSize(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
+    assert choose(load, PathCosts(seconds_per_descriptor=1e-8)).path is TransferPath.DIRECT
 
 
 def test_slow_staging_memory_makes_direct_faster():
-    load = Load(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
+    load = WriteSize(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
     for slow in (
         PathCosts(gather_bytes_per_s=1e7),
         PathCosts(scatter_bytes_per_s=1e7),
         PathCosts(bulk_bytes_per_s=1e7),
         PathCosts(seconds_per_run=1e-4),
     ):
-        assert choose(load, slow).path is Path.DIRECT
+        assert choose(load, slow).path is TransferPath.DIRECT
 
 
 def test_the_reason_names_what_was_compared():
-    choice = choose(Load(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256), PathCosts())
+    choice = choose(WriteSize(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256), PathCosts())
     assert choice.staged_s < choice.direct_s
     for named in ("1,048,576 descriptors of 256 bytes", "gathering 1,048,576 runs", "256 bulk writes", "is faster"):
         assert named in choice.reason
@@ -96,7 +96,7 @@ def test_the_reason_names_what_was_compared():
 
 
 def test_the_reason_begins_with_the_winner():
-    choice = choose(Load(num_bytes=1 << 20, runs=1, descriptors=1, bulk_writes=1), PathCosts())
+    choice = choose(WriteSize(num_bytes=1 << 20, runs=1, descriptors=1, bulk_writes=1), PathCosts())
     assert choice.reason.startswith("1 descriptor of 1,048,576 bytes (")
 
 
@@ -111,4 +111,4 @@ def test_a_cost_that_is_not_positive_is_refused(name: str, value: float):
 @pytest.mark.parametrize("numbers", [(0, 1, 1, 1), (8, 1, 2, 1), (8, 1, 1, 0), (8, 9, 1, 1)])
 def test_a_load_that_makes_no_sense_is_refused(numbers: tuple[int, int, int, int]):
     with pytest.raises(SettingsError, match="make no sense"):
-        Load(*numbers)
+        WriteSize(*numbers)

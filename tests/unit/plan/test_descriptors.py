@@ -21,15 +21,15 @@ from kvferry.plan.lowering import Loop, PageSteps
 K, _ = attention_components(num_layers=1, num_kv_heads=4, head_dim=8, dtype="int16")
 
 
-def runs(count: int, length: int = 64, start: int = 0, granules: tuple[int, int] = (1, 1)) -> Runs:
-    """`count` runs every 4096 bytes, in pages of so many granules on the two sides."""
+def runs(count: int, length: int = 64, start: int = 0, units: tuple[int, int] = (1, 1)) -> Runs:
+    """`count` runs every 4096 bytes, in pages of so many units on the two sides."""
     return Runs(
         source_bases=np.array([0x10000 + start], np.uint64),
         destination_bases=np.array([0x90000 + start], np.uint64),
         loops=(Loop(count, 4096, 4096),),
         length=length,
-        source_steps=PageSteps(granules[0], 512, 128),
-        destination_steps=PageSteps(granules[1], 1024, 256),
+        source_steps=PageSteps(units[0], 512, 128),
+        destination_steps=PageSteps(units[1], 1024, 256),
     )
 
 
@@ -67,17 +67,17 @@ def test_descriptors_are_numbered_row_by_row_with_the_pages_innermost():
     assert {piece.source.firsts.dtype for piece in made.pieces} == {np.dtype(np.int32)}
 
 
-def test_every_granule_of_a_run_has_a_row():
-    """Two granules a page on the source, three on the receiver: as many runs, but more rows."""
-    made = rows(runs(2, granules=(2, 3)))
+def test_every_unit_of_a_run_has_a_row():
+    """Two units a page on the source, three on the receiver: as many runs, but more rows."""
+    made = rows(runs(2, units=(2, 3)))
     assert made.source[:, 0].tolist() == [0x10000, 0x10200, 0x11000, 0x11200]
     assert made.destination[:, 0].tolist() == [0x90000, 0x90400, 0x90800, 0x91000, 0x91400, 0x91800]
     assert numbers(made, "source") == [([0, 10], 5, 1)]
     assert numbers(made, "destination") == [([0, 21], 7, 1)]
 
 
-def test_granules_that_go_on_from_page_to_page_share_a_row():
-    """Four granules of 64 bytes and pages of 256: the next page's first lies where a fifth would."""
+def test_units_that_go_on_from_page_to_page_share_a_row():
+    """Four units of 64 bytes and pages of 256: the next page's first lies where a fifth would."""
     dense = replace(runs(2), source_steps=PageSteps(4, 64, 256), destination_steps=PageSteps(2, 128, 256))
     made = rows(dense, runs(1))
     assert made.source.tolist() == [[0x10000, 64, 1, 64, 20], [0x11000, 64, 1, 64, 20], [0x10000, 64, 1, 128, 5]]
@@ -91,7 +91,7 @@ def test_pieces_in_pools_of_different_sizes_are_numbered_one_after_the_other():
     made = descriptor_rows(
         [
             (runs(2), pool(5), pool(7)),
-            (runs(1, granules=(2, 1)), pool(100), pool(3)),
+            (runs(1, units=(2, 1)), pool(100), pool(3)),
             (runs(1), pool(5), pool(7)),
         ]
     )
@@ -110,8 +110,8 @@ def test_no_pieces_make_no_rows():
 
 
 @pytest.mark.parametrize("padding", [0, 64])
-def test_the_rows_of_lowered_pieces_reach_every_granule_of_every_page(padding: int):
-    """Pages of 4 and of 8 tokens: the address of a descriptor is that of its granule's runs."""
+def test_the_rows_of_lowered_pieces_reach_every_unit_of_every_page(padding: int):
+    """Pages of 4 and of 8 tokens: the address of a descriptor is that of its unit's runs."""
     arrays = [np.zeros((pages, tokens, 4, 8), np.int16) for pages, tokens in ((6, 4), (3, 8))]
     page_strides = [array.strides[0] + padding for array in arrays]
     source, destination = (
@@ -125,14 +125,14 @@ def test_the_rows_of_lowered_pieces_reach_every_granule_of_every_page(padding: i
         for array, page_stride in zip(arrays, page_strides, strict=True)
     )
     heads = (Interval(0, 1), Interval(1, 3), Interval(0, 8))
-    made = descriptor_rows([(lower(heads, source, destination, granule_tokens=4), source, destination)])
+    made = descriptor_rows([(lower(heads, source, destination, unit_tokens=4), source, destination)])
     assert len(made.destination) == (4 if padding == 0 else 8)
     (piece,) = made.pieces
     sides = (made.source, piece.source), (made.destination, piece.destination)
     for (table, side), array, page_stride in zip(sides, arrays, page_strides, strict=True):
-        granules = array.shape[1] // 4
+        units = array.shape[1] // 4
         everything = np.arange(24 // 4)
-        indices = side.indices(everything % granules, everything // granules)
+        indices = side.indices(everything % units, everything // units)
         expected = [
             (array.ctypes.data + (position // array.shape[1]) * page_stride
              + (position % array.shape[1]) * array.strides[1] + array.strides[2], 2 * 8 * 2)
@@ -177,23 +177,23 @@ def test_no_units_make_no_indices():
 
 @given(st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([1, 64, 128, 200, 1 << 20]), st.data())
 def test_selected_descriptors_pair_up_whatever_order_they_are_in(
-    source_granules: int, destination_granules: int, is_dense: bool, merged_bytes: int, data: st.DataObject
+    source_units: int, destination_units: int, is_dense: bool, merged_bytes: int, data: st.DataObject
 ):
     """Every run of every unit is there once on both sides, each beside its own."""
     steps = [
-        PageSteps(granules, 64, 64 * granules) if is_dense else PageSteps(granules, 512, 128 * granules)
-        for granules in (source_granules, destination_granules)
+        PageSteps(units, 64, 64 * units) if is_dense else PageSteps(units, 512, 128 * units)
+        for units in (source_units, destination_units)
     ]
     made = rows(
         *(replace(runs(count), source_steps=steps[0], destination_steps=steps[1]) for count in (2, 1)),
         replace(runs(1, length=16), source_steps=steps[0], destination_steps=steps[1]),
     )
-    count = data.draw(st.integers(0, min(5 * source_granules, 7 * destination_granules)))
-    here = data.draw(st.permutations(range(5 * source_granules)))[:count]
-    there = data.draw(st.permutations(range(7 * destination_granules)))[:count]
+    count = data.draw(st.integers(0, min(5 * source_units, 7 * destination_units)))
+    here = data.draw(st.permutations(range(5 * source_units)))[:count]
+    there = data.draw(st.permutations(range(7 * destination_units)))[:count]
     chosen = data.draw(st.permutations(range(3)))[: data.draw(st.integers(1, 3))]
-    pages, units = np.divmod(np.array(here, np.int64), source_granules)
-    to_pages, to_units = np.divmod(np.array(there, np.int64), destination_granules)
+    pages, units = np.divmod(np.array(here, np.int64), source_units)
+    to_pages, to_units = np.divmod(np.array(there, np.int64), destination_units)
     found: Counter[tuple[int, int, int]] = Counter()
     for selector in selectors(made.pieces, chosen, merged_bytes=merged_bytes):
         local, remote = selector.select(units, pages, to_units, to_pages)
@@ -303,11 +303,11 @@ def test_more_descriptors_than_an_index_can_number_are_refused(side: str, pages:
         rows(runs(2), **pages)
 
 
-@pytest.mark.parametrize(("side", "granules"), [("source", (2**22 + 1, 1)), ("receiver", (1, 2**22 + 1))])
-def test_too_many_rows_are_refused_before_they_are_made(side: str, granules: tuple[int, int]):
+@pytest.mark.parametrize(("side", "units"), [("source", (2**22 + 1, 1)), ("receiver", (1, 2**22 + 1))])
+def test_too_many_rows_are_refused_before_they_are_made(side: str, units: tuple[int, int]):
     tracemalloc.start()
     with pytest.raises(LayoutError, match=f"4194305 runs a page of the {side}"):
-        rows(runs(1, granules=granules), source_pages=1, destination_pages=1)
+        rows(runs(1, units=units), source_pages=1, destination_pages=1)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 

@@ -40,8 +40,8 @@ class Pool:
         self.shard = shard_from_tensors(K, self.arrays, dims=dims, held={"head": heads})
 
 
-def both(box: Box, source: Pool, destination: Pool, granule_tokens: int = TOKENS) -> Runs:
-    return lower(box, source.shard, destination.shard, granule_tokens=granule_tokens)
+def both(box: Box, source: Pool, destination: Pool, unit_tokens: int = TOKENS) -> Runs:
+    return lower(box, source.shard, destination.shard, unit_tokens=unit_tokens)
 
 
 def test_equal_nhd_layouts_melt_into_one_run_a_page_and_layer():
@@ -49,7 +49,7 @@ def test_equal_nhd_layouts_melt_into_one_run_a_page_and_layer():
     assert runs.length == TOKENS * HEADS * DIM * ELEMENT
     assert runs.source_steps == runs.destination_steps == PageSteps(1, runs.length, runs.length)
     assert len(runs.source) == len(runs.destination) == LAYERS
-    assert (runs.count, runs.loops, runs.bytes_per_granule) == (LAYERS, (), LAYERS * runs.length)
+    assert (runs.count, runs.loops, runs.bytes_per_unit) == (LAYERS, (), LAYERS * runs.length)
 
 
 def test_equal_hnd_layouts_melt_into_one_run_a_page_and_layer():
@@ -100,9 +100,9 @@ def test_layers_count_from_the_first_that_a_side_holds():
     array = np.zeros((PAGES, TOKENS, HEADS, DIM), np.int16)
     stage = shard_from_tensors(K, [array], dims=NHD, held={"layer": Interval(1, 2)})
     box = (Interval(1, 2), *K.whole[1:])
-    assert list(lower(box, stage, whole.shard, granule_tokens=TOKENS).source) == [array.ctypes.data]
-    assert list(lower(box, whole.shard, stage, granule_tokens=TOKENS).source) == [whole.arrays[1].ctypes.data]
-    assert list(lower(box, whole.shard, stage, granule_tokens=TOKENS).destination) == [array.ctypes.data]
+    assert list(lower(box, stage, whole.shard, unit_tokens=TOKENS).source) == [array.ctypes.data]
+    assert list(lower(box, whole.shard, stage, unit_tokens=TOKENS).source) == [whole.arrays[1].ctypes.data]
+    assert list(lower(box, whole.shard, stage, unit_tokens=TOKENS).destination) == [array.ctypes.data]
 
 
 def test_pools_of_different_sizes_have_the_same_runs():
@@ -120,7 +120,7 @@ def test_only_the_asked_layers_are_enumerated():
 def test_gaps_are_not_melted_over():
     padded = np.zeros((PAGES, TOKENS, HEADS, DIM + 4), np.int16)
     views = [padded[..., :DIM], np.zeros_like(padded)[..., :DIM]]
-    runs = lower(K.whole, shard_from_tensors(K, views, dims=NHD), Pool(NHD).shard, granule_tokens=TOKENS)
+    runs = lower(K.whole, shard_from_tensors(K, views, dims=NHD), Pool(NHD).shard, unit_tokens=TOKENS)
     assert (runs.length, len(runs.source)) == (DIM * ELEMENT, LAYERS * TOKENS * HEADS)
 
 
@@ -129,14 +129,14 @@ def test_alike_gaps_on_both_sides_are_not_melted_over_either():
         return [np.zeros((PAGES, TOKENS, HEADS, DIM + 4), np.int16)[..., :DIM] for _ in range(LAYERS)]
 
     one, other = (shard_from_tensors(K, pool(), dims=NHD) for _ in range(2))
-    assert lower(K.whole, one, other, granule_tokens=TOKENS).length == DIM * ELEMENT
+    assert lower(K.whole, one, other, unit_tokens=TOKENS).length == DIM * ELEMENT
 
 
 def test_latents_of_equal_layout_melt_into_a_page():
     latent = latent_component(num_layers=1, latent_dim=576, dtype="int16")
     arrays = [np.zeros((PAGES, TOKENS, 576), np.int16) for _ in range(2)]
     shards = [shard_from_tensors(latent, [array], dims=("page", "token", "latent")) for array in arrays]
-    assert lower(latent.whole, *shards, granule_tokens=TOKENS).length == TOKENS * 576 * ELEMENT
+    assert lower(latent.whole, *shards, unit_tokens=TOKENS).length == TOKENS * 576 * ELEMENT
 
 
 def addresses_of(shard: Shard, runs: Any, length: int) -> list[int]:
@@ -169,7 +169,7 @@ def test_runs_pair_the_same_elements(source_dims: tuple[str, ...], destination_d
         strict=True,
     )
     assert dict(found) == expected
-    assert runs.bytes_per_granule == len(expected) * ELEMENT
+    assert runs.bytes_per_unit == len(expected) * ELEMENT
 
 
 def test_addresses_of_the_upper_half_of_memory_stay_exact():
@@ -180,7 +180,7 @@ def test_addresses_of_the_upper_half_of_memory_stay_exact():
     array = np.zeros((PAGES, TOKENS, 4), np.int16)
     low = shard_from_tensors(component, [array], dims=("page", "token", "latent"))
     high = Shard(component=component, box=low.box, addresses=(2**64 - 4096,), strides=low.strides, paging=low.paging)
-    runs = lower((Interval(0, 1), Interval(1, 3)), low, high, granule_tokens=TOKENS)
+    runs = lower((Interval(0, 1), Interval(1, 3)), low, high, unit_tokens=TOKENS)
     assert [int(address) for address in runs.destination] == [2**64 - 4096 + 2 + 8 * token for token in range(TOKENS)]
 
 
@@ -188,26 +188,26 @@ def test_addresses_of_the_upper_half_of_memory_stay_exact():
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "granule", "source_granules", "destination_granules"),
+    ("theirs", "ours", "unit", "source_units", "destination_units"),
     [(16, 64, 16, 1, 4), (64, 16, 16, 4, 1), (16, 48, 16, 1, 3), (32, 48, 16, 2, 3), (16, 16, 4, 4, 4)],
 )
 @pytest.mark.parametrize("dims", [NHD, HND])
-def test_pages_are_so_many_granules(
-    theirs: int, ours: int, granule: int, source_granules: int, destination_granules: int, dims: tuple[str, ...]
+def test_pages_are_so_many_units(
+    theirs: int, ours: int, unit: int, source_units: int, destination_units: int, dims: tuple[str, ...]
 ):
-    runs = both(K.whole, Pool(dims, tokens=theirs), Pool(dims, tokens=ours), granule)
+    runs = both(K.whole, Pool(dims, tokens=theirs), Pool(dims, tokens=ours), unit)
     token = DIM * ELEMENT if dims == HND else HEADS * DIM * ELEMENT
     page = HEADS * DIM * ELEMENT
-    assert runs.source_steps == PageSteps(source_granules, granule * token, theirs * page)
-    assert runs.destination_steps == PageSteps(destination_granules, granule * token, ours * page)
-    assert runs.bytes_per_granule == LAYERS * granule * HEADS * DIM * ELEMENT
+    assert runs.source_steps == PageSteps(source_units, unit * token, theirs * page)
+    assert runs.destination_steps == PageSteps(destination_units, unit * token, ours * page)
+    assert runs.bytes_per_unit == LAYERS * unit * HEADS * DIM * ELEMENT
 
 
-def test_a_granule_of_nhd_is_one_run_whatever_the_pages():
+def test_a_unit_of_nhd_is_one_run_whatever_the_pages():
     assert both(K.whole, Pool(NHD, tokens=16), Pool(NHD, tokens=64), 16).length == 16 * HEADS * DIM * ELEMENT
 
 
-def test_a_granule_of_hnd_is_one_run_a_head_where_pages_differ():
+def test_a_unit_of_hnd_is_one_run_a_head_where_pages_differ():
     runs = both(K.whole, Pool(HND, tokens=16), Pool(HND, tokens=64), 16)
     assert (runs.length, runs.count) == (16 * DIM * ELEMENT, LAYERS * HEADS)
     assert runs.loops == (Loop(HEADS, 16 * DIM * ELEMENT, 64 * DIM * ELEMENT),)
@@ -222,22 +222,22 @@ def address_in(pool: Pool, dims: tuple[str, ...], layer: int, position: int, hea
     return int(array.ctypes.data + sum(offsets))
 
 
-@pytest.mark.parametrize(("theirs", "ours", "granule"), [(2, 6, 2), (6, 2, 2), (4, 6, 2), (4, 4, 1), (3, 3, 3)])
+@pytest.mark.parametrize(("theirs", "ours", "unit"), [(2, 6, 2), (6, 2, 2), (4, 6, 2), (4, 4, 1), (3, 3, 3)])
 @pytest.mark.parametrize("source_dims", [NHD, HND, ("token", "head", "page", "dim")])
 @pytest.mark.parametrize("destination_dims", [NHD, HND, ("dim", "token", "head", "page")])
-def test_granules_pair_the_same_tokens_in_pages_of_any_size(
-    theirs: int, ours: int, granule: int, source_dims: tuple[str, ...], destination_dims: tuple[str, ...]
+def test_units_pair_the_same_tokens_in_pages_of_any_size(
+    theirs: int, ours: int, unit: int, source_dims: tuple[str, ...], destination_dims: tuple[str, ...]
 ):
     """Every element of the first 12 tokens, its addresses computed from the arrays themselves."""
     source = Pool(source_dims, tokens=theirs, pages=12 // theirs)
     destination = Pool(destination_dims, tokens=ours, pages=12 // ours)
-    runs = both(K.whole, source, destination, granule)
+    runs = both(K.whole, source, destination, unit)
 
     def start_of(number: int, steps: PageSteps) -> int:
-        return number // steps.granules * steps.page_stride + number % steps.granules * steps.granule_stride
+        return number // steps.units * steps.page_stride + number % steps.units * steps.unit_stride
 
     found = {}
-    for number in range(12 // granule):
+    for number in range(12 // unit):
         here, there = (start_of(number, steps) for steps in (runs.source_steps, runs.destination_steps))
         for from_address, to_address in zip(
             addresses_of(source.shard, runs.source, runs.length),
@@ -263,11 +263,11 @@ def test_slots_are_moved_whole_where_both_sides_keep_them_alike():
     for slots in (3, 7):
         arrays = [np.zeros((slots, 4, 8), np.int16) for _ in range(2)]
         shards.append(shard_from_tensors(state, arrays, dims=("slot", "head", "dim")))
-    runs = lower(state.whole, *shards, granule_tokens=1)
+    runs = lower(state.whole, *shards, unit_tokens=1)
     assert (runs.length, runs.loops, runs.count) == (4 * 8 * ELEMENT, (), 2)
     assert runs.source_steps == runs.destination_steps == PageSteps(1, 0, 4 * 8 * ELEMENT)
     heads = (Interval(1, 2), Interval(1, 3), Interval(0, 8))
-    part = lower(heads, *shards, granule_tokens=1)
+    part = lower(heads, *shards, unit_tokens=1)
     assert part.source.tolist() == [shards[0].addresses[1] + 8 * ELEMENT]
     assert part.destination.tolist() == [shards[1].addresses[1] + 8 * ELEMENT]
     assert part.length == 2 * 8 * ELEMENT
@@ -280,7 +280,7 @@ def test_channels_of_a_convolution_are_cut_from_the_middle_of_a_slot():
     whole, half = np.zeros((3, 32, 3), np.int16), np.zeros((5, 16, 3), np.int16)
     source = shard_from_tensors(keys, [whole[:, 8:16]], dims=dims)
     destination = shard_from_tensors(keys, [half[:, 4:8]], dims=dims, held={"channel": Interval(4, 8)})
-    runs = lower(destination.box, source, destination, granule_tokens=1)
+    runs = lower(destination.box, source, destination, unit_tokens=1)
     assert runs.source.tolist() == [whole.ctypes.data + (8 + 4) * 3 * ELEMENT]
     assert runs.destination.tolist() == [half.ctypes.data + 4 * 3 * ELEMENT]
     assert (runs.length, runs.source_steps.page_stride) == (4 * 3 * ELEMENT, 32 * 3 * ELEMENT)
@@ -294,7 +294,7 @@ def test_packed_pages_are_cut_by_head_and_moved_whole():
     held = {"head": Interval(2, 4)}
     arrays = [np.zeros((3, 2, 96), np.uint8) for _ in range(2)]
     destination = shard_from_tensors(packed, arrays, dims=dims, page_tokens=16, held=held)
-    runs = lower(destination.box, source, destination, granule_tokens=16)
+    runs = lower(destination.box, source, destination, unit_tokens=16)
     assert (runs.length, runs.loops, runs.count) == (2 * 96, (), 2)
     assert runs.source.tolist() == [address + 2 * 96 for address in source.addresses]
     assert (runs.source_steps, runs.destination_steps) == (PageSteps(1, 0, 4 * 96), PageSteps(1, 0, 2 * 96))

@@ -17,7 +17,7 @@ from kvferry.plan.blocks import BlockShape
 from kvferry.plan.lowering import PageSteps
 from kvferry.plan.packing import (
     SEGMENT_ALIGNMENT,
-    BlockLoad,
+    MovedBlocks,
     PackedSide,
     Segment,
     SubChunk,
@@ -30,11 +30,11 @@ from kvferry.plan.packing import (
 # ---- sub-chunks -----------------------------------------------------------------------------------------------------
 
 
-def load(num_bases: int, num_units: int, block_bytes: int, *, move: int = 0, piece: int = 0) -> BlockLoad:
-    return BlockLoad(move, piece, num_bases, num_units, block_bytes)
+def load(num_bases: int, num_units: int, block_bytes: int, *, move: int = 0, piece: int = 0) -> MovedBlocks:
+    return MovedBlocks(move, piece, num_bases, num_units, block_bytes)
 
 
-def cut(chunk_bytes: int, *loads: BlockLoad) -> list[SubChunk]:
+def cut(chunk_bytes: int, *loads: MovedBlocks) -> list[SubChunk]:
     return list(sub_chunks(loads, chunk_bytes))
 
 
@@ -106,7 +106,7 @@ def test_of_nothing_there_is_no_sub_chunk():
 
 loads = st.lists(
     st.builds(
-        BlockLoad,
+        MovedBlocks,
         move=st.integers(0, 3),
         piece=st.integers(0, 3),
         num_bases=st.integers(1, 6),
@@ -119,7 +119,7 @@ chunk_sizes = st.integers(1, 1500)
 
 
 @given(loads, chunk_sizes)
-def test_sub_chunks_tile_every_block_of_every_load_once_and_in_order(loads: list[BlockLoad], chunk_bytes: int):
+def test_sub_chunks_tile_every_block_of_every_load_once_and_in_order(loads: list[MovedBlocks], chunk_bytes: int):
     blocks = [
         (each.move, each.piece, base, unit)
         for each in loads
@@ -137,7 +137,7 @@ def test_sub_chunks_tile_every_block_of_every_load_once_and_in_order(loads: list
 
 
 @given(loads, chunk_sizes)
-def test_no_sub_chunk_is_larger_than_asked_unless_a_single_block_is(loads: list[BlockLoad], chunk_bytes: int):
+def test_no_sub_chunk_is_larger_than_asked_unless_a_single_block_is(loads: list[MovedBlocks], chunk_bytes: int):
     for chunk in sub_chunks(loads, chunk_bytes):
         num_blocks = sum(
             (each.stop_base - each.first_base) * (each.stop_unit - each.first_unit) for each in chunk.segments
@@ -146,7 +146,7 @@ def test_no_sub_chunk_is_larger_than_asked_unless_a_single_block_is(loads: list[
 
 
 @given(loads, chunk_sizes)
-def test_a_sub_chunk_has_room_for_its_segments_and_the_gaps_between_them(loads: list[BlockLoad], chunk_bytes: int):
+def test_a_sub_chunk_has_room_for_its_segments_and_the_gaps_between_them(loads: list[MovedBlocks], chunk_bytes: int):
     chunks = list(sub_chunks(loads, chunk_bytes))
     for chunk in chunks:
         stop = 0
@@ -159,7 +159,7 @@ def test_a_sub_chunk_has_room_for_its_segments_and_the_gaps_between_them(loads: 
 
 
 @given(loads, chunk_sizes)
-def test_the_count_is_close(loads: list[BlockLoad], chunk_bytes: int):
+def test_the_count_is_close(loads: list[MovedBlocks], chunk_bytes: int):
     """It leaves out that whole indices are kept together, and the gaps between segments."""
     count, really = count_sub_chunks(loads, chunk_bytes), len(list(sub_chunks(loads, chunk_bytes)))
     assert count >= 1
@@ -181,7 +181,7 @@ def side(bases: Sequence[int], steps: PageSteps, num_pages: int = 100) -> Packed
 
 
 def test_blocks_begin_index_by_index_and_unit_by_unit():
-    pages = side([1000, 9000], PageSteps(granules=4, granule_stride=8, page_stride=100))
+    pages = side([1000, 9000], PageSteps(units=4, unit_stride=8, page_stride=100))
     units, numbers = np.array([3, 0, 1]), np.array([5, 6, 6])
     assert pages.starts(0, 2, units, numbers).tolist() == [1524, 1600, 1608, 9524, 9600, 9608]
     assert pages.starts(1, 2, units, numbers).tolist() == [9524, 9600, 9608]
@@ -189,7 +189,7 @@ def test_blocks_begin_index_by_index_and_unit_by_unit():
 
 
 def test_addresses_do_not_overflow():
-    pages = side([1 << 60], PageSteps(granules=2, granule_stride=1 << 20, page_stride=1 << 40))
+    pages = side([1 << 60], PageSteps(units=2, unit_stride=1 << 20, page_stride=1 << 40))
     starts = pages.starts(0, 1, np.array([1]), np.array([1 << 19]))
     assert starts.dtype == np.int64
     assert starts.tolist() == [(1 << 60) + (1 << 20) + (1 << 59)]
@@ -197,7 +197,7 @@ def test_addresses_do_not_overflow():
 
 def test_where_a_page_is_one_unit_only_the_page_counts():
     """Of a packed page too, whose units, if any are named, are all the same."""
-    pages = side([0], PageSteps(granules=1, granule_stride=100, page_stride=100))
+    pages = side([0], PageSteps(units=1, unit_stride=100, page_stride=100))
     assert pages.starts(0, 1, np.array([0, 0]), np.array([4, 2])).tolist() == [400, 200]
 
 
@@ -219,10 +219,10 @@ def attention(order: str, heads: Interval, page_tokens: int, *, base: int) -> Sh
     )
 
 
-def runs(source: str, destination: str, granule_tokens: int = 2) -> Runs:
+def runs(source: str, destination: str, unit_tokens: int = 2) -> Runs:
     here = attention(source, Interval(0, 4), 4, base=1 << 20)
     there = attention(destination, Interval(1, 3), 2, base=1 << 24)
-    return lower(BOX, here, there, granule_tokens=granule_tokens)
+    return lower(BOX, here, there, unit_tokens=unit_tokens)
 
 
 def test_each_side_has_as_few_loops_as_its_own_strides_allow():
@@ -230,8 +230,8 @@ def test_each_side_has_as_few_loops_as_its_own_strides_allow():
     assert piece.source.shape == BlockShape(((2, 24),), 12)
     assert piece.destination.shape == BlockShape((), 24)
     assert (piece.num_bases, piece.block_bytes, piece.block_runs) == (2, 24, 2)
-    assert piece.source.steps == PageSteps(granules=2, granule_stride=48, page_stride=96)
-    assert piece.destination.steps == PageSteps(granules=1, granule_stride=24, page_stride=24)
+    assert piece.source.steps == PageSteps(units=2, unit_stride=48, page_stride=96)
+    assert piece.destination.steps == PageSteps(units=1, unit_stride=24, page_stride=24)
 
 
 def test_packed_bytes_are_in_the_order_of_the_source_on_both_sides():
@@ -241,11 +241,11 @@ def test_packed_bytes_are_in_the_order_of_the_source_on_both_sides():
 
 
 @given(st.sampled_from(["NHD", "HND"]), st.sampled_from(["NHD", "HND"]), st.sampled_from([1, 2]))
-def test_both_sides_have_the_same_bytes_of_a_block_in_the_same_place(source: str, destination: str, granule: int):
+def test_both_sides_have_the_same_bytes_of_a_block_in_the_same_place(source: str, destination: str, unit: int):
     """Followed byte by byte, from an element's place at the source to the same element's at the receiver."""
-    lowered = runs(source, destination, granule)
+    lowered = runs(source, destination, unit)
     piece = packed_piece(lowered, source_pages=10, destination_pages=10)
-    assert piece.block_bytes * piece.num_bases == lowered.bytes_per_granule
+    assert piece.block_bytes * piece.num_bases == lowered.bytes_per_unit
     assert piece.source.shape.num_bytes == piece.destination.shape.num_bytes == piece.block_bytes
 
     def places(shape: BlockShape) -> list[int]:
@@ -266,7 +266,7 @@ def test_both_sides_have_the_same_bytes_of_a_block_in_the_same_place(source: str
     here, there = elements(source, 4, 4), elements(destination, 2, 2)
     packed = [here[place] for place in places(piece.source.shape)]
     assert packed == [there[place] for place in places(piece.destination.shape)]
-    assert sorted(packed) == sorted(product(range(granule), range(2), range(6)))
+    assert sorted(packed) == sorted(product(range(unit), range(2), range(6)))
 
 
 def test_a_packed_page_is_one_block():
@@ -280,6 +280,6 @@ def test_a_packed_page_is_one_block():
         strides=(1,),
         paging=Paging(16, 10, 8, 0),
     )
-    piece = packed_piece(lower(shard.box, shard, shard, granule_tokens=16), source_pages=10, destination_pages=10)
+    piece = packed_piece(lower(shard.box, shard, shard, unit_tokens=16), source_pages=10, destination_pages=10)
     assert piece.source.shape == piece.destination.shape == BlockShape((), 5)
-    assert piece.source.steps.granules == 1
+    assert piece.source.steps.units == 1

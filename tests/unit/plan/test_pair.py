@@ -55,7 +55,7 @@ def test_pieces_of_one_pair_of_groups_share_a_route():
     (elected,) = plan.elected(7, writer=0, receiver=0)
     assert elected.pieces == (0, 1)
     assert (elected.route.source_page_tokens, elected.route.destination_page_tokens) == (4, 8)
-    assert elected.route.granule_tokens == 4
+    assert elected.route.unit_tokens == 4
 
 
 @pytest.mark.parametrize(("here", "there"), [("late", "kv"), ("kv", "late"), ("late", "late")])
@@ -143,11 +143,11 @@ def addresses(rows: Any, indices: Any) -> list[tuple[int, int]]:
 def test_the_rows_of_a_unit_name_its_bytes_on_both_sides(unit: Unit, here: int, there: int):
     source, destination = attention(here), attention(there, base=1 << 24)
     plan = PairPlan(source, destination, [whole(K), whole(V)])
-    rows, granule = plan.descriptor_rows(unit), int(np.gcd(here, there)) if unit is Unit.GRANULE else 1
+    rows, unit_tokens = plan.descriptor_rows(unit), int(np.gcd(here, there)) if unit is Unit.WHOLE else 1
     for side, layout, size in (("source", source, here), ("destination", destination, there)):
-        numbers = np.arange(24 // granule, dtype=np.int64)
+        numbers = np.arange(24 // unit_tokens, dtype=np.int64)
         pool_pages = np.array([7, 0, 11, 3, 5, 6, 8, 9], np.int64)
-        units, pages = places(numbers, unit_tokens=granule, page_tokens=size, pages=pool_pages, first_page=0)
+        units, pages = places(numbers, unit_tokens=unit_tokens, page_tokens=size, pages=pool_pages, first_page=0)
         for number, shard in enumerate(layout.shards):
             indices = getattr(rows.pieces[number], side).indices(units, pages)
             found = addresses(getattr(rows, side), indices)
@@ -166,7 +166,7 @@ def test_packed_pages_have_no_single_tokens():
     both = RankLayout(shards=(packed, plain))
     plan = PairPlan(both, both, [Piece("p", packed.box, 0, (0,)), Piece("t", plain.box, 0, (0,))])
     pages = packed.paging.num_pages
-    for unit, descriptors in ((Unit.TOKEN, [pages, 16 * pages]), (Unit.GRANULE, [pages, pages])):
+    for unit, descriptors in ((Unit.TOKEN, [pages, 16 * pages]), (Unit.WHOLE, [pages, pages])):
         assert plan.descriptor_rows(unit).source[:, 4].tolist() == descriptors
 
 
@@ -176,7 +176,7 @@ def test_a_plan_made_of_real_pieces_has_a_row_for_each():
     for rank, layout in sources.items():
         mine = [piece for piece in pieces if rank in piece.holders]
         plan = PairPlan(layout, attention(8), mine)
-        assert len(plan.descriptor_rows(Unit.GRANULE).pieces) == len(mine) == 2
+        assert len(plan.descriptor_rows(Unit.WHOLE).pieces) == len(mine) == 2
 
 
 # ---- places --------------------------------------------------------------------------------------------------------

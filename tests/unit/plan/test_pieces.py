@@ -15,11 +15,11 @@ from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import (
     Axis,
     Component,
-    Dealing,
     Interval,
     RankLayout,
     Shard,
     ShardedComponent,
+    TokenPartition,
     VirtualPools,
     all_coordinates,
     attention_components,
@@ -35,7 +35,7 @@ from kvferry.layout.tokens import parts_met
 from kvferry.plan import Piece, SourceGroup, elect_writer, pieces_for_receiver
 
 LAYERS = 4
-EVERY_TOKEN = Dealing()
+EVERY_TOKEN = TokenPartition()
 
 
 def sharded(component: Component, tp_axis: str | None = None) -> ShardedComponent:
@@ -58,12 +58,12 @@ def engine(
     tp: int,
     stages: tuple[int, ...] = (LAYERS,),
     components: Sequence[ShardedComponent] = (K, V),
-    dealing: Dealing = EVERY_TOKEN,
+    partition: TokenPartition = EVERY_TOKEN,
 ) -> dict[int, RankLayout]:
-    pools = VirtualPools(page_tokens=2, num_pages=3, dealing=dealing, layers_per_stage=stages)
+    pools = VirtualPools(page_tokens=2, num_pages=3, partition=partition, layers_per_stage=stages)
     return {
         rank.group_rank: virtual_layout(components, rank, pools)
-        for rank in all_coordinates(tp_size=tp, cp_size=dealing.num_parts, pp_size=len(stages))
+        for rank in all_coordinates(tp_size=tp, cp_size=partition.num_parts, pp_size=len(stages))
     }
 
 
@@ -169,16 +169,16 @@ def test_a_component_that_no_source_has_is_named_if_the_receiver_needs_it():
 
 def test_ranks_with_other_tokens_have_pieces_of_their_own():
     """TP2 and CP3: group ranks are tp + 2 * cp. The receiver holds every token."""
-    pieces = pieces_for_receiver(engine(2, components=(K,), dealing=interleaved(3)), engine(1, components=(K,))[0])
+    pieces = pieces_for_receiver(engine(2, components=(K,), partition=interleaved(3)), engine(1, components=(K,))[0])
     found = sorted((piece.token_part, str(piece.box[1]), piece.holders) for piece in pieces)
     assert found == [
         (part, heads, (holder + 2 * part,)) for part in range(3) for holder, heads in enumerate(("[0, 3)", "[3, 6)"))
     ]
 
 
-@pytest.mark.parametrize("dealing", [interleaved(2, 4), contiguous(2), zigzag(2)])
-def test_receivers_that_deal_alike_need_their_own_part_alone(dealing: Dealing):
-    sources, receivers = engine(1, dealing=dealing), engine(3, dealing=dealing)
+@pytest.mark.parametrize("partition", [interleaved(2, 4), contiguous(2), zigzag(2)])
+def test_receivers_that_deal_alike_need_their_own_part_alone(partition: TokenPartition):
+    sources, receivers = engine(1, partition=partition), engine(3, partition=partition)
     for receiver in receivers.values():
         pieces = pieces_for_receiver(sources, receiver)
         assert {(piece.token_part, piece.holders) for piece in pieces} == {
@@ -186,11 +186,11 @@ def test_receivers_that_deal_alike_need_their_own_part_alone(dealing: Dealing):
         }
 
 
-@pytest.mark.parametrize("theirs", [interleaved(2), interleaved(4, 2), contiguous(3), Dealing()])
-@pytest.mark.parametrize("ours", [interleaved(2), interleaved(4, 1), interleaved(2, 6), zigzag(2), Dealing()])
-def test_a_receiver_is_owed_the_parts_that_it_may_meet_each_complete(theirs: Dealing, ours: Dealing):
-    sources = engine(2, (1, 3), components=(K, LATENT), dealing=theirs)
-    for receiver in engine(3, components=(K, LATENT), dealing=ours).values():
+@pytest.mark.parametrize("theirs", [interleaved(2), interleaved(4, 2), contiguous(3), TokenPartition()])
+@pytest.mark.parametrize("ours", [interleaved(2), interleaved(4, 1), interleaved(2, 6), zigzag(2), TokenPartition()])
+def test_a_receiver_is_owed_the_parts_that_it_may_meet_each_complete(theirs: TokenPartition, ours: TokenPartition):
+    sources = engine(2, (1, 3), components=(K, LATENT), partition=theirs)
+    for receiver in engine(3, components=(K, LATENT), partition=ours).values():
         pieces = pieces_for_receiver(sources, receiver)
         for shard in receiver.shards:
             for part in range(theirs.num_parts):
@@ -213,17 +213,17 @@ def test_a_receiver_is_owed_the_parts_that_it_may_meet_each_complete(theirs: Dea
 
 def test_blocks_that_never_meet_are_not_owed():
     """Round-robin over 4 parts is a refinement of round-robin over 2: parts 0 and 2 make part 0."""
-    sources = engine(1, dealing=interleaved(4))
+    sources = engine(1, partition=interleaved(4))
     owed = [
         {piece.token_part for piece in pieces_for_receiver(sources, receiver)}
-        for receiver in engine(1, dealing=interleaved(2)).values()
+        for receiver in engine(1, partition=interleaved(2)).values()
     ]
     assert owed == [{0, 2}, {1, 3}]
 
 
 def test_state_of_a_whole_request_is_held_by_every_context_parallel_rank():
-    sources = engine(2, components=(STATE,), dealing=interleaved(3))
-    for receiver in engine(1, components=(STATE,), dealing=contiguous(2)).values():
+    sources = engine(2, components=(STATE,), partition=interleaved(3))
+    for receiver in engine(1, components=(STATE,), partition=contiguous(2)).values():
         pieces = pieces_for_receiver(sources, receiver)
         assert [(piece.token_part, str(piece.box[1]), piece.holders) for piece in pieces] == [
             (None, "[0, 3)", (0, 2, 4)),
@@ -232,17 +232,17 @@ def test_state_of_a_whole_request_is_held_by_every_context_parallel_rank():
 
 
 def test_sources_that_deal_tokens_out_differently_are_refused():
-    sources = {**engine(1, dealing=interleaved(2)), 1: engine(1, dealing=contiguous(2))[1]}
+    sources = {**engine(1, partition=interleaved(2)), 1: engine(1, partition=contiguous(2))[1]}
     with pytest.raises(IncompatiblePeerError) as caught:
         SourceGroup(sources)
     assert str(caught.value) == (
-        "the source ranks deal tokens out differently: blocks of 1 tokens dealt to parts [0, 1]; one cycle dealt to "
+        "the source ranks partition tokens differently: blocks of 1 tokens over parts [0, 1]; one cycle over "
         "parts [0, 1]"
     )
 
 
 def test_a_part_of_the_tokens_that_nobody_holds_is_named():
-    sources = {0: engine(1, components=(K,), dealing=interleaved(2))[0]}
+    sources = {0: engine(1, components=(K,), partition=interleaved(2))[0]}
     with pytest.raises(IncompatiblePeerError) as caught:
         pieces_for_receiver(sources, engine(1, components=(K,))[0])
     assert (
@@ -254,12 +254,12 @@ def test_a_part_of_the_tokens_that_nobody_holds_is_named():
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_what_sources_were_asked_before_changes_no_answer(is_reversed: bool):
     """One group of sources serves receivers of many engines."""
-    sources = engine(2, dealing=interleaved(4), components=(K, STATE))
+    sources = engine(2, partition=interleaved(4), components=(K, STATE))
     receivers = [
         receiver
-        for dealing in (interleaved(2), EVERY_TOKEN, contiguous(2), interleaved(4))
+        for partition in (interleaved(2), EVERY_TOKEN, contiguous(2), interleaved(4))
         for stages in ((4,), (1, 3))
-        for receiver in engine(3, stages, components=(K, STATE), dealing=dealing).values()
+        for receiver in engine(3, stages, components=(K, STATE), partition=partition).values()
     ]
     group = SourceGroup(sources)
     for receiver in reversed(receivers) if is_reversed else receivers:

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.tiers import examples
 
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import (
     Axis,
     Box,
     Component,
-    Dealing,
     Entry,
     Interval,
     PageOrder,
@@ -27,6 +27,7 @@ from kvferry.layout import (
     RankLayout,
     Shard,
     ShardedComponent,
+    TokenPartition,
     TokenShare,
     VirtualPools,
     all_coordinates,
@@ -58,7 +59,7 @@ from kvferry.plan.proof import ProofError, prove_runs
 
 ELEMENT = 2
 LAYERS, HEADS, DIM = 4, 6, 3
-EVERY_TOKEN = Dealing()
+EVERY_TOKEN = TokenPartition()
 
 
 def sharded(component: Component, tp_axis: str | None = None) -> ShardedComponent:
@@ -85,22 +86,24 @@ def engine(
     tp: int = 1,
     *,
     stages: tuple[int, ...] = (LAYERS,),
-    dealing: Dealing = EVERY_TOKEN,
+    partition: TokenPartition = EVERY_TOKEN,
     order: PageOrder = PageOrder.NHD,
     page_tokens: int = 4,
     components: Sequence[ShardedComponent] = (K, V),
 ) -> dict[int, RankLayout]:
     """All ranks that share a request, by group rank."""
-    pools = VirtualPools(page_tokens=page_tokens, num_pages=2, order=order, dealing=dealing, layers_per_stage=stages)
+    pools = VirtualPools(
+        page_tokens=page_tokens, num_pages=2, order=order, partition=partition, layers_per_stage=stages
+    )
     return {
         rank.group_rank: virtual_layout(components, rank, pools)
-        for rank in all_coordinates(tp_size=tp, cp_size=dealing.num_parts, pp_size=len(stages))
+        for rank in all_coordinates(tp_size=tp, cp_size=partition.num_parts, pp_size=len(stages))
     }
 
 
 @pytest.fixture
 def forgetful() -> Iterator[None]:
-    """The proof remembers what it proved of dealings and routes: not beyond a test that changes them."""
+    """The proof remembers what it proved of partitions and routes: not beyond a test that changes them."""
 
     def forget() -> None:
         for remembered in vars(proof).values():
@@ -124,19 +127,19 @@ def test_right_plans_are_proved(tp: int, other: int, order: PageOrder):
 
 
 stages = st.sampled_from([(4,), (1, 3), (3, 0, 1), (1, 1, 2)])
-dealings = st.sampled_from(
+partitions = st.sampled_from(
     [EVERY_TOKEN, interleaved(2), interleaved(3, 4), contiguous(2), contiguous(3), zigzag(2), interleaved(2, 6)]
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_right_plans_of_any_parallelism_and_pages_are_proved(data: st.DataObject):
     def some_engine() -> dict[int, RankLayout]:
         return engine(
             data.draw(st.integers(1, 7)),
             stages=data.draw(stages),
-            dealing=data.draw(dealings),
+            partition=data.draw(partitions),
             order=data.draw(st.sampled_from([PageOrder.NHD, PageOrder.HND])),
             page_tokens=data.draw(st.sampled_from([1, 4, 6, 16])),
             components=HYBRID,
@@ -148,14 +151,14 @@ def test_right_plans_of_any_parallelism_and_pages_are_proved(data: st.DataObject
     assert found.absent == ()
 
 
-@pytest.mark.parametrize("dealing", [EVERY_TOKEN, contiguous(2), interleaved(2, 4)])
-def test_packed_pages_are_proved(dealing: Dealing):
-    sides = (engine(tp, order=PageOrder.PACKED, components=HYBRID, dealing=dealing) for tp in (3, 2))
-    assert prove(*sides, room=0).receivers == 2 * dealing.num_parts
+@pytest.mark.parametrize("partition", [EVERY_TOKEN, contiguous(2), interleaved(2, 4)])
+def test_packed_pages_are_proved(partition: TokenPartition):
+    sides = (engine(tp, order=PageOrder.PACKED, components=HYBRID, partition=partition) for tp in (3, 2))
+    assert prove(*sides, room=0).receivers == 2 * partition.num_parts
 
 
 def test_dealings_of_very_long_blocks_are_proved_without_looking_at_every_token():
-    long = engine(dealing=interleaved(2, 1 << 32), page_tokens=1 << 12)
+    long = engine(partition=interleaved(2, 1 << 32), page_tokens=1 << 12)
     assert prove(long, engine(page_tokens=1 << 12), room=0).pieces == 4
     assert prove(long, long, room=0).pieces == 4
 
@@ -186,9 +189,9 @@ def test_sources_that_lack_something_are_no_defect_of_the_plan():
 # --- wrong pieces
 
 
-def plan(change: Callable[[list[Piece]], list[Piece]], *, dealing: Dealing = EVERY_TOKEN) -> None:
+def plan(change: Callable[[list[Piece]], list[Piece]], *, partition: TokenPartition = EVERY_TOKEN) -> None:
     """Proves a changed plan of TP3 -> TP2 for the first receiver: of k, then of v, heads [0, 2) and [2, 3)."""
-    sources, receivers = engine(3, dealing=dealing), engine(2, order=PageOrder.HND, dealing=dealing)
+    sources, receivers = engine(3, partition=partition), engine(2, order=PageOrder.HND, partition=partition)
     pieces = change(list(pieces_for_receiver(sources, receivers[0])))
     prove_receiver(sources, receivers[0], tuple(pieces), room=0, receiver=0)
 
@@ -201,7 +204,7 @@ def moved(piece: Piece, axis: int, start: int, stop: int) -> Piece:
 
 def test_the_unchanged_plan_passes():
     plan(lambda pieces: pieces)
-    plan(lambda pieces: pieces, dealing=interleaved(2))
+    plan(lambda pieces: pieces, partition=interleaved(2))
 
 
 @pytest.mark.parametrize("index", range(4))
@@ -295,11 +298,11 @@ def part(piece: Piece, number: int | None) -> Piece:
 
 def test_a_piece_of_another_part_of_the_tokens_is_found():
     with pytest.raises(ProofError, match=r"'k' layer .* travels with part 1 of the tokens, where \[0\] are needed"):
-        plan(lambda pieces: [part(pieces[0], 1), *pieces[1:]], dealing=interleaved(2))
+        plan(lambda pieces: [part(pieces[0], 1), *pieces[1:]], partition=interleaved(2))
 
 
 def test_a_piece_of_one_part_of_the_tokens_for_that_of_another_is_found():
-    sources, receivers = engine(dealing=interleaved(2)), engine()
+    sources, receivers = engine(partition=interleaved(2)), engine()
     first, *others = pieces_for_receiver(sources, receivers[0])
     with pytest.raises(ProofError, match="'k': 72 of 72 elements of an entry are never written"):
         prove_receiver(sources, receivers[0], (part(first, 1), *others), room=0, receiver=0)
@@ -308,19 +311,19 @@ def test_a_piece_of_one_part_of_the_tokens_for_that_of_another_is_found():
 @pytest.mark.parametrize("number", [1, None])
 def test_a_complete_set_of_pieces_for_tokens_that_nobody_asked_for_is_found(number: int | None):
     with pytest.raises(ProofError, match=rf"'k' layer .* travels with part {number} of the tokens, where \[0\]"):
-        plan(lambda pieces: [*pieces, *(part(piece, number) for piece in pieces)], dealing=interleaved(2))
+        plan(lambda pieces: [*pieces, *(part(piece, number) for piece in pieces)], partition=interleaved(2))
 
 
 def test_a_writer_that_holds_other_tokens_is_found():
     """Group ranks are tp + 3 * cp: rank 3 holds the same heads as rank 0, and the other half of the tokens."""
     with pytest.raises(ProofError, match=r"rank 3 was elected to send 'k' .* but holds other tokens of it"):
-        plan(lambda pieces: [msgspec.structs.replace(pieces[0], holders=(3,)), *pieces[1:]], dealing=interleaved(2))
+        plan(lambda pieces: [msgspec.structs.replace(pieces[0], holders=(3,)), *pieces[1:]], partition=interleaved(2))
 
 
 @pytest.mark.parametrize("index", range(6))
 def test_a_dropped_part_of_the_tokens_is_found(index: int):
     """Every part is needed of a receiver that holds every token: 3 parts of k and of v."""
-    sources, receivers = engine(dealing=interleaved(3)), engine()
+    sources, receivers = engine(partition=interleaved(3)), engine()
     pieces = pieces_for_receiver(sources, receivers[0])
     assert len(pieces) == 6
     prove_receiver(sources, receivers[0], pieces, room=0, receiver=0)
@@ -329,7 +332,7 @@ def test_a_dropped_part_of_the_tokens_is_found(index: int):
 
 
 def test_state_that_travels_by_part_of_the_tokens_is_found():
-    sources, receivers = engine(components=(STATE,), dealing=interleaved(2)), engine(components=(STATE,))
+    sources, receivers = engine(components=(STATE,), partition=interleaved(2)), engine(components=(STATE,))
     pieces = pieces_for_receiver(sources, receivers[0])
     assert prove_receiver(sources, receivers[0], pieces, room=0, receiver=0).pieces == 1
     changed = tuple(msgspec.structs.replace(part(piece, 0), holders=(0,)) for piece in pieces)
@@ -362,13 +365,13 @@ DEALT: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("fault", DEALT)
-@pytest.mark.parametrize("dealing", [interleaved(2, 4), interleaved(3), zigzag(2)])
+@pytest.mark.parametrize("partition", [interleaved(2, 4), interleaved(3), zigzag(2)])
 def test_a_dealing_that_is_not_one_is_found(
-    fault: str, dealing: Dealing, monkeypatch: pytest.MonkeyPatch, forgetful: None
+    fault: str, partition: TokenPartition, monkeypatch: pytest.MonkeyPatch, forgetful: None
 ):
-    sources, receivers = engine(dealing=dealing), engine()
+    sources, receivers = engine(partition=partition), engine()
     prove(sources, receivers, room=0)
-    vars(proof)["_prove_dealing"].cache_clear()
+    vars(proof)["_prove_partition"].cache_clear()
     name, wrong = DEALT[fault]
     monkeypatch.setattr(TokenShare, name, wrong(getattr(TokenShare, name)))
     with pytest.raises(ProofError):
@@ -390,7 +393,7 @@ ROUTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "segments in the order of another side": (
         "segments_between", lambda right: replace(right, source=right.source[::-1])
     ),
-    "the first granule dropped": (
+    "the first unit dropped": (
         "units_of",
         lambda right: (Units(right[0].tokens, right[0].source[1:], right[0].destination[1:]), right[1]),
     ),
@@ -398,7 +401,7 @@ ROUTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "units_of",
         lambda right: (right[0], Units(1, right[1].source[:0], right[1].destination[:0])),
     ),
-    "granules that go to the next one's place": (
+    "units that go to the next one's place": (
         "units_of",
         lambda right: (Units(right[0].tokens, right[0].source, right[0].destination + 1), right[1]),
     ),
@@ -411,24 +414,24 @@ ROUTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     [(interleaved(2, 4), EVERY_TOKEN), (EVERY_TOKEN, interleaved(3, 8)), (contiguous(2), interleaved(2, 4))],
 )
 def test_tokens_that_go_astray_are_found(
-    fault: str, theirs: Dealing, ours: Dealing, monkeypatch: pytest.MonkeyPatch, forgetful: None
+    fault: str, theirs: TokenPartition, ours: TokenPartition, monkeypatch: pytest.MonkeyPatch, forgetful: None
 ):
-    sources, receivers = engine(dealing=theirs), engine(dealing=ours)
+    sources, receivers = engine(partition=theirs), engine(partition=ours)
     prove(sources, receivers, room=0)
     name, change = ROUTED[fault]
     right = getattr(proof, name)
     monkeypatch.setattr(proof, name, lambda *given, **named: change(right(*given, **named)))
-    for remembered in ("_prove_route", "_prove_dealing"):
+    for remembered in ("_prove_route", "_prove_partition"):
         vars(proof)[remembered].cache_clear()
     with pytest.raises(ProofError):
         prove(sources, receivers, room=0)
 
 
-@pytest.mark.parametrize("granule", [3, 8, 16])
-def test_a_granule_that_pages_cut_is_found(granule: int, monkeypatch: pytest.MonkeyPatch, forgetful: None):
+@pytest.mark.parametrize("unit", [3, 8, 16])
+def test_a_unit_that_pages_cut_is_found(unit: int, monkeypatch: pytest.MonkeyPatch, forgetful: None):
     sources, receivers = engine(page_tokens=4), engine(page_tokens=6)
     right = route_between
-    monkeypatch.setattr(proof, "route_between", lambda *given: replace(right(*given), granule_tokens=granule))
+    monkeypatch.setattr(proof, "route_between", lambda *given: replace(right(*given), unit_tokens=unit))
     with pytest.raises(ProofError, match=r"moved together, but do not always lie in one page|are not a page"):
         prove(sources, receivers, room=0)
 
@@ -443,14 +446,14 @@ class Pair:
     piece: Piece
     source: Shard
     destination: Shard
-    granule_tokens: int
+    unit_tokens: int
 
     @property
     def runs(self) -> Runs:
-        return lower(self.piece.box, self.source, self.destination, granule_tokens=self.granule_tokens)
+        return lower(self.piece.box, self.source, self.destination, unit_tokens=self.unit_tokens)
 
     def prove(self, runs: Runs) -> None:
-        prove_runs(self.piece, self.source, self.destination, runs, granule_tokens=self.granule_tokens)
+        prove_runs(self.piece, self.source, self.destination, runs, unit_tokens=self.unit_tokens)
 
 
 def shard_of(component: Component, box: Box, dims: Sequence[str], page_tokens: int, *, gap: int = 0) -> Shard:
@@ -475,14 +478,14 @@ def boxed(component: Component, layers: tuple[int, int], heads: tuple[int, int])
     return (Interval(*layers), Interval(*heads), *component.whole[2:])
 
 
-def attention(source: Sequence[str], destination: Sequence[str], pages: tuple[int, int], granule: int) -> Pair:
+def attention(source: Sequence[str], destination: Sequence[str], pages: tuple[int, int], unit: int) -> Pair:
     component = K.component
     piece = Piece("k", boxed(component, (1, 3), (2, 4)), 0, (0,))
     return Pair(
         piece,
         shard_of(component, boxed(component, (0, 4), (1, 5)), source, pages[0]),
         shard_of(component, boxed(component, (1, 4), (2, 6)), destination, pages[1]),
-        granule,
+        unit,
     )
 
 
@@ -584,8 +587,8 @@ FAULTS: dict[str, Callable[[Runs], Runs]] = {
     "runs of no length": lambda runs: replace(runs, length=0),
     "a page stride too short on the source": lambda runs: steps(runs, "source_steps", page_stride=-ELEMENT),
     "a page stride too long on the receiver": lambda runs: steps(runs, "destination_steps", page_stride=ELEMENT),
-    "a granule too many a page": lambda runs: steps(runs, "source_steps", granules=1),
-    "a granule too few a page": lambda runs: steps(runs, "destination_steps", granules=-1),
+    "a unit too many a page": lambda runs: steps(runs, "source_steps", units=1),
+    "a unit too few a page": lambda runs: steps(runs, "destination_steps", units=-1),
 }  # fmt: skip
 
 
@@ -634,19 +637,19 @@ def test_axes_that_are_swapped_on_one_side_are_found():
 
 @pytest.mark.parametrize("side", ["source_steps", "destination_steps"])
 @pytest.mark.parametrize("by", [-ELEMENT, ELEMENT, 1])
-def test_wrong_strides_of_granules_are_found(side: str, by: int):
+def test_wrong_strides_of_units_are_found(side: str, by: int):
     for pair in PAIRS.values():
-        if getattr(pair.runs, side).granules > 1:
+        if getattr(pair.runs, side).units > 1:
             with pytest.raises(ProofError, match="step from page to page"):
-                pair.prove(steps(pair.runs, side, granule_stride=by))
+                pair.prove(steps(pair.runs, side, unit_stride=by))
 
 
 def test_packed_pages_that_are_cut_are_found():
     (source,) = engine(order=PageOrder.PACKED, components=(K,))[0].shards
     piece = Piece("k", source.box, 0, (0,))
-    prove_runs(piece, source, source, lower(source.box, source, source, granule_tokens=4), granule_tokens=4)
+    prove_runs(piece, source, source, lower(source.box, source, source, unit_tokens=4), unit_tokens=4)
     with pytest.raises(ProofError, match="pages that cannot be cut between tokens are cut"):
-        prove_runs(piece, source, source, lower(source.box, source, source, granule_tokens=2), granule_tokens=2)
+        prove_runs(piece, source, source, lower(source.box, source, source, unit_tokens=2), unit_tokens=2)
 
 
 def test_a_page_copied_whole_between_different_layouts_is_found():
@@ -665,7 +668,7 @@ def test_the_runs_of_another_piece_are_found():
     first, second = (boxed(K.component, (0, LAYERS), heads) for heads in ((0, 2), (2, 4)))
     with pytest.raises(ProofError, match="another element than the first that is owed"):
         Pair(Piece("k", first, 0, (0,)), source, destination, 4).prove(
-            lower(second, source, destination, granule_tokens=4)
+            lower(second, source, destination, unit_tokens=4)
         )
 
 
@@ -692,12 +695,12 @@ def test_wrong_runs_of_a_whole_plan_are_found(monkeypatch: pytest.MonkeyPatch):
 # --- nothing wrong is ever proved
 
 
-def moves(runs: Runs, granules: int) -> Counter[tuple[int, int]]:
-    """From which address to which every element of so many granules goes, in pages 0, 1, 2, ... of both sides."""
+def moves(runs: Runs, units: int) -> Counter[tuple[int, int]]:
+    """From which address to which every element of so many units goes, in pages 0, 1, 2, ... of both sides."""
     found: Counter[tuple[int, int]] = Counter()
-    for number in range(granules):
+    for number in range(units):
         places = [
-            number // side.granules * side.page_stride + number % side.granules * side.granule_stride
+            number // side.units * side.page_stride + number % side.units * side.unit_stride
             for side in (runs.source_steps, runs.destination_steps)
         ]
         for here, there in zip(runs.source.tolist(), runs.destination.tolist(), strict=True):
@@ -706,7 +709,7 @@ def moves(runs: Runs, granules: int) -> Counter[tuple[int, int]]:
     return found
 
 
-def owed(pair: Pair, granules: int) -> Counter[tuple[int, int]]:
+def owed(pair: Pair, units: int) -> Counter[tuple[int, int]]:
     """The same by the definition in Shard's docstring."""
 
     def address(shard: Shard, position: int, index: tuple[int, ...]) -> int:
@@ -720,7 +723,7 @@ def owed(pair: Pair, granules: int) -> Counter[tuple[int, int]]:
     element = pair.source.component.element_bytes
     return Counter(
         (address(pair.source, position, index) + byte, address(pair.destination, position, index) + byte)
-        for position in range(granules * pair.granule_tokens)
+        for position in range(units * pair.unit_tokens)
         for index in product(*(range(part.start, part.stop) for part in pair.piece.box))
         for byte in range(element)
     )
@@ -747,9 +750,9 @@ def small_pairs(draw: st.DrawFn) -> Pair:
         dims.insert(draw(st.integers(0, 4)), "layer")
         return shard_of(SMALL, held(), dims, page_tokens, gap=draw(st.integers(0, 1)))
 
-    granule = draw(st.integers(1, 2))
-    source, destination = (side(granule * draw(st.integers(1, 2))) for _ in range(2))
-    return Pair(Piece("k", box, 0, (0,)), source, destination, granule)
+    unit = draw(st.integers(1, 2))
+    source, destination = (side(unit * draw(st.integers(1, 2))) for _ in range(2))
+    return Pair(Piece("k", box, 0, (0,)), source, destination, unit)
 
 
 @st.composite
@@ -774,11 +777,11 @@ def changed(draw: st.DrawFn, runs: Runs) -> Runs:
             runs = replace(runs, length=max(0, runs.length + draw(by)))
         elif field == "steps":
             side = draw(st.sampled_from(["source_steps", "destination_steps"]))
-            runs = steps(runs, side, **{draw(st.sampled_from(["granule_stride", "page_stride"])): draw(by)})
+            runs = steps(runs, side, **{draw(st.sampled_from(["unit_stride", "page_stride"])): draw(by)})
     return runs
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_runs_are_proved_only_if_they_move_what_is_owed(data: st.DataObject):
     pair = data.draw(small_pairs())
@@ -787,25 +790,27 @@ def test_runs_are_proved_only_if_they_move_what_is_owed(data: st.DataObject):
         pair.prove(runs)
     except ProofError:
         return
-    assert moves(runs, granules=4) == owed(pair, granules=4)
+    assert moves(runs, units=4) == owed(pair, units=4)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(small_pairs())
 def test_lowered_runs_move_what_is_owed_and_are_proved(pair: Pair):
     pair.prove(pair.runs)
-    assert moves(pair.runs, granules=4) == owed(pair, granules=4)
+    assert moves(pair.runs, units=4) == owed(pair, units=4)
 
 
 # --- 64 ranks a side and 128 layers
 
 
-def large(*, tp: int = 1, pp: int = 1, dealing: Dealing = EVERY_TOKEN, page_tokens: int = 16) -> dict[int, RankLayout]:
+def large(
+    *, tp: int = 1, pp: int = 1, partition: TokenPartition = EVERY_TOKEN, page_tokens: int = 16
+) -> dict[int, RankLayout]:
     components = attention_components(num_layers=128, num_kv_heads=64, head_dim=128, dtype="bfloat16")
     return engine(
         tp,
         stages=even_stages(128, pp),
-        dealing=dealing,
+        partition=partition,
         page_tokens=page_tokens,
         components=[sharded(each, "head") for each in components],
     )
@@ -818,12 +823,13 @@ LARGE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "pp to uneven pp": ({"pp": 64}, {"pp": 63}, 128),
     "pp to tp": ({"pp": 64}, {"tp": 64}, 64 * 64),
     "tp to pp with larger pages": ({"tp": 64}, {"pp": 64, "page_tokens": 64}, 64 * 64),
-    "cp to the same cp": ({"dealing": contiguous(64)}, {"dealing": contiguous(64)}, 64),
-    "contiguous to interleaved cp": ({"dealing": contiguous(64)}, {"dealing": interleaved(64)}, 64 * 64),
-    "all at once": ({"tp": 4, "pp": 4, "dealing": interleaved(4)}, {"tp": 8, "pp": 8}, 256),
+    "cp to the same cp": ({"partition": contiguous(64)}, {"partition": contiguous(64)}, 64),
+    "contiguous to interleaved cp": ({"partition": contiguous(64)}, {"partition": interleaved(64)}, 64 * 64),
+    "all at once": ({"tp": 4, "pp": 4, "partition": interleaved(4)}, {"tp": 8, "pp": 8}, 256),
 }
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", LARGE)
 def test_large_engines_are_proved_piece_by_piece(name: str, monkeypatch: pytest.MonkeyPatch):
     """The work grows with the pieces: each is looked at once, whatever the pools, pages, layers and tokens."""
@@ -850,5 +856,7 @@ def test_layers_of_a_stage_are_one_piece():
 
 @pytest.mark.parametrize("blocks", [(4096, 4096), (4096, 1024), (1 << 20, 1 << 20)])
 def test_planner_and_proof_agree_on_the_parts_of_long_blocks(blocks: tuple[int, int]):
-    sources, receivers = (engine(dealing=interleaved(size, block)) for size, block in zip((8, 4), blocks, strict=True))
+    sources, receivers = (
+        engine(partition=interleaved(size, block)) for size, block in zip((8, 4), blocks, strict=True)
+    )
     prove(sources, receivers, room=1)

@@ -1,4 +1,4 @@
-"""Which tokens travel and where they lie: the laws, against positions dealt out one by one."""
+"""Which tokens travel and where they lie: the laws, against positions partitioned one by one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.support.tiers import examples
 
 from kvferry.errors import IncompatiblePeerError, UsageError
 from kvferry.layout import (
     Axis,
-    Dealing,
     Paging,
     RankLayout,
     Shard,
+    TokenPartition,
     TokenShare,
     attention_components,
     contiguous,
@@ -41,33 +42,33 @@ from kvferry.plan.routes import needed_locally
 
 K, _ = attention_components(num_layers=1, num_kv_heads=1, head_dim=1, dtype="int8")
 STATE = state_component("state", num_layers=1, axes=(Axis("head", 1),), dtype="int8")
-EVERY_TOKEN = Dealing()
+EVERY_TOKEN = TokenPartition()
 
 
-def layout(page_tokens: int, dealing: Dealing = EVERY_TOKEN, part: int = 0) -> RankLayout:
+def layout(page_tokens: int, partition: TokenPartition = EVERY_TOKEN, part: int = 0) -> RankLayout:
     shards = empty_shard(K, page_tokens=page_tokens, num_pages=3), empty_shard(STATE, page_tokens=1, num_pages=5)
-    return RankLayout(shards=shards, tokens=TokenShare(dealing, part))
+    return RankLayout(shards=shards, tokens=TokenShare(partition, part))
 
 
 def route(source: RankLayout, destination: RankLayout) -> Route:
     return route_between(source, "kv", destination, "kv")
 
 
-# --- granules
+# --- units
 
 
 @pytest.mark.parametrize(
-    ("source", "destination", "granule"), [(16, 64, 16), (64, 16, 16), (16, 48, 16), (32, 48, 16), (7, 3, 1)]
+    ("source", "destination", "unit"), [(16, 64, 16), (64, 16, 16), (16, 48, 16), (32, 48, 16), (7, 3, 1)]
 )
-def test_a_granule_divides_both_page_sizes(source: int, destination: int, granule: int):
+def test_a_unit_divides_both_page_sizes(source: int, destination: int, unit: int):
     found = route(layout(source), layout(destination))
     assert (found.source_page_tokens, found.destination_page_tokens) == (source, destination)
-    assert (found.granule_tokens, found.has_slots) == (granule, False)
+    assert (found.unit_tokens, found.has_slots) == (unit, False)
     assert (found.source_group, found.destination_group) == ("kv", "kv")
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "granule"),
+    ("theirs", "ours", "unit"),
     [
         (interleaved(2), interleaved(2), 16),  # dealt alike: local positions say all
         (zigzag(2), zigzag(2), 16),
@@ -81,13 +82,15 @@ def test_a_granule_divides_both_page_sizes(source: int, destination: int, granul
         (contiguous(1), EVERY_TOKEN, 16),
     ],
 )
-def test_a_granule_divides_the_blocks_that_are_dealt_unless_dealt_alike(theirs: Dealing, ours: Dealing, granule: int):
-    assert route(layout(16, theirs), layout(16, ours)).granule_tokens == granule
+def test_a_unit_divides_the_blocks_unless_both_sides_partition_alike(
+    theirs: TokenPartition, ours: TokenPartition, unit: int
+):
+    assert route(layout(16, theirs), layout(16, ours)).unit_tokens == unit
 
 
 def test_slots_have_one_position_that_every_rank_holds():
     found = route_between(layout(16, interleaved(2), 1), "state", layout(16, contiguous(3), 2), "state")
-    assert (found.granule_tokens, found.has_slots) == (1, True)
+    assert (found.unit_tokens, found.has_slots) == (1, True)
     assert found.source_share == found.destination_share == TokenShare()
     segments = segments_between(found, Demand(0, 0, 1), first=0, stop=1, request_tokens=None)
     assert pairs(segments) == [(0, 0)]
@@ -98,10 +101,10 @@ def test_slots_have_one_position_that_every_rank_holds():
 
 @dataclass(frozen=True)
 class Case:
-    """One request between two engines: how each deals and pages, what a receiver wants, how the source is chunked."""
+    """One request between two engines: how each partitions and pages, what is wanted, how the source is chunked."""
 
-    theirs: Dealing
-    ours: Dealing
+    theirs: TokenPartition
+    ours: TokenPartition
     part: int
     pages: tuple[int, int]
     tokens: int
@@ -111,7 +114,7 @@ class Case:
 
 
 @st.composite
-def dealings(draw: st.DrawFn) -> Dealing:
+def partitions(draw: st.DrawFn) -> TokenPartition:
     size, block = draw(st.integers(1, 4)), draw(BLOCKS)
     return draw(st.sampled_from([contiguous(size), zigzag(size), interleaved(size), interleaved(size, block)]))
 
@@ -122,8 +125,8 @@ PAGES = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    theirs = draw(dealings())
-    ours = draw(st.one_of(st.just(theirs), dealings()))
+    theirs = draw(partitions())
+    ours = draw(st.one_of(st.just(theirs), partitions()))
     tokens = draw(st.integers(0, 70))
     held, start, stop = sorted(draw(st.tuples(*[st.integers(0, tokens)] * 3)))
     return Case(
@@ -138,8 +141,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def owned(share: TokenShare, tokens: int) -> list[int]:
-    """The positions that a share has of a request, dealt out like cards."""
-    block, pattern = share.dealing.block(tokens), share.dealing.pattern
+    """The positions that a share has of a request, partitioned like cards."""
+    block, pattern = share.partition.block(tokens), share.partition.pattern
     return [position for position in range(tokens) if pattern[position // block % len(pattern)] == share.part]
 
 
@@ -171,7 +174,7 @@ def all_segments(case: Case, route: Route) -> list[Segments]:
     ]
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(cases())
 @example(Case(EVERY_TOKEN, EVERY_TOKEN, 0, (4, 12), 21, Demand(5, 5, 21), (1, 2)))
 @example(Case(EVERY_TOKEN, EVERY_TOKEN, 0, (12, 4), 21, Demand(0, 9, 21)))
@@ -185,7 +188,7 @@ def test_over_all_parts_and_chunks_what_the_receiver_wants_travels_once(case: Ca
     travelled: Counter[int] = Counter()
     for each in routes_of(case):
         theirs = owned(each.source_share, case.tokens)
-        granules = {local // each.granule_tokens for local in wanted}
+        units = {local // each.unit_tokens for local in wanted}
         for segments in all_segments(case, each):
             for source, destination in pairs(segments):
                 travelled[destination] += 1
@@ -193,14 +196,14 @@ def test_over_all_parts_and_chunks_what_the_receiver_wants_travels_once(case: Ca
                 assert theirs[source : source + 1] == ours[destination : destination + 1]
                 if destination not in wanted:
                     assert destination >= held
-                    assert destination // each.granule_tokens in granules
+                    assert destination // each.unit_tokens in units
     assert set(travelled) >= set(wanted)
     assert set(travelled.values()) <= {1}
 
 
 @given(cases())
 def test_without_widening_exactly_what_is_wanted_travels(case: Case):
-    """Granules of one token leave nothing to widen."""
+    """Units of one token leave nothing to widen."""
     one = Case(case.theirs, case.ours, case.part, (1, 1), case.tokens, case.demand, case.cuts)
     ours = owned(TokenShare(case.ours, case.part), case.tokens)
     wanted = [local for local, position in enumerate(ours) if case.demand.start <= position < case.demand.stop]
@@ -221,7 +224,7 @@ def test_units_are_the_tokens_of_the_segments_and_none_is_cut_by_a_page(case: Ca
     for each in routes_of(case):
         for segments in all_segments(case, each):
             decoded = []
-            for units in units_of(segments, each.granule_tokens):
+            for units in units_of(segments, each.unit_tokens):
                 assert len(units) == len(units.source) == len(units.destination)
                 assert not each.source_page_tokens % units.tokens
                 assert not each.destination_page_tokens % units.tokens
@@ -253,17 +256,17 @@ def travelling(
     return list(zip(*each, strict=True))
 
 
-def test_a_request_that_ends_inside_a_page_fills_its_last_granule():
+def test_a_request_that_ends_inside_a_page_fills_its_last_unit():
     assert travelling(layout(16), layout(16), Demand(0, 0, 37), stop=48) == [(0, 0, 48)]
     assert travelling(layout(16), layout(64), Demand(0, 0, 37), stop=48) == [(0, 0, 48)]
     assert travelling(layout(64), layout(16), Demand(0, 0, 37), stop=64) == [(0, 0, 48)]
 
 
-def test_a_prefix_inside_a_granule_is_not_touched():
+def test_a_prefix_inside_a_unit_is_not_touched():
     assert travelling(layout(16), layout(16), Demand(21, 21, 37), stop=48) == [(21, 21, 27)]
 
 
-def test_a_window_begins_with_the_granule_of_its_first_token():
+def test_a_window_begins_with_the_unit_of_its_first_token():
     assert travelling(layout(16), layout(16), Demand(0, 21, 37), stop=48) == [(16, 16, 32)]
     assert travelling(layout(16), layout(16), Demand(18, 21, 37), stop=48) == [(18, 18, 30)]
 
@@ -289,12 +292,12 @@ def test_contiguous_parts_need_the_length_of_the_request():
         travelling(layout(2, contiguous(2)), layout(2), Demand(0, 0, 12), stop=6)
 
 
-def test_blocks_that_are_dealt_out_go_one_by_one():
+def test_blocks_of_a_partition_go_one_by_one():
     source = layout(4, interleaved(2, 4), 1)
     assert travelling(source, layout(4), Demand(0, 0, 24), stop=12) == [(0, 4, 4), (4, 12, 4), (8, 20, 4)]
 
 
-def test_the_last_block_fills_its_granule_also_where_it_is_dealt_out_otherwise():
+def test_the_last_block_fills_its_unit_also_where_the_other_side_partitions_otherwise():
     """Packed pages of 4 tokens could not be cut at token 22."""
     source = layout(4, interleaved(2, 4), 1)
     assert travelling(source, layout(4), Demand(0, 0, 22), stop=12)[-1] == (8, 20, 4)
@@ -336,20 +339,20 @@ def test_pages_that_cannot_be_cut_never_are(case: Case, is_same_page: bool):
     whole = replace(case, pages=pages, demand=replace(case.demand, held=held))
     for each in routes_of(whole):
         if may_exchange(packed(pages[0], each.source_share), packed(pages[1], each.destination_share)):
-            assert pages == (each.granule_tokens, each.granule_tokens)
+            assert pages == (each.unit_tokens, each.unit_tokens)
             for segments in all_segments(whole, each):
-                granules, tokens = units_of(segments, each.granule_tokens)
-                assert (granules.tokens, len(tokens)) == (pages[0], 0)
+                units, tokens = units_of(segments, each.unit_tokens)
+                assert (units.tokens, len(tokens)) == (pages[0], 0)
 
 
 # --- units
 
 
-def test_whole_granules_and_single_tokens():
+def test_whole_units_and_single_tokens():
     segments = Segments(*(np.array(each, np.int64) for each in ([6, 100, 32], [22, 201, 16], [23, 5, 16])))
-    granules, tokens = units_of(segments, 8)
-    assert granules.tokens == 8
-    assert list(zip(granules.source.tolist(), granules.destination.tolist(), strict=True)) == [
+    units, tokens = units_of(segments, 8)
+    assert units.tokens == 8
+    assert list(zip(units.source.tolist(), units.destination.tolist(), strict=True)) == [
         (1, 3),
         (2, 4),
         (4, 2),

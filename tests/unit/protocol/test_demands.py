@@ -16,9 +16,9 @@ from kvferry.errors import PageError, PeerError
 from kvferry.layout import (
     Axis,
     Component,
-    Dealing,
     Entry,
     RankLayout,
+    TokenPartition,
     TokenShare,
     contiguous,
     empty_shard,
@@ -45,8 +45,8 @@ HYBRID = RankLayout(
 )
 
 
-def dealt(dealing: Dealing, part: int) -> RankLayout:
-    return RankLayout(shards=(byte_shard(),), tokens=TokenShare(dealing, part))
+def partitioned(partition: TokenPartition, part: int) -> RankLayout:
+    return RankLayout(shards=(byte_shard(),), tokens=TokenShare(partition, part))
 
 
 def asked(
@@ -238,14 +238,14 @@ def test_a_window_may_begin_inside_a_packed_page_of_which_nothing_is_held():
 # ---- context parallelism -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dealing", [interleaved(2, 16), contiguous(2), zigzag(2)])
-def test_a_share_of_the_tokens_needs_their_number(dealing: Dealing):
+@pytest.mark.parametrize("partition", [interleaved(2, 16), contiguous(2), zigzag(2)])
+def test_a_share_of_the_tokens_needs_their_number(partition: TokenPartition):
     with pytest.raises(PageError, match=r"context parallelism divides a request by token: .* \(tokens=...\)"):
-        asked(dealt(dealing, 0), [1])
+        asked(partitioned(partition, 0), [1])
 
 
 @pytest.mark.parametrize(
-    ("dealing", "part", "prefix", "tokens", "first_page", "count"),
+    ("partition", "part", "prefix", "tokens", "first_page", "count"),
     [
         (contiguous(2), 0, 0, 100, 0, 4),  # 50 tokens
         (contiguous(2), 1, 0, 100, 0, 4),
@@ -260,15 +260,15 @@ def test_a_share_of_the_tokens_needs_their_number(dealing: Dealing):
     ],
 )
 def test_a_share_takes_the_pages_of_its_own_tokens(
-    dealing: Dealing, part: int, prefix: int, tokens: int, first_page: int, count: int
+    partition: TokenPartition, part: int, prefix: int, tokens: int, first_page: int, count: int
 ):
     pages = list(range(count))
-    made = asked(dealt(dealing, part), pages, prefix_tokens=prefix, tokens=tokens)
+    made = asked(partitioned(partition, part), pages, prefix_tokens=prefix, tokens=tokens)
     assert made == {"kv": (prefix, prefix, tokens, first_page, pages)}
     for wrong in (count + 1, count - 1):
         if wrong >= 0:
             with pytest.raises(PageError, match=f"{wrong} pages where tokens {prefix} to {tokens} .* {count} pages"):
-                asked(dealt(dealing, part), range(wrong), prefix_tokens=prefix, tokens=tokens)
+                asked(partitioned(partition, part), range(wrong), prefix_tokens=prefix, tokens=tokens)
 
 
 def test_the_slot_of_a_request_is_nobodys_share():
@@ -305,7 +305,7 @@ def requests(draw: st.DrawFn) -> tuple[RankLayout, Any, int, int | None]:
     positions = [
         position
         for position in range(tokens)
-        if share.holds(np.array([position]), block=share.dealing.block(tokens))[0]
+        if share.holds(np.array([position]), block=share.partition.block(tokens))[0]
     ]
     pages: dict[str, Any] = {"state": [1]}
     for name, size, window in (("kv", 16, 10**6), ("window", 8, 24)):
@@ -365,19 +365,21 @@ def test_what_makes_no_sense_is_refused(message: OpenRoom, says: str):
 
 
 @pytest.mark.parametrize(
-    ("dealing", "tokens", "says"),
+    ("partition", "tokens", "says"),
     [
         (contiguous(2), None, "say how many tokens it has"),
         (interleaved(2, 16), 40, "1 pages of group 'kv' from page 0 on do not hold tokens 0 to 40"),
         (contiguous(2), 40, "1 pages of group 'kv' from page 0 on do not hold tokens 0 to 40"),
     ],
 )
-def test_a_share_of_the_tokens_is_checked_by_its_own_positions(dealing: Dealing, tokens: int | None, says: str):
+def test_a_share_of_the_tokens_is_checked_by_its_own_positions(
+    partition: TokenPartition, tokens: int | None, says: str
+):
     message = room(group(pages=[3], stop=40), tokens=tokens)
     with pytest.raises(PageError, match=says):
-        believed(message, dealt(dealing, 0))
+        believed(message, partitioned(partition, 0))
     right = room(group(pages=[3, 4], stop=40), tokens=40)
-    assert believed(right, dealt(dealing, 0))["kv"][2] == [3, 4]
+    assert believed(right, partitioned(partition, 0))["kv"][2] == [3, 4]
 
 
 def test_a_slot_that_is_not_there_is_refused():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from typing import Any, get_args
 
 import msgspec
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.tiers import examples
 
 from kvferry.errors import MessageError, PeerError, VersionError
 from kvferry.layout import (
@@ -26,7 +26,7 @@ from kvferry.layout import (
     attention_components,
     latent_component,
 )
-from kvferry.plan import Path, Piece, Unit
+from kvferry.plan import Piece, TransferPath, Unit
 from kvferry.protocol import messages
 from kvferry.protocol.messages import (
     MAX_MESSAGE_BYTES,
@@ -52,7 +52,7 @@ from kvferry.protocol.messages import (
     Refused,
     RoomFailed,
     RoomVerified,
-    SpanVoid,
+    SpanReleased,
     StagedArrived,
     StagedSegment,
     Staging,
@@ -110,7 +110,9 @@ EXAMPLES: list[Message] = [
         transport="nixl",
         transport_metadata=b"\x00\xff",
         host="somewhere",
-        staging=Staging(path=Path.STAGED, ring=StagingRing(address=4096, num_bytes=8192, epoch=7), problem="none"),
+        staging=Staging(
+            path=TransferPath.STAGED, ring=StagingRing(address=4096, num_bytes=8192, epoch=7), problem="none"
+        ),
     ),
     Detach(endpoint="d0"),
     Ping(endpoint="d0"),
@@ -128,7 +130,7 @@ EXAMPLES: list[Message] = [
     IsGone(process=PROCESS),
     Gone(process=PROCESS),
     Credit(endpoint="d0", epoch=2**63 - 1, position=2**40),
-    SpanVoid(endpoint="p0", epoch=5, start=1, begin=64, stop=128),
+    SpanReleased(endpoint="p0", epoch=5, start=1, begin=64, stop=128),
     StagedArrived(
         room=1,
         generation=2,
@@ -305,7 +307,7 @@ LONG = "x" * 100_000
         (Attach, ("layout", "shards", 0, "strides", 0), 2**48 + 1),
         (Attach, ("layout", "shards", 0, "device"), ["DRAM", 2**20]),
         (Attach, ("layout", "shards"), []),
-        (Attach, ("layout", "tokens"), {"dealing": {"pattern": [0] * (2**14 + 1)}}),
+        (Attach, ("layout", "tokens"), {"partition": {"pattern": [0] * (2**14 + 1)}}),
         (OpenRoom, ("room",), 2**63),
         (OpenRoom, ("generation",), -1),
         (OpenRoom, ("receivers",), 2**40),
@@ -323,10 +325,8 @@ LONG = "x" * 100_000
 )
 def test_what_is_larger_than_anything_real_is_refused(kind: type[Message], path: tuple[str | int, ...], value: object):
     message = example_of(kind)
-    started_at = time.monotonic()
     with pytest.raises(MessageError):
         decoder_of(message)(changed(message, path, value))
-    assert time.monotonic() - started_at < 1
 
 
 @pytest.mark.parametrize("kind", ["x" * 1_000_000, "\x00" * 5000, "line\nfeed\u2028 and \x1b[31m more"])
@@ -436,8 +436,8 @@ SHARD = ("layout", "shards", 0)
         (("pieces", 0, 3), ["one"], "Expected `int`"),
         (("pieces", 0, 2), "one", "Expected `int | null`"),
         (("layout", "tokens", "part"), 1, "part 1 does not exist"),
-        (("layout", "tokens", "dealing", "pattern"), [0, 2], "every part from 0 on"),
-        (("layout", "tokens", "dealing", "block_tokens"), 0, "block_tokens is 0"),
+        (("layout", "tokens", "partition", "pattern"), [0, 2], "every part from 0 on"),
+        (("layout", "tokens", "partition", "block_tokens"), 0, "block_tokens is 0"),
         ((*SHARD, "component", "entry"), "layer", "layer"),
         ((*SHARD, "component", "window_tokens"), 0, "at least 1 token long"),
         (("transport_metadata",), "text", "Expected `bytes`"),
@@ -577,7 +577,7 @@ def test_random_fields_of_a_known_message_are_read_or_refused(tag: str, body: di
     refuse_or_read(with_body(msgspec.msgpack.encode({"type": tag, **body})))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_damaged_messages_are_read_or_refused(data: st.DataObject):
     damaged = bytearray(encode(data.draw(st.sampled_from(EXAMPLES))))

@@ -14,16 +14,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from tests.support.caches import positions_of
 from tests.support.shards import byte_shard
+from tests.support.tiers import examples
 
 from kvferry.errors import PageError
-from kvferry.layout import Dealing, Entry, RankLayout, TokenShare, contiguous, interleaved, zigzag
+from kvferry.layout import Entry, RankLayout, TokenPartition, TokenShare, contiguous, interleaved, zigzag
 from kvferry.plan import Demand, Unit, route_between
 from kvferry.protocol.chunks import Chunk, ChunkPart, GroupPages
 from kvferry.protocol.demands import WantedGroup, demands_of, wanted_groups
 from kvferry.protocol.messages import OpenRoom
 from kvferry.protocol.moves import Move, ReceiverRequest, check_chunk, moves_of
+from kvferry.testing.places import positions_of
 
 WHOLE = TokenShare()
 
@@ -59,7 +60,7 @@ def chunk(start: int, *pages: int, is_last: bool = False, group: str = "kv") -> 
 def places_of(unit: Unit, move: Move, request: ReceiverRequest) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Every token that a move writes: (page, token in page) at the source and at the destination."""
     route = request.routes[move.route]
-    size = route.granule_tokens if unit is Unit.GRANULE else 1
+    size = route.unit_tokens if unit is Unit.WHOLE else 1
     units = zip(
         move.source_pages.tolist(),
         move.source_units.tolist(),
@@ -91,7 +92,7 @@ def counts(made: Chunk, request: ReceiverRequest) -> dict[Unit, int]:
 
 
 @pytest.mark.parametrize(
-    ("here", "there", "pages", "granules"),
+    ("here", "there", "pages", "units"),
     [
         (16, 64, [5], 4),
         (64, 16, [5, 6, 7, 8], 4),
@@ -101,43 +102,43 @@ def counts(made: Chunk, request: ReceiverRequest) -> dict[Unit, int]:
     ],
 )
 def test_pages_of_unlike_sizes_are_moved_in_the_largest_pieces_of_both(
-    here: int, there: int, pages: list[int], granules: int
+    here: int, there: int, pages: list[int], units: int
 ):
     request = request_of(layout(here), layout(there), pages, tokens=64)
     made = chunk(0, *range(90, 90 + -(-64 // here)), is_last=True)
-    assert counts(made, request) == {Unit.GRANULE: granules, Unit.TOKEN: 0}
+    assert counts(made, request) == {Unit.WHOLE: units, Unit.TOKEN: 0}
     assert written(made, request) == [
         ((90 + token // here, token % here), (pages[token // there], token % there)) for token in range(64)
     ]
 
 
-def test_the_front_of_a_granule_that_the_receiver_holds_is_left_to_single_tokens():
+def test_the_front_of_a_unit_that_the_receiver_holds_is_left_to_single_tokens():
     request = request_of(layout(64), layout(16), [5, 6], prefix=37, tokens=64)
     made = chunk(0, 90, is_last=True)
-    assert counts(made, request) == {Unit.GRANULE: 1, Unit.TOKEN: 11}
+    assert counts(made, request) == {Unit.WHOLE: 1, Unit.TOKEN: 11}
     assert sorted(written(made, request)) == [
         ((90, token), (5 if token < 48 else 6, token % 16)) for token in range(37, 64)
     ]
 
 
-def test_a_request_that_ends_inside_a_granule_is_moved_to_the_granules_end():
+def test_a_request_that_ends_inside_a_unit_is_moved_to_the_units_end():
     request = request_of(layout(64), layout(16), [5, 6], tokens=17)
     made = chunk(0, 90, is_last=True)
-    assert counts(made, request) == {Unit.GRANULE: 2, Unit.TOKEN: 0}
+    assert counts(made, request) == {Unit.WHOLE: 2, Unit.TOKEN: 0}
     assert max(written(made, request)) == ((90, 31), (6, 15))
 
 
 def test_a_chunk_that_has_nothing_for_a_receiver_moves_nothing():
     request = request_of(layout(16), layout(16), [5], prefix=32, tokens=48)
-    assert counts(chunk(0, 90, 91), request) == {Unit.GRANULE: 0, Unit.TOKEN: 0}
-    assert moves_of(Chunk(number=0, parts=(), is_last=True), request) == {Unit.GRANULE: (), Unit.TOKEN: ()}
-    assert counts(chunk(2, 90), request) == {Unit.GRANULE: 1, Unit.TOKEN: 0}
+    assert counts(chunk(0, 90, 91), request) == {Unit.WHOLE: 0, Unit.TOKEN: 0}
+    assert moves_of(Chunk(number=0, parts=(), is_last=True), request) == {Unit.WHOLE: (), Unit.TOKEN: ()}
+    assert counts(chunk(2, 90), request) == {Unit.WHOLE: 1, Unit.TOKEN: 0}
 
 
 def test_only_elected_routes_are_moved():
     request = request_of(layout(16), layout(16), [5], tokens=16)
     nothing = ReceiverRequest(tokens=16, wanted=request.wanted, routes=())
-    assert moves_of(chunk(0, 90), nothing) == {Unit.GRANULE: (), Unit.TOKEN: ()}
+    assert moves_of(chunk(0, 90), nothing) == {Unit.WHOLE: (), Unit.TOKEN: ()}
     check_chunk(chunk(0, 90, 91, 92), nothing, {}, where="here")
 
 
@@ -150,7 +151,7 @@ def test_each_route_takes_the_part_of_its_own_group():
         ChunkPart("two", 0, np.array([5, 6])),
         ChunkPart("one", 0, np.array([4])),
     )
-    moves = moves_of(Chunk(number=0, parts=parts, is_last=True), request)[Unit.GRANULE]
+    moves = moves_of(Chunk(number=0, parts=parts, is_last=True), request)[Unit.WHOLE]
     assert [(move.route, move.source_pages.tolist(), move.destination_pages.tolist()) for move in moves] == [
         (0, [4], [1]),
         (1, [5, 6], [2, 3]),
@@ -163,7 +164,7 @@ def test_two_groups_of_one_side_may_come_from_one_group_of_the_other():
     two = RankLayout(shards=(byte_shard("a", "x"), byte_shard("b", "y")))
     wanted = {name: WantedGroup(Demand(0, 0, 16), 0, np.array([page])) for name, page in (("x", 1), ("y", 2))}
     routes = tuple(route_between(one, "kv", two, name) for name in ("x", "y"))
-    moves = moves_of(chunk(0, 5), ReceiverRequest(tokens=16, wanted=wanted, routes=routes))[Unit.GRANULE]
+    moves = moves_of(chunk(0, 5), ReceiverRequest(tokens=16, wanted=wanted, routes=routes))[Unit.WHOLE]
     assert [(move.route, move.source_pages.tolist(), move.destination_pages.tolist()) for move in moves] == [
         (0, [5], [1]),
         (1, [5], [2]),
@@ -238,7 +239,7 @@ def test_without_a_length_the_last_page_may_hold_any_number_of_tokens(
 
 
 def test_without_a_length_a_share_is_as_long_as_its_part_of_the_last_page_asks():
-    """Of 65 to 80 tokens in two parts, dealt out by 8, either part has 33 to 40."""
+    """Of 65 to 80 tokens in two parts, partitioned by 8, either part has 33 to 40."""
     for part, least in ((0, 5), (1, 4)):
         source = layout(8, TokenShare(interleaved(2, 8), part))
         request = request_of(source, layout(16), range(5))
@@ -278,8 +279,8 @@ def test_a_window_may_leave_out_what_is_not_needed(done: int, start: int, fits: 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 16, 48, 64])
 DEALINGS = st.sampled_from(
     [
-        Dealing(),
-        Dealing(),
+        TokenPartition(),
+        TokenPartition(),
         contiguous(2),
         contiguous(3),
         interleaved(2),
@@ -287,8 +288,8 @@ DEALINGS = st.sampled_from(
         interleaved(2, 16),
         zigzag(2),
         zigzag(3),
-        Dealing((0, 1, 1), 2),
-        Dealing((1, 0, 0), None),
+        TokenPartition((0, 1, 1), 2),
+        TokenPartition((1, 0, 0), None),
     ]
 )
 
@@ -297,7 +298,7 @@ DEALINGS = st.sampled_from(
 class Case:
     here: int
     there: int
-    source: Dealing
+    source: TokenPartition
     share: TokenShare
     window: int | None
     prefix: int
@@ -308,16 +309,16 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     source = draw(DEALINGS)
-    dealing = draw(st.one_of(st.just(source), DEALINGS))
+    partition = draw(st.one_of(st.just(source), DEALINGS))
     tokens = draw(st.integers(0, 150))
-    must_say = source.depends_on_length or not dealing.is_whole
+    must_say = source.depends_on_length or not partition.is_whole
     is_said = must_say or draw(st.booleans())
     window = draw(st.none() | st.integers(1, 60)) if is_said else None
     return Case(
         here=draw(SIZES),
         there=draw(SIZES),
         source=source,
-        share=TokenShare(dealing, draw(st.integers(0, dealing.num_parts - 1))),
+        share=TokenShare(partition, draw(st.integers(0, partition.num_parts - 1))),
         window=window,
         prefix=draw(st.just(0) | st.integers(0, tokens)),
         tokens=tokens,
@@ -348,7 +349,7 @@ class Side:
         return int(self.pages[order]), within
 
 
-@hypothesis_settings(max_examples=400, deadline=None)
+@hypothesis_settings(max_examples=examples(400), deadline=None)
 @given(cases(), st.data())
 def test_all_chunks_of_all_ranks_move_every_token_that_is_needed_once(case: Case, data: st.DataObject):
     start = max(case.prefix, case.tokens - case.window) if case.window is not None else case.prefix
@@ -389,15 +390,15 @@ def test_all_chunks_of_all_ranks_move_every_token_that_is_needed_once(case: Case
             assert destination.place(position) not in arrived, "it lies in a page before the window's"
     local = {destination.pages.index(page) * case.there + within for page, within in beside}
     behind = {index for index in local if index >= len(destination.positions)}
-    (granule,) = {each.routes[0].granule_tokens for each in requests}
-    is_exact = case.source != case.share.dealing and (
-        case.source.depends_on_length or case.share.dealing.depends_on_length
+    (unit,) = {each.routes[0].unit_tokens for each in requests}
+    is_exact = case.source != case.share.partition and (
+        case.source.depends_on_length or case.share.partition.depends_on_length
     )
-    assert len(local - behind) < (1 if is_exact else granule), "no more than a granule begins before a window"
-    assert len(behind) < (case.there if not case.is_said else 1 if is_exact else granule)
+    assert len(local - behind) < (1 if is_exact else unit), "no more than a unit begins before a window"
+    assert len(behind) < (case.there if not case.is_said else 1 if is_exact else unit)
 
 
-@hypothesis_settings(max_examples=200, deadline=None)
+@hypothesis_settings(max_examples=examples(200), deadline=None)
 @given(cases(), st.data())
 def test_a_page_too_few_or_too_many_is_refused(case: Case, data: st.DataObject):
     start = max(case.prefix, case.tokens - case.window) if case.window is not None else case.prefix

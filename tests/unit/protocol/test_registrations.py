@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.support.tiers import examples
 
 from kvferry.errors import LayoutError, RegistrationRefusedError, SettingsError
 from kvferry.layout.parallel import RankCoordinates
@@ -377,5 +378,5 @@ class RegistryRules(RuleBasedStateMachine):
             assert view.complete == (live_ranks(view) == list(range(view.world_size)))
 
 
-RegistryRules.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+RegistryRules.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestRegistryRules = RegistryRules.TestCase

@@ -19,11 +19,11 @@ class Room:
     generations: dict[str, int] = field(default_factory=dict)
 
 
-def table(max_early: int = 3) -> RoomTable[Room]:
-    return RoomTable(max_early=max_early, keep_s=10.0)
+def table(max_pending: int = 3) -> RoomTable[Room]:
+    return RoomTable(max_pending=max_pending, keep_s=10.0)
 
 
-def wish(room: int = 1, generation: int = 7, *, attempt: int = 1, serial: int = 1) -> OpenRoom:
+def open_request(room: int = 1, generation: int = 7, *, attempt: int = 1, serial: int = 1) -> OpenRoom:
     return OpenRoom(
         room=room, generation=generation, attempt=attempt, serial=serial, receivers=1, tokens=None, groups=()
     )
@@ -33,22 +33,22 @@ def abort(room: int = 1, generation: int = 7, *, attempt: int = 1, serial: int =
     return AbortRoom(room=room, generation=generation, reason="no", attempt=attempt, serial=serial)
 
 
-def test_a_wish_goes_to_its_room_or_waits_for_it():
+def test_a_open_request_goes_to_its_room_or_waits_for_it():
     rooms = table()
-    assert rooms.wish("d0", wish(), now=0.0) is None
+    assert rooms.open_request("d0", open_request(), now=0.0) is None
     assert not rooms.is_quiet
     room = Room(1)
-    assert rooms.add(room) == [("d0", wish())]
-    assert rooms.wish("d1", wish(), now=0.0) is room
+    assert rooms.add(room) == [("d0", open_request())]
+    assert rooms.open_request("d1", open_request(), now=0.0) is room
     rooms.remove(room, now=0.0)
     assert rooms.is_quiet
 
 
-def test_an_abort_that_overtakes_its_wish_is_remembered():
+def test_an_abort_that_overtakes_its_open_request_is_remembered():
     rooms = table()
     assert rooms.abort("d0", abort(), now=0.0) is None
     with pytest.raises(TransferAbortedError, match="aborted by d0: no"):
-        rooms.wish("d0", wish(), now=1.0)
+        rooms.open_request("d0", open_request(), now=1.0)
     assert rooms.add(Room(1)) == []
 
 
@@ -57,16 +57,16 @@ def test_also_where_the_room_is_open():
     rooms.add(room)
     assert rooms.abort("d0", abort(), now=0.0) is room
     with pytest.raises(TransferAbortedError):
-        rooms.wish("d0", wish(), now=1.0)
-    assert rooms.wish("d0", wish(generation=8), now=1.0) is room
-    assert rooms.wish("d1", wish(), now=1.0) is room
+        rooms.open_request("d0", open_request(), now=1.0)
+    assert rooms.open_request("d0", open_request(generation=8), now=1.0) is room
+    assert rooms.open_request("d1", open_request(), now=1.0) is room
 
 
-def test_a_wish_that_comes_twice_is_not_taken_for_the_next_transfer():
+def test_a_open_request_that_comes_twice_is_not_taken_for_the_next_transfer():
     rooms, room = table(), Room(1, generations={"d0": 7})
     rooms.add(room)
     rooms.remove(room, now=0.0)
-    assert rooms.wish("d0", wish(), now=1.0) is None
+    assert rooms.open_request("d0", open_request(), now=1.0) is None
     assert rooms.add(Room(1)) == []
 
 
@@ -77,14 +77,14 @@ def test_who_asks_again_for_what_failed_is_told_again():
     rooms.remove(room, now=0.0)
     for _ in range(2):
         with pytest.raises(TransferFailedError):
-            rooms.wish("d0", wish(), now=1.0)
+            rooms.open_request("d0", open_request(), now=1.0)
 
 
-def test_a_wish_that_comes_twice_while_its_room_is_open_goes_there():
+def test_a_open_request_that_comes_twice_while_its_room_is_open_goes_there():
     rooms, room = table(), Room(1, generations={"d0": 7})
     rooms.add(room)
     rooms.abort("d0", abort(), now=0.0)
-    assert rooms.wish("d0", wish(), now=0.0) is room  # which knows what it is
+    assert rooms.open_request("d0", open_request(), now=0.0) is room  # which knows what it is
 
 
 def test_what_is_over_is_forgotten_in_time():
@@ -92,10 +92,10 @@ def test_what_is_over_is_forgotten_in_time():
     rooms.abort("d0", abort(), now=0.0)
     assert rooms.expired(now=9.9) == []
     with pytest.raises(TransferAbortedError):
-        rooms.wish("d0", wish(), now=9.9)
+        rooms.open_request("d0", open_request(), now=9.9)
     assert rooms.is_quiet
     rooms.expired(now=10.0)
-    assert rooms.wish("d0", wish(), now=10.0) is None
+    assert rooms.open_request("d0", open_request(), now=10.0) is None
     assert not rooms.is_quiet
 
 
@@ -105,24 +105,24 @@ def test_who_comes_late_to_a_room_that_failed_without_them_learns_why_once():
     rooms.add(room)
     rooms.remove(room, now=0.0)
     with pytest.raises(TransferFailedError):
-        rooms.wish("d1", wish(), now=0.0)
-    assert rooms.wish("d1", wish(generation=8), now=0.0) is None
+        rooms.open_request("d1", open_request(), now=0.0)
+    assert rooms.open_request("d1", open_request(generation=8), now=0.0) is None
     assert not rooms.is_quiet
 
 
 def test_too_many_are_refused_by_name():
-    rooms = table(max_early=1)
-    rooms.wish("d0", wish(room=1), now=0.0)
-    with pytest.raises(PageError, match="KVFERRY_MAX_EARLY_ROOMS"):
-        rooms.wish("d0", wish(room=2), now=0.0)
+    rooms = table(max_pending=1)
+    rooms.open_request("d0", open_request(room=1), now=0.0)
+    with pytest.raises(PageError, match="KVFERRY_MAX_PENDING_OPENS"):
+        rooms.open_request("d0", open_request(room=2), now=0.0)
 
 
-def test_closed_takes_no_wishes_and_names_whom_to_tell():
+def test_closed_takes_no_open_requests_and_names_whom_to_tell():
     rooms = table()
-    rooms.wish("d0", wish(), now=0.0)
-    assert rooms.close() == [("d0", wish())]
+    rooms.open_request("d0", open_request(), now=0.0)
+    assert rooms.close() == [("d0", open_request())]
     with pytest.raises(EndpointClosedError):
-        rooms.wish("d0", wish(generation=9), now=0.0)
+        rooms.open_request("d0", open_request(generation=9), now=0.0)
 
 
 def test_removing_what_was_replaced_does_nothing():
@@ -141,22 +141,22 @@ def test_who_gave_up_without_asking_is_not_told_of_a_use_that_failed():
     rooms.add(room)
     rooms.remove(room, now=0.0)
     rooms.abort("d1", abort(generation=5), now=0.0)
-    assert rooms.wish("d1", wish(generation=6), now=0.0) is None
+    assert rooms.open_request("d1", open_request(generation=6), now=0.0) is None
     assert not rooms.is_quiet
 
 
-def test_a_room_that_has_a_wish_already_answers_for_it():
+def test_a_room_that_has_a_open_request_already_answers_for_it():
     rooms, room = table(), Room(1)
-    rooms.wish("d0", wish(), now=0.0)
-    assert rooms.has_wish("d0", wish()) is None
+    rooms.open_request("d0", open_request(), now=0.0)
+    assert rooms.given_to("d0", open_request()) is None
     rooms.add(room)
-    assert rooms.has_wish("d0", wish()) is room
-    assert rooms.has_wish("d0", wish(generation=8)) is None
-    assert rooms.has_wish("d1", wish()) is None
-    rooms.wish("d1", wish(), now=0.0)
-    assert rooms.has_wish("d1", wish()) is room
+    assert rooms.given_to("d0", open_request()) is room
+    assert rooms.given_to("d0", open_request(generation=8)) is None
+    assert rooms.given_to("d1", open_request()) is None
+    rooms.open_request("d1", open_request(), now=0.0)
+    assert rooms.given_to("d1", open_request()) is room
     rooms.remove(room, now=0.0)
-    assert rooms.has_wish("d1", wish()) is None
+    assert rooms.given_to("d1", open_request()) is None
 
 
 def test_what_is_remembered_is_bounded():
@@ -165,56 +165,56 @@ def test_what_is_remembered_is_bounded():
         rooms.abort("d0", abort(room=room), now=0.0)
     assert len(rooms._over) == REMEMBERED
     with pytest.raises(TransferAbortedError):
-        rooms.wish("d0", wish(room=REMEMBERED + 99), now=0.0)
+        rooms.open_request("d0", open_request(room=REMEMBERED + 99), now=0.0)
 
 
 FOREVER = 1e9
 
 
-def test_a_wish_that_comes_again_long_after_its_use_is_over_is_nobodys():
+def test_a_open_request_that_comes_again_long_after_its_use_is_over_is_nobodys():
     """The number stands for another request by then, and its pages for another still."""
     rooms, first = table(), Room(1)
-    assert rooms.hears("d0", wish())
+    assert rooms.is_new("d0", open_request())
     rooms.add(first)
-    assert rooms.wish("d0", wish(), now=0.0) is first
+    assert rooms.open_request("d0", open_request(), now=0.0) is first
     rooms.remove(first, now=1.0)
     rooms.expired(FOREVER)
     rooms.add(Room(1))
-    assert not rooms.hears("d0", wish())
-    assert rooms.hears("d0", wish(generation=8, serial=2))
+    assert not rooms.is_new("d0", open_request())
+    assert rooms.is_new("d0", open_request(generation=8, serial=2))
 
 
 def test_nor_is_one_that_was_taken_back_before_it_came():
     rooms = table()
-    assert rooms.hears("d0", abort())
+    assert rooms.is_new("d0", abort())
     rooms.abort("d0", abort(), now=0.0)
-    assert rooms.hears("d0", wish()), "whoever asks is told that it was aborted"
+    assert rooms.is_new("d0", open_request()), "whoever asks is told that it was aborted"
     rooms.expired(FOREVER)
-    assert not rooms.hears("d0", wish())
+    assert not rooms.is_new("d0", open_request())
 
 
 def test_nor_is_one_of_an_earlier_attempt_to_connect():
     rooms = table()
     rooms.attached("d0", 1)
     rooms.attached("d0", 2)
-    assert not rooms.hears("d0", wish(attempt=1))
-    assert rooms.hears("d0", wish(attempt=2))
-    assert rooms.hears("d0", abort(attempt=1)), "an answer is due to aborts"
+    assert not rooms.is_new("d0", open_request(attempt=1))
+    assert rooms.is_new("d0", open_request(attempt=2))
+    assert rooms.is_new("d0", abort(attempt=1)), "an answer is due to aborts"
 
 
-def test_a_wish_that_comes_again_while_it_is_waited_for_is_considered():
+def test_a_open_request_that_comes_again_while_it_is_waited_for_is_considered():
     rooms, room = table(), Room(1)
-    assert rooms.hears("d0", wish())
-    rooms.wish("d0", wish(), now=0.0)
-    assert rooms.hears("d0", wish()), "nobody has opened the room"
+    assert rooms.is_new("d0", open_request())
+    rooms.open_request("d0", open_request(), now=0.0)
+    assert rooms.is_new("d0", open_request()), "nobody has opened the room"
     rooms.add(room)
-    assert rooms.hears("d0", wish()), "it was given to the room"
+    assert rooms.is_new("d0", open_request()), "it was given to the room"
 
 
-def test_a_wish_that_was_refused_is_refused_for_the_same_reason():
+def test_a_open_request_that_was_refused_is_refused_for_the_same_reason():
     rooms = table()
-    assert rooms.hears("d0", wish())
-    rooms.refused("d0", wish(), PageError("too many"), now=0.0)
-    assert rooms.hears("d0", wish())
+    assert rooms.is_new("d0", open_request())
+    rooms.refused("d0", open_request(), PageError("too many"), now=0.0)
+    assert rooms.is_new("d0", open_request())
     with pytest.raises(PageError, match="too many"):
-        rooms.wish("d0", wish(), now=1.0)
+        rooms.open_request("d0", open_request(), now=1.0)

@@ -63,7 +63,7 @@ def route(name: str = "kv", *, has_slots: bool = False, there: int = PAGE_TOKENS
         destination_page_tokens=there,
         source_share=TokenShare(),
         destination_share=TokenShare(),
-        granule_tokens=min(here, there),
+        unit_tokens=min(here, there),
         has_slots=has_slots,
     )
 
@@ -120,7 +120,7 @@ def writes(commands: Sequence[SenderCommand]) -> list[tuple[str, int, list[int],
     for command in commands:
         assert isinstance(command, Write), commands
         (move,) = command.moves
-        assert (command.unit, move.route) == (Unit.GRANULE, 0)
+        assert (command.unit, move.route) == (Unit.WHOLE, 0)
         assert not move.source_units.any()
         assert not move.destination_units.any()
         pages = move.source_pages.tolist(), move.destination_pages.tolist()
@@ -198,11 +198,11 @@ def test_a_prefix_that_covers_everything_needs_no_write():
     assert sender.state is SUCCESS
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_request_without_pages_needs_no_write(early: bool):
+@pytest.mark.parametrize("pending", [True, False])
+def test_a_request_without_pages_needs_no_write(pending: bool):
     sender = machine()
     events = [chunk(is_last=True, aux=b"t"), opened(pages=[])]
-    assert run(sender, *(events if early else reversed(events))) == [SendFinish("d0", 1, 0, b"t")]
+    assert run(sender, *(events if pending else reversed(events))) == [SendFinish("d0", 1, 0, b"t")]
 
 
 def test_the_first_chunk_may_start_where_the_shortest_prefix_ends():
@@ -422,6 +422,23 @@ def test_an_abort_that_crosses_success_is_answered_and_changes_nothing():
     assert sender.state is SUCCESS
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        SenderAbortRequested("too late"),
+        SenderBroke(ZeroDivisionError()),
+        FinishFailed("d0", OSError("said after all")),
+        ReceiverLost("d0", OSError("no heartbeat")),
+        SenderTick(),
+    ],
+)
+def test_what_comes_after_success_changes_nothing(event: Any):
+    sender = machine()
+    run(sender, opened(pages=[]), chunk(is_last=True), FinishSent("d0"))
+    assert run(sender, event, now=1000.0) == []
+    assert (sender.state, sender.error) == (SUCCESS, None)
+
+
 def test_an_abort_between_the_last_write_and_success_fails_the_room():
     sender = machine()
     run(sender, opened(), chunk(1, 2, 3, is_last=True), WriteDone("d0", 0))
@@ -621,7 +638,7 @@ def test_a_finish_that_is_never_sent_ends_the_room_and_says_so():
     sender = machine()
     run(sender, opened(pages=[]), now=1.0)
     run(sender, chunk(is_last=True), now=2.0)
-    expires(sender, 22.0, "['d0'] could not be told within 20 s that it is complete")
+    expires(sender, 22.0, "['d0'] could not be notified within 20 s that it is complete")
 
 
 # ---- several groups, and both units --------------------------------------------------------------------------------
@@ -670,8 +687,8 @@ def test_a_chunk_that_ends_between_units_takes_two_writes_and_both_are_counted()
     # 12 tokens behind the prefix fill no page on their own; the window is not needed yet.
     assert units(run(sender, chunk_of(part("kv", 0, 1, 2), part("window", 0, 5)))) == [(0, 0, Unit.TOKEN, [12])]
     made = run(sender, chunk_of(part("kv", 2, 3, 4, 5), part("window", 2, 6, 7, 8), number=1))
-    assert units(made) == [(1, 1, Unit.GRANULE, [3, 3])], "a window may begin before its first token in its page"
-    assert units(run(sender, chunk_of(part("state", 0, 9), is_last=True, number=2))) == [(2, 2, Unit.GRANULE, [1])]
+    assert units(made) == [(1, 1, Unit.WHOLE, [3, 3])], "a window may begin before its first token in its page"
+    assert units(run(sender, chunk_of(part("state", 0, 9), is_last=True, number=2))) == [(2, 2, Unit.WHOLE, [1])]
     run(sender, WriteDone("d0", 0), WriteDone("d0", 2))
     assert not sender.is_drained
     assert run(sender, WriteDone("d0", 1)) == [SendFinish("d0", 1, 3, b"")]
@@ -683,14 +700,14 @@ def test_two_writes_of_one_chunk_are_both_in_flight():
     made = run(
         sender, chunk_of(part("kv", 0, 1, 2, 3, 4, 5), part("window", 2, 6, 7, 8), part("state", 0, 9), is_last=True)
     )
-    assert units(made) == [(0, 0, Unit.GRANULE, [3, 3, 1]), (0, 1, Unit.TOKEN, [12])]
-    granules, tokens = made
-    assert isinstance(granules, Write)
+    assert units(made) == [(0, 0, Unit.WHOLE, [3, 3, 1]), (0, 1, Unit.TOKEN, [12])]
+    whole, tokens = made
+    assert isinstance(whole, Write)
     assert isinstance(tokens, Write)
-    assert [move.route for move in granules.moves] == [0, 1, 2]
+    assert [move.route for move in whole.moves] == [0, 1, 2]
     assert [(move.route, move.source_units.tolist()) for move in tokens.moves] == [(0, list(range(4, 16)))]
     assert run(sender, WriteDone("d0", 1)) == []
-    assert not sender.is_drained, "the granules are still on their way"
+    assert not sender.is_drained, "the units are still on their way"
     assert run(sender, WriteDone("d0", 0)) == [SendFinish("d0", 1, 2, b"")]
 
 
@@ -723,7 +740,7 @@ def test_a_slot_that_the_receiver_does_not_want_is_not_sent():
         ),
     )
     assert units(run(sender, chunk_of(part("kv", 0, 1), part("state", 0, 3), is_last=True))) == [
-        (0, 0, Unit.GRANULE, [1])
+        (0, 0, Unit.WHOLE, [1])
     ]
 
 
@@ -732,7 +749,7 @@ def test_a_gap_in_a_window_before_its_first_token_does_not_matter():
     run(sender, hybrid())
     run(sender, chunk_of(part("kv", 0, 1, 2, 3, 4), part("window", 0, 5)))
     made = run(sender, chunk_of(part("window", 2, 6, 7, 8), part("kv", 4, 5), part("state", 0, 9), is_last=True))
-    assert units(made) == [(0, 2, Unit.GRANULE, [1, 3, 1])]
+    assert units(made) == [(0, 2, Unit.WHOLE, [1, 3, 1])]
 
 
 @pytest.mark.parametrize("before", [[part("window", 0, 5)], [part("window", 0, 5, 6)], []])
@@ -755,7 +772,7 @@ def test_a_group_keeps_its_place_while_chunks_have_nothing_of_it():
     sender = machine()
     run(sender, hybrid(), chunk_of(part("kv", 0, 1, 2, 3, 4, 5)), chunk_of(part("window", 2, 6, 7, 8)))
     made = run(sender, chunk_of(part("state", 0, 9), is_last=True))
-    assert units(made) == [(0, 3, Unit.GRANULE, [1])]
+    assert units(made) == [(0, 3, Unit.WHOLE, [1])]
     assert sender.error is None
 
 
@@ -794,7 +811,7 @@ def test_pages_of_another_size_are_moved_in_the_smaller_units(there: int, sent: 
     sender = machine()
     pages = range(16 // there or 1)
     run(sender, opened_for("d0", {"kv": wanted(Demand(0, 0, 16), 0, *pages)}, [route(there=there)], tokens=16))
-    assert units(run(sender, chunk_of(part("kv", 0, 3), is_last=True))) == [(0, 0, Unit.GRANULE, sent)]
+    assert units(run(sender, chunk_of(part("kv", 0, 3), is_last=True))) == [(0, 0, Unit.WHOLE, sent)]
 
 
 def test_a_page_may_appear_in_two_groups_but_not_twice_in_one():

@@ -258,7 +258,7 @@ def test_a_receiver_that_never_says_is_waited_for_until_the_deadline():
     assert not machine.state.is_final
     machine.handle(SenderTick(), 21.0)
     assert isinstance(machine.error, TransferTimeoutError)
-    assert "['d0'] did not say within 20 s whether the digests are right" in str(machine.error)
+    assert "['d0'] did not confirm within 20 s that the digests are right" in str(machine.error)
 
 
 # ---- what travels ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from tests.support.staging import ODD_CASES, Arena, Case, cases, check_gather, check_round_trip, check_scatter
+from tests.support.tiers import examples
 
 from kvferry.errors import LayoutError, RegistrationError, SettingsError
 from kvferry.layout import Region
@@ -35,19 +36,19 @@ def test_odd_shapes(check: Callable[..., None], case: Case):
 
 
 @given(cases())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_gathering_packs_the_blocks_and_nothing_else(case: Case):
     check_gather(interpreted, case, "cpu")
 
 
 @given(cases())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_scattering_writes_the_blocks_and_nothing_else(case: Case):
     check_scatter(interpreted, case, "cpu")
 
 
 @given(cases())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_both_kinds_of_kernels_pack_the_same_bytes(case: Case):
     arenas = [Arena(case, "cpu", 1) for _ in range(2)]
     for arena, make in zip(arenas, (interpreted, HostKernels), strict=True):

@@ -8,7 +8,7 @@ import xxhash
 
 from kvferry.errors import SettingsError, TransportUnavailableError
 from kvferry.layout import Device, MemoryKind, Region
-from kvferry.plan.packing import BlockLoad, digested_together
+from kvferry.plan.packing import MovedBlocks, digested_together
 from kvferry.staging import resources
 from kvferry.staging.digests import DIGESTED_BYTES, DigestMemory, digests_of
 from kvferry.staging.resources import MachineResources
@@ -49,10 +49,10 @@ def test_equal_rows_in_other_places_do_not_cancel_out():
 
 def test_a_write_is_digested_in_parts_that_fit_and_cover_all_of_it():
     for load in (
-        BlockLoad(0, 0, 64, 128, 4096),
-        BlockLoad(0, 0, 3, 5, 3 << 20),
-        BlockLoad(1, 2, 1000, 7, 4096),
-        BlockLoad(0, 1, 1, 1, 1),
+        MovedBlocks(0, 0, 64, 128, 4096),
+        MovedBlocks(0, 0, 3, 5, 3 << 20),
+        MovedBlocks(1, 2, 1000, 7, 4096),
+        MovedBlocks(0, 1, 1, 1, 1),
     ):
         seen = np.zeros((load.num_bases, load.num_units), np.int64)
         for segment in digested_together([load], DIGESTED_BYTES):
@@ -61,7 +61,7 @@ def test_a_write_is_digested_in_parts_that_fit_and_cover_all_of_it():
             assert segment.num_bytes == blocks.size * load.block_bytes <= max(DIGESTED_BYTES, load.block_bytes)
             blocks += 1
         assert (seen == 1).all()
-    (whole,) = digested_together([BlockLoad(0, 0, 64, 8, 4096)], DIGESTED_BYTES)
+    (whole,) = digested_together([MovedBlocks(0, 0, 64, 8, 4096)], DIGESTED_BYTES)
     assert whole.num_bytes == DIGESTED_BYTES, "all indices of the first axis together"
 
 

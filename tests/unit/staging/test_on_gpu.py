@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from tests.support.staging import ODD_CASES, Case, cases, check_gather, check_round_trip, check_scatter
+from tests.support.tiers import examples
 
 from kvferry.errors import RegistrationError, SettingsError, TransportUnavailableError
 from kvferry.layout import Device, MemoryKind, Region
@@ -38,13 +39,13 @@ def test_odd_shapes(check: Callable[..., None], case: Case):
 
 
 @given(cases())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_gathering_packs_the_blocks_and_nothing_else(case: Case):
     check_gather(on_gpu, case, "cuda")
 
 
 @given(cases())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_scattering_writes_the_blocks_and_nothing_else(case: Case):
     check_scatter(on_gpu, case, "cuda")
 

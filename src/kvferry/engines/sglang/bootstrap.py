@@ -6,18 +6,16 @@ import msgspec
 from aiohttp import web
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-from kvferry.control.construction import create_registry
-from kvferry.control.registry_server import RegistryServer
+from kvferry import RegistryServer, Settings, create_registry
 from kvferry.engines.sglang.directory import ROUTE, Announcement, engine_name
 from kvferry.errors import SettingsError
-from kvferry.settings import Settings
 
 
 class KVFerryBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
     """Runs in a prefill server's main process, before its ranks start."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Starts both.
+        """Starts the bootstrap server and, unless the settings name another one, the registry.
 
         Raises:
             SettingsError: if the registry cannot listen where the settings say.
@@ -30,7 +28,7 @@ class KVFerryBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
         super().__init__(host, port)
 
     def close(self) -> None:
-        """Ends both."""
+        """Closes the bootstrap server and the registry."""
         super().close()
         if self._registry is not None:
             self._registry.close()
@@ -44,7 +42,7 @@ class KVFerryBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
 
 
 def _registry(settings: Settings, bootstrap_port: int) -> RegistryServer:
-    """A registry on a port of its own: where none is chosen, not on its default, which is SGLang's as well."""
+    """Starts a registry on a port of its own: a free one where none is chosen, as the default is SGLang's as well."""
     if "registry_port" not in settings.model_fields_set:
         settings = settings.model_copy(update={"registry_port": 0})
     registry = create_registry(settings)

@@ -1,8 +1,8 @@
 """How the two sides find each other: through SGLang's bootstrap servers, so that users need not run or name a registry.
 
 Every prefill server runs a bootstrap server, and requests name it to the decode side. Beside it runs a registry of
-kvferry's, for the ranks of this one engine; the bootstrap server says under what name, and where. Where the settings
-name a registry for everybody, that is used instead.
+kvferry's, for the ranks of this one engine; the bootstrap server announces its port and the engine's name. Where the
+settings name a registry for all engines, that is used instead.
 """
 
 from __future__ import annotations
@@ -15,25 +15,21 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from kvferry.control.construction import create_registry_client
-from kvferry.control.registry_client import RegistryClient
-from kvferry.endpoint.platform import SystemPlatform
+from kvferry import EngineView, RegistryClient, Settings, create_registry_client
 from kvferry.errors import RegistryError, RegistryUnreachableError
-from kvferry.protocol.registrations import EngineView
-from kvferry.settings import Settings, bracketed
 
 ROUTE = "/kvferry"
-"""Of the bootstrap server."""
+"""The bootstrap server's path for announcements."""
 
 _ANSWER_S = 5.0
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """What a bootstrap server says.
+    """What a bootstrap server announces.
 
     Attributes:
         engine: the prefill engine's name.
-        registry_port: of its registry, on the same host; None where the settings name another one.
+        registry_port: its registry's port, on the same host; None where the settings name another registry.
     """
 
     engine: str
@@ -44,12 +40,12 @@ _ANNOUNCEMENT = msgspec.json.Decoder(Announcement)
 
 
 def engine_name(port: int) -> str:
-    """The name of the prefill engine whose bootstrap server listens on a port of this machine."""
+    """Returns the name of the prefill engine whose bootstrap server listens on a port of this machine."""
     return f"sglang-{re.sub('[^A-Za-z0-9.-]', '-', platform.node())[:100]}:{port}"
 
 
 def get(bootstrap_address: str, path: str) -> httpx.Response:
-    """What a bootstrap server answers, whatever that is.
+    """Requests a path of a bootstrap server; returns its answer, whatever that is.
 
     Args:
         bootstrap_address: host and port.
@@ -66,14 +62,14 @@ def get(bootstrap_address: str, path: str) -> httpx.Response:
 
 
 def ask(bootstrap_address: str) -> Announcement:
-    """Asks a bootstrap server.
+    """Requests a bootstrap server's announcement.
 
     Args:
         bootstrap_address: host and port.
 
     Raises:
         RegistryUnreachableError: if nothing answers.
-        RegistryError: if it is none that runs kvferry.
+        RegistryError: if the bootstrap server does not run kvferry.
     """
     answer = get(bootstrap_address, ROUTE)
     try:
@@ -88,12 +84,12 @@ def ask(bootstrap_address: str) -> Announcement:
 
 
 def registry_url(bootstrap_address: str, announcement: Announcement, settings: Settings) -> str:
-    """Where the registry is that knows an engine."""
+    """Returns the address of the registry that has an engine's ranks."""
     if settings.registry_url is not None or announcement.registry_port is None:
         return settings.registry_address
     host = urlsplit(f"//{bootstrap_address}").hostname or ""
     scheme = urlsplit(settings.registry_address).scheme
-    return f"{scheme}://{bracketed(host)}:{announcement.registry_port}"
+    return str(httpx.URL(scheme=scheme, host=host, port=announcement.registry_port))
 
 
 class Directory(RegistryClient):
@@ -102,7 +98,7 @@ class Directory(RegistryClient):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings.registry_address)
         self._settings = settings
-        # Guards the clients: a scheduler's helper adds, the endpoint's asks.
+        # Guards the clients: the threads that look up prefill servers add, the endpoint's look up ranks.
         self._clients_lock = threading.Lock()
         self._by_engine: dict[str, RegistryClient] = {}
 
@@ -117,7 +113,7 @@ class Directory(RegistryClient):
             known.close()
 
     def engine(self, name: str) -> EngineView:
-        """The live ranks of one engine, see `RegistryClient.engine`."""
+        """Returns the live ranks of one engine, see `RegistryClient.engine`."""
         with self._clients_lock:
             client = self._by_engine.get(name)
         if client is None:
@@ -131,15 +127,3 @@ class Directory(RegistryClient):
         for client in clients:
             client.close()
         super().close()
-
-
-class DirectoryPlatform(SystemPlatform):
-    """This machine, with a directory in place of a registry."""
-
-    def __init__(self, directory: Directory) -> None:
-        super().__init__()
-        self._directory = directory
-
-    def registry(self, settings: Settings, url: str) -> RegistryClient:
-        """The directory."""
-        return self._directory

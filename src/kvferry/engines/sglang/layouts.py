@@ -1,7 +1,7 @@
 """SGLang's caches as a `RankLayout`.
 
-SGLang says where its caches are in lists of buffers: an address, a length, and the bytes of one item, which is a page
-of tokens or the slot of a request. Attention has its layers' keys first and then their values, a latent one buffer a
+SGLang describes its caches by lists of buffers: an address, a length, and the bytes of one item, which is a page of
+tokens or the slot of a request. Attention has its layers' keys first and then their values, a latent one buffer a
 layer. Within an item tokens come before heads, and heads before what each of them caches (NHD).
 """
 
@@ -11,19 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from kvferry import Axis, Component, Device, Entry, Interval, Paging, RankCoordinates, RankLayout, Shard, split
 from kvferry.errors import LayoutError
-from kvferry.layout import (
-    Axis,
-    Component,
-    Device,
-    Entry,
-    Interval,
-    Paging,
-    RankCoordinates,
-    RankLayout,
-    Shard,
-    split,
-)
 
 KV_GROUP = "kv"
 WINDOW_GROUP = "window"
@@ -35,9 +24,9 @@ class Buffers:
     """Buffers of one pool, as SGLang lists them.
 
     Attributes:
-        addresses: of each buffer.
-        lengths: of each, in bytes.
-        item_bytes: of one item of each: a page, or a slot.
+        addresses: the address of each buffer.
+        lengths: the length of each, in bytes.
+        item_bytes: the bytes of one item of each: a page, or a slot.
     """
 
     addresses: tuple[int, ...]
@@ -67,8 +56,8 @@ class StateBuffer:
     An item is `rows` times `channels` times something; ranks divide the channels.
 
     Attributes:
-        layer: its number.
-        channels: that this rank holds; 0 where every rank holds everything.
+        layer: the layer's number.
+        channels: how many this rank holds; 0 where every rank holds everything.
         blocks: sizes, over all ranks, of the blocks that the channels are made of, where each is divided for itself.
     """
 
@@ -82,7 +71,7 @@ class StateBuffer:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What layers have in common that can be described together."""
+        """What must be equal in layers that are described together."""
         return self.length // self.item_bytes, self.item_bytes, self.channels, self.rows, self.blocks
 
 
@@ -91,15 +80,15 @@ class Caches:
     """All that a rank caches.
 
     Attributes:
-        kv: of full attention, or latents, without those of a draft model.
-        page_tokens: of all pools with pages.
-        kv_heads: of the whole model; None for latents.
+        kv: the buffers of full attention, or of latents, without those of a draft model.
+        page_tokens: tokens a page, in all pools with pages.
+        kv_heads: how many the whole model has; None for latents.
         draft: a draft model's buffers, whose pages have the numbers of the others'.
-        window: a pool of its own for sliding-window attention.
+        window: the pool of sliding-window attention, where that has its own.
         window_tokens: how long that window is.
         state: recurrent state.
-        first_layer: the number of the first layer here.
-        layers: of the whole model; None if all are here.
+        first_layer: the number of the first layer on this rank.
+        layers: how many the whole model has; None if all are on this rank.
     """
 
     kv: Buffers
@@ -146,7 +135,7 @@ class _Pools:
     def attention(
         self, prefix: str, buffers: Buffers, *, group: str, window_tokens: int | None = None
     ) -> Iterator[Shard]:
-        """Keys and values, or latents."""
+        """Yields the shards of keys and values, or of latents."""
         for name, part in self._keys_and_values(buffers):
             row_bytes, layers = self._row_bytes(part, name), self._layers(len(part))
             total, held = self._heads(prefix + name)
@@ -162,7 +151,7 @@ class _Pools:
             yield self._paged(component, (layers[1], held, Interval(0, head_bytes)), part, row_bytes, group)
 
     def draft(self, buffers: Buffers) -> Iterator[Shard]:
-        """A draft model's cache: how many heads it has SGLang does not say, so that a rank's share stays whole."""
+        """Yields the shards of a draft model, uncut: SGLang does not say how many heads it has."""
         tp_rank, tp_size = self.coordinates.tp_rank, self.coordinates.tp_size
         for index in range(len(buffers)):
             part = buffers[index : index + 1]
@@ -177,7 +166,7 @@ class _Pools:
             yield self._paged(component, box, part, row_bytes, KV_GROUP)
 
     def state(self, buffers: Sequence[StateBuffer]) -> Iterator[Shard]:
-        """Recurrent state."""
+        """Yields the shards of recurrent state."""
         for number, layers in enumerate(_kinds(buffers)):
             first = layers[0]
             divided = max(1, first.channels) * first.rows
@@ -227,7 +216,7 @@ class _Pools:
         yield "v", buffers[half:]
 
     def _layers(self, held: int) -> tuple[int, Interval]:
-        """How many there are, and which are here."""
+        """Returns how many layers the model has, and which of them this rank holds."""
         if self.caches.layers is None:
             return held, Interval(0, held)
         first = self.caches.first_layer
@@ -241,7 +230,7 @@ class _Pools:
         return self.caches.kv_heads, split(self.caches.kv_heads, self.coordinates.tp_size, self.coordinates.tp_rank)
 
     def _channels(self, state: StateBuffer, number: int) -> Iterator[tuple[int, int, Interval]]:
-        """Of every block: where it starts here, its size over all ranks, and the part that is here."""
+        """Yields, for every block, its start on this rank, its size over all ranks, and this rank's part of it."""
         tp_rank, tp_size = self.coordinates.tp_rank, self.coordinates.tp_size
         if state.channels == 0:
             yield 0, 1, Interval(0, 1)
@@ -257,7 +246,7 @@ class _Pools:
             yield start, size, Interval(tp_rank * mine, (tp_rank + 1) * mine)
 
     def _row_bytes(self, buffers: Buffers, name: str) -> int:
-        """Bytes of one token in one layer."""
+        """Returns the bytes of one token in one layer."""
         tokens = self.caches.page_tokens
         sizes = set(buffers.item_bytes)
         if len(sizes) != 1 or buffers.item_bytes[0] % tokens:
@@ -293,7 +282,7 @@ class _Pools:
 
 
 def _kinds(buffers: Sequence[StateBuffer]) -> Iterator[list[StateBuffer]]:
-    """Buffers that can be described together: SGLang lists all layers of one kind of state, then those of the next."""
+    """Groups buffers to describe together: SGLang lists all layers of one kind of state, then those of the next."""
     kind: list[StateBuffer] = []
     for each in buffers:
         if kind and (each.kind != kind[-1].kind or each.layer <= kind[-1].layer):

@@ -1,4 +1,4 @@
-"""A rank's side of everything that outlives a request: the endpoint, and what is known of prefill servers."""
+"""What outlives a request on a rank: the endpoint, and what a decode rank has looked up of prefill servers."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
-from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver
-from kvferry.engines.sglang.directory import Directory, DirectoryPlatform, ask, get, registry_url
+from kvferry import DecodeEndpoint, Device, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
+from kvferry.engines.sglang.directory import Directory, ask, get, registry_url
 from kvferry.engines.sglang.layouts import Buffers, Caches, StateBuffer, describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.errors import IncompatiblePeerError, LayoutError, RegistryError, UsageError
-from kvferry.layout import Device, MemoryKind, RankCoordinates
 
 log = logging.getLogger(__name__)
 
 _FIRST_CONTACT_S = 0.1
-"""How long the scheduler waits for a prefill server that it hears of for the first time; then it goes on, and asks
-again a second later."""
+"""How long the scheduler waits for the first look-up of a prefill server; then it goes on, and tries again a second
+later."""
 
 _ANY_RANK = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillServer:
-    """What a decode rank knows of a prefill server.
+    """What a decode rank has looked up of a prefill server.
 
     Attributes:
         engine: its name.
@@ -99,7 +98,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             engine="sglang-decode",
             coordinates=self._coordinates,
             settings=settings,
-            platform=DirectoryPlatform(self._directory),
+            registry=self._directory,
         )
         self._helper = ThreadPoolExecutor(4, "kvferry-sglang-look-up")
         self._look_ups: dict[str, Future[PrefillServerInfo]] = {}
@@ -107,7 +106,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._receivers: dict[int, Receiver] = {}
 
     def close(self) -> None:
-        """Ends the endpoint, within the settings' close_timeout_s."""
+        """Closes the endpoint, within the settings' close_timeout_s."""
         for endpoint in (self._prefill, self._decode):
             if endpoint is not None:
                 endpoint.close()
@@ -130,7 +129,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     # ---- prefill servers, as a decode rank knows them ---------------------------------------------------------------
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whether a prefill server is known; if not, it is asked aside."""
+        """Whether a prefill server was looked up; if not, that is done in the background."""
         if bootstrap_addr in self.prefill_info_table:
             return True
         look_up = self._look_ups.get(bootstrap_addr)
@@ -140,7 +139,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             info = look_up.result(_FIRST_CONTACT_S)
         except FutureTimeoutError:
             return False
-        except Exception as error:  # whatever somebody's server answers, the scheduler goes on
+        except Exception as error:  # whatever a server answers, the scheduler goes on
             log.error("the prefill server at %s cannot be used: %s", bootstrap_addr, error)
             del self._look_ups[bootstrap_addr]
             return False
@@ -149,19 +148,19 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         return True
 
     def engine_at(self, bootstrap_address: str) -> str:
-        """The name of the prefill engine behind a bootstrap server.
+        """Returns the name of the prefill engine behind a bootstrap server.
 
         Raises:
             IncompatiblePeerError: if the two servers cannot work together.
         """
         server = self._servers[bootstrap_address]
         if server.refusal is not None:
-            self.forget_prefill(bootstrap_address)  # it may come back otherwise
+            self.forget_prefill(bootstrap_address)  # it may come back with other options
             raise IncompatiblePeerError(server.refusal)
         return server.engine
 
     def forget_prefill(self, bootstrap_address: str) -> None:
-        """The server may have ended, and another one come in its place: it is asked again."""
+        """Makes the next request look a prefill server up again: another one may have come in its place."""
         self.prefill_info_table.pop(bootstrap_address, None)
 
     def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
@@ -170,7 +169,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         return info is not None and info.attn_tp_size == self.attn_tp_size
 
     def _look_up(self, address: str) -> PrefillServerInfo:
-        """Asks a bootstrap server who it is. Runs aside."""
+        """Looks up the prefill server behind a bootstrap server. Runs in the background."""
         announcement = ask(address)
         answer = get(address, f"/route?{_ANY_RANK}")
         if answer.status_code != 200:
@@ -181,7 +180,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         return info
 
     def _refusal(self, info: PrefillServerInfo, address: str) -> str | None:
-        """Why this side and a prefill server cannot work together, beyond what layouts say."""
+        """Returns why this side and a prefill server cannot work together, beyond their layouts; None if they can."""
         pairs = (
             ("--page-size", info.page_size, self.kv_args.page_size),
             ("--kv-cache-dtype", info.kv_cache_dtype, self.kv_cache_dtype_str),
@@ -199,22 +198,22 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     # ---- rooms of a decode rank -------------------------------------------------------------------------------------
 
     def receives(self, room: int, receiver: Receiver) -> None:
-        """A room has been opened."""
+        """Remembers the receiver of a room that was opened."""
         self._receivers[room] = receiver
 
     def received(self, room: int) -> None:
-        """SGLang is through with a room; what may still be written to is remembered until it is not."""
+        """Forgets a room that SGLang is done with, unless its pages may still be written to."""
         receiver = self._receivers.get(room)
         if receiver is not None and receiver.pages_reusable:
             del self._receivers[room]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether nobody writes to a room's pages any more: proven, whatever anybody has acknowledged."""
+        """Whether no write can reach a room's pages any more: proven, whatever was acknowledged."""
         receiver = self._receivers.get(bootstrap_room)
         return receiver is None or receiver.pages_reusable
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        """SGLang has taken a failed room's pages back."""
+        """Forgets a failed room whose pages SGLang has taken back."""
         self._receivers.pop(bootstrap_room, None)
 
     # ---- this rank --------------------------------------------------------------------------------------------------
@@ -232,7 +231,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         )
 
     def _own_bootstrap_address(self) -> str:
-        """Where this server's own bootstrap server is, as `register_to_bootstrap` finds it."""
+        """Returns the address of this server's own bootstrap server, as `register_to_bootstrap` finds it."""
         if self.dist_init_addr:
             host = NetworkAddress.parse(self.dist_init_addr).resolved().host
         else:
@@ -241,13 +240,13 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
 
 def caches_of(args: KVArgs, model: Any, *, is_latent: bool, place: RankCoordinates) -> Caches:
-    """What SGLang says of a rank's caches.
+    """Reads from SGLang what a rank caches.
 
     Args:
         model: its ModelConfig.
 
     Raises:
-        LayoutError: if there is state of a kind that is not known here.
+        LayoutError: if there is state of a kind that kvferry does not transfer.
     """
     known = {StateType.SWA, StateType.MAMBA}
     if unknown := [each.value for each in args.state_types if each not in known]:

@@ -21,15 +21,15 @@ class MetadataRows:
     """SGLang's metadata buffers.
 
     Attributes:
-        addresses: of each.
-        row_bytes: of one request's row in each.
+        addresses: the address of each.
+        row_bytes: the bytes of one request's row in each.
     """
 
     addresses: tuple[int, ...]
     row_bytes: tuple[int, ...]
 
     def read(self, index: int) -> bytes:
-        """All rows of one request."""
+        """Returns all rows of one request, as aux data."""
         return msgspec.msgpack.encode(
             [
                 ctypes.string_at(address + index * size, size)
@@ -38,7 +38,7 @@ class MetadataRows:
         )
 
     def write(self, index: int, aux: bytes) -> None:
-        """Writes what `read` read on the other side.
+        """Writes the rows that `read` returned on the other side.
 
         Raises:
             IncompatiblePeerError: if the other side's rows are not like these.

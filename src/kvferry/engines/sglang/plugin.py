@@ -17,7 +17,7 @@ NAME = "kvferry"
 
 
 def register() -> None:
-    """Adds the backend; and puts it in the place of `nixl` if the settings say so."""
+    """Adds the backend, and replaces `nixl` by it if the settings say so."""
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
     from sglang.srt.disaggregation import utils
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -38,7 +38,7 @@ def register() -> None:
 
         is_ours = backends(get_disagg().disaggregation_transfer_backend) in ours
         if is_ours and not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.is_set():
-            # SGLang would give pages to other requests after a time, whether anybody still writes to them or not.
+            # SGLang would give pages to other requests after a time, whether a write may still reach them or not.
             queue.deferred_kv_release_timeout = math.inf
 
     where = "sglang.srt.disaggregation"
@@ -48,7 +48,7 @@ def register() -> None:
 
 
 def our_class(kind: Any) -> type:
-    """What kvferry has for a KVClassType. Imported here: processes that transfer nothing need none of it."""
+    """Returns kvferry's class for a KVClassType. Imported here: processes that transfer nothing need none of them."""
     from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
     from kvferry.engines.sglang.manager import KVFerryManager
     from kvferry.engines.sglang.receiver import KVFerryReceiver

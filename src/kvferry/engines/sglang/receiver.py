@@ -8,13 +8,11 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from kvferry.endpoint import Receiver
+from kvferry import GroupPages, Receiver, TransferState
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.transfers import POLLS, give_up, state_pages
 from kvferry.errors import KVFerryError, UsageError
-from kvferry.protocol.chunks import GroupPages
-from kvferry.protocol.states import TransferState
 
 
 class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
@@ -29,10 +27,10 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._transfer: Receiver | None = None
         self._aux_index: int | None = None
         self._engine = ""
-        self.bootstrap_infos: list[dict[str, Any]] = []  # SGLang counts whom it waits for; nobody, see the manager
+        self.bootstrap_infos: list[dict[str, Any]] = []  # SGLang counts the ranks that it waits for: none
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Finds the prefill server."""
+        """Takes the prefill engine's name from the look-up of its server."""
         if self.conclude_state == KVPoll.Failed:
             return
         self.prefill_dp_rank = prefill_dp_rank
@@ -52,7 +50,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         destination: KVTransferDestination = KVTransferDestination.DEVICE,
         device_kv_indices: Any = None,
     ) -> None:
-        """Asks for the request's cache."""
+        """Opens the room, and so requests the cache."""
         if self.conclude_state == KVPoll.Failed:
             return
         pages = np.array(kv_indices, np.int64)
@@ -75,7 +73,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.receives(self.bootstrap_room, self._transfer)
 
     def poll(self) -> int:
-        """Where the transfer stands. A success has its first token in SGLang's metadata buffers."""
+        """Returns the state of the transfer. On success the first token is in SGLang's metadata buffers."""
         if self.conclude_state is not None:
             return int(self.conclude_state)
         transfer, room = self._transfer, self.bootstrap_room
@@ -88,7 +86,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         return int(status)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Tells the prefill side that nobody wants the request; its pages come back when the manager says so.
+        """Aborts the transfer on both sides; its pages come back when the manager allows it.
 
         SGLang calls it for failures, and `abort` does.
         """
@@ -96,20 +94,20 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.abort_notified = self._transfer is not None
 
     def clear(self) -> None:
-        """SGLang is through with the request."""
+        """Forgets the request, which SGLang is done with."""
         super().clear()
         give_up(self._transfer, "SGLang is through with the request")
         self.kv_mgr.received(self.bootstrap_room)
 
     def is_abort_release_safe(self) -> bool:
-        """Whether nobody writes to the pages any more."""
+        """Whether no write can reach the pages any more."""
         return self._transfer is None or self._transfer.pages_reusable
 
     def _status_of(self, transfer: Receiver) -> int:
         state = transfer.state
         if state is TransferState.FAILED:
             return self._status_of_failed(transfer)
-        # SGLang knows this state as the one before pages are given.
+        # In SGLang, Bootstrapping is the state before it has given pages.
         if state is TransferState.BOOTSTRAPPING:
             return int(KVPoll.WaitingForInput)
         if state is TransferState.SUCCESS and self._aux_index is not None:
@@ -122,7 +120,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def _status_of_failed(self, transfer: Receiver) -> int:
         if not self.kv_mgr.enable_deferred_decode_kv_release and not transfer.pages_reusable:
-            return int(KVPoll.Transferring)  # SGLang would take the pages back as soon as it hears of it
+            return int(KVPoll.Transferring)  # SGLang would take the pages back at once
         self.kv_mgr.forget_prefill(self.bootstrap_addr)
         self._fail(str(transfer.error))
         return int(KVPoll.Failed)

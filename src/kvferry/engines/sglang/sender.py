@@ -8,13 +8,11 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
-from kvferry.endpoint import Sender
+from kvferry import GroupPages, Sender, TransferState
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.transfers import POLLS, give_up, state_pages
 from kvferry.errors import KVFerryError
-from kvferry.protocol.chunks import GroupPages
-from kvferry.protocol.states import TransferState
 
 
 class KVFerrySender(CommonKVSender):  # type: ignore[misc]
@@ -36,18 +34,18 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         """Opens the room."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._transfer: Sender | None = None
-        self._early: list[np.ndarray[Any, Any]] = []
+        self._pending: list[np.ndarray[Any, Any]] = []
         self.num_kv_indices = 0
         try:
             self._transfer = mgr.prefill.open(bootstrap_room)
         except KVFerryError as error:
             self._fail(str(error))
             return
-        if mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang has refused it: the other side is told
+        if mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang has refused it
             self._transfer.abort(mgr.failure_records.get(bootstrap_room, "SGLang refused the request"))
 
     def pop_decode_prefix_len(self) -> int:
-        """SGLang hands all pages in; kvferry sends those that the decode side lacks."""
+        """Returns 0, so that SGLang hands all pages in; kvferry sends those that the decode side lacks."""
         return 0
 
     def send(
@@ -62,12 +60,12 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
             return
         pages = np.array(kv_indices, np.int64)
         if self._early_send_wait_event is not None:
-            # The device may still write what comes early. What comes next comes when it has, so that it can wait.
+            # The device may still write pages that come early. The next call comes when it has: they wait for that.
             self._early_send_wait_event = None
-            self._early.append(pages)
+            self._pending.append(pages)
             return
-        pages = np.concatenate([*self._early, pages])
-        self._early.clear()
+        pages = np.concatenate([*self._pending, pages])
+        self._pending.clear()
         start, self.curr_idx = self.curr_idx, self.curr_idx + len(pages)
         is_last = self.curr_idx == self.num_kv_indices
         groups = {KV_GROUP: GroupPages(pages, start)}
@@ -82,27 +80,27 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
             self._fail(str(error))
 
     def poll(self) -> int:
-        """Where the transfer stands."""
+        """Returns the state of the transfer."""
         self._look()
         return self._conclude(self.kv_mgr.check_status)
 
     def poll_pp_consensus(self) -> int:
-        """Where the transfers of all pipeline stages stand."""
+        """Returns the state on which all pipeline stages agree."""
         self._look()
         return self._conclude(self.kv_mgr.check_status_pp_consensus)
 
     def abort(self) -> None:
-        """SGLang gives the request up, and reuses its pages at once: what is read of them goes nowhere."""
+        """Aborts the transfer. SGLang reuses the pages at once: what is still read from them is discarded."""
         super().abort()
         give_up(self._transfer, "SGLang gave the request up")
 
     def clear(self) -> None:
-        """SGLang is through with the request."""
+        """Forgets the request, which SGLang is done with."""
         super().clear()
         give_up(self._transfer, "SGLang is through with the request")
 
     def get_transfer_metric(self) -> KVTransferMetric:
-        """What has been moved."""
+        """Returns how much was transferred, and how long that took."""
         if self._transfer is not None:
             writes = self._transfer.stats.writes
             self._transfer_metric.transfer_total_bytes = sum(each.total_bytes for each in writes)
@@ -112,7 +110,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         return self._transfer_metric
 
     def _look(self) -> None:
-        """Tells the manager's table where the transfer stands: SGLang's own code reads it there."""
+        """Copies the transfer's state to the manager's table, where SGLang's own code reads it."""
         transfer = self._transfer
         if transfer is None or self.conclude_state is not None or self.bootstrap_room not in self.kv_mgr.request_status:
             return

@@ -1,10 +1,10 @@
-"""What SGLang users may set of the plug-in, beside kvferry's own settings."""
+"""The plug-in's settings, beside kvferry's own."""
 
 from __future__ import annotations
 
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from kvferry.settings import PREFIX, Settings
+from kvferry import Settings
 
 
 class PluginSettings(BaseSettings):
@@ -14,13 +14,13 @@ class PluginSettings(BaseSettings):
         replaces_nixl: whether kvferry also answers to SGLang's own backend name `nixl`.
     """
 
-    model_config = SettingsConfigDict(env_prefix=f"{PREFIX}SGLANG_", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="KVFERRY_SGLANG_", frozen=True)
 
     replaces_nixl: bool = False
 
 
 def settings_beside(bootstrap_timeout_s: float, waiting_timeout_s: float) -> Settings:
-    """kvferry's settings; what the user did not set follows SGLang's own, which mean the same."""
+    """Reads kvferry's settings; timeouts that the user did not set follow SGLang's own, which mean the same."""
     settings = Settings()
     unset = {
         name: value

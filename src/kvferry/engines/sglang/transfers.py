@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 
-from kvferry.endpoint import Receiver, Sender
+from kvferry import GroupPages, Receiver, Sender, TransferState
 from kvferry.engines.sglang.layouts import STATE_GROUP, WINDOW_GROUP
-from kvferry.protocol.chunks import GroupPages
-from kvferry.protocol.states import TransferState
 
 POLLS: Mapping[TransferState, int] = {
     TransferState.BOOTSTRAPPING: KVPoll.Bootstrapping,
@@ -24,12 +22,12 @@ POLLS: Mapping[TransferState, int] = {
 
 
 def state_pages(types: tuple[StateType, ...], indices: list[Any] | None, total_pages: int) -> dict[str, GroupPages]:
-    """The pages and slots of what a request has beside keys and values.
+    """Returns the pages and slots of what a request caches beside keys and values.
 
     Args:
         types: what the rank caches.
-        indices: of each, as SGLang gives them; None where there is nothing.
-        total_pages: of the whole request; a window's are the last of them.
+        indices: those of each type, as SGLang gives them; None where there are none.
+        total_pages: those of the whole request; a window's are the last of them.
     """
     groups = {}
     for kind, given in zip(types, indices or [None] * len(types), strict=True):

@@ -15,7 +15,7 @@ __all__ = ["KVFerryConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    # vLLM looks the class up here by name. Whoever imports a module beside it need not have vLLM.
+    # vLLM looks the class up here by name. The modules beside it can be imported without vLLM.
     if name == "KVFerryConnector":
         from kvferry.engines.vllm.connector import KVFerryConnector
 

@@ -1,4 +1,4 @@
-"""The class that vLLM loads. It only sorts: what happens in the scheduler, and what in the workers.
+"""The class that vLLM loads. It only dispatches, to `SchedulerSide` in the scheduler and `WorkerSide` in the workers.
 
 Set `kv_connector` to "KVFerryConnector" and `kv_connector_module_path` to "kvferry.engines.vllm".
 """
@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvferry import RankCoordinates, Settings
 from kvferry.engines.vllm.layouts import CacheGroup, ModelShape, describe
 from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.outgoing import Fence
@@ -34,8 +35,6 @@ from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.errors import LayoutError, SettingsError
-from kvferry.layout import RankCoordinates
-from kvferry.settings import Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,10 +62,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Args:
-        vllm_config: of the engine.
-        role: whether this is the scheduler's side or a worker's.
-        kv_cache_config: which layers share block tables.
+        """Makes one side of the connector, as vLLM asks for it in each of its processes.
+
+        Args:
+            vllm_config: of the engine.
+            role: whether this is the scheduler's side or a worker's.
+            kv_cache_config: which layers share block tables.
 
         Raises:
             SettingsError: if a setting is impossible or unknown.
@@ -88,7 +89,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
 
     def shutdown(self) -> None:
-        """Ends the worker's endpoints."""
+        """Closes the worker's endpoints."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
@@ -116,18 +117,18 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVFerryMetadata) -> None:
-        """Before blocks of preempted requests are written to."""
+        """Drops the pages of preempted requests, before their blocks are written to."""
         self._worker_side.before(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        """Asks for the caches of this step's requests."""
+        """Requests the caches of this step's requests."""
         self._worker_side.receive(self._bound_step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: vLLM parks requests until all of their cache is there."""
+        """Does nothing: vLLM parks requests until all of their cache is there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
-        """Nothing to do layer by layer: pages leave with the step that fills them."""
+        """Does nothing: pages leave with the step that fills them, not layer by layer."""
 
     def wait_for_save(self) -> None:
         """Lets the pages that this step fills leave as soon as the device has filled them. Does not wait."""
@@ -135,20 +136,20 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker_side.after(step, fence() if step.send else nothing_to_wait_for)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What is through, failed or not."""
+        """Returns the requests whose transfers are over, failed or not."""
         results = self._worker_side.results(finished_req_ids)
         return KVConnectorTransferResults(
             finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
         )
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
-        """What has been moved since the last call."""
+        """Returns the figures of transfers since the last call."""
         figures = None if self._worker is None else self._worker.log.take()
         return None if figures is None else KVFerryStats(data=dict(figures))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
-        """Figures as vLLM has carried them."""
+        """Wraps figures as vLLM has carried them."""
         return KVFerryStats() if data is None else KVFerryStats(data=data)
 
     @classmethod
@@ -159,13 +160,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVFerryPromMetrics:
-        """What Prometheus is told."""
+        """Makes the metrics for Prometheus."""
         return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- in the scheduler -----------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Learns where to look up a request's blocks."""
+        """Takes vLLM's cache manager, where a request's blocks are looked up."""
         super().bind_kv_cache_manager(kv_cache_manager)
         select = self._kv_cache_config.select_transfer_block_ids
 
@@ -175,35 +176,35 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler_side.bind(tables, kv_cache_manager.block_pool)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens are to be fetched, in the background."""
+        """Returns how many tokens to fetch, and whether in the background."""
         tokens = self._scheduler_side.tokens_elsewhere(request, num_computed_tokens)
         return tokens, tokens > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """A request's own blocks come, of every group that is transferred."""
+        """Returns the groups whose blocks are fetched: all that are transferred."""
         ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks stand ready for a request."""
+        """Takes the blocks that were allocated for a request."""
         tables = self._kv_cache_config.select_transfer_block_ids(blocks.blocks)
         self._scheduler_side.allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVFerryMetadata:
-        """What the workers are told with this step."""
+        """Returns what the workers get with this step."""
         step = self._scheduler_side.take_step(
             scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
         )
         return KVFerryMetadata(step)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """All workers are through with requests."""
+        """Takes the requests that all workers are done with."""
         self._scheduler_side.reported(connector_output.finished_sending or (), connector_output.finished_recving or ())
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether a request's blocks must be kept, and what its answer says to the decode server."""
+        """Returns whether a request's blocks must be kept, and its answer's parameters for the decode server."""
         is_aborted = request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         return self._scheduler_side.finished(request, is_aborted=is_aborted)
 
@@ -227,12 +228,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def nothing_to_wait_for() -> bool:
-    """A fence that has been reached."""
+    """Serves as a fence that has been reached."""
     return True
 
 
 def fence() -> Fence:
-    """Whether the device has done what it was asked for until now. On CPU it has."""
+    """Makes a fence that is reached once the device has done what was queued until now. On CPU it has been."""
     if current_platform.is_cpu():
         return nothing_to_wait_for
     event = torch.Event(current_platform.device_type)
@@ -242,7 +243,7 @@ def fence() -> Fence:
 
 
 def coordinates_of(parallel: Any) -> RankCoordinates:
-    """A worker's place. An engine of a data-parallel deployment is an engine of its own, with a name of its own.
+    """Returns a worker's place. Each engine of a data-parallel deployment is an engine of its own, with its own name.
 
     Raises:
         SettingsError: if context parallelism divides the cache.
@@ -261,7 +262,7 @@ def coordinates_of(parallel: Any) -> RankCoordinates:
 
 
 def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelShape:
-    """What the whole model has."""
+    """Returns what the whole model has."""
     model = vllm_config.model_config
     packing = None
     if current_platform.is_cpu():
@@ -270,7 +271,7 @@ def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Mode
 
 
 def cpu_packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """The name of the order in which the CPU kernels keep a block: theirs to choose, by type, size and processor."""
+    """Names the order in which the CPU kernels keep a block. They choose it, by type, size and processor."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     specs = [first_spec(group.kv_cache_spec) for group in kv_cache_config.transfer_groups]
@@ -282,7 +283,7 @@ def cpu_packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
-    """The groups that are transferred.
+    """Returns the groups that are transferred.
 
     Raises:
         LayoutError: if one has something that cannot be described.
@@ -294,7 +295,7 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
 
 
 def first_spec(spec: KVCacheSpec) -> KVCacheSpec:
-    """What the layers of a group keep; of layers of several sizes, those of the first."""
+    """Returns what the layers of a group keep; with layers of several sizes, what the first keeps."""
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 

@@ -1,8 +1,8 @@
 """vLLM's KV caches as a `RankLayout`.
 
-Since 0.32, vLLM hands every attention layer's cache out as a view of four dimensions, whatever lies behind it: block,
-head, token, content. NHD and HND, layers that share an allocation, blocks that hold all layers: all of it is in the
-view's strides. The content of one token and head is its K and V behind each other, or its latent.
+Since 0.32, vLLM gives every attention layer's cache as a view of four dimensions, whatever lies behind it: block, head,
+token, content. NHD and HND, layers that share an allocation, blocks that hold all layers: all of it is in the view's
+strides. The content of one token and head is its K and V behind each other, or its latent.
 
 On CPU that is true of sizes only: within a block and head the order of the elements is the kernel's own. Such pages are
 packed: they can be cut by head, and never by token.
@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kvferry.errors import LayoutError
-from kvferry.layout import (
+from kvferry import (
     Axis,
     Component,
     Entry,
@@ -25,10 +24,12 @@ from kvferry.layout import (
     RankCoordinates,
     RankLayout,
     Shard,
+    TensorGeometry,
+    geometry,
     shard_from_tensors,
     split,
 )
-from kvferry.layout.tensors import TensorGeometry, geometry
+from kvferry.errors import LayoutError
 
 _DIMENSIONS = "(block, head, token, content)"
 
@@ -54,11 +55,11 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What no single rank's caches say.
+    """What a single rank's caches do not show.
 
     Attributes:
-        layers: of the whole model, over all pipeline stages. Layers with higher numbers are a draft model's.
-        kv_heads: of the whole model.
+        layers: how many the whole model has, over all pipeline stages. Those with higher numbers are a draft model's.
+        kv_heads: how many the whole model has.
         packing: the name of the order within a block and head where only the kernel knows it; None where tokens can be
             told apart.
     """
@@ -106,7 +107,7 @@ class _Layer:
 
 
 def layer_number(name: str) -> int:
-    """The number in a layer's name, such as 3 in 'model.layers.3.self_attn.attn'.
+    """Returns the number in a layer's name, such as 3 in 'model.layers.3.self_attn.attn'.
 
     Raises:
         LayoutError: if there is not exactly one.
@@ -176,7 +177,7 @@ def _layer(name: str, group: CacheGroup, caches: Mapping[str, Any], num_blocks: 
 
 
 def _components(layers: Sequence[_Layer], model: ModelShape) -> dict[str, list[_Layer]]:
-    """The layers of every component, by a name that does not depend on how an engine is divided."""
+    """Groups layers into components, by names that do not depend on how an engine is divided."""
     kinds: dict[tuple[int | None, int | None, int, str], list[_Layer]] = {}
     for layer in layers:
         draft = layer.number if layer.number >= model.layers else None
@@ -199,7 +200,7 @@ def _components(layers: Sequence[_Layer], model: ModelShape) -> dict[str, list[_
 def _component(
     name: str, layers: Sequence[_Layer], model: ModelShape, coordinates: RankCoordinates
 ) -> tuple[Component, Interval]:
-    """A component, and the heads of it that the rank holds."""
+    """Returns a component, and the heads of it that the rank holds."""
     first = layers[0]
     is_draft = first.number >= model.layers
     total_heads = 1 if first.group.is_latent else model.kv_heads
@@ -228,7 +229,7 @@ def _component(
 
 
 def _runs(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
-    """The layers of a component, those together that follow each other and have the same block table."""
+    """Yields runs of a component's layers that follow each other and have the same block table."""
     run = [layers[0]]
     for low, high in pairwise(layers):
         if high.number != low.number + 1 or high.group is not low.group:
@@ -255,7 +256,7 @@ def _shard(component: Component, layers: Sequence[_Layer], heads: Interval) -> S
 
 
 def _packed(layer: _Layer) -> Any:
-    """A view of (page, head, everything else)."""
+    """Returns a view of (page, head, everything else)."""
     pages, heads, _, _ = layer.view.shape
     try:
         return layer.cache.view(pages, heads, -1)

@@ -1,4 +1,4 @@
-"""vLLM's own metrics interface: what its log line and its Prometheus endpoint say of transfers."""
+"""Transfers in vLLM's own metrics: its log line and its Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
     data: dict[str, Any] = field(default_factory=lambda: dict(no_figures()))
 
     def reset(self) -> None:
-        """Forgets all."""
+        """Clears all figures."""
         self.data = dict(no_figures())
 
     def is_empty(self) -> bool:
@@ -34,13 +34,13 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
         return self.data == no_figures()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Adds another worker's, or a later interval's."""
+        """Adds the figures of another worker, or of a later interval."""
         for name, figures in other.data.items():
             self.data[name] = self.data[name] + figures
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What the log line says."""
+        """Returns what the log line shows."""
         data = self.data
         summary: dict[str, int | float] = {
             "sent": len(data["sent_bytes"]),
@@ -57,7 +57,7 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same for Prometheus."""
+    """Figures of transfers, for Prometheus."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Counts what has come together."""
+        """Counts the figures of an interval."""
         for name, histograms in self._histograms.items():
             for figure in transfer_stats_data[name]:
                 histograms[engine_idx].observe(figure)

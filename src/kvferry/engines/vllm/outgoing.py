@@ -1,6 +1,6 @@
 """The requests that a worker sends: pages wait here until they may leave.
 
-A page leaves when the device has computed it, and when the decode side has asked for its room, or vLLM is through with
+A page leaves when the device has computed it, and when the decode side has opened its room, or vLLM is through with
 the request. Before that, vLLM may preempt the request and give its blocks to another one; what has not left is then
 forgotten here, and comes again when it has been computed again.
 """
@@ -15,17 +15,15 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.endpoint import Sender
+from kvferry import GroupPages, Sender, TransferState
 from kvferry.errors import KVFerryError, QueueFullError
-from kvferry.protocol.chunks import GroupPages
-from kvferry.protocol.states import TransferState
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.001
 
 Fence: TypeAlias = Callable[[], bool]
-"""Whether the device has done what had been asked of it by then."""
+"""Returns whether the device has done all that was queued on it when the fence was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class _Waiting:
     pages: list[int] = field(default_factory=list)
 
     def add(self, more: PagesToSend) -> None:
-        """Takes pages in; those that are known already come again after a preemption."""
+        """Adds pages; after a preemption some that are known already come again."""
         known = self.handed_in + len(self.pages)
         if not self.pages and more.start > known:  # before the window
             self.handed_in = known = more.start
@@ -67,10 +65,10 @@ class _Request:
 
     Attributes:
         groups: its pages.
-        fence: of the step that computed the last of them.
-        is_last: whether what waits is the rest.
+        fence: the one of the step that computed the last of them.
+        is_last: whether the pages that wait are the rest.
         is_complete: whether the last page has left.
-        is_kept: whether vLLM is through with it and keeps its blocks for us.
+        is_kept: whether vLLM is done with it and keeps its blocks for the transfer.
     """
 
     sender: Sender
@@ -82,19 +80,19 @@ class _Request:
 
     @property
     def has_work(self) -> bool:
-        """Whether pages wait, or the word that there are no more."""
+        """Whether pages wait, or the end of the request."""
         if self.sender.state.is_final or self.is_complete:
             return False
         return self.is_last or any(group.pages for group in self.groups.values())
 
     @property
     def may_leave(self) -> bool:
-        """Whether what waits may be handed in."""
+        """Whether the pages that wait may be handed in."""
         return (self.is_kept or self.sender.state is not TransferState.BOOTSTRAPPING) and self.fence()
 
 
 class OutgoingRequests:
-    """Hands pages in as soon as they may leave. A thread of its own looks, since the engine may be busy, or asleep."""
+    """Hands pages in as soon as they may leave, on a thread of its own, since the engine may be busy, or asleep."""
 
     def __init__(self) -> None:
         """Starts the thread."""
@@ -114,11 +112,11 @@ class OutgoingRequests:
         *,
         last: bool,
     ) -> None:
-        """Takes pages of a request in.
+        """Adds pages of a request.
 
         Args:
-            open_sender: opens the request's room, called when it is first heard of.
-            fence: of the step that computes them.
+            open_sender: opens the request's room; called with its first pages.
+            fence: the one of the step that computes the pages.
 
         Raises:
             KVFerryError: if the room cannot be opened.
@@ -134,7 +132,7 @@ class OutgoingRequests:
             self._changed.notify()
 
     def preempt(self, requests: Iterable[str]) -> None:
-        """vLLM is about to give these requests' blocks to others."""
+        """Drops the pages that wait, since vLLM is about to give the blocks to others. Aborts what is being read."""
         with self._changed:
             for name in requests:
                 known = self._requests.get(name)
@@ -147,14 +145,14 @@ class OutgoingRequests:
                     known.sender.abort("vLLM preempted the request while its pages were being read")
 
     def give_up(self, request: str, reason: str) -> None:
-        """Nobody wants a request any more."""
+        """Aborts a request that is not needed any more."""
         with self._changed:
             known = self._requests.get(request)
             if known is not None:
                 known.sender.abort(reason)
 
     def keep(self, requests: Iterable[str]) -> None:
-        """vLLM is through with these requests and keeps the blocks of those that are known here until they are sent."""
+        """Marks requests that vLLM is done with: it keeps the blocks of those known here until they are sent."""
         with self._changed:
             for name in requests:
                 known = self._requests.get(name)
@@ -164,7 +162,7 @@ class OutgoingRequests:
             self._changed.notify()
 
     def take_ended(self) -> dict[str, Sender]:
-        """The kept requests whose blocks nobody reads any more, once each."""
+        """Returns the kept requests whose blocks are not read any more, once each."""
         with self._changed:
             ended = {
                 name: known.sender
@@ -193,7 +191,7 @@ class OutgoingRequests:
                 self._changed.wait(_POLL_S if waiting else None)
 
     def _hand_in(self, name: str, known: _Request) -> None:
-        """Hands in what may leave. Submitting takes microseconds; whoever holds the lock may do it."""
+        """Hands in what may leave. Must be called with the lock, which submitting holds for microseconds."""
         try:
             if not (known.has_work and known.may_leave):
                 return

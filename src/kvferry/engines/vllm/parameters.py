@@ -1,8 +1,8 @@
 """The parameters that travel with a request: `kv_transfer_params` in its body, and in the answer of the prefill server.
 
 The names are those that vLLM's own connectors and the gateways in front of it use. A gateway sends the prefill server
-`{"do_remote_decode": true}`, and hands what comes back on to the decode server. One that asks both at once chooses the
-room itself and says so to both, with `kvferry_room`: then pages leave while the prompt is still computed.
+`{"do_remote_decode": true}`, and passes what comes back on to the decode server. One that sends to both at once chooses
+the room itself and names it to both, with `kvferry_room`: then pages leave while the prompt is still computed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry import check_engine_name
 from kvferry.errors import KVFerryError, UsageError
-from kvferry.protocol.registrations import check_engine_name
 
 ROOM = "kvferry_room"
 LARGEST_ROOM = (1 << 53) - 1
@@ -21,12 +21,12 @@ LARGEST_ROOM = (1 << 53) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class SendWish:
+class SendParameters:
     """A request whose cache is to be sent.
 
     Attributes:
         room: its number.
-        is_known: whether the other side knows the number already, so that pages may leave before the prompt is done.
+        is_known: whether the other side has the number already, so that pages may leave before the prompt is done.
     """
 
     room: int
@@ -34,7 +34,7 @@ class SendWish:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveWish:
+class ReceiveParameters:
     """A request whose cache comes from elsewhere.
 
     Attributes:
@@ -46,22 +46,22 @@ class ReceiveWish:
     engine: str
 
 
-def send_wish(parameters: Mapping[str, Any] | None) -> SendWish | None:
-    """What a prefill server is asked for; None if this request is not to be sent.
+def send_parameters(parameters: Mapping[str, Any] | None) -> SendParameters | None:
+    """Reads what a prefill server is asked for; None if this request is not to be sent.
 
     Raises:
-        UsageError: if the room's number is none.
+        UsageError: if the room's number is invalid.
     """
     if not parameters or not parameters.get("do_remote_decode"):
         return None
     room = parameters.get(ROOM)
     if room is None:
-        return SendWish(1 + secrets.randbelow(LARGEST_ROOM), is_known=False)
-    return SendWish(_room(room), is_known=True)
+        return SendParameters(1 + secrets.randbelow(LARGEST_ROOM), is_known=False)
+    return SendParameters(_room(room), is_known=True)
 
 
-def receive_wish(parameters: Mapping[str, Any] | None) -> ReceiveWish | None:
-    """What a decode server is asked for; None if this request is its own.
+def receive_parameters(parameters: Mapping[str, Any] | None) -> ReceiveParameters | None:
+    """Reads what a decode server is asked for; None if this request is its own.
 
     Raises:
         UsageError: if something is missing or impossible.
@@ -77,11 +77,11 @@ def receive_wish(parameters: Mapping[str, Any] | None) -> ReceiveWish | None:
         check_engine_name(engine)
     except KVFerryError as error:
         raise UsageError(f"kv_transfer_params: remote_engine_id: {error}") from error
-    return ReceiveWish(_room(parameters.get(ROOM)), engine)
+    return ReceiveParameters(_room(parameters.get(ROOM)), engine)
 
 
-def answer(wish: SendWish, *, engine: str, request: str, tokens: int) -> dict[str, Any]:
-    """What a prefill server answers: parameters for the decode server.
+def answer(params: SendParameters, *, engine: str, request: str, tokens: int) -> dict[str, Any]:
+    """Makes what a prefill server answers: parameters for the decode server.
 
     Args:
         engine: this engine.
@@ -94,7 +94,7 @@ def answer(wish: SendWish, *, engine: str, request: str, tokens: int) -> dict[st
         "remote_engine_id": engine,
         "remote_request_id": request,
         "remote_num_tokens": tokens,
-        ROOM: wish.room,
+        ROOM: params.room,
     }
 
 

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvferry.engines.vllm.layouts import CacheGroup
-from kvferry.engines.vllm.parameters import ReceiveWish, SendWish, answer, receive_wish, send_wish
+from kvferry.engines.vllm.parameters import (
+    ReceiveParameters,
+    SendParameters,
+    answer,
+    receive_parameters,
+    send_parameters,
+)
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
 from kvferry.errors import UsageError
 
@@ -21,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Block(Protocol):
-    """A block of vLLM's, of which a null one stands for a block that is not kept."""
+    """A block of vLLM's; a null one stands for a block that is not kept."""
 
     block_id: int
     is_null: bool
@@ -44,10 +50,10 @@ class BlockPool(Protocol):
     """What keeps blocks from being given to others."""
 
     def touch(self, blocks: Sequence[Any]) -> None:
-        """Keeps them once more."""
+        """Adds a reference to each."""
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """Keeps them once less."""
+        """Drops a reference to each."""
 
 
 @dataclass(slots=True)
@@ -55,14 +61,14 @@ class _Sending:
     """A request that is being sent.
 
     Attributes:
-        next_blocks: by group, the position of the first block that the workers have not been told of.
-        is_told: whether they have been told of any.
-        is_complete: whether they have been told of all.
+        next_blocks: by group, the position of the first block that the workers have not got yet.
+        is_told: whether they have got any.
+        is_complete: whether they have got all.
         kept: blocks that vLLM would give away though they are still being read.
     """
 
     request: Request
-    wish: SendWish
+    params: SendParameters
     tokens: int
     next_blocks: dict[str, int] = field(default_factory=dict)
     is_told: bool = False
@@ -71,12 +77,14 @@ class _Sending:
 
 
 class SchedulerSide:
-    """Owned by the scheduler's thread; none of it waits for anything."""
+    """The connector in the scheduler, owned by its thread. No method waits for anything."""
 
     def __init__(self, groups: Sequence[CacheGroup], *, engine: str, may_send: bool, may_receive: bool) -> None:
-        """Args:
-        groups: in the order of the block tables. Those that are not transferred are not among them.
-        engine: this engine's name.
+        """Begins with no requests.
+
+        Args:
+            groups: in the order of the block tables. Those that are not transferred are not among them.
+            engine: this engine's name.
         """
         self._groups = tuple(groups)
         self._engine = engine
@@ -88,46 +96,48 @@ class SchedulerSide:
         self._step = Step()
 
     def bind(self, tables: BlockTables, pool: BlockPool) -> None:
-        """Called once, before anything is scheduled."""
+        """Takes where blocks are looked up and kept. Called once, before anything is scheduled."""
         self._tables, self._pool = tables, pool
 
-    # ---- requests of others' ------------------------------------------------------------------------------------
+    # ---- beginnings ---------------------------------------------------------------------------------------------
 
     def tokens_elsewhere(self, request: Request, computed_tokens: int) -> int:
-        """How many tokens can be fetched beyond those that are here."""
+        """Returns how many tokens can be fetched beyond those that are here."""
         try:
-            wish = self._receive_wish(request)
+            params = self._receive_parameters(request)
         except UsageError as error:
             log.error("request %s is computed here: %s", request.request_id, error)
             _settled(request)
             return 0
-        return 0 if wish is None else max(0, _sent_tokens(request) - computed_tokens)
+        return 0 if params is None else max(0, _sent_tokens(request) - computed_tokens)
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
-        """Blocks stand ready.
+        """Takes the blocks that were allocated for a request; begins to fetch it, or to send it.
 
         Args:
-            blocks: of the request, group by group.
+            blocks: those of the request, group by group.
             tokens: how many are to be fetched; 0 where all are here.
         """
         name = request.request_id
         try:
-            wish = self._receive_wish(request)
-            if wish is not None:
+            params = self._receive_parameters(request)
+            if params is not None:
                 _settled(request)
-                self._ask(wish, request, blocks, tokens)
+                self._ask(params, request, blocks, tokens)
                 return
-            sending = send_wish(request.kv_transfer_params) if self._may_send and name not in self._sending else None
+            sending = (
+                send_parameters(request.kv_transfer_params) if self._may_send and name not in self._sending else None
+            )
         except UsageError as error:
             log.error("request %s is not transferred: %s", name, error)
             return
         if sending is not None and _sent_tokens(request):
             self._sending[name] = _Sending(request, sending, _sent_tokens(request))
 
-    def _receive_wish(self, request: Request) -> ReceiveWish | None:
-        return receive_wish(request.kv_transfer_params) if self._may_receive else None
+    def _receive_parameters(self, request: Request) -> ReceiveParameters | None:
+        return receive_parameters(request.kv_transfer_params) if self._may_receive else None
 
-    def _ask(self, wish: ReceiveWish, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
+    def _ask(self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
         name, there = request.request_id, _sent_tokens(request)
         groups, problem = {}, ""
         for group, table in zip(self._groups, blocks, strict=True):
@@ -137,13 +147,15 @@ class SchedulerSide:
             groups[group.name] = _numbers(first, table[first:stop])
             if len(groups[group.name].blocks) < stop - first:
                 problem = f"vLLM keeps no block for some of the tokens before token {there} in group {group.name!r}"
-        self._step.receive.append(BlocksToReceive(name, wish.room, wish.engine, there - tokens, there, groups, problem))
+        self._step.receive.append(
+            BlocksToReceive(name, params.room, params.engine, there - tokens, there, groups, problem)
+        )
         if tokens:
             self._receiving.add(name)
 
     @staticmethod
     def _needed(group: CacheGroup, prefix_tokens: int, tokens: int) -> tuple[int, int]:
-        """The first block of a request that is needed, and the one after the last."""
+        """Returns the first block of a request that is needed, and the one after the last."""
         first = prefix_tokens
         if group.window_tokens is not None:
             first = max(first, tokens - group.window_tokens)
@@ -152,7 +164,7 @@ class SchedulerSide:
     # ---- every step ---------------------------------------------------------------------------------------------
 
     def take_step(self, scheduled_tokens: Mapping[str, int], preempted: Iterable[str]) -> Step:
-        """What the workers are told with a step that is about to run.
+        """Returns what the workers get with a step that is about to run.
 
         Args:
             scheduled_tokens: by request, how many tokens the step computes.
@@ -173,8 +185,8 @@ class SchedulerSide:
     def _send(self, sending: _Sending, computed_tokens: int, step: Step) -> None:
         computed_tokens = min(computed_tokens, sending.tokens)
         is_last = computed_tokens == sending.tokens
-        if not (is_last or sending.wish.is_known):
-            return  # nobody can ask for it yet, and until somebody does it may still be preempted
+        if not (is_last or sending.params.is_known):
+            return  # the decode side cannot ask for it yet, and until it does the request may be preempted
         assert self._tables is not None
         name, groups = sending.request.request_id, {}
         for group, table in zip(self._groups, self._tables(name), strict=True):
@@ -190,7 +202,7 @@ class SchedulerSide:
                 elif group.window_tokens is not None:
                     self._keep(sending, table[first:stop])
         if groups or is_last:
-            step.send.append(BlocksToSend(name, sending.wish.room, sending.tokens, groups, is_last))
+            step.send.append(BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last))
             sending.is_told = True
         sending.is_complete = is_last
 
@@ -200,10 +212,10 @@ class SchedulerSide:
         self._pool.touch(blocks)
         sending.kept += blocks
 
-    # ---- their ends ---------------------------------------------------------------------------------------------
+    # ---- ends ---------------------------------------------------------------------------------------------------
 
     def finished(self, request: Request, *, is_aborted: bool) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended here.
+        """Ends a request.
 
         Returns:
             Whether its blocks are to be kept until the workers have reported it, and what the answer is to contain.
@@ -222,20 +234,20 @@ class SchedulerSide:
         if is_aborted or not sending.is_complete:
             self._step.give_up[name] = "the request was aborted on the prefill side"
             return True, None
-        return True, answer(sending.wish, engine=self._engine, request=name, tokens=sending.tokens)
+        return True, answer(sending.params, engine=self._engine, request=name, tokens=sending.tokens)
 
     def _decline(self, request: Request) -> None:
-        """Tells the prefill engine of a request that ended before it was scheduled that nothing is wanted."""
+        """Asks for no pages of a request that ended before it was scheduled, so that the prefill engine releases it."""
         try:
-            wish = self._receive_wish(request)
+            params = self._receive_parameters(request)
         except UsageError:
-            return  # nobody knows it
-        if wish is not None:
+            return  # no engine has it
+        if params is not None:
             _settled(request)
-            self._ask(wish, request, [()] * len(self._groups), 0)
+            self._ask(params, request, [()] * len(self._groups), 0)
 
     def reported(self, sent: Iterable[str], received: Iterable[str]) -> None:
-        """The workers are through with requests."""
+        """Takes the requests that the workers are done with."""
         for name in sent:
             sending = self._sending.pop(name, None)
             if sending is not None and sending.kept:
@@ -249,11 +261,11 @@ def _sent_tokens(request: Request) -> int:
 
 
 def _settled(request: Request) -> None:
-    """A request is fetched once: when vLLM schedules it again, after a failure or a preemption, it computes it."""
+    """Marks a request as fetched: vLLM computes it when it schedules it again, after a failure or a preemption."""
     assert request.kv_transfer_params is not None
     request.kv_transfer_params["do_remote_prefill"] = False
 
 
 def _numbers(first: int, blocks: Sequence[Block]) -> GroupBlocks:
-    """Blocks by number; those that vLLM does not keep are left out."""
+    """Returns blocks by number, without those that vLLM does not keep."""
     return GroupBlocks(first, tuple(block.block_id for block in blocks if not block.is_null))

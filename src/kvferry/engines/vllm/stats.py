@@ -1,4 +1,4 @@
-"""What has been moved, for vLLM's own metrics."""
+"""Figures of transfers, for vLLM's own metrics."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import logging
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from kvferry.endpoint import Receiver, Sender
-from kvferry.observe.records import busy_s
-from kvferry.protocol.states import TransferState
+from kvferry import Receiver, Sender, TransferState
 
 log = logging.getLogger(__name__)
 
 
 class TransferFigures(TypedDict):
-    """Of the transfers that ended in some interval; one entry of each list for each that was sent or received whole.
+    """Figures of the transfers that ended in an interval. A list has an entry for each that was sent or received whole.
 
     Attributes:
-        sent_bytes, sent_descriptors: of a request, from one rank.
+        sent_bytes: of a request, from one rank.
+        sent_descriptors: likewise.
         send_s: during which at least one of its writes was on its way.
         receive_s: from asking for it to having it.
-        failed_sends, failed_receives: transfers that failed.
+        failed_sends: transfers that failed, of those that were sent.
+        failed_receives: the same, of those that were received.
     """
 
     sent_bytes: list[int]
@@ -32,7 +32,7 @@ class TransferFigures(TypedDict):
 
 
 def no_figures() -> TransferFigures:
-    """Those of no transfer."""
+    """Returns the figures of no transfer."""
     return TransferFigures(
         sent_bytes=[], sent_descriptors=[], send_s=[], receive_s=[], failed_sends=0, failed_receives=0
     )
@@ -40,12 +40,12 @@ def no_figures() -> TransferFigures:
 
 @dataclass(slots=True)
 class TransferLog:
-    """Says why transfers failed, and keeps figures until they are asked for."""
+    """Logs why transfers failed, and keeps figures until they are taken."""
 
     _figures: TransferFigures = field(default_factory=no_figures)
 
     def sent(self, request: str, sender: Sender) -> None:
-        """A request has been sent, or not."""
+        """Counts a request that was sent, or could not be."""
         if sender.state is not TransferState.SUCCESS:
             log.error("request %s was not sent: %s", request, sender.error)
             self._figures["failed_sends"] += 1
@@ -53,10 +53,10 @@ class TransferLog:
         stats = sender.stats
         self._figures["sent_bytes"].append(stats.total_bytes)
         self._figures["sent_descriptors"].append(stats.descriptors)
-        self._figures["send_s"].append(busy_s(list(stats.writes)))
+        self._figures["send_s"].append(stats.busy_s)
 
     def received(self, request: str, receiver: Receiver) -> None:
-        """A request has been received, or not."""
+        """Counts a request that was received, or could not be."""
         stats = receiver.stats
         if receiver.state is not TransferState.SUCCESS or stats.ended_at is None:
             log.error("request %s was not received: %s", request, receiver.error)
@@ -65,6 +65,6 @@ class TransferLog:
         self._figures["receive_s"].append(stats.ended_at - stats.opened_at)
 
     def take(self) -> TransferFigures | None:
-        """What has come together since the last call; None if nothing has."""
+        """Returns the figures since the last call; None if no transfer has ended since."""
         figures, self._figures = self._figures, no_figures()
         return figures if figures != no_figures() else None

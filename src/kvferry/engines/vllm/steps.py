@@ -1,4 +1,4 @@
-"""What the scheduler's side of the connector tells the workers' side with every step of the engine.
+"""What the scheduler's side of the connector passes to the workers' side with every step of the engine.
 
 vLLM carries it from the scheduler's process to the workers', pickled. Block numbers are the block table's.
 """
@@ -23,7 +23,7 @@ class GroupBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlocksToSend:
-    """Blocks of a request that hold what they should once the step is through.
+    """Blocks of a request that are filled once the step is done.
 
     Attributes:
         request: vLLM's name for it.
@@ -42,7 +42,7 @@ class BlocksToSend:
 
 @dataclass(frozen=True, slots=True)
 class BlocksToReceive:
-    """Where a request's cache is wanted.
+    """The blocks that a request's cache is received into.
 
     Attributes:
         request: vLLM's name for it.
@@ -50,7 +50,7 @@ class BlocksToReceive:
         engine: the prefill engine.
         prefix_tokens: tokens that are here already.
         tokens: how many there will be.
-        groups: where they go, by group. Without any blocks the prefill engine is only told that nothing is wanted.
+        groups: where they go, by group. Without any blocks the prefill engine only learns that none are needed.
         problem: why it cannot be received, if so.
     """
 
@@ -74,9 +74,9 @@ class Step:
 
     Attributes:
         send: blocks that leave, in order.
-        receive: what is asked for.
+        receive: the caches that are requested.
         preempted: requests that have just lost their blocks. They come again from the start.
-        give_up: requests that nobody wants any more, and why.
+        give_up: requests that are not needed any more, and why.
     """
 
     send: list[BlocksToSend] = field(default_factory=list)

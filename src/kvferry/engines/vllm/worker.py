@@ -1,6 +1,6 @@
-"""The connector's side in vLLM's workers: opens rooms, hands pages in, and tells vLLM what is through.
+"""The connector's side in vLLM's workers: opens rooms, hands pages in, and reports to vLLM what is done.
 
-kvferry's own threads move the bytes, also while the engine does nothing; what is called here only hands on and asks.
+kvferry's own threads move the bytes, also while the engine does nothing; the methods here only submit and poll.
 """
 
 from __future__ import annotations
@@ -14,28 +14,24 @@ from functools import partial
 
 import numpy as np
 
-from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver
+from kvferry import DecodeEndpoint, GroupPages, PrefillEndpoint, RankCoordinates, Receiver, Settings, TransferState
 from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.outgoing import Fence, OutgoingRequests, PagesToSend
 from kvferry.engines.vllm.stats import TransferLog
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
 from kvferry.errors import KVFerryError
-from kvferry.layout import RankCoordinates
-from kvferry.protocol.chunks import GroupPages
-from kvferry.protocol.states import TransferState
-from kvferry.settings import Settings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What vLLM is told after a step.
+    """What is reported to vLLM after a step.
 
     Attributes:
-        sent: requests whose blocks nobody reads any more.
-        received: requests whose blocks nobody writes to any more, whatever became of them.
-        failed: those of them that have not come.
+        sent: requests whose blocks are not read any more.
+        received: requests whose blocks are not written to any more, whether they were received or failed.
+        failed: those of them that failed.
     """
 
     sent: set[str]
@@ -44,7 +40,7 @@ class Results:
 
 
 class WorkerSide:
-    """Owned by the worker's main thread; nothing but its start and its end waits for anything."""
+    """The connector in a worker, owned by its main thread. Only its start and its end wait for anything."""
 
     def __init__(
         self,
@@ -89,7 +85,7 @@ class WorkerSide:
             raise
 
     def close(self) -> None:
-        """Ends everything, within the settings' close_timeout_s."""
+        """Closes the endpoints, within the settings' close_timeout_s."""
         if self._outgoing is not None:
             self._outgoing.close()
         for endpoint in (self._prefill, self._decode):
@@ -99,20 +95,20 @@ class WorkerSide:
     # ---- what comes with a step -----------------------------------------------------------------------------------
 
     def before(self, step: Step) -> None:
-        """Before the step runs: blocks of preempted requests are about to be written to."""
+        """Drops the pages of preempted requests. Called before the step runs, which may write to their blocks."""
         if self._outgoing is not None:
             self._outgoing.preempt(step.preempted)
 
     def receive(self, step: Step) -> None:
-        """Asks for what is wanted."""
+        """Requests the caches of a step."""
         for receiving in step.receive:
             self._receive(receiving)
 
     def after(self, step: Step, fence: Fence) -> None:
-        """The step has been handed to the device: sends what it computes, and gives up what nobody wants.
+        """Sends what a step computes, and gives up what is not needed. Called once the device has the step queued.
 
         Args:
-            fence: whether the device has done it.
+            fence: whether the device has done the step.
         """
         for sending in step.send:
             self._send(sending, fence)
@@ -124,7 +120,7 @@ class WorkerSide:
                 self._outgoing.give_up(request, reason)
 
     def results(self, finished: Iterable[str]) -> Results:
-        """What is through.
+        """Returns what is done.
 
         Args:
             finished: requests that have ended here since the last call.
@@ -152,7 +148,7 @@ class WorkerSide:
 
     @property
     def log(self) -> TransferLog:
-        """What has been moved."""
+        """The figures of transfers."""
         return self._log
 
     # ---- rooms ------------------------------------------------------------------------------------------------------
@@ -194,7 +190,7 @@ class WorkerSide:
             self._incoming[request] = receiver
 
     def _pages(self, group: str, given: GroupBlocks, tokens: int) -> PagesToSend:
-        """The pages of blocks, as far as the request's tokens reach."""
+        """Returns the pages of blocks, as far as the request's tokens reach."""
         ratio = self._pages_per_block[group]
         start = given.start * ratio
         pages = [block * ratio + page for block in given.blocks for page in range(ratio)]

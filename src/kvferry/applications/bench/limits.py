@@ -1,0 +1,115 @@
+"""What the machine can do at best: the same bytes between the same memories of the same processes, in bulk."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.applications.bench.commands import BulkTimes, Target
+from kvferry.applications.bench.storage import Storage
+from kvferry.layout import Device
+from kvferry.transport import NixlTransport
+from kvferry.transport.base import PeerMetadata, PreparedList
+
+BLOCK_BYTES = 128 << 10
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BulkWrite:
+    """A contiguous write, as one descriptor and as many blocks.
+
+    Attributes:
+        num_bytes: bytes of the one descriptor.
+        whole: descriptor lists of both sides for all bytes in one piece.
+        blocks: the same, block by block.
+    """
+
+    num_bytes: int
+    whole: tuple[PreparedList, PreparedList]
+    blocks: tuple[PreparedList, PreparedList]
+
+
+class BulkReceiver:
+    """Where bulk writes go: the rank's own memory, which is poisoned again before it is used otherwise."""
+
+    def __init__(self, storage: Storage, rank: int) -> None:
+        self._transport = NixlTransport(f"bench-bulk-decode-{rank}-{secrets.token_hex(8)}")
+        self._transport.register([storage.region], storage.device)
+        self.metadata = self._transport.metadata()
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self._transport.close()
+
+
+class BulkSender:
+    """Writes from a rank's own memory to where its requests' bytes go: so many bytes, whichever they are."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        targets: Sequence[Target],
+        rank: int,
+        nixl_threads: int,
+    ) -> None:
+        """Connects to every receiver and prepares the writes to it.
+
+        Args:
+            targets: where to write, for every receiver.
+            nixl_threads: NIXL's worker threads; 0 takes one for every processor.
+        """
+        threads = nixl_threads or os.cpu_count() or 1
+        self._transport = NixlTransport(
+            f"bench-bulk-prefill-{rank}-{secrets.token_hex(8)}", backend_parameters={"num_threads": str(threads)}
+        )
+        self._transport.register([storage.region], storage.device)
+        self._device = storage.device
+        self._writes: list[_BulkWrite] = []
+        source = storage.address
+        for each in targets:
+            peer = self._transport.connect(each.metadata)
+            target = PeerMetadata.decode(each.metadata)
+            address = target.regions[0].address + each.offset
+            for length in each.lengths:
+                self._writes.append(self._prepare(peer, target.device, source, address, length))
+                source += length
+                address += length
+
+    def write(self, is_in_blocks: bool, timeout_s: float) -> BulkTimes:
+        """Writes everything, one after the other: the machine is busy with one.
+
+        Raises:
+            TimeoutError: if it takes too long.
+        """
+        started_at = time.monotonic()
+        for write in self._writes:
+            local, remote = write.blocks if is_in_blocks else write.whole
+            # From the last block to the first: neighbours in this order are not merged, and stay many.
+            indices = np.arange(local.count - 1, -1, -1, dtype=np.int32)
+            transfer = self._transport.post(local, indices, remote, indices, b"bulk")
+            while self._transport.poll(transfer) is None:
+                if time.monotonic() > started_at + timeout_s:
+                    raise TimeoutError(f"bulk writes were not through after {timeout_s:g} s")
+                time.sleep(20e-6)
+            self._transport.release(transfer)
+        return BulkTimes(started_at, time.monotonic(), sum(write.num_bytes for write in self._writes))
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self._transport.close()
+
+    def _prepare(self, peer: str, peer_device: Device, source: int, target: int, length: int) -> _BulkWrite:
+        sides = ((None, self._device.index, source), (peer, peer_device.index, target))
+        count, rest = divmod(length, BLOCK_BYTES)
+        whole, blocks = [], []
+        for owner, device, start in sides:
+            whole.append(self._transport.prepare(np.array([(start, length, device, length, 1)], np.uint64), owner))
+            rows = [(start, BLOCK_BYTES, device, BLOCK_BYTES, count)] if count else []
+            rows += [(start + count * BLOCK_BYTES, rest, device, rest, 1)] if rest else []
+            blocks.append(self._transport.prepare(np.array(rows, np.uint64), owner))
+        return _BulkWrite(length, (whole[0], whole[1]), (blocks[0], blocks[1]))

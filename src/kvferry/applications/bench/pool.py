@@ -1,0 +1,174 @@
+"""One rank's memory in a case: how much it takes, and which pages requests have in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry import testing
+from kvferry.applications.bench.options import BenchOptions, Side
+from kvferry.applications.bench.storage import Storage
+from kvferry.applications.plan.counting import PageNumbers, RoutedPiece, total
+from kvferry.layout import (
+    Entry,
+    RankCoordinates,
+    RankLayout,
+    Shard,
+    ShardedComponent,
+    VirtualPools,
+    virtual_layout,
+)
+from kvferry.plan import pieces_for_receiver
+from kvferry.testing.pools import ALIGNMENT, POISON, Block, bytes_of, placed
+
+_GUARD = 8
+"""One page more than this part of the pages belongs to no request: nobody may write there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What a request takes of a group on one side.
+
+    Attributes:
+        page_tokens: tokens in a page; 1 for slots.
+        first: position of the first page among the request's pages.
+        stop: the position after the last one.
+        first_token: position of the first token that must arrive.
+        tokens: the position after the last token; 1 for slots.
+    """
+
+    page_tokens: int
+    first: int
+    stop: int
+    first_token: int
+    tokens: int
+
+    @property
+    def pages(self) -> int:
+        """How many pages."""
+        return self.stop - self.first
+
+
+def extent_of(options: BenchOptions, side: Side, members: tuple[ShardedComponent, ...]) -> Extent:
+    """What a request takes of a group."""
+    component = members[0].component
+    if component.entry is Entry.REQUEST:
+        return Extent(page_tokens=1, first=0, stop=1, first_token=0, tokens=1)
+    window = options.tokens if component.window_tokens is None else component.window_tokens
+    first_token = max(0, options.tokens - window)
+    page_tokens = side.page_tokens
+    stop = -(-options.tokens // page_tokens)
+    return Extent(page_tokens, first_token // page_tokens, stop, first_token, options.tokens)
+
+
+def _num_pages(options: BenchOptions, extent: Extent) -> int:
+    used = options.requests * extent.pages
+    return used + used // _GUARD + 1
+
+
+def _virtual_layout(options: BenchOptions, side: Side, coordinates: RankCoordinates) -> RankLayout:
+    """A rank's layout, in memory that nobody has allocated."""
+    groups = options.model.groups.items()
+    pools = VirtualPools(
+        page_tokens=side.page_tokens,
+        num_pages={name: _num_pages(options, extent_of(options, side, members)) for name, members in groups},
+        order=side.order,
+        layers_per_stage=(options.model.num_layers,),
+    )
+    return virtual_layout(options.model.components, coordinates, pools, device=options.device)
+
+
+def pool_bytes(options: BenchOptions, side: Side, coordinates: RankCoordinates) -> int:
+    """What a rank's pools take, allocating nothing; at least one byte, so that there is an address."""
+    return bytes_of(_virtual_layout(options, side, coordinates)) or ALIGNMENT
+
+
+def storage_bytes(planned: Sequence[BenchOptions], side_name: str, coordinates: RankCoordinates) -> int:
+    """What a rank needs for all cases, one after the other."""
+    return max(pool_bytes(options, options.side(side_name), coordinates) for options in planned)
+
+
+def block_bytes(options: BenchOptions) -> float:
+    """Bytes that lie together on both sides, on average, as pages lie in this case: of one descriptor."""
+    layouts = {
+        side.name: {
+            coordinates.group_rank: _virtual_layout(options, side, coordinates) for coordinates in side.coordinates
+        }
+        for side in options.sides
+    }
+    sources, receivers = layouts["prefill"], layouts["decode"]
+    travelling = total(
+        RoutedPiece(piece, sources[piece.holders[0]], receiver).travelling(options.tokens)
+        for receiver in receivers.values()
+        for piece in pieces_for_receiver(sources, receiver)
+    )
+    lie = PageNumbers.SCATTERED if options.is_scattered else PageNumbers.ADJACENT
+    return travelling.num_bytes / travelling.descriptors[lie]
+
+
+class Pool(testing.Pool):
+    """The memory of one rank in one case: the first part of what the rank has for all cases.
+
+    Which pages a request has is decided here, since it is what a case is about: the same ones in every run, side by
+    side or scattered.
+
+    Attributes:
+        storage: where its bytes are.
+        num_bytes: how many of the storage's.
+        extents: what a request takes, by group.
+    """
+
+    def __init__(self, options: BenchOptions, side: Side, coordinates: RankCoordinates, storage: Storage) -> None:
+        """Touches everything: afterwards every byte is poison."""
+        self.storage = storage
+        self.num_bytes = pool_bytes(options, side, coordinates)
+        layout = placed(_virtual_layout(options, side, coordinates), storage.address)
+        super().__init__(layout, coordinates, blocks=[Block(storage.address, self.host)])
+        self.poison()
+        self.extents = {name: extent_of(options, side, members) for name, members in options.model.groups.items()}
+        self._numbers = {
+            name: _page_numbers(options, extent, seed=(len(side.name), coordinates.engine_rank, index))
+            for index, (name, extent) in enumerate(self.extents.items())
+        }
+
+    @property
+    def host(self) -> NDArray[np.uint8]:
+        """Its bytes as this process sees them; see `Storage`."""
+        return self.storage.host[: self.num_bytes]
+
+    def poison(self) -> None:
+        """Overwrites everything."""
+        self.storage.fill(POISON, self.num_bytes)
+
+    def push(self) -> None:
+        """Makes the memory what `host` is."""
+        self.storage.push(self.num_bytes)
+
+    def fetch(self) -> None:
+        """Makes `host` what the memory is."""
+        self.storage.fetch(self.num_bytes)
+
+    def pages(self, group: str, request: int) -> NDArray[np.int64]:
+        """A request's page numbers, in the order of its tokens."""
+        count = self.extents[group].pages
+        return self._numbers[group][request * count : (request + 1) * count]
+
+    def guard_pages(self, group: str, requests: int) -> NDArray[np.int64]:
+        """Pages of no request."""
+        return self._numbers[group][requests * self.extents[group].pages :]
+
+    def layer(self, shard: Shard, index: int, lane_bytes: int) -> NDArray[np.unsignedinteger[Any]]:
+        """The pages of one layer as numbers of so many bytes: an array [page, token, ..., number in the last axis]."""
+        return self.elements(shard, index).view(f"u{lane_bytes}")
+
+
+def _page_numbers(options: BenchOptions, extent: Extent, *, seed: tuple[int, ...]) -> NDArray[np.int64]:
+    """All pages of a pool, those of the first request first."""
+    count = _num_pages(options, extent)
+    if options.is_scattered:
+        return np.random.default_rng(seed).permutation(count).astype(np.int64)
+    return np.arange(count, dtype=np.int64)

@@ -1,0 +1,387 @@
+"""What each process does: a rank of either side, which answers one command after the other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from types import MappingProxyType
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.applications.bench import commands, pattern
+from kvferry.applications.bench.limits import BulkReceiver, BulkSender
+from kvferry.applications.bench.options import VARIANTS, BenchOptions, Variant
+from kvferry.applications.bench.pool import Pool, storage_bytes
+from kvferry.applications.bench.storage import Storage, allocate
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
+from kvferry.errors import KVFerryError, PeerDisconnectedError, RegistryError, TransferTimeoutError
+from kvferry.layout import RankCoordinates
+from kvferry.protocol.chunks import GroupPages
+from kvferry.protocol.states import TransferState
+from kvferry.settings import Settings
+
+Pages: TypeAlias = "NDArray[np.int64] | dict[str, GroupPages]"
+EndpointT = TypeVar("EndpointT", PrefillEndpoint, DecodeEndpoint)
+TransferT = TypeVar("TransferT", Sender, Receiver)
+
+_POLL_S = 0.001
+_NOT_REFUSALS = (TransferTimeoutError, RegistryError, PeerDisconnectedError)
+"""Errors that say that something is broken, rather than that it cannot be done this way."""
+
+
+class Rank(Protocol):
+    """What a process runs."""
+
+    def answer(self, command: commands.Command) -> commands.Answer:
+        """Does what a command says."""
+
+    def close(self) -> None:
+        """Gives everything back."""
+
+
+def prefill_main(connection: Connection, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
+    """The process of a prefill rank."""
+    serve(connection, PrefillRank(planned, coordinates))
+
+
+def decode_main(connection: Connection, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
+    """The process of a decode rank."""
+    serve(connection, DecodeRank(planned, coordinates))
+
+
+MAINS: Mapping[str, Callable[[Connection, Sequence[BenchOptions], RankCoordinates], None]] = MappingProxyType(
+    {"prefill": prefill_main, "decode": decode_main}
+)
+"""By the name of the side."""
+
+
+def serve(connection: Connection, rank: Rank) -> None:
+    """Answers commands until it is told to leave. Ends with the parent, whatever it is doing then."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        while not isinstance(command := commands.decode_command(connection.recv_bytes()), commands.Leave):
+            connection.send_bytes(commands.encode(rank.answer(command)))
+    except EOFError:
+        pass
+    except Exception as error:
+        crashed = commands.Crashed(f"{type(error).__name__}: {error}", traceback.format_exc())
+        connection.send_bytes(commands.encode(crashed))
+    finally:
+        rank.close()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+class _SideRank(ABC, Generic[EndpointT, TransferT]):
+    """A rank of one side. It has one endpoint for every variant, all of the same memory.
+
+    Attributes:
+        endpoints: by the variant's name.
+    """
+
+    def __init__(self, planned: Sequence[BenchOptions], side_name: str, coordinates: RankCoordinates) -> None:
+        self.endpoints: dict[str, EndpointT] = {}
+        self._planned = planned
+        self._side_name = side_name
+        self._coordinates = coordinates
+        self._resources = ExitStack()
+        self._storage: Storage | None = None  # for all cases
+        self._transfers: list[TransferT] = []
+
+    def close(self) -> None:
+        """Gives everything back but the memory, which the next case uses as well."""
+        self._resources.close()
+        self.endpoints.clear()
+        self._transfers.clear()
+
+    def _prepare(self, case: int) -> None:
+        """Begins a case, with its pool poisoned."""
+        self.close()
+        self._options = self._planned[case]
+        side = self._options.side(self._side_name)
+        # Threads to fill and to check with: ranks of one side do so at the same time.
+        self._threads = max(1, (os.cpu_count() or 1) // side.tp_size)
+        if self._storage is None:
+            size = storage_bytes(self._planned, self._side_name, self._coordinates)
+            self._storage = allocate(size, self._options.device)
+        self._pool = Pool(self._options, side, self._coordinates, self._storage)
+
+    def _open_first(self, command: commands.Open) -> None:
+        """Opens as many rooms as there are requests with memory of their own."""
+        self._opened, self._transfers = command, []
+        for _ in range(self._options.requests):
+            self._open_next()
+
+    def _open_next(self) -> None:
+        """Opens another room, unless that were one too many."""
+        if len(self._transfers) < self._num_transfers:
+            number = len(self._transfers)
+            endpoint = self.endpoints[self._opened.variant]
+            self._transfers.append(self._open_room(endpoint, number, self._opened.first_room + number))
+
+    @abstractmethod
+    def _open_room(self, endpoint: EndpointT, number: int, room: int) -> TransferT:
+        """Opens a room for the transfer of that number."""
+
+    @property
+    def _num_transfers(self) -> int:
+        return self._opened.passes * self._options.requests
+
+
+class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
+    """Sends."""
+
+    def __init__(self, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
+        super().__init__(planned, "prefill", coordinates)
+
+    def answer(self, command: commands.Command) -> commands.Answer:
+        """Does what a command says."""
+        match command:
+            case commands.Prepare(case):
+                self._prepare(case)
+                pattern.write(self._pool, self._options, threads=self._threads)
+                self._chunks = [self._chunks_of(request) for request in range(self._options.requests)]
+                return commands.Done()
+            case commands.Start():
+                return self._start(command)
+            case commands.Open():
+                return self._open(command)
+            case commands.Transfer(timeout_s):
+                return self._send(timeout_s)
+            case commands.Aim(targets):
+                threads = self._options.nixl_threads
+                self._bulk = BulkSender(self._pool.storage, targets, self._coordinates.engine_rank, threads)
+                self._resources.callback(self._bulk.close)
+                return commands.Done()
+            case commands.Bulk(is_in_blocks, timeout_s):
+                return self._bulk.write(is_in_blocks, timeout_s)
+        raise TypeError(f"a prefill rank does not know {command}")
+
+    def _start(self, command: commands.Start) -> commands.Started:
+        registry_url, refused = command.registry_url, dict[str, str]()
+        for name in command.variants:
+            try:
+                endpoint = PrefillEndpoint(
+                    self._pool.layout,
+                    engine=engine_name(command.run, name),
+                    coordinates=self._coordinates,
+                    settings=_settings(self._options, registry_url, VARIANTS[name]),
+                    host_registry=registry_url is None,
+                )
+            except KVFerryError as error:
+                refused[name] = _refusal(error)
+                continue
+            self.endpoints[name] = self._resources.enter_context(endpoint)
+            registry_url = endpoint.registry_url
+        return commands.Started(registry_url or "", refused)
+
+    def _open(self, command: commands.Open) -> commands.Done:
+        self._open_first(command)
+        deadline = time.monotonic() + command.timeout_s
+        while any(sender.state is TransferState.BOOTSTRAPPING for sender in self._transfers):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the decode ranks did not open all rooms within {command.timeout_s:g} s")
+            time.sleep(_POLL_S)
+        return commands.Done()
+
+    def _open_room(self, endpoint: PrefillEndpoint, number: int, room: int) -> Sender:
+        return endpoint.open(room)
+
+    def _send(self, timeout_s: float) -> commands.Sent | commands.Failed:
+        deadline = time.monotonic() + timeout_s
+        submitted_at, submit_s = [], []
+        cpu_before = time.process_time()
+        try:
+            for number in range(self._num_transfers):
+                if number >= self._options.in_flight:
+                    self._transfers[number - self._options.in_flight].wait(max(0.0, deadline - time.monotonic()))
+                    self._open_next()
+                sender = self._transfers[number]
+                submitted_at.append(time.monotonic())
+                for pages, is_last in self._chunks[self._options.source_of(number)]:
+                    before = time.perf_counter()
+                    sender.submit(pages, last=is_last)
+                    submit_s.append(time.perf_counter() - before)
+            for sender in self._transfers:
+                sender.wait(max(0.0, deadline - time.monotonic()))
+        except KVFerryError as error:
+            return _failed(error, self._transfers, timeout_s)
+        cpu_s = time.process_time() - cpu_before
+        sent_bytes: list[dict[str, int]] = []
+        for sender in self._transfers:
+            sent_bytes.append({})
+            for write in sender.stats.writes:
+                sent_bytes[-1][write.receiver] = sent_bytes[-1].get(write.receiver, 0) + write.total_bytes
+        return commands.Sent(
+            submitted_at=tuple(submitted_at),
+            submit_s=tuple(submit_s),
+            cpu_s=cpu_s,
+            sent_bytes=tuple(sent_bytes),
+            descriptors=tuple(sender.stats.descriptors for sender in self._transfers),
+            ways=ways_of(self._transfers),
+        )
+
+    def _chunks_of(self, request: int) -> list[tuple[Pages, bool]]:
+        """What each submit of a request hands in, and whether it is the last."""
+        pool, count = self._pool, self._options.chunks
+        groups = pool.layout.groups
+        chunks: list[tuple[Pages, bool]] = []
+        for chunk in range(count):
+            is_last = chunk == count - 1
+            parts: dict[str, GroupPages] = {}
+            for group in groups:
+                extent, numbers = pool.extents[group.name], pool.pages(group.name, request)
+                if group.has_slots:
+                    if is_last:
+                        parts[group.name] = GroupPages(numbers)
+                    continue
+                start, stop = extent.pages * chunk // count, extent.pages * (chunk + 1) // count
+                if start < stop:
+                    parts[group.name] = GroupPages(numbers[start:stop], start=extent.first + start)
+                    if len(groups) == 1 and extent.first == 0:  # as an engine with one group would
+                        chunks.append((numbers[start:stop], is_last))
+            if len(chunks) == chunk:
+                chunks.append((parts, is_last))
+        return chunks
+
+
+class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
+    """Receives."""
+
+    def __init__(self, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
+        super().__init__(planned, "decode", coordinates)
+
+    def answer(self, command: commands.Command) -> commands.Answer:
+        """Does what a command says."""
+        match command:
+            case commands.Prepare(case):
+                self._prepare(case)
+                return commands.Done()
+            case commands.Start():
+                return self._start(command)
+            case commands.Open():
+                return self._open(command)
+            case commands.Transfer(timeout_s):
+                return self._receive(timeout_s)
+            case commands.Check():
+                self._pool.fetch()
+                if self._options.plant_wrong_byte:
+                    pattern.damage(self._pool, self._options)
+                passes = self._opened.passes
+                return commands.Found(pattern.check(self._pool, self._options, passes=passes, threads=self._threads))
+            case commands.Listen():
+                self._bulk = BulkReceiver(self._pool.storage, self._coordinates.engine_rank)
+                self._resources.callback(self._bulk.close)
+                return commands.Listening(self._bulk.metadata)
+            case commands.CopyMemory(num_bytes):
+                return commands.Copied(self._pool.storage.copy_seconds(num_bytes))
+        raise TypeError(f"a decode rank does not know {command}")
+
+    def _start(self, command: commands.Start) -> commands.Started:
+        assert command.registry_url is not None
+        self._run, refused = command.run, dict[str, str]()
+        for name in command.variants:
+            try:
+                endpoint = DecodeEndpoint(
+                    self._pool.layout,
+                    engine="bench-decode",
+                    coordinates=self._coordinates,
+                    settings=_settings(self._options, command.registry_url, VARIANTS[name]),
+                )
+                self.endpoints[name] = self._resources.enter_context(endpoint)
+                endpoint.connect(engine_name(self._run, name))
+            except KVFerryError as error:
+                refused[name] = _refusal(error)
+        return commands.Started(command.registry_url, refused)
+
+    def _open(self, command: commands.Open) -> commands.Done:
+        self._pool.poison()
+        self._open_first(command)
+        return commands.Done()
+
+    def _open_room(self, endpoint: DecodeEndpoint, number: int, room: int) -> Receiver:
+        pages = {
+            group.name: self._pool.pages(group.name, number % self._options.requests)
+            for group in self._pool.layout.groups
+        }
+        engine = engine_name(self._run, self._opened.variant)
+        return endpoint.open(room, pages, engine=engine, tokens=self._options.tokens)
+
+    def _receive(self, timeout_s: float) -> commands.Received | commands.Failed:
+        deadline = time.monotonic() + timeout_s
+        cpu_before = time.process_time()
+        ended_at = []
+        try:
+            for number in range(self._num_transfers):
+                receiver = self._transfers[number]
+                receiver.wait(max(0.0, deadline - time.monotonic()))
+                receiver.wait_pages_reusable(max(0.0, deadline - time.monotonic()))
+                assert receiver.stats.ended_at is not None
+                ended_at.append(receiver.stats.ended_at)
+                self._open_next()  # in the same pages
+        except KVFerryError as error:
+            return _failed(error, self._transfers, timeout_s)
+        return commands.Received(
+            endpoint=self.endpoints[self._opened.variant].transport.endpoint_name,
+            ended_at=tuple(ended_at),
+            cpu_s=time.process_time() - cpu_before,
+        )
+
+
+def engine_name(run: str, variant: str) -> str:
+    """How the prefill engine of a variant is registered."""
+    return f"bench-{run}-{variant}"
+
+
+def ways_of(senders: Iterable[Sender]) -> tuple[commands.Way, ...]:
+    """How the bytes of some transfers went, and why, those of most bytes first."""
+    amounts: dict[tuple[str, str], int] = {}
+    for sender in senders:
+        for write in sender.stats.writes:
+            key = write.path.value, write.why
+            amounts[key] = amounts.get(key, 0) + write.total_bytes
+    ways = [commands.Way(path, why, num_bytes) for (path, why), num_bytes in amounts.items()]
+    return tuple(sorted(ways, key=lambda way: -way.num_bytes))
+
+
+def _failed(error: KVFerryError, transfers: Sequence[Sender | Receiver], timeout_s: float) -> commands.Failed:
+    """Ends what still runs, so that the memory is free for the next variant."""
+    for transfer in transfers:
+        transfer.abort("another request of the benchmark failed")
+    deadline = time.monotonic() + timeout_s
+    for transfer in transfers:
+        if not transfer.wait_pages_reusable(max(0.0, deadline - time.monotonic())):
+            raise error
+    return commands.Failed(f"{type(error).__name__}: {error}")
+
+
+def _refusal(error: KVFerryError) -> str:
+    """Why something cannot be done this way.
+
+    Raises:
+        KVFerryError: the same again, if the error says something else.
+    """
+    if isinstance(error, _NOT_REFUSALS):
+        raise error
+    return f"{type(error).__name__}: {error}"
+
+
+def _settings(options: BenchOptions, registry_url: str | None, variant: Variant) -> Settings:
+    own: dict[str, Any] = dict(variant.settings)
+    return Settings(
+        registry_url=registry_url, registry_port=0, control_port=0, nixl_threads=options.nixl_threads, **own
+    )

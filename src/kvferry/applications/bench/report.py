@@ -1,0 +1,143 @@
+"""Shows the benchmark's cases as a table for a person, and as one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvferry.applications.bench.options import BenchOptions
+from kvferry.applications.bench.summary import GB, Case, Figures, all_exact
+from kvferry.layout import MemoryKind
+
+_FIGURES = (
+    "path",
+    "why",
+    "gb_per_s",
+    "bulk_gb_per_s",
+    "memory_copy_gb_per_s",
+    "efficiency",
+    "ratio_to_direct",
+    "submit_us",
+    "latency_ms",
+    "cpu_s_per_gb",
+    "descriptors",
+    "bytes_per_request",
+)
+
+
+def as_json(options: BenchOptions, cases: Sequence[Case], *, shares_clock: bool) -> str:
+    """Everything as one JSON object; of the options, what all cases have in common."""
+    return json.dumps(
+        {
+            "exact": all_exact(cases),
+            "model": options.model.name,
+            "device": "cuda" if options.device.kind is MemoryKind.VRAM else "cpu",
+            "prefill_tp": options.prefill.tp_size,
+            "decode_tp": options.decode.tp_size,
+            "prefill_layout": options.prefill.order.value,
+            "decode_layout": options.decode.order.value,
+            "tokens": options.tokens,
+            "chunks": options.chunks,
+            "requests": options.requests,
+            "passes": options.passes,
+            "in_flight": options.in_flight,
+            "nixl_threads": options.nixl_threads,
+            "latency_from": "submit" if shares_clock else "asking",
+            "cases": [case_data(case) for case in cases],
+        }
+    )
+
+
+def case_data(case: Case) -> dict[str, Any]:
+    """One case in the units that the fields' names say. Figures of a variant that cannot do it are None."""
+    options = case.options
+    data: dict[str, Any] = {
+        "case": case.name,
+        "variant": case.variant,
+        "prefill_page_tokens": options.prefill.page_tokens,
+        "decode_page_tokens": options.decode.page_tokens,
+        "pages": "scattered" if options.is_scattered else "contiguous",
+        "block_bytes": round(case.block_bytes, 1),
+        "refused": case.refusal,
+        "bytes_checked": case.checked.checked_bytes,
+        "bytes_wrong": case.checked.wrong_bytes,
+        "exact": case.is_exact,
+    }
+    return data | _figures_data(case.figures)
+
+
+def _figures_data(figures: Figures | None) -> dict[str, Any]:
+    if figures is None:
+        return dict.fromkeys(_FIGURES)
+    return {
+        "path": figures.path,
+        "why": figures.why,
+        "gb_per_s": round(figures.bytes_per_s / GB, 4),
+        "bulk_gb_per_s": round(figures.bulk_bytes_per_s / GB, 4),
+        "memory_copy_gb_per_s": round(figures.memory_copy_bytes_per_s / GB, 4),
+        "efficiency": round(figures.efficiency, 4),
+        "ratio_to_direct": None if figures.to_direct is None else round(figures.to_direct, 4),
+        "submit_us": {f"p{number}": round(1e6 * seconds, 2) for number, seconds in figures.submit_s.items()},
+        "latency_ms": {f"p{number}": round(1e3 * seconds, 3) for number, seconds in figures.latency_s.items()},
+        "cpu_s_per_gb": round(figures.cpu_s_per_gb, 4),
+        "descriptors": figures.descriptors,
+        "bytes_per_request": figures.request_bytes,
+    }
+
+
+def show(options: BenchOptions, cases: Sequence[Case], console: Console, *, shares_clock: bool) -> None:
+    """The cases for a person."""
+    title = (
+        f"{options.model.name}: {options.requests} requests of {options.tokens} tokens, {options.in_flight} in flight, "
+        f"{options.chunks} chunks each; GB/s are medians, efficiency the median of ratios to the bulk write"
+    )
+    table = Table(title=title)
+    table.add_column("case")
+    table.add_column("variant")
+    table.add_column("path")
+    for name in ("GB/s", "bulk", "memcpy", "efficiency", "x direct", "submit us", "latency ms", "CPU s/GB", "descr."):
+        table.add_column(name, justify="right")
+    table.add_column("exact")
+    for case in cases:
+        table.add_row(case.name, case.variant, *_cells(case))
+    console.print(table)
+    since = "its first submit" if shares_clock else "when the decode side asked for it"
+    console.print(
+        f"submit: p50 / p99 of the caller's time; latency: p50 / p95 / p99 of a request, from {since} to its arrival",
+        style="dim",
+    )
+    for case in cases:
+        place = f"{case.name}, {case.variant}"
+        if case.figures is None:
+            console.print(f"[bold yellow]refused[/]  {place}: {escape(case.refusal or '')}")
+        elif not case.is_exact:
+            console.print(
+                f"[bold red]NO[/]  {place}: {case.checked.wrong_bytes:,} of {case.checked.checked_bytes:,} bytes are "
+                f"wrong, the first in {case.checked.first_wrong}"
+            )
+        else:
+            console.print(f"{place}: {escape(case.figures.path)}, {escape(case.figures.why)}", style="dim")
+
+
+def _cells(case: Case) -> list[str]:
+    figures = case.figures
+    if figures is None:
+        return ["[bold yellow]refused[/]"]
+    return [
+        figures.path,
+        f"{figures.bytes_per_s / GB:.2f}",
+        f"{figures.bulk_bytes_per_s / GB:.2f}",
+        f"{figures.memory_copy_bytes_per_s / GB:.2f}",
+        f"{figures.efficiency:.2f}",
+        "" if figures.to_direct is None else f"{figures.to_direct:.2f}",
+        " / ".join(f"{1e6 * seconds:.0f}" for seconds in figures.submit_s.values()),
+        " / ".join(f"{1e3 * seconds:.1f}" for seconds in figures.latency_s.values()),
+        f"{figures.cpu_s_per_gb:.2f}",
+        f"{figures.descriptors:,}",
+        "[bold green]yes[/]" if case.is_exact else "[bold red]NO[/]",
+    ]

@@ -1,0 +1,245 @@
+"""The ranks of one side, wherever they are, and how they are asked. A team never leaves a process behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import zmq
+
+from kvferry.applications.bench import commands, ranks
+from kvferry.applications.bench.options import BenchOptions
+from kvferry.errors import KVFerryError
+
+_END_S = 10.0
+_LONGEST_POLL_S = 0.5
+
+Pollable: TypeAlias = "int | zmq.Socket[bytes]"
+Answer = TypeVar("Answer")
+AnySpeaker = TypeVar("AnySpeaker", bound="Speaker")
+
+
+class BenchError(KVFerryError):
+    """A process of the benchmark failed; the message names it and quotes its error."""
+
+
+class Speaker(Protocol):
+    """Whom one can listen to."""
+
+    def pollables(self) -> Collection[Pollable]:
+        """What becomes readable when there is something to hear."""
+
+    def hear(self, readable: Collection[Pollable]) -> list[tuple[int, bytes]]:
+        """What was said: numbers of ranks, and what each said. Called at least twice a second, whatever is readable.
+
+        Raises:
+            BenchError: if somebody is gone.
+        """
+
+
+class Team(Speaker, Protocol):
+    """The ranks of one side.
+
+    Attributes:
+        name: the side's.
+        size: how many ranks.
+    """
+
+    name: str
+    size: int
+
+    def tell(self, rank: int, command: bytes) -> None:
+        """Gives a rank a command."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Child:
+    process: BaseProcess
+    connection: multiprocessing.connection.Connection
+
+
+class LocalTeam:
+    """Ranks in processes of this one, which end with the context, whatever happened."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self._children: list[_Child] = []
+
+    @staticmethod
+    def started(
+        name: str, planned: Sequence[BenchOptions], mains: Mapping[str, Callable[..., None]] = ranks.MAINS
+    ) -> LocalTeam:
+        """The ranks of the side of that name, for all cases, which divide it alike.
+
+        Args:
+            mains: what their processes run, by the name of the side.
+        """
+        side = planned[0].side(name)
+        team = LocalTeam(name, side.tp_size)
+        context = multiprocessing.get_context("spawn")
+        main = mains[name]
+        try:
+            for coordinates in side.coordinates:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=main, args=(theirs, planned, coordinates), daemon=True)
+                process.start()
+                theirs.close()
+                team._children.append(_Child(process, ours))
+        except BaseException:
+            team._end()
+            raise
+        return team
+
+    def tell(self, rank: int, command: bytes) -> None:
+        with suppress(OSError):  # if it died, its silence says so
+            self._children[rank].connection.send_bytes(command)
+
+    def pollables(self) -> Collection[Pollable]:
+        return [each for child in self._children for each in (child.connection.fileno(), child.process.sentinel)]
+
+    def hear(self, readable: Collection[Pollable]) -> list[tuple[int, bytes]]:
+        deduplication = []
+        for rank, child in enumerate(self._children):
+            if child.connection.fileno() in readable:
+                deduplication.append((rank, self._received(rank)))
+            elif child.process.sentinel in readable:
+                raise self._death(rank)
+        return deduplication
+
+    def _received(self, rank: int) -> bytes:
+        try:
+            return self._children[rank].connection.recv_bytes()
+        except (EOFError, OSError):
+            raise self._death(rank) from None
+
+    def _death(self, rank: int) -> BenchError:
+        process = self._children[rank].process
+        process.join(1.0)
+        return BenchError(f"{self.name} rank {rank} died with exit code {process.exitcode}")
+
+    def __enter__(self) -> LocalTeam:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            for rank in range(self.size):
+                self.tell(rank, commands.encode(commands.Leave()))
+            deadline = time.monotonic() + _END_S
+            for child in self._children:
+                child.process.join(max(0.0, deadline - time.monotonic()))
+        self._end()
+
+    def _end(self) -> None:
+        for child in self._children:
+            if child.process.is_alive():
+                child.process.kill()
+            child.process.join()
+            child.connection.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """One rank of a team."""
+
+    team: Team
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.team.name} rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Teams:
+    """Both sides' ranks, asked together."""
+
+    prefill: Team
+    decode: Team
+
+    @property
+    def prefill_ranks(self) -> tuple[Member, ...]:
+        """Its members."""
+        return tuple(Member(self.prefill, rank) for rank in range(self.prefill.size))
+
+    @property
+    def decode_ranks(self) -> tuple[Member, ...]:
+        """Its members."""
+        return tuple(Member(self.decode, rank) for rank in range(self.decode.size))
+
+    @property
+    def all_ranks(self) -> tuple[Member, ...]:
+        """Those of both sides."""
+        return self.prefill_ranks + self.decode_ranks
+
+    def ask(
+        self,
+        members: Sequence[Member],
+        command: commands.Command | Callable[[int], commands.Command],
+        kind: type[Answer],
+        timeout_s: float,
+    ) -> list[Answer]:
+        """Gives several ranks a command, then waits for all answers; returns them in the same order.
+
+        Args:
+            command: the same for all, or a function of their place among those asked.
+            kind: what an answer must be.
+
+        Raises:
+            BenchError: if any rank of either side fails, dies or takes too long, or gives another answer.
+        """
+        answers = self.ask_for_any(members, command, timeout_s)
+        for member, answer in zip(members, answers, strict=True):
+            if not isinstance(answer, kind):
+                raise BenchError(f"{member} answered with {answer}")
+        return answers  # type: ignore[return-value]
+
+    def ask_for_any(
+        self,
+        members: Sequence[Member],
+        command: commands.Command | Callable[[int], commands.Command],
+        timeout_s: float,
+    ) -> list[commands.Answer]:
+        """The same, whatever they answer."""
+        for index, member in enumerate(members):
+            each = command(index) if callable(command) else command
+            member.team.tell(member.rank, commands.encode(each))
+        waiting = {(member.team.name, member.rank): index for index, member in enumerate(members)}
+        answers: list[Any] = [None] * len(members)
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                names = ", ".join(f"{team} rank {rank}" for team, rank in waiting)
+                raise BenchError(f"no answer within {timeout_s:g} s from {names}")
+            for team, rank, said in listen((self.prefill, self.decode), left_s):
+                answer = commands.decode_answer(said)
+                if isinstance(answer, commands.Crashed):
+                    raise BenchError(f"{team.name} rank {rank} failed: {answer.error}\n{answer.details}")
+                if (team.name, rank) not in waiting:
+                    raise BenchError(f"{team.name} rank {rank} answered without being asked: {answer}")
+                answers[waiting.pop((team.name, rank))] = answer
+        return answers
+
+
+def listen(speakers: Sequence[AnySpeaker], timeout_s: float) -> list[tuple[AnySpeaker, int, bytes]]:
+    """What several have said, once there is anything, or after a while at most.
+
+    Raises:
+        BenchError: if somebody is gone.
+    """
+    poller = zmq.Poller()
+    for speaker in speakers:
+        for pollable in speaker.pollables():
+            poller.register(pollable, zmq.POLLIN)
+    # A process that died shows as an error on its pipe, which counts as readable: there is its end to read.
+    readable = {pollable for pollable, _ in poller.poll(int(1000 * min(timeout_s, _LONGEST_POLL_S)))}
+    return [(speaker, rank, said) for speaker in speakers for rank, said in speaker.hear(readable)]

@@ -1,0 +1,280 @@
+"""What each process of the demo does. Every rank is one process with its own pool and its own endpoint."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import multiprocessing.queues
+import struct
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from transformers.utils.logging import set_verbosity_error
+
+from kvferry.applications.demo.options import DemoOptions, Request, slices
+from kvferry.applications.demo.pool import DECODE_POISON, PREFILL_POISON, Contents, RankPool
+from kvferry.applications.demo.reference.caches import array_shape, entries_kept
+from kvferry.applications.demo.reference.engine import PrefilledChunk, load_model
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, ReceiverStats, SenderStats
+from kvferry.layout import PageGroup, RankCoordinates, RankLayout
+from kvferry.protocol.chunks import GroupPages
+from kvferry.settings import Settings
+from kvferry.testing.places import TakenPages
+
+Connection: TypeAlias = multiprocessing.connection.Connection
+ShardQueue: TypeAlias = "multiprocessing.queues.Queue[tuple[int, int, dict[str, Contents], bytes]]"
+
+_AUX = struct.Struct("<q")
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A rank has its model and memory. `registry_url` comes from the one that runs the registry."""
+
+    registry_url: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Described:
+    """A rank is connected and waits for the start; its layout is for the proof and the picture."""
+
+    layout: RankLayout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """A prefill rank has sent a request; `shard` is what its pools held of each component, whole pages as bytes."""
+
+    room: int
+    shard: dict[str, Contents]
+    stats: SenderStats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Received:
+    """A decode rank has received a request; `shard` is what its pools hold now."""
+
+    room: int
+    shard: dict[str, Contents]
+    stats: ReceiverStats
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A decode engine has decoded a request from what arrived."""
+
+    room: int
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Undivided:
+    """The undivided model's answer to a request."""
+
+    room: int
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A process is through. `damaged_bytes` counts bytes of its pool that nobody may have touched."""
+
+    damaged_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """A process failed."""
+
+    error: str
+    details: str
+
+
+Report: TypeAlias = Ready | Described | Sent | Received | Decoded | Undivided | Ended | Crashed
+
+
+def guarded(main: Callable[..., None], reports: Connection, *arguments: Any) -> None:
+    """Runs a process's main function and reports what it raises."""
+    torch.set_num_threads(1)  # as many processes share a few cores; also makes sums the same in all of them
+    set_verbosity_error()  # every process would say which faster kernels are not installed
+    try:
+        main(reports, *arguments)
+    except BaseException as error:
+        reports.send(Crashed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+
+
+def undivided_main(reports: Connection, options: DemoOptions) -> None:
+    """Answers every request with the model in one piece."""
+    model = load_model(options.model)
+    for request in options.requests:
+        tokens = model.generate_undivided(request.token_ids, options.chunk_tokens, options.max_new_tokens)
+        reports.send(Undivided(request.room, tokens))
+    reports.send(Ended())
+
+
+def prefill_main(reports: Connection, options: DemoOptions, engine: int, coordinates: RankCoordinates) -> None:
+    """Prefills this engine's requests and sends this rank's shard of their caches, chunk by chunk.
+
+    Every rank runs the whole forward pass, since splitting the computation is not what is shown here; of the cache it
+    keeps its own shard alone.
+    """
+    model = load_model(options.model)
+    pool = RankPool(
+        options,
+        options.prefill,
+        coordinates,
+        poison=PREFILL_POISON,
+        seed=f"{options.seed} prefill {engine} {coordinates.engine_rank}",
+    )
+    runs_registry = engine == 0 and coordinates.engine_rank == 0
+    registry_url: str | None = None
+    if not runs_registry:
+        reports.send(Ready())
+        registry_url = reports.recv()
+    settings = Settings(registry_url=registry_url, registry_port=0, bootstrap_timeout_s=_TIMEOUT_S)
+    with PrefillEndpoint(
+        pool.layout,
+        engine=engine_name(engine),
+        coordinates=coordinates,
+        settings=settings,
+        host_registry=runs_registry,
+    ) as endpoint:
+        if runs_registry:
+            reports.send(Ready(endpoint.registry_url))
+            reports.recv()
+        reports.send(Described(pool.layout))
+        reports.recv()
+        mine = [request for request in options.requests if request.prefill_engine == engine]
+        senders = [(request, endpoint.open(request.room)) for request in mine]
+        placed_of = {}
+        for request, sender in senders:
+            placed_of[request.room] = placed = pool.allocate(len(request.token_ids), window_only=False)
+            for chunk in model.prefill(request.token_ids, options.chunk_tokens):
+                pool.write(placed, chunk.caches, chunk.start)
+                is_last = chunk.next_token is not None
+                aux = _AUX.pack(chunk.next_token) if chunk.next_token is not None else None
+                pages = pages_of_chunk(pool.layout, placed, request, chunk)
+                sender.submit(pages, last=is_last, aux=aux)
+        for request, sender in senders:
+            sender.wait(_TIMEOUT_S)
+            reports.send(Sent(request.room, pool.read(placed_of[request.room]), sender.stats))
+        reports.send(Ended(pool.damaged_bytes()))
+        reports.recv()  # the registry and the peer channel stay until everybody is through
+
+
+def pages_of_chunk(
+    layout: RankLayout, placed: dict[str, TakenPages], request: Request, chunk: PrefilledChunk
+) -> dict[str, GroupPages]:
+    """What a rank hands in with a chunk: the pages that it filled, and with the last chunk the request's state.
+
+    Pages that have left the window before the request ends are not handed in: decoding needs none of them.
+    """
+    pages = {}
+    for group in layout.groups:
+        mine = placed[group.name]
+        if group.has_slots:
+            if chunk.next_token is not None:
+                pages[group.name] = GroupPages(mine.pages)
+            continue
+        first = max(chunk.start // group.page_tokens, _first_page(group, len(request.token_ids)))
+        stop = -(-chunk.stop // group.page_tokens)
+        if first < stop:
+            pages[group.name] = GroupPages(mine.pages[first:stop], start=first)
+    return pages
+
+
+def _first_page(group: PageGroup, num_tokens: int) -> int:
+    """The page with the first token that decoding needs."""
+    return 0 if group.window_tokens is None else max(0, num_tokens - group.window_tokens) // group.page_tokens
+
+
+def decode_main(
+    reports: Connection, options: DemoOptions, engine: int, coordinates: RankCoordinates, shards: ShardQueue
+) -> None:
+    """Receives this rank's shard of this engine's requests; the first rank puts the shards together and decodes."""
+    is_first = coordinates.engine_rank == 0
+    model = load_model(options.model) if is_first else None
+    pool = RankPool(
+        options,
+        options.decode,
+        coordinates,
+        poison=DECODE_POISON,
+        seed=f"{options.seed} decode {engine} {coordinates.engine_rank}",
+    )
+    reports.send(Ready())
+    settings = Settings(registry_url=reports.recv(), bootstrap_timeout_s=_TIMEOUT_S)
+    with DecodeEndpoint(pool.layout, engine=f"decode-{engine}", coordinates=coordinates, settings=settings) as endpoint:
+        mine = [request for request in options.requests if request.decode_engine == engine]
+        for prefill_engine in {request.prefill_engine for request in mine}:
+            endpoint.connect(engine_name(prefill_engine), timeout_s=_TIMEOUT_S)
+        reports.send(Described(pool.layout))
+        reports.recv()
+        rooms: dict[int, tuple[dict[str, TakenPages], Receiver]] = {}
+
+        def open_next() -> None:
+            if len(rooms) < len(mine):
+                request = mine[len(rooms)]
+                num_tokens = len(request.token_ids)
+                placed = pool.allocate(num_tokens, window_only=True)
+                pages = {group: each.pages for group, each in placed.items()}
+                engine_of = engine_name(request.prefill_engine)
+                receiver = endpoint.open(request.room, pages, engine=engine_of, tokens=num_tokens)
+                rooms[request.room] = (placed, receiver)
+
+        for _ in range(options.in_flight):
+            open_next()
+        for request in mine:
+            placed, receiver = rooms[request.room]
+            receiver.wait(_TIMEOUT_S)
+            open_next()
+            shard = pool.read(placed)
+            shards.put((coordinates.engine_rank, request.room, shard, receiver.aux))
+            reports.send(Received(request.room, shard, receiver.stats))
+        damaged_bytes = pool.damaged_bytes()
+    if model is not None:
+        for request, caches, first_token in _assembled(options, mine, shards):
+            tokens = model.decode(
+                caches,
+                num_tokens=len(request.token_ids),
+                first_token=first_token,
+                max_new_tokens=options.max_new_tokens,
+            )
+            reports.send(Decoded(request.room, tokens))
+    reports.send(Ended(damaged_bytes))
+    reports.recv()
+
+
+def _assembled(
+    options: DemoOptions, requests: list[Request], shards: ShardQueue
+) -> list[tuple[Request, dict[str, torch.Tensor], int]]:
+    """Every request's whole cache, from nothing but what the ranks of this engine received."""
+    ranks = options.decode.coordinates
+    arrived: dict[int, dict[int, tuple[dict[str, Contents], bytes]]] = {}
+    for _ in range(len(requests) * len(ranks)):
+        rank, room, shard, aux = shards.get(timeout=_TIMEOUT_S)
+        arrived.setdefault(room, {})[rank] = shard, aux
+    assembled = []
+    for request in requests:
+        caches = {}
+        for sharded in options.components:
+            component = sharded.component
+            kept = entries_kept(component, len(request.token_ids))
+            dtype = getattr(torch, component.dtype)
+            whole = torch.full(array_shape(component, len(kept)), float("nan"), dtype=dtype)
+            for coordinates in ranks:
+                contents = arrived[request.room][coordinates.engine_rank][0][component.name]
+                if contents.entries.size:
+                    part = torch.from_numpy(contents.cut(kept)).contiguous().view(dtype)
+                    whole[slices(options.decode.held(sharded, coordinates))] = part
+            caches[component.name] = whole
+        (first_token,) = _AUX.unpack(arrived[request.room][0][1])
+        assembled.append((request, caches, first_token))
+    return assembled
+
+
+def engine_name(engine: int) -> str:
+    """How the demo's prefill engines are registered."""
+    return f"prefill-{engine}"

@@ -1,0 +1,195 @@
+"""A causal language model in two halves: one that prefills and hands out caches, one that decodes from them.
+
+The undivided model stands beside them as the reference. Bits agree between processes that run the same spec
+with the same chunking and number of torch threads; processes of the demo call `torch.set_num_threads(1)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvferry.applications.demo.reference.caches import CacheForm, cache_form, check_cache_form, check_caches
+from kvferry.applications.demo.reference.network import load_network
+from kvferry.applications.demo.reference.specification import ModelSpec
+from kvferry.applications.demo.reference.tokenizer import Tokenizer, load_tokenizer
+from kvferry.errors import ModelError, SettingsError
+from kvferry.layout import ShardedComponent
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PrefilledChunk:
+    """What prefill made of the prompt's tokens [start, stop).
+
+    `caches` holds one contiguous float32 array a component, by name, [layer, entry, ...]: over the chunk's tokens
+    alone, those outside of a window included, or on the last chunk only with the request's one state. `next_token`
+    is the first token of the answer, on the last chunk only.
+    """
+
+    start: int
+    stop: int
+    caches: dict[str, torch.Tensor]
+    next_token: int | None
+
+
+def load_model(spec: ModelSpec) -> ReferenceModel:
+    """Build or load the model of `spec`, with its tokenizer.
+
+    Raises:
+        ModelError: if torch or transformers is missing, if the checkpoint cannot be used, or if transformers
+            caches something else than the engine expects of the architecture.
+    """
+    model = ReferenceModel(load_network(spec), load_tokenizer(spec.model_directory), cache_form(spec))
+    model.check()
+    return model
+
+
+class ReferenceModel:
+    """A transformers model with greedy decoding, one request at a time; not for several threads at once.
+
+    Decoding does not stop at an end-of-sequence token: it always yields as many tokens as were asked for.
+    """
+
+    def __init__(self, network: Any, tokenizer: Tokenizer, form: CacheForm) -> None:
+        self._network = network
+        self._tokenizer = tokenizer
+        self._form = form
+        # Models without attention call it by another name.
+        parameters = inspect.signature(network.forward).parameters
+        self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
+
+    @property
+    def components(self) -> tuple[ShardedComponent, ...]:
+        """The components that the model caches, with global sizes."""
+        return self._form.components
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids."""
+        return int(self._network.config.vocab_size)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of `text`."""
+        return self._tokenizer.tokenize(text)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`."""
+        return self._tokenizer.detokenize(token_ids)
+
+    def prefill(self, token_ids: Sequence[int], chunk_tokens: int) -> Iterator[PrefilledChunk]:
+        """Run a prompt through the model, `chunk_tokens` tokens at a time; the last chunk may be shorter.
+
+        A chunk is computed when the iterator is asked for it.
+
+        Raises:
+            SettingsError: if chunk_tokens is not positive.
+            ModelError: if the prompt is empty, or holds an id outside the vocabulary.
+        """
+        self._check_prompt(token_ids, chunk_tokens)
+        return self._prefilled_chunks(token_ids, chunk_tokens)
+
+    def decode(
+        self, caches: Mapping[str, torch.Tensor], *, num_tokens: int, first_token: int, max_new_tokens: int
+    ) -> list[int]:
+        """Continue a prompt from its caches alone.
+
+        Args:
+            caches: arrays as in `PrefilledChunk.caches`, over the entries that `entries_kept` names. They are copied.
+            num_tokens: length of the prompt.
+            first_token: `next_token` of the last chunk.
+            max_new_tokens: length of the result, `first_token` included.
+
+        Raises:
+            LayoutError: if components are missing, or an array's shape or dtype is wrong.
+            SettingsError: if num_tokens or max_new_tokens is not positive.
+            ModelError: if first_token is outside the vocabulary.
+        """
+        _check_positive("num_tokens", num_tokens)
+        _check_positive("max_new_tokens", max_new_tokens)
+        self._check_token_ids([first_token])
+        check_caches(self._form, caches, num_tokens)
+        cache = self._empty_cache()
+        self._form.restore(cache, caches, num_tokens)
+        return self._continue(cache, first_token, max_new_tokens)
+
+    def generate_undivided(self, token_ids: Sequence[int], chunk_tokens: int, max_new_tokens: int) -> list[int]:
+        """What the model answers when it is not divided: prefill and decode on one and the same cache.
+
+        The result holds `max_new_tokens` tokens. Nothing is captured or restored, so that it can be compared
+        with what `prefill` and `decode` make together.
+
+        Raises:
+            SettingsError: if chunk_tokens or max_new_tokens is not positive.
+            ModelError: if the prompt is empty, or holds an id outside the vocabulary.
+        """
+        self._check_prompt(token_ids, chunk_tokens)
+        _check_positive("max_new_tokens", max_new_tokens)
+        cache = self._empty_cache()
+        token = 0
+        for start in range(0, len(token_ids), chunk_tokens):
+            token = self._forward(token_ids[start : start + chunk_tokens], cache)
+        return self._continue(cache, token, max_new_tokens)
+
+    def check(self) -> None:
+        """Run one token, and raise ModelError unless transformers caches what the engine expects."""
+        cache = self._empty_cache()
+        self._forward([0], cache)
+        check_cache_form(self._form, cache)
+
+    def _prefilled_chunks(self, token_ids: Sequence[int], chunk_tokens: int) -> Iterator[PrefilledChunk]:
+        cache = self._empty_cache()
+        self._form.record(cache)
+        for start in range(0, len(token_ids), chunk_tokens):
+            stop = min(start + chunk_tokens, len(token_ids))
+            token = self._forward(token_ids[start:stop], cache)
+            is_last = stop == len(token_ids)
+            caches = self._form.capture(cache, stop - start, is_final=is_last)
+            yield PrefilledChunk(start, stop, caches, token if is_last else None)
+
+    def _empty_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._network.config)
+
+    def _forward(self, token_ids: Sequence[int], cache: Any) -> int:
+        """Append the tokens to `cache`; returns the likeliest next token."""
+        import torch
+
+        with torch.no_grad():
+            output = self._network(
+                input_ids=torch.tensor([list(token_ids)]),
+                use_cache=True,
+                logits_to_keep=1,
+                **{self._cache_argument: cache},
+            )
+            return int(output.logits[0, -1].argmax())
+
+    def _continue(self, cache: Any, token: int, max_new_tokens: int) -> list[int]:
+        tokens = [token]
+        while len(tokens) < max_new_tokens:
+            tokens.append(self._forward(tokens[-1:], cache))
+        return tokens
+
+    def _check_prompt(self, token_ids: Sequence[int], chunk_tokens: int) -> None:
+        _check_positive("chunk_tokens", chunk_tokens)
+        if not token_ids:
+            raise ModelError("the prompt has no tokens; a model needs at least one")
+        self._check_token_ids(token_ids)
+
+    def _check_token_ids(self, token_ids: Sequence[int]) -> None:
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < self.vocabulary_size:
+                raise ModelError(
+                    f"token id {token} is outside the model's vocabulary of {self.vocabulary_size}; "
+                    "use the model's own tokenizer"
+                )
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise SettingsError(f"{name} is {value}; it must be at least 1")

@@ -1,0 +1,111 @@
+"""Settings: which are set, where each came from, and whether addresses make sense."""
+
+from __future__ import annotations
+
+import difflib
+import socket
+from collections.abc import Iterator, Mapping
+
+from kvferry.applications.doctor.findings import Finding, error, good, warning
+from kvferry.settings import PREFIX, Settings, is_loopback
+
+_SECRETS = {f"{PREFIX}SECRET"}
+_OTHERS = {f"{PREFIX}SGLANG_REPLACES_NIXL"}
+"""Variables that are no settings, but mean something."""
+
+
+def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """What the environment says, and what in it means nothing.
+
+    Args:
+        environment: all of it.
+    """
+    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} | _OTHERS
+    given = {name: value for name, value in environment.items() if name.upper().startswith(PREFIX)}
+    for name, value in sorted(given.items()):
+        if name.upper() in known:
+            shown = "(a secret)" if name.upper() in _SECRETS else repr(value)
+            yield good("settings", f"{name} = {shown}, from the environment")
+            continue
+        near = difflib.get_close_matches(name.upper(), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "docs/settings.md lists all"
+        yield warning("settings", f"{name} is set, and means nothing", hint)
+    if not given:
+        yield good("settings", "all at their defaults: docs/settings.md")
+    for name in sorted(name for name in environment if name.startswith(("UCX_", "NIXL_"))):
+        yield good("settings", f"{name} = {environment[name]!r}, which UCX and NIXL read")
+
+
+def addresses(settings: Settings) -> Iterator[Finding]:
+    """What peers are told to connect to."""
+    advertised = settings.advertise_host or settings.host
+    if is_loopback(advertised):
+        yield good("addresses", f"peers are told {advertised}: only this machine can reach it (KVFERRY_HOST)")
+    else:
+        yield from _is_ours(advertised)
+    if not settings.has_secret and not is_loopback(settings.host):
+        yield warning(
+            "secret",
+            f"everyone who reaches {settings.host} may read and write caches (KVFERRY_ALLOW_UNAUTHENTICATED)",
+            "give all ranks and the registry one secret: KVFERRY_SECRET_FILE",
+        )
+    for what, host, port in _ports(settings):
+        yield _port(what, host, port)
+
+
+def _is_ours(host: str) -> Iterator[Finding]:
+    try:
+        found = sorted({str(each[4][0]) for each in socket.getaddrinfo(host, None)})
+    except OSError as problem:
+        what = f"peers are told {host}, which cannot be looked up: {problem}"
+        yield error("addresses", what, "set KVFERRY_ADVERTISE_HOST to a name or an address that peers know")
+        return
+    if all(is_loopback(each) for each in found):
+        yield error(
+            "addresses",
+            f"peers are told {host}, which is {', '.join(found)} here: other machines would reach themselves",
+            "advertise an address of a network that peers are on: KVFERRY_ADVERTISE_HOST",
+        )
+    elif any(_can_bind(each) for each in found):
+        yield good("addresses", f"peers are told {host} ({', '.join(found)})")
+    else:
+        yield warning(
+            "addresses",
+            f"peers are told {host} ({', '.join(found)}), which no interface of this machine has",
+            "right behind a port mapping; otherwise set KVFERRY_ADVERTISE_HOST to an address of this machine",
+        )
+
+
+def _can_bind(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _ports(settings: Settings) -> Iterator[tuple[str, str, int]]:
+    yield "KVFERRY_CONTROL_PORT", settings.host, settings.control_port
+    if settings.registry_url is None:
+        yield "KVFERRY_REGISTRY_PORT", settings.registry_host, settings.registry_port
+    if settings.observe_port is not None:
+        yield "KVFERRY_OBSERVE_PORT", settings.observe_host, settings.observe_port
+
+
+def _port(what: str, host: str, port: int) -> Finding:
+    if not port:
+        return good("ports", f"{what} is 0: any free one")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as problem:
+            return warning(
+                "ports",
+                f"{what}: {host}:{port} cannot be listened on: {problem.strerror}",
+                "right if an endpoint or a registry is running there already; otherwise choose another",
+            )
+    return good("ports", f"{what}: {host}:{port} is free")

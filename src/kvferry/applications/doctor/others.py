@@ -1,0 +1,120 @@
+"""The registry, and endpoints that run: what they say of themselves and of each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import httpx
+
+from kvferry._version import __version__
+from kvferry.applications.doctor.findings import Finding, error, good, warning
+from kvferry.applications.top.asking import Sample, ask_once
+from kvferry.applications.top.view import troubles
+from kvferry.control.construction import create_registry_client
+from kvferry.errors import KVFerryError
+from kvferry.observe.logs import clock_time
+from kvferry.settings import Settings
+
+_MOST_SKEW_S = 1.0
+
+
+def registry(settings: Settings) -> Iterator[Finding]:
+    """Whether the registry answers, and who is there."""
+    where = settings.registry_address
+    try:
+        with create_registry_client(settings) as client:
+            health = client.health()
+            engines = client.engines()
+    except KVFerryError as problem:
+        if settings.registry_url is None:
+            yield good("registry", f"none at {where} yet: the first prefill rank will run one")
+            return
+        yield error("registry", str(problem), "start it with `kvferry registry`, or mend KVFERRY_REGISTRY_URL")
+        return
+    yield good("registry", f"{where} answers, version {health.version}, up for {health.uptime_s:.0f} s")
+    if health.version != __version__:
+        yield warning("registry", f"it runs {health.version}, this is {__version__}", "run the same kvferry everywhere")
+    for engine in engines:
+        ranks = f"{len(engine.registrations)} of {engine.world_size} ranks"
+        if engine.complete:
+            yield good("registry", f"engine {engine.engine!r}: {ranks}")
+        else:
+            yield warning("registry", f"engine {engine.engine!r}: {ranks}", "start the others; look at their logs")
+
+
+def endpoints(targets: Sequence[str], *, are_expected: bool) -> Iterator[Finding]:
+    """How endpoints are that run, and whom they miss.
+
+    Args:
+        targets: hosts and ports of what they show.
+        are_expected: whether the user has named them.
+    """
+    samples = ask_once(targets)
+    for sample in samples:
+        yield from _endpoint(sample, is_expected=are_expected)
+    for trouble in troubles([sample for sample in samples if sample.status is not None]):
+        yield error("endpoints", trouble, "docs/observability.md says what to look at")
+
+
+def _endpoint(sample: Sample, *, is_expected: bool) -> Iterator[Finding]:
+    status = sample.status
+    if status is None:
+        if is_expected:
+            yield error(
+                "endpoints",
+                f"{sample.address} {sample.problem}",
+                "is it started, with KVFERRY_OBSERVE_PORT, and does KVFERRY_OBSERVE_HOST let you in?",
+            )
+        else:
+            yield good("endpoints", f"nobody at {sample.address}")
+        return
+    rooms = sum(status.states.values())
+    yield good(
+        "endpoints",
+        f"{sample.address}: {status.side.value} {status.engine}/{status.rank}, kvferry {status.version}, process "
+        f"{status.process}, since {clock_time(status.up_s)}, {rooms} rooms, {len(status.peers)} peers",
+    )
+    if status.version != __version__:
+        yield warning("endpoints", f"{sample.address} runs {status.version}, this is {__version__}", "run the same")
+
+
+def peer(address: str) -> Iterator[Finding]:
+    """Whether an endpoint on another machine fits this one: that it answers, how fast, and its clock.
+
+    Args:
+        address: host and port of what it shows.
+    """
+    sent_at, begun_at = time.time(), time.monotonic()
+    (sample,) = ask_once([address])
+    if sample.status is None:
+        yield error(
+            "peer", f"{address} {sample.problem}", "start an endpoint there with KVFERRY_OBSERVE_PORT and _HOST"
+        )
+        return
+    took_s = time.monotonic() - begun_at
+    yield from _endpoint(sample, is_expected=True)
+    # Its clock was read somewhere between our asking and its answer.
+    pending, late = sample.status.at_unix_s - (sent_at + took_s), sample.status.at_unix_s - sent_at
+    skew_s = 0.0 if pending <= 0 <= late else min(abs(pending), abs(late))
+    if skew_s > _MOST_SKEW_S:
+        yield warning(
+            "clock", f"that of {address} differs by {skew_s:.1f} s", "run an NTP client: logs and traces mislead"
+        )
+    else:
+        yield good("clock", f"that of {address} differs by less than {max(skew_s, took_s):.2f} s")
+    yield from _round_trip(address)
+
+
+def _round_trip(address: str) -> Iterator[Finding]:
+    times = []
+    with httpx.Client(trust_env=False, timeout=2.0) as client:
+        for _ in range(10):
+            begun_at = time.monotonic()
+            try:
+                client.get(f"http://{address}/health")
+            except httpx.HTTPError as problem:
+                yield error("peer", f"{address} answers at times only: {problem}", "look at the network in between")
+                return
+            times.append(time.monotonic() - begun_at)
+    yield good("peer", f"{address} answers within {sorted(times)[len(times) // 2] * 1e3:.1f} ms")

@@ -1,0 +1,149 @@
+"""Writes bytes into another process over NIXL, and prints how fast that was.
+
+`python -m kvferry.applications.doctor.probe` writes to a process that it starts, `... probe HOST:PORT` to a doctor that
+listens.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+
+from kvferry._version import __version__
+from kvferry.applications.doctor.pairing import ANSWER_S, MEMORY_BYTES, TO_WRITER, Busy, Hello, Ready, Seen, Written
+from kvferry.applications.partner import calling
+from kvferry.endpoint.construction import create_transport
+from kvferry.errors import PeerDisconnectedError
+from kvferry.layout import Device, Region
+from kvferry.settings import Settings
+from kvferry.transport import Transport
+
+_SMALL_BYTES = 4 << 10
+_ROUNDS = 5
+_SMALL_ROUNDS = 50
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What came of it: the best of several rounds, since others may use the machine as well.
+
+    Attributes:
+        bytes_per_s: of one large write.
+        latency_s: of a small one, from posting to its end here.
+        version: of the kvferry on the other side.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where to write.
+
+    Attributes:
+        metadata: NIXL's.
+        address: of the memory there.
+        value: to fill it with.
+        version: of the kvferry there.
+        is_right: asks, once all is written, whether all of it is there.
+    """
+
+    metadata: bytes
+    address: int
+    value: int
+    version: str
+    is_right: Callable[[], bool]
+
+
+def _receive(pipe: Connection) -> None:
+    memory = np.zeros(MEMORY_BYTES, np.uint8)
+    transport = create_transport(Settings(), "kvferry-doctor-receiver", writes=False)
+    transport.register([Region(memory.ctypes.data, memory.nbytes)], Device())
+    pipe.send((transport.metadata(), memory.ctypes.data))
+    value = pipe.recv()
+    pipe.send(bool((memory == value).all()))
+    transport.close()
+
+
+@contextmanager
+def _process() -> Iterator[Target]:
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    receiver = context.Process(target=_receive, args=(theirs,), daemon=True)
+    receiver.start()
+    if not pipe.poll(ANSWER_S):
+        raise TimeoutError("the second process did not start")
+    metadata, address = pipe.recv()
+
+    def is_right() -> bool:
+        pipe.send(1)
+        return bool(pipe.recv())
+
+    yield Target(metadata, address, 1, __version__, is_right)
+    receiver.join(ANSWER_S)
+
+
+@contextmanager
+def _doctor(address: str) -> Iterator[Target]:
+    with calling(Settings(), f"tcp://{address}", TO_WRITER, name="kvferry-doctor") as there:
+        try:
+            found = there.ask(Hello(__version__), ANSWER_S)
+        except PeerDisconnectedError as error:
+            raise PeerDisconnectedError(
+                f"{error}; run `kvferry doctor --listen PORT` there, with KVFERRY_HOST an address of that machine"
+            ) from error
+        if isinstance(found, Busy):
+            raise ConnectionError(f"the doctor at {address} listens to another: try again in a minute")
+        if not isinstance(found, Ready):
+            raise ConnectionError(f"the doctor at {address} answers something else: {found}")
+
+        def is_right() -> bool:
+            return there.ask(Written(), ANSWER_S) == Seen(True)
+
+        yield Target(found.metadata, found.address, found.value, found.version, is_right)
+
+
+def _write(transport: Transport, source: Region, peer: str, address: int) -> float:
+    begun_at = time.perf_counter()
+    transfer = transport.write(source, peer, address, b"")
+    while transport.poll(transfer) is None:
+        if time.perf_counter() - begun_at > ANSWER_S:
+            raise TimeoutError(f"a write of {source.length} bytes did not end within {ANSWER_S:g} s")
+    took_s = time.perf_counter() - begun_at
+    transport.release(transfer)
+    return took_s
+
+
+def _measure(target: Target) -> Measured:
+    memory = np.full(MEMORY_BYTES, target.value, np.uint8)
+    source = Region(memory.ctypes.data, memory.nbytes)
+    transport = create_transport(Settings(), f"kvferry-doctor-sender-{time.time_ns():x}")
+    transport.register([source], Device())
+    peer = transport.connect(target.metadata)
+    bulk_s = min(_write(transport, source, peer, target.address) for _ in range(_ROUNDS))
+    small = Region(source.address, _SMALL_BYTES)
+    small_s = min(_write(transport, small, peer, target.address) for _ in range(_SMALL_ROUNDS))
+    if not target.is_right():
+        raise ValueError("what arrived is not what was sent")
+    transport.close()
+    return Measured(MEMORY_BYTES / bulk_s, small_s, target.version)
+
+
+def main() -> None:
+    """Measures, and prints a line of JSON."""
+    with _doctor(sys.argv[1]) if len(sys.argv) > 1 else _process() as target:
+        measured = _measure(target)
+    sys.stdout.write("\n" + msgspec.json.encode(measured).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main()

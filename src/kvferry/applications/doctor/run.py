@@ -1,0 +1,117 @@
+"""Runs `kvferry doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.applications.doctor import configuration, machine, others
+from kvferry.applications.doctor.findings import Finding, Severity, error
+from kvferry.applications.doctor.wire import wire
+from kvferry.applications.top.asking import addresses, present
+from kvferry.errors import SettingsError
+from kvferry.settings import Settings, environment
+
+_USUAL_PORT = 9470
+"""Of an endpoint, where only its host is given."""
+
+_SHOWN = {
+    Severity.GOOD: Text("good", style="green"),
+    Severity.WARNING: Text("look", style="yellow"),
+    Severity.ERROR: Text("WRONG", style="bold red"),
+}
+
+
+def run(
+    given: Sequence[str],
+    *,
+    peer: str | None,
+    moves_bytes: bool,
+    wire_to: str | None = None,
+    wants_json: bool,
+    console: Console,
+) -> Severity:
+    """Looks at everything, and says what it has found.
+
+    Args:
+        given: addresses of endpoints on this machine; else those of the settings.
+        peer: an endpoint on another machine to compare with.
+        moves_bytes: whether to measure NIXL between two processes.
+        wire_to: a doctor that listens on another machine, to measure NIXL with.
+
+    Returns:
+        The worst that was found.
+
+    Raises:
+        ConfigurationError: if an address makes no sense.
+    """
+    targets = addresses(given)
+    peers = addresses([peer if ":" in peer or peer.isdecimal() else f"{peer}:{_USUAL_PORT}"]) if peer else []
+    doctors = addresses([wire_to]) if wire_to else []
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
+    findings = []
+    for finding in _everything(targets, peers, doctors, moves_bytes=moves_bytes):
+        findings.append(finding)
+        table.add_row(_SHOWN[finding.severity], finding.about, _words(finding))
+    worst = max((finding.severity for finding in findings), default=Severity.GOOD)
+    if wants_json:
+        said = {"worst": worst.name.lower(), "findings": [_plain(finding) for finding in findings]}
+        typer.echo(msgspec.json.encode(said).decode())
+        return worst
+    console.print(table)
+    counts = [sum(finding.severity is each for finding in findings) for each in (Severity.ERROR, Severity.WARNING)]
+    console.print(f"{counts[0]} wrong, {counts[1]} to look at, of {len(findings)}", highlight=False)
+    return worst
+
+
+def _plain(finding: Finding) -> dict[str, str]:
+    return {
+        "severity": finding.severity.name.lower(),
+        "about": finding.about,
+        "what": finding.what,
+        "remedy": finding.remedy,
+    }
+
+
+def _words(finding: Finding) -> Text:
+    return Text.assemble(finding.what, ("\n-> " + finding.remedy, "bold") if finding.remedy else "")
+
+
+def _everything(
+    targets: Sequence[str], peers: Sequence[str], doctors: Sequence[str], *, moves_bytes: bool
+) -> Iterator[Finding]:
+    yield from _safely("installed", machine.installed)
+    variables = environment()
+    yield from _safely("settings", lambda: configuration.variables(variables))
+    try:
+        settings = Settings()
+    except SettingsError as problem:
+        yield error("settings", str(problem), "mend the variable; docs/settings.md says what it may be")
+        return
+    yield from _safely("addresses", lambda: configuration.addresses(settings))
+    yield from _safely("limits", lambda: machine.limits(settings))
+    yield from _safely("devices", lambda: machine.devices(settings))
+    yield from _safely("registry", lambda: others.registry(settings))
+    running = targets or (present(settings.observe_port) if settings.observe_port else [])
+    yield from _safely("endpoints", lambda: others.endpoints(running, are_expected=bool(targets)))
+    for each in peers:
+        yield from _safely("peer", lambda at=each: others.peer(at))  # type: ignore[misc]
+    if moves_bytes:
+        yield from _safely("wire", lambda: wire(variables))
+    for each in doctors:
+        yield from _safely("wire", lambda at=each: wire(variables, at))  # type: ignore[misc]
+
+
+def _safely(about: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What a look finds; if it fails, that is a finding, and the others follow."""
+    try:
+        yield from look()
+    except Exception as problem:
+        yield error(about, f"could not be looked at: {type(problem).__name__}: {problem}", "please report this")

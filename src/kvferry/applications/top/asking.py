@@ -1,0 +1,119 @@
+"""Asks endpoints where they stand."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry._version import __version__
+from kvferry.errors import ConfigurationError
+from kvferry.observe.server import PORTS
+from kvferry.observe.status import EndpointStatus
+
+_ANSWER_S = 2.0
+_MOST_PORTS = 256
+_ADDRESS = re.compile(r"(?:(?P<host>\[[^\]]+\]|[^:\[\]]*):)?(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
+_STATUS = msgspec.json.Decoder(EndpointStatus)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What an endpoint has answered, or not.
+
+    Attributes:
+        address: host and port.
+        taken_at: when, by a steady clock.
+        status: where it stands; None if it did not say.
+        problem: why not.
+        sent_bytes: of its counters.
+    """
+
+    address: str
+    taken_at: float
+    status: EndpointStatus | None
+    problem: str = ""
+    sent_bytes: float = 0.0
+
+
+def addresses(given: Sequence[str]) -> list[str]:
+    """The addresses that a user means: 9470, host:9470, host:9470-9477, [::1]:9470.
+
+    Raises:
+        ConfigurationError: if one makes no sense.
+    """
+    found: list[str] = []
+    for each in given:
+        match = _ADDRESS.fullmatch(each.removeprefix("http://").rstrip("/"))
+        first = int(match["first"]) if match else 0
+        last = int(match["last"] or first) if match else 0
+        if match is None or not 0 < first <= last <= 65535 or last - first >= _MOST_PORTS:
+            raise ConfigurationError(
+                f"{each!r} is no address of endpoints: write host:port, or host:9470-9477 for {_MOST_PORTS} ports at "
+                "most; the port is KVFERRY_OBSERVE_PORT plus the rank"
+            )
+        host = match["host"] or "127.0.0.1"
+        found += [f"{host}:{port}" for port in range(first, last + 1)]
+    return list(dict.fromkeys(found))
+
+
+def present(port: int) -> list[str]:
+    """The endpoints of this machine that answer on a port or behind it; the port itself if none does."""
+    targets = [f"127.0.0.1:{each}" for each in range(port, min(port + PORTS, 65536))]
+    return [sample.address for sample in ask_once(targets) if sample.status is not None] or targets[:1]
+
+
+def ask_once(targets: Sequence[str]) -> list[Sample]:
+    """Where endpoints stand now, in the order of their hosts and ports."""
+    asker = Asker(targets)
+    try:
+        return asker.ask()
+    finally:
+        asker.close()
+
+
+class Asker:
+    """Asks many endpoints at a time."""
+
+    def __init__(self, targets: Sequence[str]) -> None:
+        """Makes a client and a thread for each of up to 32 endpoints.
+
+        Args:
+            targets: hosts and ports.
+        """
+        self._targets = targets
+        self._client = httpx.Client(timeout=_ANSWER_S, trust_env=False)
+        self._threads = ThreadPoolExecutor(min(32, max(1, len(targets))), "kvferry-top")
+
+    def ask(self) -> list[Sample]:
+        """Where all of them stand now, in the order of their addresses."""
+        return list(self._threads.map(self._ask, self._targets))
+
+    def close(self) -> None:
+        """Asks no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    def _ask(self, address: str) -> Sample:
+        try:
+            status = self._client.get(f"http://{address}/status").raise_for_status()
+            metrics = self._client.get(f"http://{address}/metrics").raise_for_status()
+            found = _STATUS.decode(status.content)
+            sent_bytes = _sent_bytes(metrics.text)
+        except httpx.HTTPError as error:
+            return Sample(address, time.monotonic(), None, f"does not answer: {error}")
+        except (msgspec.MsgspecError, ValueError) as error:
+            return Sample(address, time.monotonic(), None, f"is no endpoint of kvferry {__version__}: {error}")
+        return Sample(address, time.monotonic(), found, sent_bytes=sent_bytes)
+
+
+def _sent_bytes(text: str) -> float:
+    """Of a metrics page, over all paths."""
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == "kvferry_sent_bytes_total")

@@ -1,0 +1,191 @@
+"""Runs a deployment's processes under supervisord: it starts, restarts and stops them, and keeps a log of each."""
+
+from __future__ import annotations
+
+import configparser
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+from kvferry.applications.up.plan import Program
+from kvferry.errors import ConfigurationError, KVFerryError
+
+_STOP_S = 20
+_POLL_S = 0.25
+_LOG_BYTES = "32MB"
+_TOGETHER = "kvferry.applications.up.together"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody has at present."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def refuse_taken(host: str, port: int) -> None:
+    """Refuses a port that something listens on.
+
+    Raises:
+        ConfigurationError: if it is taken.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigurationError(f"{host}:{port} cannot be listened on: {error}; choose another --port") from error
+
+
+class Supervisor:
+    """The processes of one deployment.
+
+    Attributes:
+        directory: of the configuration and the logs.
+    """
+
+    def __init__(self, programs: Sequence[Program], directory: Path) -> None:
+        """Starts all of them.
+
+        Raises:
+            ConfigurationError: if supervisor is not installed.
+        """
+        try:
+            import psutil  # noqa: F401
+            import supervisor  # noqa: F401
+        except ImportError as error:
+            raise ConfigurationError(f"kvferry up needs {error.name}: pip install psutil supervisor") from error
+        self.directory = directory
+        self._programs = tuple(programs)
+        directory.mkdir(parents=True, exist_ok=True)
+        config = directory / "supervisord.conf"
+        with config.open("w") as file:
+            configuration(programs, directory).write(file)
+        command = (sys.executable, "-m", "supervisor.supervisord", "--nodaemon", "--configuration", str(config))
+        # In a group of its own: Ctrl-C reaches us alone, and we stop everything in order.
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, and a file of ours
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def log_of(self, program: Program) -> Path:
+        """Where a process's output goes."""
+        return self.directory / f"{program.name}.log"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the supervisor itself runs."""
+        return self._process.poll() is None
+
+    def wait_serving(self, timeout_s: float, on_serving: Callable[[Program], None]) -> None:
+        """Waits until every process serves.
+
+        Args:
+            on_serving: called with each as soon as it does.
+
+        Raises:
+            KVFerryError: if one does not in time, with the end of its log.
+        """
+        deadline = time.monotonic() + timeout_s
+        waiting = list(self._programs)
+        with httpx.Client(timeout=2.0) as client:
+            while waiting:
+                for program in [each for each in waiting if _serves(client, each)]:
+                    waiting.remove(program)
+                    on_serving(program)
+                if not waiting:
+                    return
+                if not self.is_running:
+                    raise KVFerryError(f"the supervisor has ended; see {self.directory / 'supervisord.log'}")
+                if time.monotonic() > deadline:
+                    log = self.log_of(waiting[0])
+                    raise KVFerryError(
+                        f"{waiting[0].name} does not serve after {timeout_s:g} s. The end of {log}:\n{_tail(log)}"
+                    )
+                time.sleep(_POLL_S)
+
+    def wait(self) -> None:
+        """Waits for the end of the supervisor."""
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Stops every process in order and waits for that; whoever interrupts the wait ends all of them at once."""
+        if not self.is_running:
+            return
+        try:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait(_STOP_S * (len(self._programs) + 1))  # they stop one after the other
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            self._kill()
+
+    def _kill(self) -> None:
+        import psutil
+
+        programs: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):  # here and below: it may have ended meanwhile
+            programs = psutil.Process(self._process.pid).children()
+        self._process.kill()  # first: it would start them again
+        for program in programs:
+            with suppress(psutil.NoSuchProcess):
+                program.kill()  # and with it goes whatever it has started, see `together`
+        self._process.wait()
+        psutil.wait_procs(programs, timeout=_STOP_S)
+
+
+def configuration(programs: Sequence[Program], directory: Path) -> configparser.RawConfigParser:
+    """What supervisord reads."""
+    config = configparser.RawConfigParser()
+    config["supervisord"] = {
+        "logfile": _literal(directory / "supervisord.log"),
+        "pidfile": _literal(directory / "supervisord.pid"),
+        "childlogdir": _literal(directory),
+    }
+    for priority, program in enumerate(programs):
+        config[f"program:{program.name}"] = {
+            "command": _literal(shlex.join((sys.executable, "-m", _TOGETHER, *program.command))),
+            "priority": str(priority),  # the front stops first, the registry last
+            "autorestart": "true",
+            "startsecs": "3",
+            "startretries": "1000000",
+            "stopsignal": "TERM",
+            "stopwaitsecs": str(_STOP_S),
+            # An engine's workers go with it.
+            "stopasgroup": "true",
+            "killasgroup": "true",
+            "redirect_stderr": "true",
+            "stdout_logfile": _literal(directory / f"{program.name}.log"),
+            "stdout_logfile_maxbytes": _LOG_BYTES,
+            "stdout_logfile_backups": "1",
+        }
+    return config
+
+
+def _literal(text: object) -> str:
+    """supervisord expands what stands behind a per cent sign."""
+    return str(text).replace("%", "%%")
+
+
+def _serves(client: httpx.Client, program: Program) -> bool:
+    try:
+        return client.get(program.health_url).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def _tail(log: Path, lines: int = 15) -> str:
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    except OSError as error:
+        return str(error)

@@ -1,0 +1,147 @@
+"""What a write has to move: for the choice of its path, and for its way through staging memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import MessageError
+from kvferry.layout import TokenShare
+from kvferry.plan import ElectedRoute, Route, Unit, WriteSize, places
+from kvferry.plan.lowering import PageSteps
+from kvferry.plan.packing import MovedBlocks, PackedPiece, count_sub_chunks
+from kvferry.plan.routes import ascending_ranges
+from kvferry.protocol.chunks import Pages
+from kvferry.protocol.demands import WantedGroup
+from kvferry.protocol.messages import MAX_POSITION
+from kvferry.protocol.moves import Move
+
+
+def moved_blocks(
+    elected: Sequence[ElectedRoute], moves: Sequence[Move], packed: Sequence[PackedPiece]
+) -> tuple[MovedBlocks, ...]:
+    """Lists the blocks of a write, piece by piece.
+
+    Args:
+        elected: what the rank sends in the room; moves refer to it.
+        packed: every piece of the pair's plan, in the unit of the moves.
+    """
+    return tuple(
+        MovedBlocks(number, piece, packed[piece].num_bases, len(move.source_pages), packed[piece].block_bytes)
+        for number, move in enumerate(moves)
+        for piece in elected[move.route].pieces
+        if packed[piece].block_bytes
+    )
+
+
+def write_size_of(
+    loads: Iterable[MovedBlocks], moves: Sequence[Move], packed: Sequence[PackedPiece], *, chunk_bytes: int
+) -> WriteSize:
+    """Works out the size of a write, on which its cost depends.
+
+    Args:
+        loads: as in `moved_blocks`.
+        moves: as in `moved_blocks`.
+        packed: as in `moved_blocks`.
+        chunk_bytes: bytes of a sub-chunk.
+    """
+    loads = tuple(loads)
+    num_bytes = runs = descriptors = 0
+    parts: dict[tuple[int, PageSteps, PageSteps, int], int] = {}  # the same for pieces that are laid out alike
+    for load in loads:
+        piece, move = packed[load.piece], moves[load.move]
+        blocks = load.num_bases * load.num_units
+        num_bytes += blocks * load.block_bytes
+        runs += blocks * piece.block_runs
+        run_bytes = load.block_bytes // piece.block_runs
+        key = load.move, piece.source.steps, piece.destination.steps, run_bytes
+        if key not in parts:
+            parts[key] = _parts(move, piece, run_bytes)
+        descriptors += load.num_bases * piece.block_runs * parts[key]
+    return WriteSize(num_bytes, runs, descriptors, count_sub_chunks(loads, chunk_bytes))
+
+
+def _parts(move: Move, piece: PackedPiece, run_bytes: int) -> int:
+    """Returns in how many parts one run of all units lies, once the transport has merged neighbours on both sides."""
+    here = _follows(move.source_pages, move.source_units, piece.source.steps, run_bytes)
+    there = _follows(move.destination_pages, move.destination_units, piece.destination.steps, run_bytes)
+    return 1 + int(np.count_nonzero(~(here & there)))
+
+
+def _follows(pages: Pages, units: Pages, steps: PageSteps, run_bytes: int) -> NDArray[np.bool_]:
+    """Returns for every unit but the first whether its run begins where that of the one before it ends."""
+    offsets = pages * steps.page_stride
+    if steps.units > 1:
+        offsets = offsets + units * steps.unit_stride
+    follows: NDArray[np.bool_] = np.diff(offsets) == run_bytes
+    return follows
+
+
+def pack_units(numbers: Pages) -> bytes:
+    """Packs units' numbers as they are sent in `StagedSegment`: as ranges, first and count of each."""
+    firsts = np.concatenate([[0], np.flatnonzero(np.diff(numbers) != 1) + 1])
+    counts = np.diff(firsts, append=len(numbers))
+    return np.stack([numbers[firsts], counts], axis=1).astype("<i8").tobytes()
+
+
+def unpack_units(data: bytes, *, most: int) -> Pages:
+    """Unpacks units' numbers, the inverse of `pack_units`.
+
+    Args:
+        most: the most units that there can be.
+
+    Raises:
+        MessageError: if the bytes are no ranges, or of more units than that.
+    """
+    if len(data) % 16 or not data:
+        raise MessageError(f"{len(data)} bytes of units are not a multiple of 16, or nothing")
+    ranges = np.frombuffer(data, "<i8").astype(np.int64, copy=False).reshape(-1, 2)
+    firsts, counts = ranges[:, 0], ranges[:, 1]
+    if firsts.min() < 0 or firsts.max() > MAX_POSITION or counts.min() < 1 or counts.max() > most:
+        raise MessageError(
+            f"ranges of {counts.min()} to {counts.max()} units that begin with {firsts.min()} to {firsts.max()} make "
+            f"no sense where there are {most} units, from 0 on"
+        )
+    if (total := int(counts.sum())) > most:
+        raise MessageError(f"{total} units in {len(ranges)} ranges are more than the {most} that there can be")
+    return ascending_ranges(firsts, counts)
+
+
+def places_of_units(
+    numbers: Pages, route: Route, wanted: WantedGroup, share: TokenShare, *, unit: Unit, tokens: int | None
+) -> tuple[Pages, Pages]:
+    """Returns where a receiver has units that a writer names: which unit of its page each is, and the page.
+
+    Args:
+        numbers: the units' numbers on the receiver.
+        route: the route along which they came.
+        wanted: what the receiver requested.
+        share: the receiver's share of a request's tokens.
+        tokens: how many tokens the request has.
+
+    Raises:
+        MessageError: if the receiver did not request one of them.
+    """
+    unit_tokens = route.unit_tokens if unit is Unit.WHOLE else 1
+    page_tokens = route.destination_page_tokens
+    held = low = 0
+    if not route.has_slots:
+        block = share.partition.block(tokens)
+        held, low = (share.held_before(each, block=block) for each in (wanted.demand.held, wanted.demand.start))
+    # What comes before the first token in its page may come along, unless it is held already.
+    first = max(wanted.first_page * page_tokens, low // page_tokens * page_tokens, held)
+    stop = (wanted.first_page + len(wanted.pages)) * page_tokens
+    if int(numbers.min()) * unit_tokens < first or (int(numbers.max()) + 1) * unit_tokens > stop:
+        raise MessageError(
+            f"units {numbers.min()} to {numbers.max()} of {unit_tokens} tokens in group {route.destination_group!r} "
+            f"are not among the positions {first} to {stop} that were asked for"
+        )
+    return places(
+        numbers,
+        unit_tokens=unit_tokens,
+        page_tokens=page_tokens,
+        pages=wanted.pages,
+        first_page=wanted.first_page,
+    )

@@ -1,0 +1,267 @@
+"""Who decides what goes wrong, and when: everything that may befall processes, connections and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvferry.errors import TransportError
+from kvferry.testing.simulation.circumstances import LINGER_S, Engine
+from kvferry.testing.simulation.control_network import Line
+from kvferry.testing.simulation.processes import Process
+from kvferry.testing.simulation.requests import RankSide
+from kvferry.transport.simulated import SimulatedHandle
+
+if TYPE_CHECKING:
+    from kvferry.testing.simulation.world import World
+
+RECOVERY_S = 2.0
+"""Until all have noticed that they live: several heartbeats."""
+
+
+@dataclass(slots=True, eq=False)
+class Restart:
+    """A rank that will be started again."""
+
+    engine: Engine
+    rank: int
+    at: float
+
+
+class Adversary:
+    """What goes wrong in one world.
+
+    Attributes:
+        faults: how many there were so far; those that were left out count, too.
+        doomed: until when writes of dead processes go on.
+        held: until when writes do not get on.
+        lines_heal: when connections that are cut come back.
+        unwell_until: until when peers may take each other for lost that are not, or may not find each other.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.faults = 0
+        self.doomed: dict[SimulatedHandle, float] = {}
+        self.held: dict[SimulatedHandle, float] = {}
+        self.lines_heal: dict[Line, float] = {}
+        self.unwell_until = 0.0
+
+    def strikes(self, kind: str) -> bool:
+        """Whether it goes wrong this time."""
+        odds = self._world.circumstances.odds.get(kind)
+        if odds is None or self._world.is_ending or self._world.fate.random() >= 10 * odds:
+            return False
+        return self._counts(kind)
+
+    def _counts(self, kind: str) -> bool:
+        """Numbers a fault; False if it is left out."""
+        self.faults += 1
+        if self.faults in self._world.limits.without_faults:
+            return False
+        self._world.outcomes[f"trouble: {kind}"] += 1
+        self._world.note("fault %d: %s", self.faults, kind)
+        return True
+
+    def sending_fails(self) -> bool:
+        """Whether a message cannot be sent, since its queue is full."""
+        if not self.strikes("send fails"):
+            return False
+        self._excuse_all("sending failed")
+        return True
+
+    def transport_fails(self, what: str) -> Exception | None:
+        """Why something that a transport was asked for fails, if it does."""
+        if not self.strikes(f"{what} fails"):
+            return None
+        self._excuse_all(f"{what} failed")
+        if what == "connect":  # whoever waits for the same link soon after fails with it
+            self._upset_until(self._world.now + RECOVERY_S)
+        return TransportError(f"the simulation lets {what} fail")
+
+    def copying_fails(self) -> Exception | None:
+        """Why bytes cannot be copied to or from staging memory, if so."""
+        if not self.strikes("copy fails"):
+            return None
+        self._excuse_all("copying failed")
+        return RuntimeError("the simulation lets a copy fail")
+
+    def go_wrong(self) -> None:
+        """Whatever befalls this step."""
+        for kind, odds in self._world.circumstances.odds.items():
+            happens = _HAPPENINGS.get(kind)
+            if happens is not None and self._world.fate.random() < odds and self._counts(kind):
+                happens(self)
+
+    def _upset_until(self, time_s: float) -> None:
+        """Requests that come before then may fail for what has happened now."""
+        self.unwell_until = max(self.unwell_until, time_s)
+
+    def _excuse_all(self, why: str) -> None:
+        for request in self._world.requests:
+            if not request.is_over:
+                request.excused(why)
+
+    def _excuse_those_with(self, process: Process, why: str) -> None:
+        for request in self._world.requests:
+            if not request.is_over and process.engine in (request.prefill, request.decode):
+                request.excused(why)
+
+    def _someone(self) -> Process | None:
+        """A process to strike: half of the time one that is in the middle of a write."""
+        running = [process for process in self._world.processes if process.runs and process.closing is None]
+        writing = {transfer.source for transfer in self._world.wire.transfers}
+        busy = [process for process in running if process.transport in writing]
+        if busy and self._world.fate.random() < 0.5:
+            return self._world.fate.choice(busy)
+        return self._world.fate.choice(running) if running else None
+
+    def _crash(self) -> None:
+        process = self._someone()
+        if process is not None:
+            self.kill(process)
+            if self._world.fate.random() < 0.7:
+                self._restart_later(process)
+
+    def kill(self, process: Process) -> None:
+        """A process ends in the middle of everything. Some of what it wrote may land for a while."""
+        self._world.note("%s is killed", process.name)
+        process.died_at = self._world.now
+        process.thaws_at = None
+        process.transport.is_mapped = False
+        self._excuse_those_with(process, f"{process.name} was killed")
+        if process.is_prefill:
+            self._world.network.listener_died(process.address)
+            for line in self._world.network.lines:
+                if line.address == process.address:
+                    self._world.network.break_line(line, self._world.fate.randint(0, len(line.up)), 0)
+        elif process.platform.connecting is not None:
+            for line in process.platform.connecting.lines:
+                line.is_closed = True
+                self._world.network.break_line(line, self._world.fate.randint(0, len(line.up)), 0)
+        for transfer in list(self._world.wire.transfers):
+            if transfer.source is process.transport:
+                if self._world.fate.random() < 0.5:
+                    self._world.wire.fail(transfer, None)
+                else:
+                    self.held[transfer] = self._world.now + self._world.fate.random() * LINGER_S
+                    self.doomed[transfer] = self._world.now + LINGER_S
+        self.left(process)
+
+    def end_doomed(self) -> None:
+        """Writes of dead processes end."""
+        for transfer in list(self._world.wire.transfers):
+            if self._world.now >= self.doomed.get(transfer, float("inf")):
+                self._world.wire.fail(transfer, None)
+
+    def left(self, process: Process) -> None:
+        """Whoever had to do with it on this process does not any more: its memory is gone, or its owner's again."""
+        self._world.threads_changed()
+        for request in self._world.requests:
+            for side in request.sides:
+                if side.process is process and not side.is_released:
+                    side.is_released = True
+                    request.excused(f"{process.name} left")
+
+    def _restart_later(self, process: Process) -> None:
+        engine = self._world.circumstances.engines[process.engine]
+        self._world.restarts.append(
+            Restart(engine, process.rank, self._world.now + self._world.fate.choice([0.0, 0.2, 1.0, 3.0]))
+        )
+
+    def _freeze(self) -> None:
+        process = self._someone()
+        if process is not None:
+            process.thaws_at = self._world.now + self._world.fate.choice([0.05, 0.5, 2.0, 4.0, 1e9])
+            self._world.threads_changed()
+            self._world.note("%s freezes until %.3f", process.name, process.thaws_at)
+            self._excuse_those_with(process, f"{process.name} froze")
+
+    def _close(self) -> None:
+        process = self._someone()
+        if process is not None:
+            self._world.note("%s is closed", process.name)
+            self._excuse_those_with(process, f"{process.name} was closed")
+            process.begin_closing()
+            self._restart_later(process)
+            if self._world.fate.random() < 0.3:  # perhaps it is closed since its writes hang
+                for transfer in self._world.wire.transfers:
+                    if transfer.source is process.transport:
+                        self._hold_up(transfer)
+
+    def _cut(self) -> None:
+        if self._world.network.lines:
+            line = self._world.fate.choice(self._world.network.lines)
+            self._world.note("the connection of %s to %s breaks", line.identity, line.address)
+            self._world.network.break_line(
+                line, self._world.fate.randint(0, len(line.up)), self._world.fate.randint(0, len(line.down))
+            )
+            seconds = self._world.fate.choice([0.0, 0.0, 0.5, 3.0, 6.0])
+            if seconds:
+                line.is_cut = True
+                self.lines_heal[line] = self._world.now + seconds
+            self._excuse_all("a connection broke")
+
+    def _registry(self) -> None:
+        self._excuse_all("the registry failed")
+        # One that is back knows nobody, and whoever asked in vain asks again only after a while.
+        self._upset_until(self._world.now + RECOVERY_S)
+        lot = self._world.fate.random()
+        if not self._world.registry.answers or lot < 0.4:
+            self._world.registry.restart()
+        elif lot < 0.7:
+            self._world.registry.is_alive = False
+        else:
+            self._world.registry.is_frozen = True
+
+    def _abort(self) -> None:
+        sides: list[RankSide] = [
+            side
+            for request in self._world.requests
+            for side in request.sides
+            if not side.is_released and side.process.takes_work
+        ]
+        if not sides:
+            return
+        side = self._world.fate.choice(sides)
+        transfer = side.transfer
+        if transfer is not None:
+            self._world.note("%s: %s is aborted", side.process.name, side.request)
+            side.request.excused("it was aborted")
+            transfer.abort("the simulation says so")
+
+    def _fail_write(self) -> None:
+        if self._world.wire.transfers:
+            transfer = self._world.fate.choice(self._world.wire.transfers)
+            self._excuse_all("a write failed")
+            self._world.wire.fail(transfer, TransportError("the simulation lets it fail"))
+
+    def _delay_write(self) -> None:
+        if self._world.wire.transfers:
+            self._hold_up(self._world.fate.choice(self._world.wire.transfers))
+
+    def _hold_up(self, transfer: SimulatedHandle) -> None:
+        self.held[transfer] = self._world.now + self._world.fate.choice([0.5, 3.0, 8.0])
+        self._upset_until(self.held[transfer] + RECOVERY_S)  # others wait behind it
+        self._excuse_all("a write came late")
+
+    def _jump(self) -> None:
+        process = self._someone()
+        if process is not None:
+            process.platform.skew_s += self._world.fate.choice([0.1, 1.0, 10.0])
+            self.unwell_until = self._world.now + RECOVERY_S
+            self._excuse_all("a clock jumped")
+
+
+_HAPPENINGS: dict[str, Callable[[Adversary], None]] = {
+    "crash": Adversary._crash,
+    "freeze": Adversary._freeze,
+    "close": Adversary._close,
+    "cut": Adversary._cut,
+    "registry": Adversary._registry,
+    "abort": Adversary._abort,
+    "write fails": Adversary._fail_write,
+    "late": Adversary._delay_write,
+    "clock": Adversary._jump,
+}

@@ -1,0 +1,151 @@
+"""What the callers of both engines do: they make requests, open them, hand in chunks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
+from kvferry.errors import RoomExistsError
+from kvferry.testing.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
+from kvferry.testing.simulation.processes import Process
+from kvferry.testing.simulation.requests import ReceiveSide, SendSide, new_request
+
+if TYPE_CHECKING:
+    from kvferry.testing.simulation.world import World
+
+
+_HASTY_ODDS = 0.4  # how often who gives up does so at once: the abort may overtake the open request then
+
+
+class Callers:
+    """The callers in one world.
+
+    Attributes:
+        coming: requests that were not made yet.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.coming = world.circumstances.requests
+        self._next_comes_at = 0.0
+
+    def act(self) -> bool:
+        """A caller does something."""
+        todo: list[Callable[[], None]] = []
+        if self.coming and not self._world.is_ending and self._world.now >= self._next_comes_at:
+            todo.append(self._new_request)
+        for request in self._world.requests:
+            for sending in request.senders:
+                if sending.is_released or not sending.process.takes_work:
+                    continue
+                if sending.sender is None:
+                    todo.append(partial(self._open_sender, sending))
+                elif sending.chunks:
+                    todo.append(partial(self._submit, sending))
+            for receiving in request.receivers:
+                is_waited_for = not receiving.is_released and receiving.receiver is None
+                if is_waited_for and receiving.process.takes_work:
+                    todo.append(partial(self._open_receiver, receiving))
+        if not todo:
+            return False
+        self._world.order.choice(todo)()
+        return True
+
+    def _new_request(self) -> None:
+        draw = random.Random(f"{self._world.seed} request {self.coming}")
+        number = self.coming
+        self.coming -= 1
+        self._next_comes_at = self._world.now + draw.random() * self._world.circumstances.comes_within_s
+        room = draw.randrange(self._world.circumstances.rooms)
+        prefill = draw.choice([engine for engine in self._world.circumstances.engines.values() if engine.is_prefill])
+        decode = draw.choice([engine for engine in self._world.circumstances.engines.values() if not engine.is_prefill])
+        if number in self._world.limits.without_requests:
+            return
+        if any(request.room == room and not request.is_over for request in self._world.requests):
+            return  # a number is used again only when its last use is over
+        if len(prefill.ranks) < len(prefill.shapes) or len(decode.ranks) < len(decode.shapes):
+            return
+        if not all(process.is_alive for process in (*prefill.ranks, *decode.ranks)):
+            return
+        request = new_request(number, room, prefill.ranks, decode.ranks, self._world.circumstances.layers, draw)
+        self._world.requests.append(request)
+        for process in (*prefill.ranks, *decode.ranks):
+            if not process.takes_work or self._is_wronged(process):
+                request.excused(f"{process.name} was not well")
+        if self._world.now < self._world.adversary.unwell_until:
+            request.excused("peers may not have found each other again")
+        if any(line.is_cut for line in self._world.network.lines) or not self._world.registry.answers:
+            request.excused("the network was not well")
+        if "absent" in self._world.circumstances.odds and draw.random() < 0.3:
+            side = draw.choice(request.sides)
+            side.is_released = True
+            request.is_abandoned = True
+            request.excused(f"nobody comes on {side.process.name}")
+        if "miscount" in self._world.circumstances.odds and draw.random() < 0.3:
+            request.senders[0].chunks[-1] += draw.choice([-1, 1])
+            request.excused("one side miscounts")
+
+    def _is_wronged(self, process: Process) -> bool:
+        return process.life > 0 and bool({"crash", "close", "freeze", "cut"} & self._world.troubles)
+
+    def _open_sender(self, side: SendSide) -> None:
+        endpoint = side.process.endpoint
+        assert isinstance(endpoint, PrefillEndpoint)
+        count = sum(side.chunks)
+        pages = side.process.pool.take(count, side)
+        if pages is None:
+            return
+        try:
+            side.sender = endpoint.open(side.request.room)
+        except RoomExistsError:
+            side.process.pool.give_back(pages, SOURCE_GONE)  # its last use is not quite over here: later
+            return
+        side.pages = pages
+        side.process.pool.fill(pages, side.request.contents, 0)
+        self._world.note("%s: %s opens, pages %s", side.process.name, side.request, pages)
+
+    def _open_receiver(self, side: ReceiveSide) -> None:
+        endpoint = side.process.endpoint
+        assert isinstance(endpoint, DecodeEndpoint)
+        pages = side.process.pool.take(side.count, side)
+        if pages is None:
+            return
+        try:
+            side.receiver = endpoint.open(
+                side.request.room,
+                pages,
+                engine=side.request.prefill,
+                prefix_tokens=side.held,
+                tokens=side.request.tokens,
+            )
+        except RoomExistsError:
+            side.process.pool.give_back(pages, DESTINATION_GONE)
+            return
+        side.pages = pages
+        side.generation = side.process.platform.last_bits
+        if {"abort", "reorder"} & self._world.troubles and self._world.order.random() < _HASTY_ODDS:
+            side.request.excused("it was aborted as soon as it was opened")
+            side.receiver.abort("the simulation says so, at once")
+        side.process.pool.spread(pages, HELD)
+        self._world.note(
+            "%s: %s opens, pages %s, %d of %d tokens held",
+            side.process.name, side.request, pages, side.held, side.request.tokens,
+        )  # fmt: skip
+
+    def _submit(self, side: SendSide) -> None:
+        assert side.sender is not None
+        count = side.chunks.pop(0)
+        is_last = not side.chunks
+        side.sender.submit(
+            side.pages[side.position : side.position + count],
+            start=None,
+            last=is_last,
+            aux=side.request.aux if is_last else None,
+        )
+        side.position += count
+        self._world.note(
+            "%s: %s submits %d pages%s", side.process.name, side.request, count, ", the last" if is_last else ""
+        )

@@ -1,0 +1,193 @@
+"""What there is in a world, and what may go wrong there, as its seed says."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from kvferry.protocol.holding import Waits
+from kvferry.settings import Settings
+from kvferry.testing.simulation.memory import Shape
+from kvferry.testing.simulation.processes import Process
+
+TROUBLES = (
+    "crash",
+    "freeze",
+    "close",
+    "cut",
+    "registry",
+    "abort",
+    "write fails",
+    "post fails",
+    "notify fails",
+    "connect fails",
+    "send fails",
+    "copy fails",
+    "late",
+    "duplicate",
+    "reorder",
+    "clock",
+    "absent",
+    "miscount",
+)
+"""What may go wrong. Every world has its own few, so that each also comes alone."""
+
+LINGER_S = 2.5
+"""For how long the wire may carry on with the writes of a process that was killed."""
+
+LEASE_S = 1.0
+WAITS = Waits(bootstrap_s=3.0, waiting_s=4.0, write_s=2.0, peer_s=1.5, heartbeat_s=0.5, quarantine_s=1.2 * LINGER_S)
+
+_PAGES = 16
+_MOST_RINGS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How large a world is, and what of it is left out: for shrinking.
+
+    Attributes:
+        steps: before the end is begun.
+        without_troubles: kinds of trouble that are left out.
+        without_requests: numbers of requests that are left out.
+        without_faults: numbers of single faults that are left out.
+    """
+
+    steps: int = 400
+    without_troubles: frozenset[str] = frozenset()
+    without_requests: frozenset[int] = frozenset()
+    without_faults: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """An engine of either kind.
+
+    Attributes:
+        shapes: of its ranks.
+        ranks: these, in their present lives.
+    """
+
+    name: str
+    is_prefill: bool
+    shapes: list[Shape]
+    settings: Settings
+    ranks: list[Process] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What does not change in a world.
+
+    Attributes:
+        odds: how often each kind of trouble befalls a step.
+        pace_s: the longest time that passes at once while there is something to do.
+        mail_odds: how often a step is about messages.
+        wire_runs_alone: whether writes go on while their process is frozen, as on a network card.
+        layers: of the model.
+        engines: by name.
+        machines: how many there are.
+        requests: how many may come.
+        comes_within_s: the longest time between two requests.
+        rooms: how many room numbers there are.
+    """
+
+    odds: dict[str, float]
+    pace_s: float
+    mail_odds: float
+    wire_runs_alone: bool
+    layers: int
+    engines: dict[str, Engine]
+    machines: int
+    requests: int
+    comes_within_s: float
+    rooms: int
+
+
+def drawn(draw: random.Random, limits: Limits) -> Circumstances:
+    """Circumstances, with everything about them drawn."""
+    kinds = draw.sample(TROUBLES, draw.choice([0, 1, 2, 2, 3, 4, 5]))
+    odds = {kind: draw.choice([0.003, 0.01, 0.03]) for kind in kinds}
+    for kind in limits.without_troubles:
+        odds.pop(kind, None)
+    pace_s = draw.choice([0.001, 0.01, 0.05])
+    mail_odds = draw.choice([0.15, 0.15, 0.03])
+    wire_runs_alone = draw.random() < 0.5
+    layers = draw.choice([1, 2])
+    path = draw.choice(["auto", "direct", "staged"])
+    engines = {}
+    for kind in ("prefill", "decode"):
+        for number in range(draw.choice([1, 1, 1, 2])):
+            engine = _engine(f"{kind}{number}", kind == "prefill", layers, path, draw)
+            engines[engine.name] = engine
+    return Circumstances(
+        odds=odds,
+        pace_s=pace_s,
+        mail_odds=mail_odds,
+        wire_runs_alone=wire_runs_alone,
+        layers=layers,
+        engines=engines,
+        machines=draw.choice([1, 1, 2]),
+        requests=draw.randint(1, 5),
+        comes_within_s=draw.choice([0.0, 0.5, 6.0]),
+        rooms=draw.choice([1, 2, 8]),
+    )
+
+
+def _engine(name: str, is_prefill: bool, layers: int, path: str, draw: random.Random) -> Engine:
+    tp = draw.choice([1, 1, 2])
+    pp = draw.choice([1, 1, layers]) if tp == 1 else 1
+    stages = (layers,) if pp == 1 else (1,) * pp
+    page_tokens = draw.choice([2, 4])
+    shapes = [Shape(layers, tp, rank, stages, page_tokens, _PAGES) for rank in range(tp * pp)]
+    chunk = draw.choice([64, 128, 256])
+    gather_workers = draw.choice([1, 1, 2])
+    # A prefill rank may have no more than it begins with, for measuring and for each of its workers.
+    rings = draw.choice([1 + gather_workers, _MOST_RINGS]) if is_prefill else _MOST_RINGS
+    settings = _settings(
+        path=draw.choice(["auto", path]),
+        chunk_bytes=chunk,
+        ring_bytes=chunk * draw.choice([1, 2, 3]),
+        rings=rings,
+        workers=draw.choice([1, 2]),
+        gather_workers=gather_workers,
+        scatter_workers=draw.choice([0, 1, 2]),
+        checksums=draw.random() < 0.2,
+    )
+    return Engine(name, is_prefill, shapes, settings)
+
+
+@lru_cache(maxsize=1024)
+def _settings(
+    *,
+    path: str,
+    chunk_bytes: int,
+    ring_bytes: int,
+    rings: int,
+    workers: int,
+    gather_workers: int,
+    scatter_workers: int,
+    checksums: bool,
+) -> Settings:
+    return Settings(
+        registry_url="http://registry:1",
+        path=path,
+        staging_chunk_mib=chunk_bytes / 2**20,
+        staging_ring_mib=ring_bytes / 2**20,
+        staging_memory_mib=ring_bytes * rings / 2**20,
+        workers=workers,
+        gather_workers=gather_workers,
+        scatter_workers=scatter_workers,
+        queues=2,
+        checksums=checksums,
+        registry_lease_s=LEASE_S,
+        bootstrap_timeout_s=WAITS.bootstrap_s,
+        waiting_timeout_s=WAITS.waiting_s,
+        write_timeout_s=WAITS.write_s,
+        heartbeat_interval_s=WAITS.heartbeat_s,
+        peer_timeout_s=WAITS.peer_s,
+        close_timeout_s=1.0,
+        quarantine_s=WAITS.quarantine_s,
+        max_pending_opens=10,  # all that there are, from one decode rank: none is refused for it
+    )

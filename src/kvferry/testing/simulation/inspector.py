@@ -1,0 +1,252 @@
+"""Who checks after every step that the laws hold, in what callers see and in every byte of memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from kvferry.endpoint.transfer import Transfer
+from kvferry.errors import KVFerryError
+from kvferry.protocol.holding import Side, holding
+from kvferry.protocol.messages import decode_notification
+from kvferry.protocol.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, TransferState
+from kvferry.testing.simulation.circumstances import WAITS
+from kvferry.testing.simulation.laws import Law, ViolationError, demand
+from kvferry.testing.simulation.leftovers import leftovers
+from kvferry.testing.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
+from kvferry.testing.simulation.processes import Process
+from kvferry.testing.simulation.requests import RankSide, ReceiveSide, Request, SendSide
+from kvferry.transport.simulated import Piece, SimulatedHandle
+
+if TYPE_CHECKING:
+    from kvferry.testing.simulation.world import World
+
+
+def _followers(table: Mapping[TransferState, Mapping[Any, TransferState]]) -> dict[TransferState, set[TransferState]]:
+    """By state, all that may follow it, sooner or later: several moves may lie between two looks."""
+    followers = {state: set(moves.values()) for state, moves in table.items()}
+    for _ in table:
+        for reached in followers.values():
+            reached.update(*(followers[state] for state in tuple(reached)))
+    return followers
+
+
+_SENDER_FOLLOWERS = _followers(SENDER_TRANSITIONS)
+_RECEIVER_FOLLOWERS = _followers(RECEIVER_TRANSITIONS)
+_LOOKS_A_CHECK = 8  # nothing is missed in between: pages are compared again before somebody gets them
+_MOST_PROGRESS = 8  # how often a transfer may get on while its state stays the same: a few chunks and parts
+_SLACK_S = 1.5  # until somebody has a turn, and looks
+
+
+class Raised(logging.Handler):
+    """Notes what the endpoints log of errors that they did not expect."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.found.append(f"{record.getMessage()}: {self.format(record)}")
+
+
+@contextmanager
+def listening() -> Iterator[Raised]:
+    """Hears what is logged by kvferry, and lets nobody else hear it."""
+    logger, handler = logging.getLogger("kvferry"), Raised()
+    propagated, level = logger.propagate, logger.level
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.ERROR)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagated
+        logger.setLevel(level)
+
+
+class Inspector:
+    """Checks one world. Whatever it finds against a law is a ViolationError."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._looks = 0
+        self._all_in_reach_since = 0.0
+        self._about: dict[SimulatedHandle, tuple[int, int]] = {}  # room and generation
+
+    def look(self, process: Process) -> None:
+        """What a process's callers see after it did something, and what its memory holds."""
+        if self._world.raised.found:
+            raise ViolationError(Law.NEVER_RAISES, f"{process.name}: {self._world.raised.found[0]}")
+        if self._world.wire.breaches:
+            raise ViolationError(Law.CONTRACT, self._world.wire.breaches[0])
+        self._looks += 1
+        if self._looks % _LOOKS_A_CHECK == 0 and not process.is_prefill:
+            process.pool.check_free(process.name)
+        for request in self._world.requests:
+            for side in request.sides:
+                if side.process is process and side.transfer is not None:
+                    self._check_state(side, side.transfer)
+        for side in self._open_sides():
+            if side.process is process:
+                self._look_at(side)
+
+    def _check_state(self, side: RankSide, transfer: Transfer) -> None:
+        """Of those whose pages were given back, too: nothing may happen to them any more."""
+        followers = _SENDER_FOLLOWERS if isinstance(side, SendSide) else _RECEIVER_FOLLOWERS
+        was, side.last_state = side.last_state, transfer.state
+        demand(
+            transfer.state is was or transfer.state in followers[was],
+            Law.STATES,
+            f"{side.process.name}: {side.request} was {was.value}, and is {transfer.state.value}",
+        )
+        demand(
+            (transfer.error is not None) == (transfer.state is TransferState.FAILED),
+            Law.STATES,
+            f"{side.process.name}: {side.request} is {transfer.state.value}, and its error {transfer.error}",
+        )
+
+    def _look_at(self, side: RankSide) -> None:
+        transfer = side.transfer
+        assert transfer is not None
+        if transfer.error is not None:
+            self._check_error(transfer.error)
+        if isinstance(side, ReceiveSide) and transfer.state is TransferState.SUCCESS and not side.is_checked:
+            self._check_received(side)
+        if transfer.pages_reusable:
+            self._world.note(
+                "%s: %s gives back pages %s (%s)", side.process.name, side.request, side.pages, transfer.state.value
+            )
+            side.is_released = True
+            is_source = isinstance(side, SendSide)
+            side.process.pool.give_back(side.pages, SOURCE_GONE if is_source else DESTINATION_GONE)
+            self._world.outcomes[f"{'sent' if is_source else 'received'}: {transfer.state.value}"] += 1
+            if transfer.state is TransferState.FAILED:
+                self._failed(side.request, side.process, str(transfer.error))
+
+    def _check_received(self, side: ReceiveSide) -> None:
+        assert side.receiver is not None
+        side.is_checked = True
+        who = f"{side.process.name}: {side.request}"
+        side.process.pool.check(side.pages, side.request.contents, side.first_token, side.held, HELD, who)
+        demand(side.receiver.aux == side.request.aux, Law.EXACT, f"{who}: aux data is {side.receiver.aux!r}")
+
+    def _check_error(self, error: KVFerryError) -> None:
+        demand("unexpected error" not in str(error), Law.NEVER_RAISES, str(error))
+
+    def _failed(self, request: Request, process: Process, why: str) -> None:
+        self._world.note("%s: %s failed: %s", process.name, request, why)
+        demand(
+            bool(request.excuse), Law.ISOLATED, f"{process.name}: {request} failed although nothing went wrong: {why}"
+        )
+
+    def check_piece(self, transfer: SimulatedHandle, piece: Piece) -> None:
+        """A piece is about to land: whose is what it reads and what it overwrites?"""
+        about = self._about.get(transfer)
+        if about is None:
+            message = decode_notification(transfer.notification)
+            about = self._about[transfer] = message.room, message.generation
+        source, target = self._world.process_of(transfer.source), self._world.process_of(transfer.target)
+        if source.died_at is None and source.pool.holds(piece.source):
+            page, owner = source.pool.owner_at(piece.source)
+            demand(
+                isinstance(owner, SendSide) and owner.request.room == about[0],
+                Law.NO_REUSE_UNDER_A_READ,
+                f"{source.name}: page {page} is read for room {about[0]}, but belongs to {_owner_name(owner)}",
+            )
+        if target.pool.holds(piece.destination):
+            page, owner = target.pool.owner_at(piece.destination)
+            demand(
+                isinstance(owner, ReceiveSide) and owner.generation == about[1],
+                Law.NO_WRITE_AFTER_RELEASE if owner is None else Law.OWN_PAGES_ONLY,
+                f"{target.name}: page {page} is written to by {source.name} for room {about[0]}, but belongs to "
+                f"{_owner_name(owner)}",
+            )
+
+    def check_holdings(self) -> None:
+        """No state holds pages for longer than the table says."""
+        if self._is_anyone_out_of_reach():
+            self._all_in_reach_since = self._world.now
+        for side in self._open_sides():
+            transfer = side.transfer
+            assert transfer is not None
+            if side.process.thaws_at is not None or transfer.state is not side.state:
+                side.state, side.held_since = transfer.state, self._world.now
+                continue
+            row = holding(Side.PREFILL if isinstance(side, SendSide) else Side.DECODE, transfer.state)
+            since = side.held_since
+            times = 1 if transfer.state in (TransferState.BOOTSTRAPPING, TransferState.SUCCESS) else _MOST_PROGRESS
+            if transfer.state is TransferState.FAILED:
+                since, times = max(since, self._all_in_reach_since), 1
+            longest_s = row.longest_s(WAITS) * times + _SLACK_S
+            demand(
+                self._world.now - since <= longest_s,
+                Law.GIVES_BACK,
+                f"{side.process.name}: {side.request} holds pages for more than {longest_s:g} s while it is "
+                f"{transfer.state.value}, against the table",
+            )
+
+    def _is_anyone_out_of_reach(self) -> bool:
+        """Whether somebody is frozen, cut off or not replaced, or a write does not get on: then pages may be held."""
+        world = self._world
+        delays = (*world.adversary.held.values(), *world.adversary.doomed.values())
+        return (
+            any(process.thaws_at is not None for process in world.processes)
+            or any(line.is_cut for line in world.network.lines)
+            or any(until > world.now for until in delays)
+            or any(not process.is_alive for engine in world.circumstances.engines.values() for process in engine.ranks)
+            or not world.registry.answers
+        )
+
+    def _open_sides(self) -> Iterator[RankSide]:
+        """Those whose callers have opened the room, and do not have their pages back."""
+        for request in self._world.requests:
+            for side in request.sides:
+                if not side.is_released and side.transfer is not None and side.process.is_alive:
+                    yield side
+
+    def what_is_open(self, *, but_for_frozen: bool) -> tuple[Law, str] | None:
+        """What is not over, or left over, and the law against it.
+
+        Args:
+            but_for_frozen: whether pages may be held as long as somebody is frozen.
+        """
+        is_someone_frozen = any(process.thaws_at is not None for process in self._world.processes)
+        for side in self._open_sides():
+            transfer = side.transfer
+            assert transfer is not None
+            if side.process.thaws_at is not None:
+                continue
+            if not transfer.state.is_final:
+                return Law.ENDS, f"{side.process.name}: {side.request} is still {transfer.state.value}"
+            # Whoever is frozen may write or be written to when it thaws, and nothing says when.
+            if not (but_for_frozen and is_someone_frozen):
+                return Law.GIVES_BACK, f"{side.process.name}: {side.request} ended, but keeps its pages"
+        living = {process.transport.endpoint_name for process in self._world.processes if process.is_alive}
+        for process in self._world.processes if not is_someone_frozen else ():
+            left = leftovers(process, living) if process.is_alive else ""
+            if left:
+                return Law.LEAVES_NOTHING, f"{process.name}: left are {left}"
+        return None
+
+    def check_over(self, *, but_for_frozen: bool) -> None:
+        """Everything has ended, and nothing is left of it. See `what_is_open`."""
+        found = self.what_is_open(but_for_frozen=but_for_frozen)
+        if found is not None:
+            raise ViolationError(*found)
+
+    def check_memory(self) -> None:
+        """No byte changed that belongs to nobody."""
+        for process in self._world.processes:
+            if process.is_alive:
+                process.pool.check_free(process.name)
+
+
+def _owner_name(owner: object | None) -> str:
+    if owner is None:
+        return "nobody"
+    assert isinstance(owner, (SendSide, ReceiveSide))
+    return f"{owner.request} on {owner.process.name}"

@@ -1,0 +1,53 @@
+"""What an endpoint still holds when everything is over: it should be nothing, and one that was closed be gone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
+from kvferry.testing.simulation.processes import Process
+
+
+def leftovers(process: Process, living: Collection[str]) -> str:
+    """What is left, in words; empty if nothing is.
+
+    Args:
+        living: the names of all endpoints whose processes live.
+    """
+    endpoint = process.endpoint
+    if process.closing is not None:
+        return "the endpoint itself, which was closed"
+    found = _of_prefill(endpoint, living) if isinstance(endpoint, PrefillEndpoint) else _of_decode(endpoint)
+    return next(found, "")
+
+
+def _of_prefill(endpoint: PrefillEndpoint, living: Collection[str]) -> Iterator[str]:
+    if not endpoint._table.is_quiet:
+        yield f"{endpoint.open_rooms} rooms, {len(endpoint._table._pending)} pending ones"
+    for memory in endpoint._staging.source_memories:
+        if memory._taken or memory.num_waiting:
+            yield f"slots {memory._taken}, {memory.num_waiting} who wait for one"
+    for peer in endpoint._peers.all():
+        if peer.name not in living:
+            yield f"a connection to {peer.name}, which is gone"
+        if peer.attachment is None:
+            continue
+        if peer.attachment._writes:
+            yield f"{peer.attachment._writes} writes to {peer.name}"
+        staged = peer.attachment.paths.staged
+        if staged is not None and (
+            staged.peer.ring.in_use or staged.peer.ring.num_waiting or staged.peer.ring.released
+        ):
+            yield f"{staged.peer.ring.in_use} bytes of the ring of {peer.name}"
+
+
+def _of_decode(endpoint: DecodeEndpoint) -> Iterator[str]:
+    driver = endpoint._driver
+    if endpoint.open_rooms or driver._rooms or driver._room_links:
+        yield f"{endpoint.open_rooms} rooms, {len(driver._rooms)} in the driver"
+    waiting = sum(len(rooms) for rooms in driver._waiting.values())
+    if waiting or driver._links.are_awaited or driver._unconfirmed or driver._arriving is not None:
+        yield f"{waiting} rooms that wait for a link, {len(driver._unconfirmed)} that nobody knows to be verified"
+    for name, ring in driver._staging.rings.items():
+        if not ring.is_idle:
+            yield f"parts of the ring of {name} that are being read"

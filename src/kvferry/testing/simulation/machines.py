@@ -1,0 +1,324 @@
+"""What endpoints run on in the simulation: processes on machines, whose threads take turns when the world says so."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvferry.control.ends import ConnectingEnd, ListeningEnd
+from kvferry.control.registry_client import LeaseKeeper, RegistryClient
+from kvferry.control.registry_server import RegistryServer
+from kvferry.endpoint.calibration import Calibration
+from kvferry.endpoint.platform import BackgroundExecutor, Platform
+from kvferry.endpoint.threads import Loop, RunningLoop, ThreadHealth
+from kvferry.errors import RegistryUnreachableError
+from kvferry.layout import Device, RankLayout, Region
+from kvferry.plan import PathCosts
+from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import PackedSide
+from kvferry.protocol.messages import ProcessIdentity
+from kvferry.protocol.registrations import EngineView, RankRegistration, Registrations
+from kvferry.settings import Settings
+from kvferry.staging import Kernels, StagingMemory
+from kvferry.staging.addressing import array_at, spread
+from kvferry.staging.kernels import StartArray
+from kvferry.staging.resources import StagingResources
+from kvferry.testing.simulation.control_network import ControlNetwork, SimulatedConnectingEnd, SimulatedListeningEnd
+from kvferry.transport import Transport
+
+
+class Thread(RunningLoop):
+    """A loop that has a turn when the world says so."""
+
+    def __init__(self, name: str, loop: Loop) -> None:
+        self.name = name
+        self.loop = loop
+        self.has_ended = False
+
+    @property
+    def health(self) -> ThreadHealth:
+        return ThreadHealth(self.name, not self.has_ended, 0, "")
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        return self.has_ended
+
+    def turn(self) -> None:
+        """One turn."""
+        self.has_ended = not self.loop.turn(may_wait=False)
+
+
+class PlainKernels(Kernels):
+    """Copies run by run, and fails half-way when the world says so."""
+
+    def __init__(self, fails: Callable[[], Exception | None]) -> None:
+        self._fails = fails
+
+    def gather(self, starts: StartArray, shape: BlockShape, address: int) -> None:
+        runs = spread(starts, shape.loops).tolist()
+        packed = array_at(address, (len(runs), shape.length), "|u1")
+        for number, start in self._until_it_fails(runs):
+            packed[number] = array_at(start, (shape.length,), "|u1")
+
+    def scatter(self, address: int, starts: StartArray, shape: BlockShape) -> None:
+        runs = spread(starts, shape.loops).tolist()
+        packed = array_at(address, (len(runs), shape.length), "|u1")
+        for number, start in self._until_it_fails(runs):
+            array_at(start, (shape.length,), "|u1")[...] = packed[number]
+
+    def _until_it_fails(self, runs: list[int]) -> Iterator[tuple[int, int]]:
+        problem = self._fails()
+        yield from enumerate(runs[: len(runs) // 2] if problem is not None else runs)
+        if problem is not None:
+            raise problem
+
+
+class SimulatedResources(StagingResources):
+    """Memory that is there, and copies that take no time."""
+
+    def __init__(self, chance: random.Random, copying_fails: Callable[[], Exception | None]) -> None:
+        """Makes resources without any memory taken.
+
+        Args:
+            chance: decides what is left to chance.
+            copying_fails: called before bytes are copied; an exception that it returns makes the copy fail.
+        """
+        self._chance = chance
+        self._copying_fails = copying_fails
+
+    def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
+        return PlainKernels(self._copying_fails)
+
+    def allocate(self, num_bytes: int, device: Device) -> StagingMemory:
+        memory = np.zeros(num_bytes + 64, np.uint8)
+        address = memory.ctypes.data + -memory.ctypes.data % 64
+        return StagingMemory(Region(address, num_bytes), device, memory)
+
+    def copy_bytes_per_s(self, kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
+        return 1e9
+
+    def epoch(self) -> int:
+        return self._chance.getrandbits(63)
+
+
+class SimulatedCalibration(Calibration):
+    """Both ways are as fast as the seed says, so that either may be chosen."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._descriptor_s = chance.choice([1e-9, 1e-5, 1e-4, 1e-2])
+
+    def costs(self, *arguments: Any, **named: Any) -> PathCosts:
+        return PathCosts(seconds_per_descriptor=self._descriptor_s)
+
+
+class RegistryProcess:
+    """The registry.
+
+    Attributes:
+        is_alive: whether it answers.
+        is_frozen: whether it would if it could.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self.is_alive = True
+        self.is_frozen = False
+        self._registrations = Registrations(lease_s)
+
+    @property
+    def answers(self) -> bool:
+        """Whether it would answer now."""
+        return self.is_alive and not self.is_frozen
+
+    def restart(self) -> None:
+        """Starts anew, and knows nothing."""
+        self._registrations = Registrations(self._lease_s)
+        self.is_alive, self.is_frozen = True, False
+
+    def ask(self) -> Registrations:
+        """Returns the registrations, as a client of the registry gets them.
+
+        Raises:
+            RegistryUnreachableError: if it does not answer.
+        """
+        if not self.answers:
+            raise RegistryUnreachableError("the registry does not answer")
+        return self._registrations
+
+
+class SimulatedRegistryClient(RegistryClient):
+    """Asks the registry without a network between."""
+
+    def __init__(self, registry: RegistryProcess, now: Callable[[], float]) -> None:
+        super().__init__("http://registry:1")
+        self._registry = registry
+        self._now = now
+
+    def register(self, registration: RankRegistration) -> float:
+        return self._registry.ask().register(registration, self._now())
+
+    def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
+        return self._registry.ask().remove(engine, engine_rank, incarnation)
+
+    def engine(self, name: str) -> EngineView:
+        return self._registry.ask().engine(name, self._now())
+
+    def load(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class SimulatedKeeper(LeaseKeeper):
+    """Keeps a rank registered when it has a turn.
+
+    Attributes:
+        due_at: when it has to renew.
+    """
+
+    due_at = 0.0
+    is_closed = False
+
+    def close(self, timeout_s: float = 0.0) -> bool:
+        if not self.is_closed:
+            self.is_closed = True
+            self.remove()
+        return True
+
+
+class SimulatedExecutor(BackgroundExecutor):
+    """Work that is done some time."""
+
+    def __init__(self) -> None:
+        self.work: deque[Callable[[], None]] = deque()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self.work.append(work)
+
+    def close(self) -> None:
+        self.work.clear()
+
+
+def _ignore(_: Exception) -> None:
+    pass
+
+
+class SimulatedPlatform(Platform):
+    """A process: what it runs, and what it sees of the world.
+
+    Attributes:
+        threads: those that it has started.
+        executors: its work that takes long.
+        keeper: keeps it registered, if it is a prefill rank.
+        skew_s: how far its clock has jumped ahead of the world's.
+        listening: its end of the peer channel, if it is a prefill rank.
+        connecting: the same, if it is a decode rank.
+        last_bits: the last number that it drew.
+    """
+
+    def __init__(
+        self,
+        machine: str,
+        clock: Callable[[], float],
+        chance: random.Random,
+        network: ControlNetwork,
+        registry: RegistryProcess,
+        *,
+        address: str,
+        pid: int,
+        is_gone: Callable[[ProcessIdentity], bool],
+        copying_fails: Callable[[], Exception | None],
+    ) -> None:
+        """Makes the process, on a machine of the world.
+
+        Args:
+            machine: what tells it from others.
+            clock: the world's.
+            chance: decides what the process would leave to chance.
+            address: where it listens, if it does.
+            pid: its number on its machine.
+            is_gone: whether another process of the same machine has ended.
+            copying_fails: called before bytes are copied; an exception that it returns makes the copy fail.
+        """
+        self.name = machine
+        self.process = ProcessIdentity(machine=machine, pid=pid, started=pid)
+        self._is_gone = is_gone
+        self.staging = SimulatedResources(chance, copying_fails)
+        self.threads: list[Thread] = []
+        self.executors: list[SimulatedExecutor] = []
+        self.keeper: SimulatedKeeper | None = None
+        self.listening: SimulatedListeningEnd | None = None
+        self.connecting: SimulatedConnectingEnd | None = None
+        self.skew_s = 0.0
+        self.last_bits = 0
+        self._clock = clock
+        self._chance = chance
+        self._network = network
+        self._registry = registry
+        self._address = address
+
+    def now(self) -> float:
+        return self._clock() + self.skew_s
+
+    def random_bits(self, count: int) -> int:
+        self.last_bits = self._chance.getrandbits(count)
+        return self.last_bits
+
+    def jitter(self) -> float:
+        return self._chance.random()
+
+    def is_gone(self, process: ProcessIdentity) -> bool:
+        return process.machine == self.process.machine and self._is_gone(process)
+
+    def pause(self, seconds: float) -> None:
+        raise AssertionError("a turn that must not wait does")
+
+    def wait_until(self, holds: Callable[[], bool], deadline: float) -> None:
+        raise AssertionError("nobody may wait in the simulation")
+
+    def start(self, name: str, loop: Loop) -> RunningLoop:
+        thread = Thread(name, loop)
+        self.threads.append(thread)
+        return thread
+
+    def background_executor(self, name: str) -> BackgroundExecutor:
+        self.executors.append(SimulatedExecutor())
+        return self.executors[-1]
+
+    @property
+    def has_input(self) -> bool:
+        """Whether messages wait to be read."""
+        if self.listening is not None:
+            return bool(self.listening.arrived)
+        return self.connecting is not None and any(line.arrived or line.has_broken for line in self.connecting.lines)
+
+    def listen(self, settings: Settings) -> ListeningEnd:
+        self.listening = SimulatedListeningEnd(self._network, self._address)
+        return self.listening
+
+    def connect_as(self, endpoint: str, settings: Settings) -> ConnectingEnd:
+        self.connecting = SimulatedConnectingEnd(self._network, endpoint)
+        return self.connecting
+
+    def registry(self, settings: Settings, url: str) -> RegistryClient:
+        return SimulatedRegistryClient(self._registry, self._clock)
+
+    def serve_registry(self, settings: Settings) -> RegistryServer:
+        raise AssertionError("the registry is a process of its own in the simulation")
+
+    def keep_registered(
+        self, registry: RegistryClient, registration: RankRegistration, on_problem: Callable[[Exception], None]
+    ) -> LeaseKeeper:
+        self.keeper = SimulatedKeeper(
+            registry, registration, _ignore, now=self.now, jitter=lambda: self._chance.uniform(0.5, 1.0)
+        )
+        return self.keeper
+
+    def calibration(
+        self, transport: Transport, kernels: Kernels, layout: RankLayout, memory: StagingMemory
+    ) -> Calibration:
+        return SimulatedCalibration(self._chance)

@@ -1,0 +1,89 @@
+"""The processes of a simulated system: starting, freezing, killing and closing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
+from kvferry.testing.simulation.machines import SimulatedPlatform
+from kvferry.testing.simulation.memory import Pool
+from kvferry.transport.simulated import SimulatedTransport
+
+Closing = Iterator[tuple[Callable[[], bool], float]]
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """A rank in a process of its own, in one of its lives.
+
+    Attributes:
+        name: what traces call it.
+        engine: the engine that it belongs to.
+        rank: its number there.
+        life: how often the rank was started before.
+        pid: its number on its machine; no two processes ever have the same.
+        thaws_at: until when it is frozen; None if it is not.
+        died_at: when it was killed; None if it was not.
+        is_closed_in_order: whether it was closed in order.
+    """
+
+    name: str
+    engine: str
+    rank: int
+    life: int
+    pid: int
+    platform: SimulatedPlatform
+    pool: Pool
+    transport: SimulatedTransport
+    endpoint: PrefillEndpoint | DecodeEndpoint
+    address: str
+    thaws_at: float | None = None
+    died_at: float | None = None
+    is_closed_in_order: bool = False
+    closing: Closing | None = None
+    closing_waits_for: tuple[Callable[[], bool], float] | None = None
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it is a prefill rank."""
+        return isinstance(self.endpoint, PrefillEndpoint)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was neither killed nor closed."""
+        return self.died_at is None and not self.is_closed_in_order
+
+    @property
+    def runs(self) -> bool:
+        """Whether its threads have turns."""
+        return self.is_alive and self.thaws_at is None
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether its callers may open rooms."""
+        return self.runs and self.closing is None
+
+    @property
+    def has_input(self) -> bool:
+        """Whether messages or notifications wait to be read."""
+        return bool(self.transport.arrived) or self.platform.has_input
+
+    def begin_closing(self) -> None:
+        """Its owner closes the endpoint."""
+        self.closing = self.endpoint._closing()
+        self.closing_waits_for = (lambda: True), 0.0
+
+    def go_on_closing(self, now: float) -> bool:
+        """Takes the next step if it may; returns whether it has left."""
+        assert self.closing is not None
+        if self.closing_waits_for is not None:
+            holds, until = self.closing_waits_for
+            if not holds() and now < until:
+                return False
+            self.closing_waits_for = next(self.closing, None)
+        # Where writes hang, threads outlive the call.
+        self.is_closed_in_order = self.closing_waits_for is None and all(
+            thread.has_ended for thread in self.platform.threads
+        )
+        return self.is_closed_in_order

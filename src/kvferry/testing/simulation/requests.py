@@ -1,0 +1,188 @@
+"""The callers: requests that schedulers of both engines open, feed, abort and forget."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
+from kvferry.errors import UnknownRoomError
+from kvferry.protocol.states import TransferState
+from kvferry.testing.simulation.memory import HEAD_DIM, HEADS, KINDS, Contents
+from kvferry.testing.simulation.processes import Process
+
+
+@dataclass(slots=True, eq=False)
+class RankSide(ABC):
+    """A request on one rank.
+
+    Attributes:
+        pages: that its caller gave it.
+        is_released: whether these are its caller's again, or nobody's.
+        state: where it was seen to stand.
+        held_since: since when it has stood there.
+        last_state: where the law of states last saw it.
+    """
+
+    request: Request
+    process: Process
+    pages: list[int] = field(default_factory=list, kw_only=True)
+    is_released: bool = field(default=False, kw_only=True)
+    state: TransferState | None = field(default=None, kw_only=True)
+    held_since: float = field(default=0.0, kw_only=True)
+    last_state: TransferState = field(default=TransferState.BOOTSTRAPPING, kw_only=True)
+
+    @property
+    @abstractmethod
+    def is_known(self) -> bool:
+        """Whether the endpoint has a use for the room's number still: nobody may use it for another request."""
+
+    @property
+    @abstractmethod
+    def transfer(self) -> Sender | Receiver | None:
+        """What its caller holds, once it has opened the room."""
+
+
+@dataclass(slots=True, eq=False)
+class SendSide(RankSide):
+    """A request on one prefill rank.
+
+    Attributes:
+        chunks: pages of every chunk that was not handed in yet.
+        sender: once its caller has opened the room.
+        position: pages that were handed in.
+    """
+
+    chunks: list[int]
+    sender: Sender | None = None
+    position: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether decode ranks that come late would still be told how the room ended."""
+        endpoint = self.process.endpoint
+        if self.sender is None or not self.process.is_alive or not isinstance(endpoint, PrefillEndpoint):
+            return False
+        return self.request.room in endpoint._table.failed_alone
+
+    @property
+    def transfer(self) -> Sender | None:
+        return self.sender
+
+
+@dataclass(slots=True, eq=False)
+class ReceiveSide(RankSide):
+    """A request on one decode rank.
+
+    Attributes:
+        held: tokens that it has already.
+        first_token: with which its pages begin.
+        count: how many pages it needs.
+        receiver: once its caller has opened the room.
+        generation: of its room.
+        is_checked: whether its success was seen.
+    """
+
+    held: int
+    first_token: int
+    count: int
+    receiver: Receiver | None = None
+    generation: int = -1
+    is_checked: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the room is open still."""
+        endpoint = self.process.endpoint
+        if self.receiver is None or not self.process.is_alive or not isinstance(endpoint, DecodeEndpoint):
+            return False
+        try:
+            return endpoint.receiver(self.request.room) is self.receiver
+        except UnknownRoomError:
+            return False
+
+    @property
+    def transfer(self) -> Receiver | None:
+        return self.receiver
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request.
+
+    Attributes:
+        number: of all requests of the world.
+        room: its number on both sides.
+        tokens: how many it has.
+        contents: what its cache holds.
+        excuse: why it need not succeed; empty as long as it must.
+        is_abandoned: whether somebody never comes. Then nobody may use its number for another.
+    """
+
+    number: int
+    room: int
+    prefill: str
+    decode: str
+    tokens: int
+    contents: Contents
+    senders: list[SendSide] = field(default_factory=list)
+    receivers: list[ReceiveSide] = field(default_factory=list)
+    excuse: str = ""
+    is_abandoned: bool = False
+
+    @property
+    def sides(self) -> list[RankSide]:
+        """On every rank of both engines."""
+        return [*self.senders, *self.receivers]
+
+    def __str__(self) -> str:
+        return f"request {self.number} (room {self.room})"
+
+    @property
+    def aux(self) -> bytes:
+        """Its aux data."""
+        return b"aux %d" % self.number
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no side has to do with it any more."""
+        return (
+            not self.is_abandoned
+            and all(side.is_released for side in self.sides)
+            and not any(side.is_known for side in self.sides)
+        )
+
+    def excused(self, why: str) -> None:
+        """Says that it may fail."""
+        self.excuse = self.excuse or why
+
+
+def new_request(
+    number: int, room: int, prefill: list[Process], decode: list[Process], layers: int, draw: random.Random
+) -> Request:
+    """A request between two engines, with everything about it drawn."""
+    tokens = draw.choice([1, 3, 4, 7, draw.randint(1, 12)])
+    contents = np.frombuffer(draw.randbytes(KINDS * layers * tokens * HEADS * HEAD_DIM), np.uint8)
+    request = Request(
+        number,
+        room,
+        prefill[0].engine,
+        decode[0].engine,
+        tokens,
+        contents.reshape(KINDS, layers, tokens, HEADS, HEAD_DIM),
+    )
+    page_tokens = prefill[0].pool.shape.page_tokens
+    count = -(-tokens // page_tokens)
+    parts = draw.randint(1, min(3, count))
+    ends = [*sorted(draw.sample(range(1, count), parts - 1)), count]
+    chunks = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    request.senders = [SendSide(request, process, list(chunks)) for process in prefill]
+    held = draw.choice([0, 0, draw.randint(0, tokens)])
+    page_tokens = decode[0].pool.shape.page_tokens
+    first = held // page_tokens
+    count = -(-tokens // page_tokens) - first if held < tokens else 0
+    request.receivers = [ReceiveSide(request, process, held, first * page_tokens, count) for process in decode]
+    return request

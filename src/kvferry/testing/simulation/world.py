@@ -1,0 +1,372 @@
+"""One schedule: whose turn it is, what arrives, how time passes, as a seed says."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
+from kvferry.errors import PeerDisconnectedError
+from kvferry.protocol.messages import ProcessIdentity
+from kvferry.testing.simulation.adversary import RECOVERY_S, Adversary, Restart
+from kvferry.testing.simulation.callers import Callers
+from kvferry.testing.simulation.circumstances import LEASE_S, Engine, Limits, drawn
+from kvferry.testing.simulation.control_network import ControlNetwork
+from kvferry.testing.simulation.inspector import Inspector, Raised, listening
+from kvferry.testing.simulation.laws import Law, ViolationError
+from kvferry.testing.simulation.machines import RegistryProcess, SimulatedPlatform, Thread
+from kvferry.testing.simulation.memory import FRESH, Arena
+from kvferry.testing.simulation.processes import Process
+from kvferry.testing.simulation.requests import Request
+from kvferry.transport.simulated import Notification, SimulatedHandle, SimulatedTransport, SimulatedWire
+
+_BURST = 6
+_STEPS_A_LOOK = 20
+_FAIR_MAIL_ODDS = 0.2
+_FAIR_PACE_S = 0.05  # of time, so that no deadline passes while everybody has something to do
+_END_S = 20.0
+"""How long, after the last trouble, until everything must be over: the deadlines of all states in a row."""
+
+
+class World:
+    """One schedule.
+
+    Attributes:
+        seed: what all of it comes of.
+        limits: how large it is.
+        now: the time, in seconds.
+        is_ending: whether nothing goes wrong any more.
+        trace: what happened, in words, if it was asked for.
+        outcomes: how many sides of transfers ended how, and how often what went wrong.
+        circumstances: what there is.
+        order: chance, about the order of things.
+        fate: chance, about what goes wrong. Of its own, so that a world from which something is left out is like the
+            whole one otherwise.
+        adversary: decides what goes wrong.
+        processes: every life of every rank.
+        restarts: ranks that will be started again.
+        requests: those that were made so far.
+        wire: carries bytes between processes.
+        network: carries messages between processes.
+        registry: where processes find each other.
+        raised: what endpoints logged of errors that they did not expect.
+    """
+
+    def __init__(
+        self, seed: int, *, limits: Limits | None = None, arena: Arena | None = None, traces: bool = False
+    ) -> None:
+        """Makes the world of one seed; nothing has happened in it yet.
+
+        Args:
+            limits: how large it is.
+            arena: pools of earlier worlds.
+            traces: whether to note what happens.
+        """
+        self.seed = seed
+        self.limits = limits or Limits()
+        self.now = 0.0
+        self.is_ending = False
+        self.trace: list[str] = []
+        self.outcomes: Counter[str] = Counter()
+        self._draw = random.Random(seed)
+        self.order = random.Random(seed + 1)
+        self.fate = random.Random(seed + 2)
+        self.circumstances = drawn(self._draw, self.limits)
+        self.adversary = Adversary(self)
+        self._callers = Callers(self)
+        self._inspector = Inspector(self)
+        self.processes: list[Process] = []
+        self.restarts: list[Restart] = []
+        self.requests: list[Request] = []
+        self.wire = SimulatedWire(self._inspector.check_piece, self.adversary.transport_fails)
+        self.network = ControlNetwork(self.adversary.sending_fails)
+        self.registry = RegistryProcess(LEASE_S)
+        self.raised = Raised()
+        self._arena = arena or Arena()
+        self._traces = traces
+        self._pids = 0
+        self._known_threads: list[tuple[Process, Thread]] | None = None
+
+    @property
+    def troubles(self) -> frozenset[str]:
+        """Kinds of faults that there are."""
+        return frozenset(self.circumstances.odds)
+
+    def threads_changed(self) -> None:
+        """A process began, froze, thawed or ended, or one of its threads did."""
+        self._known_threads = None
+
+    def _start(self, engine: Engine, rank: int) -> None:
+        """Begins a life of a rank."""
+        life = sum(process.engine == engine.name and process.rank == rank for process in self.processes)
+        self._pids += 1
+        machine = f"machine {(rank + len(engine.name)) % self.circumstances.machines}"
+        port = 1000 + 10 * list(self.circumstances.engines).index(engine.name) + rank
+        address = f"tcp://127.0.0.1:{port}"
+        # A rank that starts again may listen where it listened before, unless its predecessor still does.
+        if address in self.network.listening or self._draw_bit(life):
+            address = f"tcp://127.0.0.1:{port + life * 100}"
+        platform = SimulatedPlatform(
+            machine,
+            lambda: self.now,
+            random.Random(self._draw.getrandbits(32)),
+            self.network,
+            self.registry,
+            address=address,
+            pid=self._pids,
+            is_gone=self._is_gone,
+            copying_fails=self.adversary.copying_fails,
+        )
+        transport = SimulatedTransport(self.wire, f"{engine.name}-{rank}-life{life}")
+        pool = self._arena.take(engine.shapes[rank])
+        pool.wipe(FRESH)
+        make: Callable[..., PrefillEndpoint | DecodeEndpoint]
+        make = partial(PrefillEndpoint, host_registry=False) if engine.is_prefill else DecodeEndpoint
+        endpoint = make(
+            pool.layout,
+            engine=engine.name,
+            coordinates=pool.coordinates,
+            settings=engine.settings,
+            transport=transport,
+            platform=platform,
+        )
+        name = f"{engine.name}.{rank}" + (f"#{life}" if life else "")
+        process = Process(name, engine.name, rank, life, self._pids, platform, pool, transport, endpoint, address)
+        engine.ranks[rank : rank + 1] = [process]
+        self.processes.append(process)
+        self.threads_changed()
+        self.note("%s starts on %s at %s", name, machine, address)
+
+    def _is_gone(self, identity: ProcessIdentity) -> bool:
+        """Whether a process has ended: it was killed, or its endpoint was closed and no write keeps it."""
+        return not next(process for process in self.processes if process.pid == identity.pid).is_alive
+
+    def _draw_bit(self, number: int) -> bool:
+        return random.Random(f"{self.seed} {number}").random() < 0.5
+
+    def note(self, text: str, *values: object) -> None:
+        """Writes something that happened to the trace, if there is one."""
+        if self._traces:
+            self.trace.append(f"{self.now:8.3f}  " + (text % values if values else text))
+
+    def run(self) -> Counter[str]:
+        """Runs it all.
+
+        Raises:
+            ViolationError: if a law was broken.
+        """
+        with listening() as self.raised:
+            try:
+                for engine in self.circumstances.engines.values():
+                    for rank in range(len(engine.shapes)):
+                        self._start(engine, rank)
+                for count in range(self.limits.steps):
+                    self.step()
+                    if count % _STEPS_A_LOOK == 0 and self._is_idle():
+                        break
+                self._end()
+            except ViolationError:
+                raise
+            except Exception as error:
+                raise ViolationError(Law.NEVER_RAISES, f"{type(error).__name__}: {error}") from error
+            finally:
+                for process in self.processes:
+                    self._arena.give_back(process.pool)
+        return self.outcomes
+
+    def _is_idle(self) -> bool:
+        """Whether nothing is left to be done for anybody."""
+        return not self._callers.coming and all(request.is_over for request in self.requests)
+
+    def step(self) -> None:
+        """Something happens."""
+        lot = self.order.random()
+        if lot < 0.45:
+            happened = self._turn()
+        elif lot < 0.45 + (_FAIR_MAIL_ODDS if self.is_ending else self.circumstances.mail_odds):
+            happened = self._message()
+        elif lot < 0.75:
+            happened = self._bytes()
+        elif lot < 0.82:
+            happened = self._notification()
+        elif lot < 0.92:
+            happened = self._callers.act()
+        else:
+            happened = False
+        if not happened:
+            happened = self._anything()
+        if not happened or lot >= 0.92:
+            self._pass_time(is_idle=not happened)
+        if self.circumstances.odds and not self.is_ending:
+            self.adversary.go_wrong()
+
+    def _anything(self) -> bool:
+        """Whatever there is to do, in an order of chance."""
+        kinds = (self._turn, self._bytes, self._notification, self._callers.act)
+        first = int(self.order.random() * len(kinds))
+        if any(kinds[(first + index) % len(kinds)]() for index in range(len(kinds))):
+            return True
+        return self._message()
+
+    def _pass_time(self, *, is_idle: bool) -> None:
+        longest = 0.3 if is_idle else _FAIR_PACE_S if self.is_ending else self.circumstances.pace_s
+        self.now += self.order.random() * longest + 1e-4
+        for process in self.processes:
+            if process.thaws_at is not None and self.now >= process.thaws_at:
+                process.thaws_at = None
+                self.threads_changed()
+                self.adversary.unwell_until = self.now + RECOVERY_S
+                self.note("%s thaws", process.name)
+            keeper = process.platform.keeper
+            if process.runs and keeper is not None and not keeper.is_closed and process.platform.now() >= keeper.due_at:
+                keeper.due_at = process.platform.now() + keeper.renew()
+            if process.runs and process.closing is not None:
+                self._go_on_closing(process)
+        for restart in [restart for restart in self.restarts if self.now >= restart.at]:
+            self.restarts.remove(restart)
+            self._start(restart.engine, restart.rank)
+        for line in self.network.lines:
+            if line.is_cut and self.now >= self.adversary.lines_heal.get(line, 0.0):
+                line.is_cut = False
+                self.adversary.unwell_until = self.now + RECOVERY_S
+                self.note("the connection of %s to %s heals", line.identity, line.address)
+        self.network.forget()
+        self.adversary.end_doomed()
+        self._inspector.check_holdings()
+
+    def _go_on_closing(self, process: Process) -> None:
+        if process.go_on_closing(process.platform.now()):
+            self.note("%s has left", process.name)
+            self.adversary.left(process)
+
+    def _turn(self) -> bool:
+        """A thread has a few turns."""
+        if self.order.random() < 0.05 and self._executor():
+            return True
+        threads = self._threads()
+        first = int(self.order.random() * len(threads))
+        for index in range(len(threads)):
+            process, thread = threads[first - index]
+            loop = thread.loop
+            if not (loop.has_work() or (loop.reads_input and process.has_input)):
+                continue
+            assert process.runs
+            for _ in range(1 + int(self.order.random() * _BURST)):
+                thread.turn()
+                if thread.has_ended:
+                    self.threads_changed()
+                    break
+                if not (loop.has_work() or process.has_input):
+                    break
+            self._inspector.look(process)
+            return True
+        return self._executor()
+
+    def _executor(self) -> bool:
+        """What takes long is done, such as asking the registry."""
+        for process in self.processes:
+            for background_executor in process.platform.executors if process.runs else ():
+                if background_executor.work:
+                    background_executor.work.popleft()()
+                    return True
+        return False
+
+    def _threads(self) -> list[tuple[Process, Thread]]:
+        """Those that may have a turn."""
+        if self._known_threads is None:
+            self._known_threads = [
+                (process, thread)
+                for process in self.processes
+                if process.runs
+                for thread in process.platform.threads
+                if not thread.has_ended
+            ]
+        return self._known_threads
+
+    def _message(self) -> bool:
+        """A message arrives."""
+        lines = [line for line in self.network.lines if not line.is_cut and (line.down or self.network.can_go_up(line))]
+        if not lines:
+            return False
+        line = self.order.choice(lines)
+        goes_up = self.network.can_go_up(line) and (not line.down or self.order.random() < 0.5)
+        queue = line.up if goes_up else line.down
+        index = self.fate.randrange(len(queue)) if self.adversary.strikes("reorder") else 0
+        if self.adversary.strikes("duplicate"):
+            queue.insert(index, queue[index])
+        (self.network.go_up if goes_up else self.network.go_down)(line, index)
+        return True
+
+    def _bytes(self) -> bool:
+        """A piece of a write lands."""
+        transfers = [transfer for transfer in self.wire.transfers if self._gets_on(transfer)]
+        if not transfers:
+            return False
+        transfer = self.order.choice(transfers)
+        if not transfer.target.is_mapped:
+            self.wire.fail(transfer, PeerDisconnectedError(f"{transfer.target.endpoint_name} is dead"))
+            return True
+        for _ in range(self.order.choice([1, 1, 2, len(transfer.left)])):
+            if transfer.left:
+                self.wire.land(transfer, self.order.randrange(len(transfer.left)))
+        return True
+
+    def _gets_on(self, transfer: SimulatedHandle) -> bool:
+        if self.now < self.adversary.held.get(transfer, 0.0):
+            return False
+        owner = self.process_of(transfer.source)
+        return self.circumstances.wire_runs_alone or owner.thaws_at is None or owner.died_at is not None
+
+    def _notification(self) -> bool:
+        """A notification arrives."""
+        if not self.wire.notifications:
+            return False
+        notification = self.order.choice(self.wire.notifications)
+        if self.adversary.strikes("duplicate"):
+            self.wire.notifications.append(Notification(notification.sender, notification.target, notification.data))
+        self.wire.deliver(notification)
+        return True
+
+    def process_of(self, transport: SimulatedTransport) -> Process:
+        """Whose transport it is."""
+        return next(process for process in reversed(self.processes) if process.transport is transport)
+
+    def _end(self) -> None:
+        """No more trouble: whatever is frozen for ever stays so for a while, and then everything must be over."""
+        self.is_ending = True
+        self.note("no more trouble")
+        self.registry.restart()
+        for line in self.network.lines:
+            line.is_cut = False
+        self._replace_the_dead()
+        self._run_until(self.now + _END_S, is_over=lambda: self._inspector.what_is_open(but_for_frozen=True) is None)
+        self._inspector.check_over(but_for_frozen=True)
+        for process in self.processes:
+            if process.thaws_at is not None:
+                if self.fate.random() < 0.5:
+                    self.adversary.kill(process)
+                else:
+                    process.thaws_at = self.now
+        self.adversary.held.clear()
+        self._replace_the_dead()
+        self._run_until(self.now + _END_S, is_over=lambda: self._inspector.what_is_open(but_for_frozen=False) is None)
+        self._inspector.check_over(but_for_frozen=False)
+        self._inspector.check_memory()
+
+    def _replace_the_dead(self) -> None:
+        """Somebody who looks after the engines starts again what was killed."""
+        for engine in self.circumstances.engines.values():
+            for process in engine.ranks:
+                is_coming = any(each.engine is engine and each.rank == process.rank for each in self.restarts)
+                if process.died_at is not None and not is_coming:
+                    self.restarts.append(Restart(engine, process.rank, self.now + 0.1))
+
+    def _run_until(self, until: float, *, is_over: Callable[[], bool]) -> None:
+        count = 0
+        while self.now < until:
+            self.step()
+            count += 1
+            if count % _STEPS_A_LOOK == 0 and is_over():
+                return

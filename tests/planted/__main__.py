@@ -1,0 +1,97 @@
+"""Plants every fault of the catalogue in a copy of the tree, and says which tier finds it: `make planted`.
+
+python -m tests.planted                 all of them
+python -m tests.planted window prefix   those whose names or files have one of the words
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.planted.catalogue import CATALOGUE, PlantedFault
+
+ROOT = Path(__file__).parents[2]
+LONGEST_S = 1800.0
+
+
+def copy(target: Path) -> None:
+    """Copies what git knows of, and links to this environment."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        file = target / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes((ROOT / name).read_bytes())
+    (target / ".venv").symlink_to(sys.prefix)
+
+
+def fails(tree: Path, *arguments: str) -> bool:
+    """Runs tests in a copy until one fails."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-n",
+        "auto",
+        "--dist",
+        "worksteal",
+        "-p",
+        "no:cacheprovider",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
+    done = subprocess.run(
+        [*command, *arguments], cwd=tree, env=environment, capture_output=True, check=False, timeout=LONGEST_S
+    )
+    if done.returncode not in (0, 1, 2):  # pytest's own trouble; 2 is a module that cannot be imported any more
+        raise RuntimeError(done.stdout.decode() + done.stderr.decode())
+    return done.returncode != 0
+
+
+def found_by(fault: PlantedFault, tree: Path) -> str:
+    """Plants a fault and takes it away again; returns what finds it."""
+    file = tree / "src/kvferry" / fault.file
+    right = file.read_text()
+    assert right.count(fault.right) == 1, (
+        f"{fault.name}: {fault.file} has {fault.right!r} {right.count(fault.right)} times"
+    )
+    file.write_text(right.replace(fault.right, fault.wrong))
+    try:
+        if fails(tree, *fault.nearest.split()) or fails(tree):
+            return "make test"
+        return "make test-all" if fails(tree, "--tier", "full") else "nothing"
+    finally:
+        file.write_text(right)
+
+
+def main() -> int:
+    """Says which fault is found by what; the exit code is 0 only if each is found by something."""
+    words = sys.argv[1:]
+    faults = [each for each in CATALOGUE if not words or any(word in f"{each.name} {each.file}" for word in words)]
+    tiers: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy(tree)
+        for fault in faults:
+            begun = time.monotonic()
+            tier = found_by(fault, tree)
+            tiers[tier] += 1
+            sys.stdout.write(f"{fault.layer:10} {fault.name}: found by {tier} ({time.monotonic() - begun:.0f} s)\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{len(faults)} faults: {', '.join(f'{count} by {tier}' for tier, count in tiers.items())}\n")
+    return int(tiers["nothing"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

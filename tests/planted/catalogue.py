@@ -1,0 +1,208 @@
+"""Faults in every layer, each a line as somebody might get it wrong; tests must find all of them.
+
+Those of the protocol and of what guards pages stand in `tests/simulation/planted.py`: what finds them is a schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedFault:
+    """A change of one place in the code.
+
+    Attributes:
+        name: what is wrong then.
+        file: below `src/kvferry`.
+        right: what stands there, once in the file.
+        wrong: what takes its place.
+        nearest: tests that should find it: tried first, since all others take minutes.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    nearest: str
+
+    @property
+    def layer(self) -> str:
+        return self.file.partition("/")[0]
+
+
+CATALOGUE = (
+    # ---- layout
+    PlantedFault(
+        "intervals that touch overlap",
+        "layout/interval.py",
+        "return Interval(start, stop) if start < stop else None",
+        "return Interval(start, stop) if start <= stop else None",
+        "tests/unit/layout",
+    ),
+    PlantedFault(
+        "a pipeline stage has the first layer of the next",
+        "layout/sharding.py",
+        "bisect_left(self.layers, stage.stop))",
+        "bisect_left(self.layers, stage.stop + 1))",
+        "tests/unit/layout",
+    ),
+    PlantedFault(
+        "the rest of a request that is no multiple of the parts is lost",
+        "layout/tokens.py",
+        "return max(1, -(-request_tokens // len(self.pattern)))",
+        "return max(1, request_tokens // len(self.pattern))",
+        "tests/unit/layout",
+    ),
+    PlantedFault(
+        "a range of tokens that goes on behind the request",
+        "layout/tokens.py",
+        "np.minimum(starts + block, high)",
+        "np.minimum(starts + block, high + 1)",
+        "tests/unit/layout tests/unit/plan/test_routes.py",
+    ),
+    # ---- plan
+    PlantedFault(
+        "runs that are contiguous on one side alone are merged",
+        "plan/lowering.py",
+        "if not remaining and loop.source_stride == loop.destination_stride == length:",
+        "if not remaining and loop.source_stride == length:",
+        "tests/unit/plan",
+    ),
+    PlantedFault(
+        "pages of two sizes move in units of the source's page",
+        "plan/routes.py",
+        "unit = gcd(source.page_tokens, destination.page_tokens)",
+        "unit = source.page_tokens",
+        "tests/unit/plan",
+    ),
+    PlantedFault(
+        "the cached prefix is overwritten up to its unit's start",
+        "plan/routes.py",
+        "return max(low // unit * unit, min(held, low)), -(-high // unit) * unit",
+        "return low // unit * unit, -(-high // unit) * unit",
+        "tests/unit/plan",
+    ),
+    PlantedFault(
+        "the last block of merged descriptors is dropped",
+        "plan/descriptors.py",
+        "starts = np.arange(0, len(order), most)[::-1]",
+        "starts = np.arange(0, len(order) - most + 1, most)[::-1]",
+        "tests/unit/plan",
+    ),
+    PlantedFault(
+        "staging is reckoned as if its steps never overlapped",
+        "plan/cost.py",
+        "(gather + write + scatter,) if costs.is_one_memory else (gather, write, scatter)",
+        "(gather + write + scatter,)",
+        "tests/unit/plan/test_cost.py",
+    ),
+    # ---- staging
+    PlantedFault(
+        "long runs are gathered into the place of the run before",
+        "staging/host.py",
+        "(array_at(address + number * shape.length, (shape.length,)",
+        "(array_at(address + max(0, number - 1) * shape.length, (shape.length,)",
+        "tests/unit/staging/test_host_kernels.py",
+    ),
+    PlantedFault(
+        "no bytes of staging memory can be asked for",
+        "staging/memory.py",
+        "if num_bytes < 1:",
+        "if num_bytes < 0:",
+        "tests/unit/staging/test_memory.py",
+    ),
+    PlantedFault(
+        "a part whose bytes are not those of its segments is scattered",
+        "staging/scattering.py",
+        "if ends != span.num_bytes:",
+        "if ends > span.num_bytes:",
+        "tests/unit/staging tests/unit/endpoint/test_staged_faults.py",
+    ),
+    PlantedFault(
+        "segments are packed without alignment",
+        "staging/scattering.py",
+        "        offset = aligned(offset)\n        yield blocks",
+        "        yield blocks",
+        "tests/unit/staging tests/unit/endpoint/test_staged.py tests/property/test_staged_equals_direct.py",
+    ),
+    PlantedFault(
+        "a digest that is missing passes",
+        "staging/digests.py",
+        "    if found == sent:\n        return",
+        "    if found == sent or not sent:\n        return",
+        "tests/unit/staging/test_digests.py tests/unit/endpoint/test_checksums.py",
+    ),
+    # ---- endpoint
+    PlantedFault(
+        "a process number in use again counts as the process that had it",
+        "endpoint/process_identity.py",
+        "if fields is None or int(fields[_START_TIME]) != process.started:",
+        "if fields is None:",
+        "tests/unit/endpoint/test_process_identity.py",
+    ),
+    PlantedFault(
+        "a worker that stops forgets the writes that it started",
+        "endpoint/workers.py",
+        "if self._is_stopping and not self._watched:",
+        "if self._is_stopping:",
+        "tests/unit/endpoint/test_closing.py tests/unit/endpoint/test_faults.py",
+    ),
+    PlantedFault(
+        "pages in quarantine are not shown",
+        "endpoint/receiving.py",
+        "machine.state is TransferState.FAILED and not machine.are_pages_reusable",
+        "machine.state is TransferState.FAILED and machine.are_pages_reusable",
+        "tests/unit/endpoint/test_observed.py",
+    ),
+    # ---- engines
+    PlantedFault(
+        "vLLM's window starts a block late",
+        "engines/vllm/scheduling.py",
+        "return first // group.block_tokens, -(-tokens // group.block_tokens)",
+        "return -(-first // group.block_tokens), -(-tokens // group.block_tokens)",
+        "tests/unit/engines",
+    ),
+    PlantedFault(
+        "a preempted request's blocks are not sent again from the first",
+        "engines/vllm/scheduling.py",
+        "                sending.next_blocks.clear()\n",
+        "",
+        "tests/unit/engines",
+    ),
+    PlantedFault(
+        "pages leave before the device has filled them",
+        "engines/vllm/outgoing.py",
+        "self.sender.state is not TransferState.BOOTSTRAPPING) and self.fence()",
+        "self.sender.state is not TransferState.BOOTSTRAPPING)",
+        "tests/unit/engines",
+    ),
+    PlantedFault(
+        "vLLM gets blocks back that are still read",
+        "engines/vllm/outgoing.py",
+        "if known.is_kept and known.sender.pages_reusable",
+        "if known.is_kept and known.sender.state.is_final",
+        "tests/unit/engines",
+    ),
+    PlantedFault(
+        "layers of two block tables are one run",
+        "engines/vllm/layouts.py",
+        "if high.number != low.number + 1 or high.group is not low.group:",
+        "if high.number != low.number + 1:",
+        "tests/unit/engines",
+    ),
+    PlantedFault(
+        "SGLang's values are described as its keys",
+        "engines/sglang/layouts.py",
+        'yield "v", buffers[half:]',
+        'yield "v", buffers[:half]',
+        "tests/unit/engines",
+    ),
+    PlantedFault(
+        "SGLang's recurrent channels all start at the first rank's",
+        "engines/sglang/layouts.py",
+        "Interval(tp_rank * mine, (tp_rank + 1) * mine)",
+        "Interval(0, mine)",
+        "tests/unit/engines",
+    ),
+)

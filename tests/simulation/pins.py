@@ -1,0 +1,72 @@
+"""The schedules that find the planted faults: one seed for each, so that every run of the tests can replay it.
+
+    python -m tests.simulation.pins              # searches anew for all faults, from seed 0 on, and writes the pins
+    python -m tests.simulation.pins 'no dead'    # only for those whose names hold this
+
+A change of the simulation, or of what it runs, makes other schedules of the same seeds; then pins are to be renewed.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.simulation.planted import PLANTED, SEEN_WITH
+
+from kvferry.testing.simulation.circumstances import Limits, drawn
+from kvferry.testing.simulation.memory import Arena
+from kvferry.testing.simulation.search import Violation, run_one
+
+PINS = Path(__file__).parent / "pins.json"
+MOST_SEEDS = 16_000
+RENEW = "python -m tests.simulation.pins"
+
+
+def pinned() -> dict[str, int]:
+    """The seed that finds each fault."""
+    pins: dict[str, int] = json.loads(PINS.read_text())
+    return pins
+
+
+def candidates(fault: str) -> Iterator[int]:
+    """Seeds, from 0 on, of schedules in which a fault may come to light."""
+    needed = SEEN_WITH.get(fault, frozenset())
+    return (seed for seed in range(MOST_SEEDS) if needed <= drawn(random.Random(seed), Limits()).odds.keys())
+
+
+def search(fault: str, arena: Arena) -> Violation | None:
+    """Plants a fault and runs schedules until one breaks a law; None if none of `MOST_SEEDS` does."""
+    with pytest.MonkeyPatch.context() as patch:
+        PLANTED[fault](patch)
+        found = (run_one(seed, arena)[1] for seed in candidates(fault))
+        return next((violation for violation in found if violation is not None), None)
+
+
+def _search_alone(fault: str) -> tuple[str, Violation | None]:
+    return fault, search(fault, Arena())
+
+
+def renew(faults: list[str]) -> bool:
+    """Searches for some faults on all cores and writes their pins; whether all were found."""
+    found: dict[str, int] = pinned() if PINS.exists() else {}
+    is_complete = True
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        for fault, violation in pool.imap_unordered(_search_alone, faults):
+            if violation is None:
+                is_complete = False
+                sys.stdout.write(f"{fault}: not found in {MOST_SEEDS} schedules\n")
+                continue
+            found[fault] = violation.seed
+            sys.stdout.write(f"{fault}: found by schedule {violation.seed + 1}, {violation.law.name}\n")
+            PINS.write_text(json.dumps({name: found[name] for name in PLANTED if name in found}, indent=2) + "\n")
+    return is_complete
+
+
+if __name__ == "__main__":
+    named = [fault for fault in PLANTED if not sys.argv[1:] or any(each in fault for each in sys.argv[1:])]
+    sys.exit(0 if named and renew(named) else 1)

@@ -1,0 +1,116 @@
+"""The cells of the fault matrix, and the few of them that stand for all where there is little time.
+
+Every cell strikes somebody, at a step of a room, on a path, with a fault. All of them belong to the whole proof. The
+quick tier takes a choice in which every pair of two of these occurs, with one exception: of steps and faults, every
+step meets every kind of fault (it ends, it is away for a moment, it is away for long). All pairs of those two alone
+would take 80 cells.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import TypeAlias, TypeVar
+
+import pytest
+from _pytest.mark import ParameterSet
+from tests.support.victims import Cut, Fault, Step
+
+AnyFault: TypeAlias = Fault | Cut
+Case = TypeVar("Case")
+
+
+class Role(Enum):
+    """Who is struck."""
+
+    PREFILL_RANK = "a prefill rank"
+    DECODE_RANK = "a decode rank"
+    CONNECTION = "the control connection of two ranks"
+    REGISTRY = "the registry"
+
+
+KINDS: dict[AnyFault, str] = {
+    Fault.KILL: "it ends",
+    Fault.RESTART: "it ends",
+    Fault.SHORT_FREEZE: "away for a moment",
+    Fault.LONG_FREEZE: "away for long",
+    Fault.FREEZE: "away for long",
+    Cut.SHORT_CUT: "away for a moment",
+    Cut.LONG_CUT: "away for long",
+    Cut.LONG_HOLD: "away for long",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCase:
+    """One cell."""
+
+    role: Role
+    step: Step
+    path: str
+    fault: AnyFault
+
+    def pairs(self) -> set[Hashable]:
+        """Returns the pairs of values that it has, as far as they count."""
+        values = {"role": self.role, "step": self.step, "path": self.path, "fault": self.fault}
+        pairs: set[Hashable] = set(itertools.combinations(values.items(), 2))
+        pairs.remove((("step", self.step), ("fault", self.fault)))
+        return pairs | {(self.step, KINDS[self.fault]), (self.role, KINDS[self.fault])}
+
+
+def all_cases() -> Iterator[FaultCase]:
+    """Yields every cell that makes sense.
+
+    The registry matters before two ranks have connected, and must not matter in the middle of a room.
+    """
+    for path in ("staged", "direct"):
+        for role in (Role.PREFILL_RANK, Role.DECODE_RANK):
+            for step, fault in itertools.product(Step, Fault):
+                yield FaultCase(role, step, path, fault)
+        for step, cut in itertools.product(Step, Cut):
+            yield FaultCase(Role.CONNECTION, step, path, cut)
+        for step, fault in itertools.product((Step.NOT_CONNECTED, Step.BETWEEN_CHUNKS), Fault):
+            yield FaultCase(Role.REGISTRY, step, path, fault)
+
+
+def covering(cases: Sequence[Case], covered_by: Callable[[Case], set[Hashable]]) -> list[Case]:
+    """Chooses cases that together cover what all cover: again and again the one that adds most, the first of equals.
+
+    Args:
+        covered_by: what a case covers.
+    """
+    missing = set[Hashable]().union(*map(covered_by, cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(missing & covered_by(case)))
+        chosen.append(best)
+        missing -= covered_by(best)
+    return chosen
+
+
+@cache
+def quick_cases() -> frozenset[FaultCase]:
+    """Returns those of the quick tier."""
+    return frozenset(covering(list(all_cases()), FaultCase.pairs))
+
+
+def cells(role: Role, *steps: Step) -> list[ParameterSet]:
+    """Returns the parameters path, step and fault of a role's cells; those beyond the quick tier are marked.
+
+    Args:
+        steps: which; all if none is given.
+    """
+    return [
+        pytest.param(
+            case.path,
+            case.step,
+            case.fault,
+            id=f"{case.path}-{case.step.name}-{case.fault.name}".lower(),
+            marks=() if case in quick_cases() else pytest.mark.full,
+        )
+        for case in all_cases()
+        if case.role is role and (not steps or case.step in steps)
+    ]

@@ -1,0 +1,261 @@
+"""The address in front of prefill and decode servers: who is asked, what is told, and what happens when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from tests.support.http import Served
+from tests.support.waiting import PATIENCE_S, eventually
+
+from kvferry.applications.up.front import Front, Server
+from kvferry.engines.vllm.parameters import ROOM
+
+FAILED_EVENT = 'data: {"choices": [{"text": "", "finish_reason": "error"}]}\n\n'
+
+
+@dataclass
+class FakeServer:
+    """What speaks OpenAI's interface.
+
+    Attributes:
+        rooms: of prompts that prefill servers have computed; decode servers wait for them.
+        asked: the bodies of all requests.
+        status: of its answers.
+        is_healthy: what it says when asked.
+        first_event: of a stream, instead of a token.
+        breaks: whether it breaks a stream off after the first token.
+        waits: whether it never comes to an end.
+        left: how many requests have ended.
+    """
+
+    rooms: set[int]
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    status: int = 200
+    is_healthy: bool = True
+    first_event: str = ""
+    breaks: bool = False
+    waits: bool = False
+    left: int = 0
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/completions", self.answer, methods=["POST"]),
+            Route("/v1/chat/completions", self.answer, methods=["POST"]),
+            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "tiny"}]})),
+            Route("/health", lambda _: PlainTextResponse("", 200 if self.is_healthy else 503)),
+        ]
+        return Starlette(routes=routes)
+
+    async def answer(self, request: Request) -> Response:
+        body = await request.json()
+        self.asked.append(body)
+        if self.status != 200:
+            return JSONResponse({"error": "no"}, self.status)
+        parameters = body.get("kv_transfer_params", {})
+        if parameters.get("do_remote_decode"):
+            self.rooms.add(parameters[ROOM])
+        while parameters.get("do_remote_prefill") and parameters[ROOM] not in self.rooms:
+            await asyncio.sleep(0.001)
+        if not body.get("stream"):
+            try:
+                while self.waits:
+                    await asyncio.sleep(0.01)
+                    if await request.is_disconnected():
+                        break
+            finally:
+                self.left += 1
+            return JSONResponse({"choices": [{"text": "whole"}]})
+        return StreamingResponse(self._events(), media_type="text/event-stream")
+
+    async def _events(self) -> AsyncIterator[str]:
+        yield ": a comment\n\n"
+        yield self.first_event or 'data: {"choices": [{"text": "first", "finish_reason": null}]}\n\n'
+        if self.breaks:
+            raise RuntimeError("broken off")
+        try:
+            while self.waits:
+                yield ": waiting\n\n"
+                await asyncio.sleep(0.01)
+        finally:
+            self.left += 1
+        yield 'data: {"choices": [{"text": "second", "finish_reason": "stop"}]}\n\n'
+        yield "data: [DONE]\n\n"
+
+
+class Deployment:
+    """Two servers of either kind and the front before them."""
+
+    def __init__(self) -> None:
+        rooms: set[int] = set()
+        self.fakes = {name: FakeServer(rooms) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")}
+        self.served = {name: Served(fake.app()) for name, fake in self.fakes.items()}
+        servers = [Server(served.url, name) for name, served in self.served.items()]
+        self.front = Front(servers[:2], servers[2:])
+        self.front_served = Served(self.front.app())
+        self.url = self.front_served.url
+        eventually("all are known to be well", lambda: all(server.is_healthy for server in servers))
+
+    def ask(self, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json={"prompt": "hello", **body}, timeout=PATIENCE_S)
+
+    def asked(self, kind: str) -> list[dict[str, Any]]:
+        return [body for name, fake in self.fakes.items() if name.startswith(kind) for body in fake.asked]
+
+    def close(self) -> None:
+        self.front_served.close()
+        for served in self.served.values():
+            served.close()
+
+
+@pytest.fixture
+def deployment() -> Iterator[Deployment]:
+    made = Deployment()
+    yield made
+    made.close()
+
+
+def texts(stream: str) -> list[str]:
+    events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: {")]
+    return [json.loads(event)["choices"][0]["text"] for event in events]
+
+
+def test_both_servers_are_asked_under_one_room(deployment: Deployment):
+    answer = deployment.ask(max_tokens=7)
+    assert answer.json() == {"choices": [{"text": "whole"}]}
+    (prefill,), (decode,) = deployment.asked("prefill"), deployment.asked("decode")
+    assert prefill["max_tokens"] == 1
+    assert decode["max_tokens"] == 7
+    room = prefill["kv_transfer_params"][ROOM]
+    assert prefill["kv_transfer_params"] == {"do_remote_decode": True, ROOM: room}
+    engine = decode["kv_transfer_params"]["remote_engine_id"]
+    assert deployment.fakes[engine].asked == [prefill]
+    assert decode["kv_transfer_params"] == {"do_remote_prefill": True, "remote_engine_id": engine, ROOM: room}
+
+
+def test_rooms_differ_and_servers_take_turns(deployment: Deployment):
+    for _ in range(4):
+        deployment.ask()
+    assert {len(fake.asked) for fake in deployment.fakes.values()} == {2}
+    assert len({body["kv_transfer_params"][ROOM] for body in deployment.asked("prefill")}) == 4
+
+
+def test_a_stream_is_passed_on_but_not_asked_of_the_prefill_server(deployment: Deployment):
+    answer = deployment.ask(stream=True, stream_options={"include_usage": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert texts(answer.text) == ["first", "second"]
+    assert answer.text.endswith("data: [DONE]\n\n")
+    (prefill,) = deployment.asked("prefill")
+    assert prefill["stream"] is False
+    assert "stream_options" not in prefill
+
+
+def test_a_chat_is_asked_for_one_token_of_the_prefill_server(deployment: Deployment):
+    body = {"messages": [], "max_completion_tokens": 9, "min_tokens": 4}
+    httpx.post(f"{deployment.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+    (prefill,), (decode,) = deployment.asked("prefill"), deployment.asked("decode")
+    assert (prefill["max_completion_tokens"], "min_tokens" in prefill) == (1, False)
+    assert (decode["max_completion_tokens"], decode["min_tokens"]) == (9, 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_a_server_that_has_died_costs_one_retry(deployment: Deployment, name: str, stream: bool):
+    deployment.served[name].close()
+    answer = deployment.ask(stream=stream)
+    assert answer.status_code == 200
+    assert "second" in answer.text or "whole" in answer.text
+    assert deployment.front.retries <= 1
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_a_server_that_fails_costs_one_retry(deployment: Deployment, name: str):
+    deployment.fakes[name].status = 500
+    assert deployment.ask().status_code == 200
+    assert deployment.front.retries == 1
+
+
+def test_a_stream_that_fails_before_its_first_token_is_tried_again(deployment: Deployment):
+    deployment.fakes["decode-0"].first_event = FAILED_EVENT
+    assert texts(deployment.ask(stream=True).text) == ["first", "second"]
+    assert deployment.front.retries == 1
+
+
+def test_a_stream_that_breaks_off_later_says_so(deployment: Deployment):
+    for name in ("decode-0", "decode-1"):
+        deployment.fakes[name].breaks = True
+    answer = deployment.ask(stream=True)
+    assert texts(answer.text.split('data: {"error"')[0]) == ["first"]
+    assert "the decode server was lost" in answer.text
+    assert deployment.front.retries == 0
+
+
+def test_what_the_client_did_wrong_is_not_tried_again(deployment: Deployment):
+    for fake in deployment.fakes.values():
+        fake.status = 400
+    assert deployment.ask().status_code == 400
+    assert deployment.front.retries == 0
+
+
+def test_nobody_who_is_well_is_a_clear_answer(deployment: Deployment):
+    for name in ("prefill-0", "prefill-1"):
+        deployment.fakes[name].is_healthy = False
+    eventually("it is known", lambda: httpx.get(f"{deployment.url}/health").status_code == 503)
+    answer = deployment.ask()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "no prefill server is well"
+
+
+def test_all_failing_ends_with_the_last_problem(deployment: Deployment):
+    for fake in deployment.fakes.values():
+        fake.status = 500
+    answer = deployment.ask()
+    assert answer.status_code == 502
+    assert "tried 3 times" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", ["", "[]", "{"])
+def test_what_is_no_request_is_refused(deployment: Deployment, body: str):
+    answer = httpx.post(f"{deployment.url}/v1/completions", content=body, timeout=PATIENCE_S)
+    assert answer.status_code == 400
+
+
+def test_several_answers_to_one_request_are_refused(deployment: Deployment):
+    answer = deployment.ask(n=2)
+    assert answer.status_code == 400
+    assert "n: one answer to a request" in answer.text
+
+
+def test_a_client_that_goes_lets_the_decode_server_know(deployment: Deployment):
+    for name in ("decode-0", "decode-1"):
+        deployment.fakes[name].waits = True
+    with httpx.stream("POST", f"{deployment.url}/v1/completions", json={"stream": True}, timeout=PATIENCE_S) as answer:
+        next(answer.iter_bytes())
+    eventually("it knows", lambda: sum(fake.left for fake in deployment.fakes.values()) == 1)
+
+
+def test_a_client_that_does_not_wait_for_the_whole_answer_lets_both_servers_know(deployment: Deployment):
+    for fake in deployment.fakes.values():
+        fake.waits = True
+    host, _, port = deployment.front_served.address.partition(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+        eventually("both were asked", lambda: sum(len(fake.asked) for fake in deployment.fakes.values()) == 2)
+    eventually("they know", lambda: sum(fake.left for fake in deployment.fakes.values()) == 2)
+
+
+def test_models_and_health(deployment: Deployment):
+    assert httpx.get(f"{deployment.url}/v1/models").json() == {"data": [{"id": "tiny"}]}
+    health = httpx.get(f"{deployment.url}/health").json()
+    assert [each["engine"] for each in health["prefill"]] == ["prefill-0", "prefill-1"]
+    assert health["retries"] == 0

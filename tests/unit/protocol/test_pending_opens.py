@@ -1,0 +1,168 @@
+"""Rooms that decode ranks opened before the prefill side did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from kvferry.protocol.messages import AbortRoom, OpenGroup, OpenRoom
+from kvferry.protocol.pending_opens import PendingMessage, PendingOpens
+
+
+def opened(room: int, generation: int = 1) -> OpenRoom:
+    return OpenRoom(room=room, generation=generation, attempt=1, serial=1, receivers=1, tokens=None, groups=())
+
+
+def aborted(room: int, generation: int = 1) -> AbortRoom:
+    return AbortRoom(room=room, generation=generation, reason="the client went away")
+
+
+def pending(limit: int = 10, keep_s: float = 5.0) -> PendingOpens:
+    return PendingOpens(limit=limit, keep_s=keep_s)
+
+
+def test_what_was_kept_is_taken_once_and_in_order():
+    rooms = pending()
+    kept: list[tuple[str, PendingMessage]] = [
+        ("a", opened(1)),
+        ("b", opened(1, 9)),
+        ("a", aborted(1)),
+        ("a", opened(2)),
+    ]
+    for receiver, message in kept:
+        assert rooms.keep(receiver, message, now=0.0)
+    assert rooms.take(1) == [("a", opened(1)), ("a", aborted(1)), ("b", opened(1, 9))]
+    assert rooms.take(1) == []
+    assert rooms.take(3) == []
+    assert len(rooms) == 1
+
+
+def test_a_newer_generation_of_the_same_receiver_replaces_the_older_one():
+    rooms = pending()
+    for message in (opened(1, 1), aborted(1, 1), opened(1, 2)):
+        rooms.keep("a", message, now=0.0)
+    rooms.keep("b", opened(1, 7), now=0.0)
+    assert rooms.take(1) == [("a", opened(1, 2)), ("b", opened(1, 7))]
+
+
+def test_a_newer_generation_is_kept_for_the_whole_time_again():
+    rooms = pending(keep_s=5.0)
+    rooms.keep("a", opened(1, 1), now=0.0)
+    rooms.keep("a", opened(1, 2), now=4.0)
+    assert list(rooms.expired(now=8.9)) == []
+    assert list(rooms.expired(now=9.0)) == [("a", opened(1, 2))]
+
+
+def test_the_same_open_twice_is_kept_once():
+    rooms = pending()
+    for _ in range(3):
+        assert rooms.keep("a", opened(1), now=0.0)
+    assert rooms.take(1) == [("a", opened(1))]
+
+
+def test_an_abort_without_its_open_takes_no_place():
+    rooms = pending(limit=1)
+    assert rooms.keep("a", aborted(1), now=0.0)
+    assert len(rooms) == 0
+    assert rooms.keep("a", opened(2), now=0.0)
+    assert rooms.keep("a", aborted(3), now=0.0), "an abort needs no place, so there is always room for it"
+
+
+def test_an_abort_of_another_generation_leaves_the_open_alone():
+    rooms = pending()
+    rooms.keep("a", opened(1, 2), now=0.0)
+    rooms.keep("a", aborted(1, 1), now=4.0)
+    assert list(rooms.expired(now=4.9)) == []
+    assert rooms.take(1) == [("a", opened(1, 2))]
+
+
+def test_an_abort_of_one_receiver_says_nothing_of_another():
+    rooms = pending()
+    rooms.keep("a", opened(1), now=0.0)
+    rooms.keep("b", aborted(1), now=0.0)
+    assert rooms.take(1) == [("a", opened(1))]
+
+
+def test_too_many_rooms_are_refused_but_known_ones_still_grow():
+    rooms = pending(limit=2)
+    assert rooms.keep("a", opened(1), now=0.0)
+    assert rooms.keep("b", opened(2), now=0.0)
+    assert not rooms.keep("c", opened(3), now=0.0)
+    assert rooms.keep("c", opened(2), now=0.0)
+    assert rooms.keep("a", aborted(1), now=0.0)
+    rooms.take(1)
+    assert rooms.keep("a", opened(3), now=0.0)
+
+
+def test_a_decode_rank_leaves_half_of_the_places_to_others():
+    rooms = pending(limit=4)
+    assert [rooms.keep("a", opened(room), now=0.0) for room in range(3)] == [True, True, False]
+    assert rooms.keep("a", opened(1, 9), now=0.0), "a newer generation takes the place of the older one"
+    assert [rooms.keep("b", opened(room), now=0.0) for room in range(3)] == [True, True, False]
+    # However places become free, they are counted.
+    rooms.take(0)
+    assert rooms.keep("a", opened(5), now=0.0)
+    rooms.forget("b")
+    assert [rooms.keep("b", opened(room), now=1.0) for room in (6, 7, 8)] == [True, True, False]
+    assert len(list(rooms.expired(now=100.0))) == 4
+    assert [rooms.keep("a", opened(room), now=0.0) for room in range(3)] == [True, True, False]
+
+
+def test_page_numbers_that_are_kept_have_a_bound(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvferry.protocol.pending_opens.MOST_PAGE_BYTES", 100)
+
+    def large(room: int) -> OpenRoom:
+        group = OpenGroup("kv", held=0, start=0, stop=5, first_page=0, pages=bytes(40))
+        return msgspec.structs.replace(opened(room), groups=(group,))
+
+    ends: list[Callable[[PendingOpens], object]] = [
+        lambda rooms: rooms.take(1),
+        lambda rooms: rooms.forget("a"),
+        lambda rooms: list(rooms.expired(now=100.0)),
+    ]
+    for end in ends:
+        rooms = pending(limit=100)
+        assert [rooms.keep("a", large(room), now=0.0) for room in (1, 2, 3)] == [True, True, False]
+        assert rooms.keep("a", opened(4), now=0.0)
+        end(rooms)
+        assert rooms.keep("b", large(3), now=0.0)
+
+
+def test_a_refused_room_leaves_nothing_behind():
+    rooms = pending(limit=0)
+    assert not rooms.keep("a", opened(1), now=0.0)
+    assert len(rooms) == 0
+    assert rooms.take(1) == []
+
+
+def test_rooms_that_nobody_opened_expire_and_their_receivers_are_named():
+    rooms = pending(keep_s=5.0)
+    rooms.keep("a", opened(1), now=0.0)
+    rooms.keep("b", opened(1, 9), now=1.0)
+    rooms.keep("a", opened(2), now=1.0)
+    assert list(rooms.expired(now=4.9)) == []
+    assert list(rooms.expired(now=5.0)) == [("a", opened(1)), ("b", opened(1, 9))]
+    assert list(rooms.expired(now=5.0)) == []
+    assert len(rooms) == 1
+
+
+def test_who_aborted_is_not_told_that_the_room_expired():
+    rooms = pending(keep_s=5.0)
+    rooms.keep("a", opened(1), now=0.0)
+    rooms.keep("a", aborted(1), now=0.0)
+    rooms.keep("b", opened(1, 9), now=0.0)
+    assert list(rooms.expired(now=5.0)) == [("b", opened(1, 9))]
+
+
+def test_a_receiver_that_is_gone_is_forgotten_everywhere():
+    rooms = pending()
+    rooms.keep("a", opened(1), now=0.0)
+    rooms.keep("b", opened(1), now=0.0)
+    rooms.keep("a", opened(2), now=0.0)
+    rooms.forget("a")
+    assert len(rooms) == 1
+    assert rooms.take(2) == []
+    assert rooms.take(1) == [("b", opened(1))]
+    rooms.forget("nobody")

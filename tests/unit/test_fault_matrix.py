@@ -1,0 +1,30 @@
+"""The choice of cells of the fault matrix that the quick tier takes."""
+
+from __future__ import annotations
+
+import itertools
+
+from tests.support.matrix import KINDS, FaultCase, Role, all_cases, covering, quick_cases
+from tests.support.victims import Step
+
+
+def test_every_pair_occurs_and_every_step_meets_every_kind_of_fault():
+    cases, chosen = list(all_cases()), quick_cases()
+    for these, those in itertools.permutations(("role", "step", "path", "fault"), 2):
+        if {these, those} == {"step", "fault"}:
+            continue
+        possible = {(getattr(case, these), getattr(case, those)) for case in cases}
+        assert {(getattr(case, these), getattr(case, those)) for case in chosen} == possible, (these, those)
+    assert {(case.step, KINDS[case.fault]) for case in chosen} == set(itertools.product(Step, KINDS.values()))
+
+
+def test_there_are_few_of_many():
+    assert len(set(all_cases())) == len(list(all_cases())) == 280
+    assert len(quick_cases()) < 40
+    assert {case.role for case in quick_cases()} == set(Role)
+
+
+def test_a_choice_covers_all_takes_what_adds_most_and_is_the_same_again():
+    cases = [{1}, {1, 2}, {3}, {2, 3, 4}, {4, 5}]
+    assert covering(cases, set) == [{2, 3, 4}, {1}, {4, 5}]
+    assert covering(list(all_cases()), FaultCase.pairs) == covering(list(all_cases()), FaultCase.pairs)

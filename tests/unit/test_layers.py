@@ -1,0 +1,149 @@
+"""The tree is what the picture says: layers import only layers below them, and the documents name the same layers."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import kvferry.errors
+from kvferry.models.families import FAMILIES
+
+PACKAGE = Path(kvferry.__file__).parent
+ROOT = PACKAGE.parent.parent
+
+LAYERS = (
+    "layout",
+    "plan",
+    "protocol",
+    "transport",
+    "staging",
+    "control",
+    "observe",
+    "endpoint",
+    "models",
+    "testing",
+    "engines",
+    "applications",
+    "cli",
+)
+"""From the ground up."""
+
+ENGINES = {file.parent.name for file in (PACKAGE / "engines").glob("*/__init__.py")}
+
+SANS_IO = ("layout", "plan", "protocol")
+FORBIDDEN_WITHOUT_IO = {"asyncio", "httpx", "logging", "os", "queue", "random", "secrets", "socket", "subprocess"} | {
+    "threading",
+    "time",
+    "zmq",
+}
+
+
+def imports(file: Path) -> set[str]:
+    """Every module that a file imports, anywhere in it, but not for type checking alone."""
+    found = set()
+    tree = ast.parse(file.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} uses a relative import"
+            assert node.module is not None
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def layer_files(layer: str) -> list[Path]:
+    return sorted((PACKAGE / layer).rglob("*.py"))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_imports_only_layers_below_it(layer: str):
+    allowed = LAYERS[: LAYERS.index(layer) + 1]
+    for file in layer_files(layer):
+        for module in imports(file):
+            parts = module.split(".")
+            if parts[0] == "kvferry" and len(parts) > 1 and parts[1] in LAYERS:
+                assert parts[1] in allowed, f"{file.relative_to(ROOT)} imports {module}, a layer above it"
+
+
+@pytest.mark.parametrize("layer", SANS_IO)
+def test_layers_without_io_import_nothing_that_does_any(layer: str):
+    for file in layer_files(layer):
+        for module in imports(file):
+            assert module.split(".")[0] not in FORBIDDEN_WITHOUT_IO, f"{file.relative_to(ROOT)} imports {module}"
+
+
+@cache
+def words_of_code(file: Path) -> set[str]:
+    """Every name and every text in a file's code, in lower case: not its documentation."""
+    words = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ""  # a docstring
+        for text in (getattr(node, field, None) for field in ("id", "attr", "arg", "name", "value")):
+            if isinstance(text, str):
+                words.add(text.lower())
+    return words
+
+
+@pytest.mark.parametrize("layer", ["layout", "plan", "protocol", "transport", "staging", "control", "endpoint"])
+def test_no_layer_below_models_knows_a_model_family(layer: str):
+    families = {re.match("[a-z]+", family).group() for family in FAMILIES} | {"mla", "gqa"}  # type: ignore[union-attr]
+    assert {"qwen", "deepseek", "mamba"} <= families
+    for file in layer_files(layer):
+        found = {family for family in families for word in words_of_code(file) if family in word}
+        assert not found, f"{file.relative_to(ROOT)} speaks of {found}"
+
+
+def test_every_folder_is_a_layer():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == set(LAYERS)
+
+
+def test_the_library_knows_nothing_of_what_stands_on_it():
+    on_top = {"applications", "cli"}
+    for layer in (each for each in LAYERS if each not in on_top):
+        for file in layer_files(layer):
+            assert not {f"kvferry.{each}" for each in on_top} & {".".join(m.split(".")[:2]) for m in imports(file)}
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_a_plug_in_uses_the_front_door_and_no_other_engine(engine: str):
+    """What everyone else is told to use must be enough for our own engines."""
+    open_to_all = {"kvferry", "kvferry.errors", *(f"kvferry.{name}" for name in kvferry.__all__)}
+    open_to_all |= {f"kvferry.errors.{name}" for name in vars(kvferry.errors)}
+    for file in layer_files(f"engines/{engine}"):
+        for module in imports(file):
+            package = module.split(".")[0]
+            assert package not in ENGINES - {engine}, f"{file.relative_to(ROOT)} imports {module}, of another engine"
+            if package == "kvferry" and not f"{module}.".startswith(f"kvferry.engines.{engine}."):
+                assert module in open_to_all, f"{file.relative_to(ROOT)} imports {module}, which is no front door"
+
+
+def test_engines_share_nothing():
+    assert {"vllm", "sglang"} <= ENGINES
+    assert imports(PACKAGE / "engines" / "__init__.py") == set()
+
+
+def test_only_settings_read_the_environment():
+    for file in PACKAGE.rglob("*.py"):
+        if file != PACKAGE / "settings.py":
+            assert not re.search(r"os\.(environ|getenv)", file.read_text()), f"{file.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md"])
+def test_the_picture_names_the_layers_in_order(document: str):
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / document).read_text(), flags=re.MULTILINE)
+    assert tuple(rows) == LAYERS
