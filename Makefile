@@ -63,9 +63,12 @@ demo: $(INSTALLED)
 sim: $(INSTALLED)
 	$(VENV)/bin/kvferry sim --count $(SEEDS) $(if $(SEED),--seed $(SEED))
 
+# Tests start hundreds of interpreters: each would compile the library, and pytest rewrite the tests, anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Every run of a tier keeps what each test took: `make tiers` writes CONTRIBUTING's table from that.
 DURATIONS := .durations
-PYTEST := -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+PYTEST := -m pytest -n auto --dist loadscope --no-loadscope-reorder
 
 test: $(INSTALLED)
 	$(VENV)/bin/python $(PYTEST) --junitxml=$(DURATIONS)/quick.xml

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -52,8 +53,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= set(_not_sampled(items))
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_process_of(item)))
     # First those that wait for other processes, so that none of them is left when all else is done.
     items[:] = sorted(
         (item for item in items if item not in left_out), key=lambda item: "processes" not in item.path.parts
@@ -72,14 +71,12 @@ def _not_sampled(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
             seen[test] += 1
 
 
-def _process_of(item: pytest.Item) -> str:
-    """Names the tests that share a process: those of a module, and all that strike the same kind of cluster.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands tests out, in the order in which they were collected."""
+    from tests.support.distribution import ByModule
 
-    What a module has begun serves all of its tests then, and few clusters serve the whole fault matrix.
-    """
-    if "clusters" in getattr(item, "fixturenames", ()):
-        return f"clusters, {item.callspec.params.get('path', 'direct')}"  # type: ignore[attr-defined]
-    return str(item.path)
+    return ByModule(config, log)
 
 
 @pytest.fixture(scope="session")

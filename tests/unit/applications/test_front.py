@@ -237,11 +237,13 @@ def test_several_answers_to_one_request_are_refused(deployment: Deployment):
 
 
 def test_a_client_that_goes_lets_the_decode_server_know(deployment: Deployment):
-    for name in ("decode-0", "decode-1"):
-        deployment.fakes[name].waits = True
+    decodes = [deployment.fakes[name] for name in ("decode-0", "decode-1")]
+    for fake in decodes:
+        fake.waits = True
     with httpx.stream("POST", f"{deployment.url}/v1/completions", json={"stream": True}, timeout=PATIENCE_S) as answer:
         next(answer.iter_bytes())
-    eventually("it knows", lambda: sum(fake.left for fake in deployment.fakes.values()) == 1)
+        assert sum(fake.left for fake in decodes) == 0
+    eventually("it knows", lambda: sum(fake.left for fake in decodes) == 1)
 
 
 def test_a_client_that_does_not_wait_for_the_whole_answer_lets_both_servers_know(deployment: Deployment):
