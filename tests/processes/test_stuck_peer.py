@@ -91,7 +91,7 @@ def test_everything_names_it(ranks: tuple[RankProcess, RankProcess]):
     assert 'kvferry_peers{state="silent"} 1.0' in metrics()
     said = top(here)
     joined = " ".join(said.split())
-    assert f"! prefill prefill/0 has not heard {name} for" in joined
+    assert f"! prefill prefill/0 has received nothing from {name} for" in joined
     assert 0 <= seconds_since(joined) < 30
     assert "missing peers" in said
     (line,) = [each for each in prefill.do(Rank.logged) if "silent" in each]
@@ -100,7 +100,7 @@ def test_everything_names_it(ranks: tuple[RankProcess, RankProcess]):
     code, findings = doctor(here)
     assert code == 2
     (named,) = [each["what"] for each in findings if each["severity"] == "error"]
-    assert f"prefill prefill/0 has not heard {name} for" in named
+    assert f"prefill prefill/0 has received nothing from {name} for" in named
     assert 0 <= seconds_since(named) < 30
     assert f"{there} does not answer" in " ".join(top(here, there).split())
     decode.thaw()

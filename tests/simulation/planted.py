@@ -262,7 +262,7 @@ def _closed_connections_read(patch: pytest.MonkeyPatch) -> None:
 
     def receive(driver: Any, channel: Any, now: float) -> None:
         if channel.take_break():
-            driver._say_again(channel, now)
+            driver._retransmit(channel, now)
         right(driver, channel, now)
 
     patch.setattr(DecodeDriver, "_receive", receive)

@@ -153,10 +153,10 @@ class Caller(Generic[Delivery]):
 
     def receive(self) -> list[Delivery]:
         """Returns what the partner has said."""
-        deduplication = _messages_among(self._channel.receive(), self._decoder)
-        if deduplication:
+        received = _messages_among(self._channel.receive(), self._decoder)
+        if received:
             self._heard_at = time.monotonic()
-        return deduplication
+        return received
 
     def send(self, message: Message) -> None:
         """Says something to the partner, as soon as it is there.

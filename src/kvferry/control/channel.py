@@ -175,10 +175,10 @@ class ListeningChannel:
             for _ in range(_MOST_AT_A_TIME):
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
                 if len(frames) == 2 and _IDENTITY.fullmatch(frames[0]):
-                    received.append((self._deduplicator(frames[0].decode("ascii")), frames[1]))
+                    received.append((self._sender_of(frames[0].decode("ascii")), frames[1]))
         return received
 
-    def _deduplicator(self, identity: str) -> str:
+    def _sender_of(self, identity: str) -> str:
         """Returns whose connection it is. Routes that name through the youngest connection that has sent anything."""
         name, mark, number = identity.rpartition(_NUMBER_MARK)
         if not mark or not number.isdigit():

@@ -136,7 +136,7 @@ class DecodeDriver(Loop):
 
     def peers(self, now: float) -> list[PeerStatus]:
         """Returns the status of every prefill rank that is connected or looked up."""
-        return self._links.standing(now)
+        return self._links.statuses(now)
 
     @property
     def staging(self) -> StagingStatus:
@@ -429,11 +429,11 @@ class DecodeDriver(Loop):
     def _rooms_through(self, link: Link) -> list[int]:
         return [number for number, its_link in self._room_links.items() if its_link is link]
 
-    def _say_again(self, channel: Connection, now: float) -> None:
+    def _retransmit(self, channel: Connection, now: float) -> None:
         """Retransmits what a broken connection may have lost, or whose answer it may have; receivers deduplicate."""
         for link in dict.fromkeys((*self._links.current, *self._room_links.values())):
             rank = link.rank_behind(channel)
-            if rank is None or not self._links.ask_again(link, now):
+            if rank is None or not self._links.retransmit(link, now):
                 continue
             for number in self._rooms_through(link):
                 room = self._rooms.get(number)
@@ -447,7 +447,7 @@ class DecodeDriver(Loop):
     def _receive(self, channel: Connection, now: float) -> None:
         received = channel.receive()  # first: retransmitting may close the connection
         if channel.take_break():
-            self._say_again(channel, now)
+            self._retransmit(channel, now)
         for data in received:
             link = self._links.behind(channel)
             if link is not None:
@@ -460,7 +460,7 @@ class DecodeDriver(Loop):
                     case messages.Confirmed():
                         self._confirmed(message)
                     case messages.SpanReleased():
-                        if self._links.may_speak_for(channel, message.endpoint):
+                        if self._links.carries_messages_of(channel, message.endpoint):
                             self._span_released(message)
                     case _:
                         self._links.received(channel, link, message, now)
@@ -504,7 +504,7 @@ class DecodeDriver(Loop):
             deadline = room.machine.deadline
             if deadline is not None and now >= deadline:
                 self._handle(room, self._why_late(room), now)
-        self._links.release_what_is_proved(now)
+        self._links.release_settled_ranks(now)
         if now >= self._next_ping_at:
             self._next_ping_at = now + self._settings.heartbeat_interval_s
             self._links.heartbeat(now, longest_sleep_s=_IDLE_MS / 1000)
@@ -533,7 +533,7 @@ class DecodeDriver(Loop):
             verified, generation, rank = key
             with contextlib.suppress(KVFerryError):
                 link.send(rank, messages.RoomVerified(room=verified, generation=generation))
-        self._links.ask_for_the_lost(now)
+        self._links.ask_about_lost_ranks(now)
         for number, link in list(self._room_links.items()):
             room = self._rooms[number]
             if room.machine.state.is_final:

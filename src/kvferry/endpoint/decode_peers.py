@@ -16,7 +16,7 @@ from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.workers import Worker
 from kvferry.errors import TransportError
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.observe.logs import tell_silence
+from kvferry.observe.logs import report_silence
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import PeerStatus
 from kvferry.plan import TransferPath
@@ -52,7 +52,7 @@ class DecodePeer(Actor):
     Attributes:
         name: the decode rank's endpoint.
         attempt: the number that the decode rank gave this connection.
-        last_heard_at: when the control thread last received a message from it; only that thread writes it.
+        last_message_at: when the control thread last received a message from it; only that thread writes it.
         attachment: what was prepared, once it is.
     """
 
@@ -74,7 +74,7 @@ class DecodePeer(Actor):
         super().__init__(run_queue)
         self.name = name
         self.attempt = attempt
-        self.last_heard_at = now
+        self.last_message_at = now
         self.attachment: Attachment | None = None
         self._must_wait = earlier is not None
         self._hanging: TransportError | None = None  # set while a write hangs: as long the rank must stay connected
@@ -97,15 +97,15 @@ class DecodePeer(Actor):
     def status(self, now: float) -> PeerStatus:
         """Returns the status of this peer. May be called from any thread."""
         is_ready = self.attachment is not None
-        state = "leaving" if self._is_detaching else "ready" if is_ready else "connecting"
-        silent_s = max(0.0, now - self.last_heard_at)
+        state = "detaching" if self._is_detaching else "ready" if is_ready else "connecting"
+        silent_s = max(0.0, now - self.last_message_at)
         return PeerStatus(name=self.name, state=state, is_ready=is_ready, silent_s=silent_s)
 
-    def tell_silence(self, silence_s: float, noticed_s: float) -> None:
+    def report_silence(self, silence_s: float, noticed_s: float) -> None:
         """Logs, once, that the decode rank has fallen silent. For the control thread only."""
         is_silent = silence_s > noticed_s
         if is_silent and not self._is_silence_reported:
-            tell_silence(f"decode rank {self.name}", self.name, silence_s)
+            report_silence(f"decode rank {self.name}", self.name, silence_s)
         self._is_silence_reported = is_silent
 
     def when_undone(self, call: Callable[[], None]) -> None:
@@ -227,12 +227,12 @@ class DecodePeers:
         # Guards both tables, which workers read while the control thread adds and removes.
         self._lock = threading.Lock()
         self._peers: dict[str, DecodePeer] = {}
-        self._leaving: dict[str, DecodePeer] = {}
+        self._detaching: dict[str, DecodePeer] = {}
 
     def __len__(self) -> int:
         """Returns the number of connections, those that are being undone included."""
         with self._lock:
-            return len(self._peers) + len(self._leaving)
+            return len(self._peers) + len(self._detaching)
 
     def get(self, name: str) -> DecodePeer | None:
         """Returns the decode rank of that name; None if it is not connected."""
@@ -248,7 +248,7 @@ class DecodePeers:
         if known is None or known.attempt < message.attempt:
             self.remove(name)
             with self._lock:
-                known = self._peers[name] = self._make(name, message.attempt, self._leaving.get(name))
+                known = self._peers[name] = self._make(name, message.attempt, self._detaching.get(name))
         known.post(message)
 
     def remove(self, name: str) -> None:
@@ -257,14 +257,14 @@ class DecodePeers:
             peer = self._peers.pop(name, None)
             if peer is None:
                 return
-            self._leaving[name] = peer
+            self._detaching[name] = peer
         peer.post(DetachRequested())
         peer.when_undone(partial(self._forget, peer))
 
     def _forget(self, peer: DecodePeer) -> None:
         with self._lock:
-            if self._leaving.get(peer.name) is peer:
-                del self._leaving[peer.name]
+            if self._detaching.get(peer.name) is peer:
+                del self._detaching[peer.name]
 
     def all(self) -> list[DecodePeer]:
         """Returns all connected decode ranks."""

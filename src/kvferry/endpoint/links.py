@@ -29,7 +29,7 @@ from kvferry.errors import (
     RegistryError,
     TransferTimeoutError,
 )
-from kvferry.observe.logs import tell_silence
+from kvferry.observe.logs import report_silence
 from kvferry.observe.observer import Observer, Retry
 from kvferry.observe.status import PeerStatus
 from kvferry.protocol import messages
@@ -120,11 +120,11 @@ class Links:
 
     # ---- from any thread ----------------------------------------------------------------------------------------
 
-    def standing(self, now: float) -> list[PeerStatus]:
+    def statuses(self, now: float) -> list[PeerStatus]:
         """Returns the status of every prefill rank that is connected or looked up."""
         shown = []
         for link in list(self._current.values()):
-            ranks = link.standing(now)
+            ranks = link.rank_statuses(now)
             is_ready = link.state is LinkState.READY
             if not ranks:
                 name = f"{link.key.engine}/dp{link.key.dp_rank}"
@@ -178,7 +178,7 @@ class Links:
         """Returns the current link that a connection belongs to; None if there is none."""
         return next((link for link in self._current.values() if link.rank_behind(channel) is not None), None)
 
-    def may_speak_for(self, channel: Channel, endpoint: str) -> bool:
+    def carries_messages_of(self, channel: Channel, endpoint: str) -> bool:
         """Whether an endpoint has answered through a connection: no other connection may carry its messages."""
         return channel in self._channels_of(endpoint)
 
@@ -211,7 +211,7 @@ class Links:
         """
         match message:
             case messages.Closed(endpoint):
-                if self.may_speak_for(channel, endpoint):
+                if self.carries_messages_of(channel, endpoint):
                     self._rank_closed(endpoint, now)
             case messages.Gone(process):
                 if any(each.knows_machine(channel, process.machine) for each in self._all):
@@ -239,7 +239,7 @@ class Links:
         self._user.link_failed(link, error, now)
         self.close_retired()
 
-    def ask_again(self, link: Link, now: float) -> bool:
+    def retransmit(self, link: Link, now: float) -> bool:
         """Retransmits what a link may have lost with a connection; returns whether its rooms should do the same.
 
         They should not where the link fails by that. Those of a link that was given up before should: a rank may still
@@ -247,7 +247,7 @@ class Links:
         """
         if self.is_current(link):
             try:
-                self._refuse_the_dead(link, now)
+                self._check_processes(link, now)
                 link.ask(now)  # before rooms do: the answer of a later start of the rank ends the link
             except KVFerryError as error:
                 self.fail(link, error, now)
@@ -409,11 +409,11 @@ class Links:
         self._last_heartbeat_at = now
         for link in self._current.values():
             link.forgive(late_s, now)
-        self._tell_silence(now)
+        self._report_silence(now)
         for link in self.current:
             silent = link.silent_rank(now, self._settings.peer_timeout_s)
             try:
-                self._refuse_the_dead(link, now)
+                self._check_processes(link, now)
                 if silent is not None and link.state is LinkState.GREETING:
                     link.start_over(now)
                     self._started_over(link)
@@ -426,20 +426,20 @@ class Links:
             except KVFerryError as error:
                 self.fail(link, error, now)
 
-    def _tell_silence(self, now: float) -> None:
+    def _report_silence(self, now: float) -> None:
         """Logs, once for each, which prefill ranks have fallen silent."""
         silent = {}
         for link in self._current.values():
-            for rank in link.standing(now):
+            for rank in link.rank_statuses(now):
                 if rank.silent_s > 2 * self._settings.heartbeat_interval_s:
                     silent[link.key, rank.rank] = rank
         for (key, number), rank in silent.items():
             if (key, number) not in self._silent:
                 who = f"prefill rank {number} of {key.engine!r} ({rank.endpoint or 'not connected yet'})"
-                tell_silence(who, rank.endpoint, rank.silent_s)
+                report_silence(who, rank.endpoint, rank.silent_s)
         self._silent = frozenset(silent)
 
-    def _refuse_the_dead(self, link: Link, now: float) -> None:
+    def _check_processes(self, link: Link, now: float) -> None:
         """Starts a link over if the process of one of its ranks is known to have ended and no room relies on the link.
 
         Raises:
@@ -459,7 +459,7 @@ class Links:
 
     # ---- ranks that were lost -----------------------------------------------------------------------------------
 
-    def release_what_is_proved(self, now: float) -> None:
+    def release_settled_ranks(self, now: float) -> None:
         """Gives back what lost ranks might have written to, once they are proved not to write again."""
         if not len(self._lost):
             return
@@ -469,7 +469,7 @@ class Links:
         for endpoint in self._lost.take_settled(now):
             self._will_not_write(endpoint, now)
 
-    def ask_for_the_lost(self, now: float) -> None:
+    def ask_about_lost_ranks(self, now: float) -> None:
         """Asks other ranks whether the processes of lost ranks that may still write have ended."""
         for _, process in self._lost.doubtful:
             for link in self._all:

@@ -531,7 +531,7 @@ class PrefillEndpoint:
             return
         peer = self._peers.get(identity)
         if peer is not None:
-            peer.last_heard_at = now
+            peer.last_message_at = now
         match message:
             case messages.Hello() if self._is_lingering:
                 pass  # the decode rank looks the engine up again, and may find a successor
@@ -552,7 +552,7 @@ class PrefillEndpoint:
                 if self._platform.is_gone(process):
                     self._send(identity, messages.Gone(process=process))
             case messages.OpenRoom() | messages.AbortRoom():
-                self._hear(identity, message)
+                self._room_message(identity, message)
             case messages.RoomVerified():
                 self._room_verified(identity, message)
             case messages.Credit():
@@ -560,7 +560,7 @@ class PrefillEndpoint:
                 if attachment is not None:
                     attachment.paths.credited(message.epoch, message.position)
 
-    def _hear(self, identity: str, message: messages.OpenRoom | messages.AbortRoom) -> None:
+    def _room_message(self, identity: str, message: messages.OpenRoom | messages.AbortRoom) -> None:
         with self._rooms_lock:
             is_considered = self._table.is_new(identity, message)
         if isinstance(message, messages.AbortRoom):
@@ -721,9 +721,9 @@ class PrefillEndpoint:
         late_s = max(0.0, now - self._last_tick_at - self._longest_wait_s - 2 * _TICK_S)
         self._last_tick_at = now
         for peer in self._peers.all():
-            peer.last_heard_at = min(now, peer.last_heard_at + late_s)
-            silence_s = now - peer.last_heard_at
-            peer.tell_silence(silence_s, 2 * self.settings.heartbeat_interval_s)
+            peer.last_message_at = min(now, peer.last_message_at + late_s)
+            silence_s = now - peer.last_message_at
+            peer.report_silence(silence_s, 2 * self.settings.heartbeat_interval_s)
             if silence_s > self.settings.peer_timeout_s:
                 silent = f"silent for {silence_s:.1f} s (KVFERRY_PEER_TIMEOUT_S)"
                 self._give_up(peer.name, PeerDisconnectedError(silent))

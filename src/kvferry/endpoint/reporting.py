@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import WriteRecord
 
-TELL_S = 0.25
+REPORT_INTERVAL_S = 0.25
 """Seconds after which a running room reports its writes again."""
 
 _Item = TypeVar("_Item")
@@ -23,7 +23,7 @@ class RoomReport:
     """
 
     def __init__(self, room: int, observer: Observer, now: float) -> None:
-        """Begins with nothing told.
+        """Begins with nothing reported.
 
         Args:
             now: when the room was opened.
@@ -32,34 +32,34 @@ class RoomReport:
         self._observer = observer
         self._submit_seconds: deque[float] = deque()
         self._writes: deque[WriteRecord] = deque()
-        self._told_at = now
+        self._reported_at = now
         self._has_ended = False
 
     def submitted(self, seconds: float) -> None:
         """Records how long the caller took to hand a chunk in. Costs the caller next to nothing."""
         self._submit_seconds.append(seconds)
         if self._has_ended:
-            self._tell_submits()
+            self._report_submits()
 
     def wrote(self, record: WriteRecord) -> None:
         """Records a completed write, and reports what waits if that is due."""
         self._writes.append(record)
-        if self._has_ended or record.done_at - self._told_at >= TELL_S:
-            self._told_at = record.done_at
-            self._tell()
+        if self._has_ended or record.done_at - self._reported_at >= REPORT_INTERVAL_S:
+            self._reported_at = record.done_at
+            self._report()
 
     def end(self) -> None:
         """Reports all that is left, and from now on everything at once. Called when the room has ended."""
         self._has_ended = True  # first: what is added now is reported here or by the thread that adds it
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
-        self._tell_submits()
+    def _report(self) -> None:
+        self._report_submits()
         writes = _taken(self._writes)
         if writes:
             self._observer.wrote(self._room, writes)
 
-    def _tell_submits(self) -> None:
+    def _report_submits(self) -> None:
         seconds = _taken(self._submit_seconds)
         if seconds:
             self._observer.submitted(seconds)

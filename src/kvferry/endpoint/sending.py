@@ -298,7 +298,7 @@ class SendingRoom(Actor):
         self._attachments[attachment.receiver] = attachment
         self._elected[attachment.receiver] = elected
         self._generations[attachment.receiver] = message.generation
-        self._observer.asked(self.room, message.trace)
+        self._observer.requested(self.room, message.trace)
         return ReceiverOpened(
             receiver=attachment.receiver,
             generation=message.generation,
@@ -316,12 +316,12 @@ class SendingRoom(Actor):
         """Passes an event to the machine, executes its commands, and updates what the caller sees."""
         match event:
             case OpenReceived() if self._generations.get(event.attachment.receiver) == event.message.generation:
-                self._tell(OpenRetransmitted(event.attachment.receiver, event.message.generation), worker)
+                self._handle(OpenRetransmitted(event.attachment.receiver, event.message.generation), worker)
             case OpenReceived():
                 if self._is_for_next_use(event):
                     self._next_opens[event.attachment.receiver] = event.message
                 else:
-                    self._tell(self._opened(event), worker)
+                    self._handle(self._opened(event), worker)
             case ReceiverAborted():
                 self._aborted(event, worker)
             case HandedIn():
@@ -330,14 +330,14 @@ class SendingRoom(Actor):
                     self._last_submitted_at = event.submitted_at
                 chunk = event.chunk()
                 self._pages += sum(len(part.pages) for part in chunk.parts)
-                self._tell(ChunkSubmitted(chunk), worker)
+                self._handle(ChunkSubmitted(chunk), worker)
                 self._handled_chunks += 1
             case PostNextPart(receiver):
                 self._post_next_part(receiver, worker)
             case PartLanded():
                 self._part_landed(event, worker)
             case _:
-                self._tell(event, worker)
+                self._handle(event, worker)
         if self._machine.state is TransferState.FAILED and self._staged:
             self._cancel_staged(worker)
         self._show()
@@ -352,9 +352,9 @@ class SendingRoom(Actor):
         kept = self._next_opens.get(receiver)
         if kept is not None and kept.generation == generation:
             del self._next_opens[receiver]
-        self._tell(event, worker)
+        self._handle(event, worker)
 
-    def _tell(self, event: SenderEvent, worker: Worker) -> None:
+    def _handle(self, event: SenderEvent, worker: Worker) -> None:
         if isinstance(event, WriteFailed):
             self._observer.write_failed(self.room, event.receiver, event.error)
             self._context.write_failed(self._attachments[event.receiver], event.error)
@@ -367,7 +367,7 @@ class SendingRoom(Actor):
 
     def broke(self, error: Exception, worker: Worker) -> None:
         """Fails the room with an unexpected error."""
-        self._tell(SenderBroke(error), worker)
+        self._handle(SenderBroke(error), worker)
         self._cancel_staged(worker)
         self._show()
 
@@ -599,7 +599,7 @@ class SendingRoom(Actor):
         write = self._staged[receiver].landed(sequence, result if isinstance(result, Exception) else None)
         if isinstance(result, TransferReport):
             self._accounts[receiver, sequence].add(result, event.record, descriptors=1)
-            self._tell(WriteProgressed(receiver, sequence), worker)
+            self._handle(WriteProgressed(receiver, sequence), worker)
         self._maybe_end(write, worker)
 
     def _maybe_end(self, write: StagedWrite, worker: Worker) -> None:
@@ -612,9 +612,9 @@ class SendingRoom(Actor):
         self._attachments[receiver].end_write()
         if write.error is None:
             self._keep(account.record(receiver, self._context.now()))
-            self._tell(WriteDone(receiver, sequence), worker)
+            self._handle(WriteDone(receiver, sequence), worker)
         else:
-            self._tell(WriteFailed(receiver, sequence, write.error), worker)
+            self._handle(WriteFailed(receiver, sequence, write.error), worker)
 
     def _cancel_staged(self, worker: Worker) -> None:
         """Cancels the staged writes of a room that has failed."""

@@ -23,7 +23,7 @@ def clock_time(age_s: float) -> str:
     return moment.strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def tell_silence(who: str, endpoint: str, silence_s: float) -> None:
+def report_silence(who: str, endpoint: str, silence_s: float) -> None:
     """Logs that a peer has fallen silent.
 
     Args:

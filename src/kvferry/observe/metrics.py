@@ -60,7 +60,7 @@ class Metrics(Observer):
             status: where the endpoint stands now.
         """
         # Events that are not counted yet. Any thread adds to them; the one with the lock takes.
-        self._told: deque[tuple[Callable[..., object], object]] = deque()
+        self._uncounted: deque[tuple[Callable[..., object], object]] = deque()
         # Lets one thread count at a time, in the order of the events.
         self._counting = threading.Lock()
         self._registry = registry = CollectorRegistry()
@@ -103,13 +103,13 @@ class Metrics(Observer):
             return generate_latest(self._registry)
 
     def _count(self) -> None:
-        while self._told:
-            count, what = self._told.popleft()
+        while self._uncounted:
+            count, what = self._uncounted.popleft()
             count(what)
 
     def _count_batch(self) -> None:
         """Counts the queued events if they are a batch and no other thread does."""
-        if len(self._told) >= _BATCH and self._counting.acquire(blocking=False):
+        if len(self._uncounted) >= _BATCH and self._counting.acquire(blocking=False):
             try:
                 self._count()
             finally:
@@ -118,14 +118,14 @@ class Metrics(Observer):
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def submitted(self, seconds: Sequence[float]) -> None:
-        self._told.append((self._count_submits, seconds))
+        self._uncounted.append((self._count_submits, seconds))
 
     def _count_submits(self, seconds: Sequence[float]) -> None:
         for each in seconds:
             self._submit_seconds.add(each)
 
     def wrote(self, room: int, writes: Sequence[WriteRecord]) -> None:
-        self._told.append((self._count_writes, writes))
+        self._uncounted.append((self._count_writes, writes))
         self._count_batch()
 
     def _count_writes(self, writes: Sequence[WriteRecord]) -> None:
@@ -159,7 +159,7 @@ class Metrics(Observer):
         self._ended(way, stats.opened_at, stats.ended_at, error)
 
     def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
-        self._told.append((self._count_placed, stats.placed))
+        self._uncounted.append((self._count_placed, stats.placed))
         is_staged = any(placed.num_bytes for placed in stats.placed)
         way = TransferPath.STAGED.value if is_staged else TransferPath.DIRECT.value if stats.chunks else NO_WAY
         self._ended(way, stats.opened_at, stats.ended_at, error)
@@ -171,9 +171,9 @@ class Metrics(Observer):
             self._placed_bytes.inc(placed.num_bytes)
 
     def _ended(self, way: str, opened_at: float, ended_at: float | None, error: Exception | None) -> None:
-        self._told.append((Counter.inc, self._transfers[outcome_of(error), way]))
+        self._uncounted.append((Counter.inc, self._transfers[outcome_of(error), way]))
         if error is None and ended_at is not None:
-            self._told.append((self._transfer_seconds.add, ended_at - opened_at))
+            self._uncounted.append((self._transfer_seconds.add, ended_at - opened_at))
         self._count_batch()
 
     def refused(self, error: Exception) -> None:

@@ -30,7 +30,7 @@ class Observer:
     def begin_sending(self, room: int) -> None:
         """A caller opens a room on a prefill rank."""
 
-    def asked(self, room: int, trace_context: str) -> None:
+    def requested(self, room: int, trace_context: str) -> None:
         """A decode rank's open request for a room that is open here, with the trace context that came with it."""
 
     def submitted(self, seconds: Sequence[float]) -> None:
@@ -65,65 +65,65 @@ class Several(Observer):
     """Passes events on to several observers. One that raises is logged, and neither the others nor transfers suffer."""
 
     def __init__(self, *observers: Observer) -> None:
-        self._begin_receiving = _who_cares(observers, Observer.begin_receiving)
-        self._begin_sending = _who_cares(observers, Observer.begin_sending)
-        self._asked = _who_cares(observers, Observer.asked)
-        self._submitted = _who_cares(observers, Observer.submitted)
-        self._wrote = _who_cares(observers, Observer.wrote)
-        self._write_failed = _who_cares(observers, Observer.write_failed)
-        self._deferred = _who_cares(observers, Observer.deferred)
-        self._sent = _who_cares(observers, Observer.sent)
-        self._received = _who_cares(observers, Observer.received)
-        self._refused = _who_cares(observers, Observer.refused)
-        self._retried = _who_cares(observers, Observer.retried)
-        self._peer_lost = _who_cares(observers, Observer.peer_lost)
+        self._begin_receiving = _methods(observers, Observer.begin_receiving)
+        self._begin_sending = _methods(observers, Observer.begin_sending)
+        self._requested = _methods(observers, Observer.requested)
+        self._submitted = _methods(observers, Observer.submitted)
+        self._wrote = _methods(observers, Observer.wrote)
+        self._write_failed = _methods(observers, Observer.write_failed)
+        self._deferred = _methods(observers, Observer.deferred)
+        self._sent = _methods(observers, Observer.sent)
+        self._received = _methods(observers, Observer.received)
+        self._refused = _methods(observers, Observer.refused)
+        self._retried = _methods(observers, Observer.retried)
+        self._peer_lost = _methods(observers, Observer.peer_lost)
 
     def begin_receiving(self, room: int) -> str:
-        return max(_tell(self._begin_receiving, room), default="")  # at most one of them traces
+        return max(_notify(self._begin_receiving, room), default="")  # at most one of them traces
 
     def begin_sending(self, room: int) -> None:
-        _tell(self._begin_sending, room)
+        _notify(self._begin_sending, room)
 
-    def asked(self, room: int, trace_context: str) -> None:
-        _tell(self._asked, room, trace_context)
+    def requested(self, room: int, trace_context: str) -> None:
+        _notify(self._requested, room, trace_context)
 
     def submitted(self, seconds: Sequence[float]) -> None:
-        _tell(self._submitted, seconds)
+        _notify(self._submitted, seconds)
 
     def wrote(self, room: int, writes: Sequence[WriteRecord]) -> None:
-        _tell(self._wrote, room, writes)
+        _notify(self._wrote, room, writes)
 
     def write_failed(self, room: int, receiver: str, error: Exception) -> None:
-        _tell(self._write_failed, room, receiver, error)
+        _notify(self._write_failed, room, receiver, error)
 
     def deferred(self, receiver: str) -> None:
-        _tell(self._deferred, receiver)
+        _notify(self._deferred, receiver)
 
     def sent(self, room: int, stats: SenderStats, error: Exception | None) -> None:
-        _tell(self._sent, room, stats, error)
+        _notify(self._sent, room, stats, error)
 
     def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
-        _tell(self._received, room, stats, error)
+        _notify(self._received, room, stats, error)
 
     def refused(self, error: Exception) -> None:
-        _tell(self._refused, error)
+        _notify(self._refused, error)
 
     def retried(self, what: Retry) -> None:
-        _tell(self._retried, what)
+        _notify(self._retried, what)
 
     def peer_lost(self, peer: str, error: Exception) -> None:
-        _tell(self._peer_lost, peer, error)
+        _notify(self._peer_lost, peer, error)
 
 
-def _who_cares(observers: Sequence[Observer], about: Callable[..., object]) -> tuple[MethodType, ...]:
-    """Returns the observers' methods for an event, without those that ignore it: most do, and writes are many."""
+def _methods(observers: Sequence[Observer], about: Callable[..., object]) -> tuple[MethodType, ...]:
+    """Returns the methods of observers for an event, without those that ignore it: most do, and writes are many."""
     name = about.__name__
     return tuple(getattr(each, name) for each in observers if getattr(type(each), name) is not about)
 
 
-def _tell(told: Sequence[MethodType], *arguments: object) -> list[Any]:
+def _notify(methods: Sequence[MethodType], *arguments: object) -> list[Any]:
     answers = []
-    for each in told:
+    for each in methods:
         try:
             answers.append(each(*arguments))
         except Exception:

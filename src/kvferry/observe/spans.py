@@ -60,7 +60,7 @@ class Spans(Observer):
         with self._lock:
             self._sending[room] = _Sending(trace.get_current_span().get_span_context())
 
-    def asked(self, room: int, trace_context: str) -> None:
+    def requested(self, room: int, trace_context: str) -> None:
         with self._lock:
             sending = self._sending.get(room)
             if sending is not None and not sending.parent:

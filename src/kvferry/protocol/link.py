@@ -106,7 +106,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class RankStanding:
+class RankStatus:
     """What a decode rank has observed of a prefill rank.
 
     Attributes:
@@ -364,10 +364,10 @@ class Link:
             if welcome is not None and welcome.process.machine == process.machine and welcome.process != process:
                 rank.channel.send(data)
 
-    def standing(self, now: float) -> list[RankStanding]:
+    def rank_statuses(self, now: float) -> list[RankStatus]:
         """Returns what was observed of the group's ranks; none while they are looked up. For any thread."""
         return [
-            RankStanding(
+            RankStatus(
                 number,
                 rank.welcome.endpoint if rank.welcome is not None else "",
                 max(0.0, now - asked_at) if (asked_at := rank.asked_at) is not None else 0.0,

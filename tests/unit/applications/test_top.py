@@ -96,7 +96,10 @@ def test_nothing_is_wrong_where_nothing_is():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"peers": (msgspec.structs.replace(WELL.peers[0], silent_s=4.5),)}, "has not heard decode-0-xyz for 4.5 s"),
+        (
+            {"peers": (msgspec.structs.replace(WELL.peers[0], silent_s=4.5),)},
+            "has received nothing from decode-0-xyz for 4.5 s",
+        ),
         ({"threads": (ThreadStatus(name="t", is_alive=False, failures=1, last_failure="E: x"),)}, "thread t has ended"),
         ({"problem": "not registered: no answer"}, "prefill prefill/3: not registered: no answer"),
         ({"quarantined_pages": 6, "quarantine_s": 12.0}, "6 pages are quarantined, the first for 12.0 s"),

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from tests.support.writes import WRITE
 
-from kvferry.endpoint.reporting import TELL_S, RoomReport
+from kvferry.endpoint.reporting import REPORT_INTERVAL_S, RoomReport
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import WriteRecord
 
@@ -47,17 +47,17 @@ def test_a_room_that_ends_soon_is_told_of_once():
     report = RoomReport(7, listener, now=100.0)
     for number in range(4):
         report.submitted(number)
-        report.wrote(write(100.0 + number * TELL_S / 8))
+        report.wrote(write(100.0 + number * REPORT_INTERVAL_S / 8))
     assert (listener.submits, listener.writes) == ([], [])
     report.end()
     assert listener.submits == [[0, 1, 2, 3]]
-    assert listener.writes == [(7, [write(100.0 + number * TELL_S / 8) for number in range(4)])]
+    assert listener.writes == [(7, [write(100.0 + number * REPORT_INTERVAL_S / 8) for number in range(4)])]
 
 
 def test_a_room_that_goes_on_is_told_of_now_and_then():
     listener = Listener()
     report = RoomReport(7, listener, now=100.0)
-    times = [100.0 + number * TELL_S / 4 for number in range(1, 13)]
+    times = [100.0 + number * REPORT_INTERVAL_S / 4 for number in range(1, 13)]
     for at in times:
         report.wrote(write(at))
     assert [[each.done_at for each in writes] for _, writes in listener.writes] == [times[:4], times[4:8], times[8:]]
@@ -82,7 +82,7 @@ def test_threads_lose_nothing_and_tell_nothing_twice(switching_often: None):
     def work(first: int) -> None:
         started.wait()
         for number in range(first, first + 2000):
-            report.wrote(write(number * TELL_S / 3))
+            report.wrote(write(number * REPORT_INTERVAL_S / 3))
             report.submitted(number)
 
     threads = [threading.Thread(target=work, args=(2000 * number,)) for number in range(4)]
@@ -94,4 +94,4 @@ def test_threads_lose_nothing_and_tell_nothing_twice(switching_often: None):
         each.join()
     assert sorted(seconds for told in listener.submits for seconds in told) == list(range(8000))
     times = sorted(each.done_at for _, writes in listener.writes for each in writes)
-    assert times == [number * TELL_S / 3 for number in range(8000)]
+    assert times == [number * REPORT_INTERVAL_S / 3 for number in range(8000)]

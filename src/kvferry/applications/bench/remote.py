@@ -145,11 +145,11 @@ class RemoteTeam:
         return self._caller.sockets
 
     def hear(self, readable: Collection[Pollable]) -> list[tuple[int, bytes]]:
-        deduplication = []
+        answers = []
         for message in self._caller.receive():
             match message:
                 case Said(rank, answer):
-                    deduplication.append((rank, answer))
+                    answers.append((rank, answer))
                 case Broken(reason) | Refused(reason):
                     raise BenchError(f"the prefill side gave up: {reason}")
         _check_silence("prefill", self._caller.silent_s, self._silence_s)
@@ -157,7 +157,7 @@ class RemoteTeam:
         if now - self._asked_at > _PING_S:
             self._asked_at = now
             self._caller.send(Ping())
-        return deduplication
+        return answers
 
 
 @contextmanager

@@ -106,13 +106,13 @@ class LocalTeam:
         return [each for child in self._children for each in (child.connection.fileno(), child.process.sentinel)]
 
     def hear(self, readable: Collection[Pollable]) -> list[tuple[int, bytes]]:
-        deduplication = []
+        answers = []
         for rank, child in enumerate(self._children):
             if child.connection.fileno() in readable:
-                deduplication.append((rank, self._received(rank)))
+                answers.append((rank, self._received(rank)))
             elif child.process.sentinel in readable:
                 raise self._death(rank)
-        return deduplication
+        return answers
 
     def _received(self, rank: int) -> bytes:
         try:

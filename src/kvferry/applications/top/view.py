@@ -66,7 +66,8 @@ def troubles(samples: Sequence[Sample]) -> Iterator[str]:
             yield f"{name}: {status.problem}"
         for peer in status.silent_peers:
             yield (
-                f"{name} has not heard {peer.name} for {peer.silent_s:.1f} s, since {clock_time(peer.silent_s)}: "
+                f"{name} has received nothing from {peer.name} for {peer.silent_s:.1f} s, "
+                f"since {clock_time(peer.silent_s)}: "
                 f"stopped or overloaded? Its rooms fail after {status.peer_timeout_s:g} s"
             )
         if status.quarantined_pages:

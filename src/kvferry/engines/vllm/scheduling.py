@@ -62,7 +62,7 @@ class _Sending:
 
     Attributes:
         next_blocks: by group, the position of the first block that the workers have not got yet.
-        is_told: whether they have got any.
+        is_begun: whether the workers have got any.
         is_complete: whether they have got all.
         kept: blocks that vLLM would give away though they are still being read.
     """
@@ -71,7 +71,7 @@ class _Sending:
     params: SendParameters
     tokens: int
     next_blocks: dict[str, int] = field(default_factory=dict)
-    is_told: bool = False
+    is_begun: bool = False
     is_complete: bool = False
     kept: list[Block] = field(default_factory=list)
 
@@ -203,7 +203,7 @@ class SchedulerSide:
                     self._keep(sending, table[first:stop])
         if groups or is_last:
             step.send.append(BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last))
-            sending.is_told = True
+            sending.is_begun = True
         sending.is_complete = is_last
 
     def _keep(self, sending: _Sending, blocks: Sequence[Block]) -> None:
@@ -228,7 +228,7 @@ class SchedulerSide:
         sending = self._sending.get(name)
         if sending is None:
             return False, None
-        if not sending.is_told:
+        if not sending.is_begun:
             del self._sending[name]
             return False, None
         if is_aborted or not sending.is_complete:
