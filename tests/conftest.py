@@ -53,10 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= set(_not_sampled(items))
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
-    # First those that wait for other processes, so that none of them is left when all else is done.
-    items[:] = sorted(
-        (item for item in items if item not in left_out), key=lambda item: "processes" not in item.path.parts
-    )
+    items[:] = sorted((item for item in items if item not in left_out), key=_precedence)
+
+
+def _precedence(item: pytest.Item) -> tuple[bool, bool]:
+    """First those that wait most: for faults to be noticed, then for other processes. All else runs meanwhile."""
+    return not item.path.name.startswith("test_faults_"), "processes" not in item.path.parts
 
 
 def _not_sampled(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:

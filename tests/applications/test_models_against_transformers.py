@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvferry.layout import Component, Entry
 from kvferry.models import ModelCache, model_cache_from_config, read_model_cache
+
+
+def transformers() -> Any:
+    """The library, which takes a second: every process of a run imports this module, one uses it."""
+    import transformers as library
+
+    return library
+
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
@@ -126,9 +133,9 @@ def check_states(components: dict[str, Component], recurrent: torch.Tensor, conv
 
 @pytest.mark.parametrize("model_type", TINY)
 def test_every_layer_caches_what_is_described(model_type: str):
-    config = AutoConfig.for_model(model_type, **TINY[model_type], dtype="bfloat16")
+    config = transformers().AutoConfig.for_model(model_type, **TINY[model_type], dtype="bfloat16")
     cache = model_cache_from_config(json.loads(config.to_json_string(use_diff=False)), extra_conv_columns=1)
-    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    model = transformers().AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     with torch.no_grad():
         output = model(torch.arange(TOKENS)[None], use_cache=True)
     held = getattr(output, "past_key_values", None) or output.cache_params
@@ -162,7 +169,7 @@ def test_published_configurations_are_read_as_transformers_reads_them(name: str)
     if raw["model_type"] == "minimax_text_01":
         raw = raw | {"model_type": "minimax"}
         raw["layer_types"] = ["full_attention" if each else "linear_attention" for each in raw.pop("attn_type_list")]
-    config = AutoConfig.for_model(**raw).get_text_config()
+    config = transformers().AutoConfig.for_model(**raw).get_text_config()
     cache = read_model_cache(CONFIGS / f"{name}.json")
     assert cache.num_layers == config.num_hidden_layers
     types = getattr(config, "layer_types", None)

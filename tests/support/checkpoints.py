@@ -7,17 +7,18 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvferry.applications.demo.reference.specification import LATENT_ARCHITECTURES
 
 
 def save_checkpoint(directory: Path, architecture: str, prompts: Sequence[str], **changes: object) -> Path:
     """A tiny bfloat16 checkpoint with a tokenizer of the prompts' words, as save_pretrained writes it."""
+    import transformers  # takes a second; every process of a run imports this module, few use it
+
     words = sorted({word for prompt in prompts for word in prompt.split()})
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0} | {w: i + 1 for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(directory)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(directory)
     sizes: dict[str, object] = {
         "vocab_size": len(words) + 1,
         "hidden_size": 64,
@@ -49,6 +50,8 @@ def save_checkpoint(directory: Path, architecture: str, prompts: Sequence[str], 
     elif architecture == "mamba2":
         sizes |= {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 12, "chunk_size": 16}
     torch.manual_seed(3)
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes | changes))
+    network = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(architecture, **sizes | changes)
+    )
     network.to(torch.bfloat16).save_pretrained(directory)
     return directory

@@ -6,15 +6,19 @@ import re
 
 from xdist.scheduler import LoadScopeScheduling
 
-_FAULT_CELL = re.compile(r".*/test_faults_\w+\.py::\w+\[(?P<path>staged|direct)-")
+_FAULT_CELL = re.compile(r".*/test_faults_(?P<role>\w+)\.py::\w+\[(?P<path>staged)?")
 
 
 class ByModule(LoadScopeScheduling):
-    """Gives a process whole modules, and all cells of the fault matrix that strike the same kind of cluster.
+    """Gives a process whole modules, and many cells of the fault matrix that strike the same kind of cluster.
 
-    What a module has begun serves all of its tests then, and few clusters serve the whole matrix.
+    What a module has begun serves all of its tests then. Cells mostly wait: four processes, each with a cluster of its
+    own, share them.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         cell = _FAULT_CELL.match(nodeid)
-        return f"clusters, {cell['path']}" if cell else nodeid.partition("::")[0]
+        if cell is None:
+            return nodeid.partition("::")[0]
+        half = cell["role"] in ("prefill_rank", "registry")
+        return f"clusters, {cell['path']}, {half}"

@@ -311,8 +311,11 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
         connection.send(answer)
 
 
-def _quick_context() -> multiprocessing.context.ForkServerContext:
-    """Where processes are copies of one that has everything imported and nothing started."""
+def _preloaded() -> multiprocessing.context.ForkServerContext:
+    """Where processes are copies of one that has everything imported and nothing started.
+
+    To start one takes milliseconds instead of seconds.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.processes", "torch", "httpx", "nixl_cu13._bindings"])
     return context
@@ -321,12 +324,11 @@ def _quick_context() -> multiprocessing.context.ForkServerContext:
 class RankProcess:
     """The process, as the test sees it."""
 
-    def __init__(self, *, is_quick: bool = False, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *, environment: dict[str, str] | None = None) -> None:
         """Args:
-        is_quick: forks it from a server that has imported everything, which takes milliseconds instead of seconds.
         environment: variables to set there.
         """
-        context = _quick_context() if is_quick else multiprocessing.get_context("spawn")
+        context = _preloaded()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, environment or {}), daemon=True)
         self._process.start()

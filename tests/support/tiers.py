@@ -39,7 +39,7 @@ def register_profiles() -> None:
     Examples share their cores with whatever else runs: how long one took says nothing about the code. A failure prints
     what reproduces it on another machine.
     """
-    for tier, examples in ((Tier.QUICK, 5), (Tier.FULL, _USUAL_EXAMPLES), (Tier.LONG, 2000)):
+    for tier, examples in ((Tier.QUICK, 3), (Tier.FULL, _USUAL_EXAMPLES), (Tier.LONG, 2000)):
         settings.register_profile(tier.value, deadline=None, print_blob=True, max_examples=examples)
 
 

@@ -218,7 +218,7 @@ class Cluster:
     # ---- processes ----------------------------------------------------------------------------------------------
 
     def _process(self) -> RankProcess:
-        return RankProcess(is_quick=True, environment={} if self._wire is None else {"UCX_TLS": self._wire})
+        return RankProcess(environment={} if self._wire is None else {"UCX_TLS": self._wire})
 
     def _engine(self, name: str, *, is_prefill: bool) -> Engine:
         engine = Engine(f"{name}-{self._tag}", self._process(), is_prefill=is_prefill)

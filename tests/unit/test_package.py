@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,12 +45,17 @@ PUBLIC = {
 }
 
 
-@pytest.mark.parametrize("offered", PUBLIC, ids=lambda each: each.__name__)
-def test_callers_see_what_callers_need_and_all_of_it_is_documented(offered: type):
+@cache
+def documented_package() -> Any:
     griffe = pytest.importorskip("griffe")
     source = inspect.getsourcefile(kvferry)
     assert source is not None
-    tree = griffe.load("kvferry", search_paths=[Path(source).parents[1]], allow_inspection=False)
+    return griffe.load("kvferry", search_paths=[Path(source).parents[1]], allow_inspection=False)
+
+
+@pytest.mark.parametrize("offered", PUBLIC, ids=lambda each: each.__name__)
+def test_callers_see_what_callers_need_and_all_of_it_is_documented(offered: type):
+    griffe, tree = pytest.importorskip("griffe"), documented_package()
     documented, found = set(), set()
     for each in offered.__mro__[:-1]:
         described = tree[f"{each.__module__}.{each.__qualname__}".removeprefix("kvferry.")]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tests.support.tiers import Tier
 from tests.unit.testing.models import ATTENTION, EVERYTHING, LAYERS, PACKED, WINDOW, pool
 
 from kvferry import GroupPages, Interval, RankCoordinates, RankLayout, all_coordinates, shard_from_tensors
@@ -165,7 +166,7 @@ def test_what_was_wiped_is_untouched_until_somebody_writes():
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [8, 11])
-def test_every_single_wrong_byte_is_found_and_named(kind: str, tokens: int):
+def test_every_single_wrong_byte_is_found_and_named(kind: str, tokens: int, tier: Tier):
     """Wherever a byte is flipped, it is found, as one that was to arrive or one that was not, or it is left open."""
     made = pool(KINDS[kind])
     pages = made.pages_for(tokens)
@@ -174,13 +175,14 @@ def test_every_single_wrong_byte_is_found_and_named(kind: str, tokens: int):
     assert not made.wrong_bytes(CONTENTS, pages, tokens=tokens)
     (block,) = made.blocks
     found = {True: 0, False: 0, None: 0}
-    for place in range(0, len(block.host), 7):
+    step = tier.amount(quick=29, full=7, long=1)
+    for place in range(0, len(block.host), step):
         block.host[place] ^= 0x10
         wrong = made.wrong_bytes(CONTENTS, pages, tokens=tokens)
         block.host[place] ^= 0x10
         assert sum(each.num_bytes for each in wrong) == len(wrong) <= 1
         found[wrong[0].was_awaited if wrong else None] += 1
-    assert found[True] == pytest.approx(awaited / 7, rel=0.1)
+    assert found[True] == pytest.approx(awaited / step, rel=0.1)
     assert found[False] > 0
     # Behind the last token of a page that is not full, and before a window's first token.
     assert (found[None] > 0) == (kind in ("window", "everything") or (kind == "attention" and tokens == 11))
