@@ -120,12 +120,13 @@ def restarted(cell: DecodeCell) -> None:
     struck_at = time.monotonic()
     cell.decode.process.kill()
     cluster.restart(cell.decode)
-    cell.struck(is_dead=True)
-    if cell.step in WAITED_FOR_IF_DEAD:  # the successor asks for it
+    cell.opens_and_lets_go(is_dead=True)
+    if cell.step in WAITED_FOR_IF_DEAD:  # the successor asks for it, in time
         room.is_open.discard(cell.decode.name)
         cluster.finish(room)
     else:
         cell.prefill_fails()
+    cell.others_go_on()
     cell.comes_back()
     noticed(struck_at)
 

@@ -9,7 +9,7 @@ from xdist.scheduler import LoadScopeScheduling
 _FAULT_CELL = re.compile(r".*/test_faults_(?P<role>\w+)\.py::\w+\[(?P<path>staged)?")
 
 
-class ByModule(LoadScopeScheduling):
+class ByModule(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist has no types
     """Gives a process whole modules, and many cells of the fault matrix that strike the same kind of cluster.
 
     What a module has begun serves all of its tests then. Cells mostly wait: four processes, each with a cluster of its

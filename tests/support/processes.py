@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import multiprocessing.context
@@ -296,6 +297,7 @@ class Rank:
 
 def _serve(connection: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
+    gc.freeze()  # what was imported is no garbage: `resources` looks for some, often
     rank = Rank()
     while True:
         try:

@@ -29,7 +29,7 @@ PEER_TIMEOUT_S = 2.5
 """A process of a busy machine must not be taken for a dead one, and most cells wait for as long."""
 
 LEASE_S = 1.0
-DEADLINE_S = 4.0
+DEADLINE_S = 8.0
 """How long two ranks look for each other."""
 
 WAITING_S = 12.0

@@ -11,7 +11,7 @@ import ctypes
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import msgspec
 import numpy as np
@@ -320,9 +320,17 @@ class Pool:
         elsewhere: bool = True,
     ) -> tuple[WrongBytes, ...]:
         """What `check` finds, page by page."""
+        awaited_places = list(places(self.layout, pages, tokens, prefix_tokens, absent))
+        if not elsewhere and all(  # usually: what follows takes memory for the whole pool to say what is wrong
+            np.array_equal(
+                self.elements(shard, index)[where], contents.of(shard, shard.box[0].start + index, positions)
+            )
+            for shard, index, where, positions in awaited_places
+        ):
+            return ()
         right = self._at_first() if elsewhere else self._filled(0)
         is_awaited, is_open = self._filled(0), self._filled(0)
-        for shard, index, where, positions in places(self.layout, pages, tokens, prefix_tokens, absent):
+        for shard, index, where, positions in awaited_places:
             _elements(right, shard, index)[where] = contents.of(shard, shard.box[0].start + index, positions)
             _elements(is_awaited, shard, index)[where] = np.iinfo(element_type(shard.component)).max
         for shard, index, where in left_open(self.layout, pages, tokens, prefix_tokens, absent):
@@ -365,7 +373,8 @@ class Pool:
                 yield WrongBytes("memory between two tensors", 0, between, first_byte, was_awaited=False)
 
     def _filled(self, value: int) -> list[Block]:
-        return [Block(block.address, np.full(block.host.shape, value, np.uint8)) for block in self.blocks]
+        made = np.zeros if value == 0 else partial(np.full, fill_value=value)  # zeros take memory only once written
+        return [Block(block.address, made(block.host.shape, dtype=np.uint8)) for block in self.blocks]
 
     def _at_first(self) -> list[Block]:
         """The memory as it was."""

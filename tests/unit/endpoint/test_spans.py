@@ -91,7 +91,7 @@ def test_nothing_is_left_of_rooms_that_are_over(
     for room in range(5):
         requests.run(room)
     for endpoint in (requests.prefill.endpoints[0], requests.decode.endpoints[0]):
-        (observer,) = [each.__self__ for each in endpoint._telemetry.observer._asked]  # type: ignore[attr-defined]
+        (observer,) = [each.__self__ for each in endpoint._telemetry.observer._requested]  # type: ignore[attr-defined]
         assert isinstance(observer, spans_module.Spans)
         eventually("none is kept", lambda at=observer: not at._receiving and not at._sending)
 

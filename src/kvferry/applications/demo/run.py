@@ -132,12 +132,12 @@ def _collect(children: list[_Child], on_report: Callable[[RankName, Any], None])
     registry_url: str | None = None
     has_started = False
     while running := [child for child in children if not child.has_ended]:
-        ready = multiprocessing.connection.wait([child.reports for child in running], timeout=1.0)
+        readable = multiprocessing.connection.wait([child.reports for child in running], timeout=1.0)
         if time.monotonic() > deadline:
             waiting = ", ".join(str(child.name) for child in running)
             raise DemoError(f"the demo did not end within {_DEADLINE_S:g} s; still at work: {waiting}")
         for child in running:
-            if child.reports not in ready:
+            if child.reports not in readable:
                 continue
             try:
                 report = child.reports.recv()
