@@ -14,7 +14,7 @@ from tests.support.tiers import Tier, register_profiles
 pytest_plugins = ["kvferry.testing.pytest_plugin"]
 
 _MOST_WORKERS = 16
-_FEWEST_WORKERS = 6  # many tests wait for processes and deadlines, so that a few more than there are cores pay
+_FEWEST_WORKERS = 5  # many tests wait for processes and deadlines, so that a few more than there are cores pay
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

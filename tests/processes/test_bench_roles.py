@@ -89,6 +89,7 @@ def _json(role: str) -> tuple[str, ...]:
     return ("--json",) if role == "decode" else ()
 
 
+@pytest.mark.full
 def test_a_wrong_byte_fails_both_commands(registry: str):
     with (
         side("prefill", registry, "--variants", "auto") as prefill,

@@ -72,6 +72,7 @@ def test_a_doctor_with_another_secret_learns_nothing():
     assert said == []
 
 
+@pytest.mark.full
 def test_strays_do_not_disturb_a_doctor_that_listens():
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with listening() as (address, _):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from transformers.utils.logging import set_verbosity_error
 
 from kvferry.applications.demo.options import DemoOptions, Request, slices
 from kvferry.applications.demo.pool import DECODE_POISON, PREFILL_POISON, Contents, RankPool
@@ -98,6 +97,8 @@ Report: TypeAlias = Ready | Described | Sent | Received | Decoded | Undivided | 
 
 def guarded(main: Callable[..., None], reports: Connection, *arguments: Any) -> None:
     """Runs a process's main function and reports what it raises."""
+    from transformers.utils.logging import set_verbosity_error
+
     torch.set_num_threads(1)  # as many processes share a few cores; also makes sums the same in all of them
     set_verbosity_error()  # every process would say which faster kernels are not installed
     try:
