@@ -204,7 +204,7 @@ class Here:
         return finish(self.transport, transfer)
 
 
-@pytest.fixture(autouse=True, params=["plain", "as prefill endpoints have it"])
+@pytest.fixture(autouse=True, params=[pytest.param("plain", marks=pytest.mark.full), "as prefill endpoints have it"])
 def _options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How our process writes."""
     if request.param != "plain":

@@ -12,13 +12,12 @@ _FAULT_CELL = re.compile(r".*/test_faults_(?P<role>\w+)\.py::\w+\[(?P<path>stage
 class ByModule(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist has no types
     """Gives a process whole modules, and many cells of the fault matrix that strike the same kind of cluster.
 
-    What a module has begun serves all of its tests then. Cells mostly wait: four processes, each with a cluster of its
-    own, share them.
+    What a module has begun serves all of its tests then, and three clusters serve the whole matrix.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         cell = _FAULT_CELL.match(nodeid)
         if cell is None:
             return nodeid.partition("::")[0]
-        half = cell["role"] in ("prefill_rank", "registry")
+        half = cell["path"] == "staged" and cell["role"] in ("prefill_rank", "registry")
         return f"clusters, {cell['path']}, {half}"

@@ -75,6 +75,7 @@ def test_the_python_of_the_page_on_layouts_runs_from_top_to_bottom(tmp_path: Pat
     assert run.stdout == "['kv', 'window-1024', 'state']\n"
 
 
+@pytest.mark.full
 def test_the_tests_on_the_page_on_testing_pass_as_they_are(tmp_path: Path):
     (pasted,) = python_blocks("docs/testing.md")
     (tmp_path / "test_engine.py").write_text(pasted)
@@ -178,6 +179,7 @@ def test_files_of_the_code_that_a_page_names_are_there(document: str):
     assert [each for each in named if not ((ROOT / each).exists() or (ROOT / "src/kvferry" / each).exists())] == []
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("command", "".join(blocks((ROOT / "docs/algebra.md").read_text(), "bash")).splitlines())
 def test_the_drawings_of_the_layout_algebra_can_be_drawn(command: str, tmp_path: Path):
     pytest.importorskip("matplotlib")

@@ -36,7 +36,7 @@ SMALL = Model(layers=1, heads=2, head_dim=4, page_tokens=2)
 def test_thousands_of_rooms_at_once(pair: Callable[..., Requests], tier: Tier):
     requests = pair(SMALL, Shape(tp=2, pages=4096), Shape(pages=4096))
     requests.connect()
-    both = [requests.new(room, 1) for room in range(tier.amount(quick=500, full=2000, long=2000))]
+    both = [requests.new(room, 1) for room in range(tier.amount(quick=300, full=2000, long=2000))]
     for request in both:
         requests.open_decode(request)
     for request in both:
@@ -71,7 +71,7 @@ def test_many_rooms_one_after_the_other_leave_nothing_behind(pair: Callable[...,
 
     run(range(200))
     before, files = objects(), psutil.Process().num_fds()
-    run(range(200, tier.amount(quick=700, full=2200, long=2200)))
+    run(range(200, tier.amount(quick=450, full=2200, long=2200)))
     after = objects()
     assert nothing_left(requests)
     assert after.pop("_Over", 0) <= REMEMBERED  # uses that are over, of which open requests may still come; bounded
