@@ -19,7 +19,7 @@ CONFIG = '{"model_type": "qwen3", "num_hidden_layers": 4, "num_attention_heads":
 
 ELSEWHERE = {
     "make demo": "tests/processes/test_tutorial.py",
-    "make test": "make test, in .ci/run",
+    "make test": "make test-all, in .ci/run",
     "make sim SEEDS=20000": "tests/simulation",
     "pip install '/path/to/kvferry[nixl,up]'": "tests/processes/test_package_builds.py",
     "pip install '/path/to/kvferry[nixl]'": "tests/processes/test_package_builds.py",

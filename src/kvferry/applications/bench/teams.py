@@ -19,6 +19,7 @@ from kvferry.applications.bench.options import BenchOptions
 from kvferry.errors import KVFerryError
 
 _END_S = 10.0
+_PRELOADED = ["torch", "nixl_cu13._bindings", ranks.__name__]  # what is not installed is left out
 _LONGEST_POLL_S = 0.5
 
 Pollable: TypeAlias = "int | zmq.Socket[bytes]"
@@ -84,7 +85,9 @@ class LocalTeam:
         """
         side = planned[0].side(name)
         team = LocalTeam(name, side.tp_size)
-        context = multiprocessing.get_context("spawn")
+        # A fork server imports once what every rank needs, before any thread exists.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         main = mains[name]
         try:
             for coordinates in side.coordinates:
