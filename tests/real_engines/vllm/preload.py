@@ -9,10 +9,10 @@ from tests.real_engines.vllm.engine import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)  # some of it is read when modules are imported
 
-import vllm  # noqa: E402, F401
-from vllm.model_executor.models import gemma3, qwen3  # noqa: E402, F401
-from vllm.v1.engine import core, llm_engine  # noqa: E402, F401
-from vllm.v1.executor import multiproc_executor  # noqa: E402, F401
-from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: E402, F401
+import vllm  # noqa: F401
+from vllm.model_executor.models import gemma3, qwen3  # noqa: F401
+from vllm.v1.engine import core, llm_engine  # noqa: F401
+from vllm.v1.executor import multiproc_executor  # noqa: F401
+from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401
 
-import kvferry.engines.vllm  # noqa: E402, F401
+import kvferry.engines.vllm  # noqa: F401
