@@ -80,14 +80,15 @@ class ReceivingRoom:
     def status(self, now: float, peers: tuple[str, ...]) -> RoomStatus:
         """Returns the room's status. May be called from any thread."""
         machine, stats = self.machine, self.receiver.stats
+        moved_bytes = sum(placed.num_bytes for placed in list(self._placed))
         is_quarantined = machine.state is TransferState.FAILED and not machine.are_pages_reusable
         return RoomStatus(
             room=self.room,
             state=machine.state.value,
             age_s=now - stats.opened_at,
             chunks=machine.chunks,
-            path="staged" if self._placed else "",
-            moved_bytes=sum(placed.num_bytes for placed in list(self._placed)),
+            path="staged" if moved_bytes else "",
+            moved_bytes=moved_bytes,
             waits_for=machine.waits_for,
             peers=peers,
             quarantined_pages=sum(len(group.pages) // 8 for group in self.groups) if is_quarantined else 0,

@@ -113,6 +113,20 @@ def test_parts_that_cut_pages_and_layers_anywhere(pair: Callable[..., Requests])
         requests.run_tokens(room, 23, prefix_tokens=3 * room, cuts=(5, 16))
 
 
+def test_what_is_only_verified_is_not_shown_as_staged(pair: Callable[..., Requests], path: str):
+    requests = pair(ATTENTION, path=path, checksums=True)
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request, 0, 3, last=False)
+    decode = requests.decode.endpoints[0]
+    eventually("the first chunk was verified", lambda: decode.status().rooms[0].chunks == 1)
+    (room,) = decode.status().rooms
+    assert (room.path, room.moved_bytes > 0) == (("staged", True) if path == "staged" else ("", False))
+    requests.submit(request, 3, 6)
+    request.wait()
+
+
 def test_the_same_number_may_be_used_again(pair: Callable[..., Requests], path: str):
     requests = pair(ATTENTION, Shape(tp=2), Shape(tp=2), path=path, checksums=True)
     for _ in range(5):

@@ -235,17 +235,17 @@ def decode_main(
             shards.put((coordinates.engine_rank, request.room, shard, receiver.aux))
             reports.send(Received(request.room, shard, receiver.stats))
         damaged_bytes = pool.damaged_bytes()
-    if model is not None:
-        for request, caches, first_token in _assembled(options, mine, shards):
-            tokens = model.decode(
-                caches,
-                num_tokens=len(request.token_ids),
-                first_token=first_token,
-                max_new_tokens=options.max_new_tokens,
-            )
-            reports.send(Decoded(request.room, tokens))
-    reports.send(Ended(damaged_bytes))
-    reports.recv()
+        if model is not None:
+            for request, caches, first_token in _assembled(options, mine, shards):
+                tokens = model.decode(
+                    caches,
+                    num_tokens=len(request.token_ids),
+                    first_token=first_token,
+                    max_new_tokens=options.max_new_tokens,
+                )
+                reports.send(Decoded(request.room, tokens))
+        reports.send(Ended(damaged_bytes))
+        reports.recv()  # prefill ranks that had nothing to send to this one may not be through
 
 
 def _assembled(
