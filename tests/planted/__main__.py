@@ -37,19 +37,8 @@ def copy(target: Path) -> None:
 
 def fails(tree: Path, *arguments: str) -> bool:
     """Runs tests in a copy until one fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-n",
-        "auto",
-        "--dist",
-        "worksteal",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [sys.executable, "-m", "pytest", "-x", "-n", "auto", "--dist", "loadscope", "--no-loadscope-reorder"]
+    command += ["-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     done = subprocess.run(
         [*command, *arguments], cwd=tree, env=environment, capture_output=True, check=False, timeout=LONGEST_S

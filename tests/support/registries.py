@@ -1,4 +1,4 @@
-"""`kvferry registry` as a process that can be killed, frozen, and started again on the same port."""
+"""What tests of the registry share: it as a process that can be killed and frozen, and a client that is counted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,25 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from types import TracebackType
+
+from kvferry.control.registry_client import RegistryClient
+from kvferry.protocol.registrations import RankRegistration
+
+
+def counted_registrations(client: RegistryClient) -> Callable[[], int]:
+    """Counts what a client registers from now on, refused or not; returns how to ask for the number."""
+    count = 0
+    register = client.register
+
+    def counted(registration: RankRegistration) -> float:
+        nonlocal count
+        count += 1
+        return register(registration)
+
+    client.register = counted  # type: ignore[method-assign]
+    return lambda: count
 
 
 class RegistryProcess:

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from tests.support.clones import ROOT
+from tests.support.clones import ROOT, docs_program
 
 pytest.importorskip("griffe")
 
 
-def hooks() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 def test_every_section_of_every_docstring_is_parsed():
-    assert hooks().problems(ROOT / "src" / "kvferry") == []
+    assert docs_program("hooks").problems(ROOT / "src" / "kvferry") == []
 
 
 def test_the_site_is_built_with_these_checks():
@@ -51,7 +40,7 @@ def test_a_docstring_that_would_lose_its_table_is_found(docstring: str, problem:
     (package / "sending.py").write_text(
         f"class Sender:\n    def send(self, pages: int, room: int) -> None:\n        {docstring}\n"
     )
-    found = hooks().problems(package)
+    found = docs_program("hooks").problems(package)
     if problem is None:
         assert found == []
     else:
@@ -65,4 +54,4 @@ def test_an_attribute_that_does_not_exist_is_found(tmp_path: Path):
     (package / "__init__.py").write_text(
         'class Room:\n    """A room.\n\n    Attributes:\n        number: its own.\n    """\n\n    size: int = 1\n'
     )
-    assert hooks().problems(package) == ["planted.Room: Attributes: names 'number', which does not exist"]
+    assert docs_program("hooks").problems(package) == ["planted.Room: Attributes: names 'number', which does not exist"]

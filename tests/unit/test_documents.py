@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from tests.support.clones import ROOT, blocks
+from tests.support.clones import ROOT, blocks, docs_program
 
 import kvferry.errors
 from kvferry import Settings
@@ -24,33 +22,26 @@ from kvferry.protocol.registrations import MOST_ENGINES, MOST_RANKS
 from kvferry.transport.base import MOST_REGIONS
 
 
-def generator() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 def python_blocks(document: str) -> list[str]:
     return blocks((ROOT / document).read_text(), "python")
 
 
 def test_the_state_diagrams_are_those_of_the_tables():
-    assert (ROOT / "docs/protocol.md").read_text() == generator().protocol_page(), "run `make docs`"
+    assert (ROOT / "docs/protocol.md").read_text() == docs_program("generate").protocol_page(), "run `make docs`"
 
 
 def test_the_page_on_reliability_has_the_table_of_what_holds_pages():
-    assert (ROOT / "docs/reliability.md").read_text() == generator().reliability_page(), "run `make docs`"
+    assert (ROOT / "docs/reliability.md").read_text() == docs_program("generate").reliability_page(), "run `make docs`"
 
 
 def test_the_settings_page_lists_every_setting():
-    assert (ROOT / "docs/settings.md").read_text() == generator().settings_page(), "run `make docs`"
+    assert (ROOT / "docs/settings.md").read_text() == docs_program("generate").settings_page(), "run `make docs`"
 
 
 def test_the_page_on_observability_lists_every_metric():
-    assert (ROOT / "docs/observability.md").read_text() == generator().observability_page(), "run `make docs`"
+    assert (ROOT / "docs/observability.md").read_text() == docs_program("generate").observability_page(), (
+        "run `make docs`"
+    )
 
 
 def test_the_readme_shows_the_example_as_it_is():

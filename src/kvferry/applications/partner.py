@@ -23,8 +23,8 @@ from kvferry.control.credentials import secret_hint
 from kvferry.errors import PeerDisconnectedError
 from kvferry.settings import Settings, bracketed
 
-Delivery = TypeVar("Delivery")
-Decoder: TypeAlias = msgspec.msgpack.Decoder[Delivery]
+Incoming = TypeVar("Incoming")
+Decoder: TypeAlias = msgspec.msgpack.Decoder[Incoming]
 
 _LOOK_MS = 200
 
@@ -33,7 +33,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
     """What partners say to each other; subclasses are told apart by their names."""
 
 
-class Listener(Generic[Delivery]):
+class Listener(Generic[Incoming]):
     """The end that listens.
 
     Attributes:
@@ -43,9 +43,9 @@ class Listener(Generic[Delivery]):
     def __init__(
         self,
         channel: ListeningChannel,
-        decoder: Decoder[Delivery],
+        decoder: Decoder[Incoming],
         *,
-        opens: Callable[[Delivery], bool],
+        opens: Callable[[Incoming], bool],
         busy: Message,
         silence_s: float,
     ) -> None:
@@ -56,7 +56,7 @@ class Listener(Generic[Delivery]):
         self._busy = busy
         self._silence_s = silence_s
         self._partner: str | None = None
-        self._heard_at = 0.0
+        self._last_message_at = 0.0
 
     @property
     def sockets(self) -> Collection[zmq.Socket[bytes]]:
@@ -66,13 +66,13 @@ class Listener(Generic[Delivery]):
     @property
     def silent_s(self) -> float:
         """For how long the partner has said nothing."""
-        return time.monotonic() - self._heard_at
+        return time.monotonic() - self._last_message_at
 
     def wait(self) -> None:
         """Waits until there may be something to receive, or a moment."""
         self._channel.wait(_LOOK_MS)
 
-    def receive(self) -> Iterator[Delivery]:
+    def receive(self) -> Iterator[Incoming]:
         """Yields what the partner has said. Whoever opens a conversation while there is none is the partner."""
         for identity, data in self._channel.receive():
             for message in _messages_among([data], self._decoder):
@@ -84,7 +84,7 @@ class Listener(Generic[Delivery]):
                             self._channel.send(identity, msgspec.msgpack.encode(self._busy))
                         continue
                     self._partner = identity
-                self._heard_at = time.monotonic()
+                self._last_message_at = time.monotonic()
                 yield message
 
     def send(self, message: Message) -> None:
@@ -105,12 +105,12 @@ class Listener(Generic[Delivery]):
 def listening(
     settings: Settings,
     port: int,
-    decoder: Decoder[Delivery],
+    decoder: Decoder[Incoming],
     *,
-    opens: Callable[[Delivery], bool],
+    opens: Callable[[Incoming], bool],
     busy: Message,
     silence_s: float = math.inf,
-) -> Iterator[Listener[Delivery]]:
+) -> Iterator[Listener[Incoming]]:
     """Listens for a partner for as long as the context lasts.
 
     Args:
@@ -128,14 +128,14 @@ def listening(
             yield Listener(channel, decoder, opens=opens, busy=busy, silence_s=silence_s)
 
 
-class Caller(Generic[Delivery]):
+class Caller(Generic[Incoming]):
     """The end that calls."""
 
-    def __init__(self, channel: ConnectedChannel, decoder: Decoder[Delivery], hint: str) -> None:
+    def __init__(self, channel: ConnectedChannel, decoder: Decoder[Incoming], hint: str) -> None:
         self._channel = channel
         self._decoder = decoder
         self._hint = hint
-        self._heard_at = time.monotonic()
+        self._last_message_at = time.monotonic()
 
     @property
     def sockets(self) -> Collection[zmq.Socket[bytes]]:
@@ -145,17 +145,17 @@ class Caller(Generic[Delivery]):
     @property
     def silent_s(self) -> float:
         """For how long the partner has said nothing."""
-        return time.monotonic() - self._heard_at
+        return time.monotonic() - self._last_message_at
 
     def wait(self) -> None:
         """Waits until there is something to receive, or a moment."""
         self._channel.socket.poll(_LOOK_MS)
 
-    def receive(self) -> list[Delivery]:
+    def receive(self) -> list[Incoming]:
         """Returns what the partner has said."""
         received = _messages_among(self._channel.receive(), self._decoder)
         if received:
-            self._heard_at = time.monotonic()
+            self._last_message_at = time.monotonic()
         return received
 
     def send(self, message: Message) -> None:
@@ -166,7 +166,7 @@ class Caller(Generic[Delivery]):
         """
         self._channel.send(msgspec.msgpack.encode(message))
 
-    def ask(self, message: Message, timeout_s: float) -> Delivery:
+    def ask(self, message: Message, timeout_s: float) -> Incoming:
         """Says something and waits for the answer.
 
         Raises:
@@ -182,7 +182,7 @@ class Caller(Generic[Delivery]):
 
 
 @contextmanager
-def calling(settings: Settings, address: str, decoder: Decoder[Delivery], *, name: str) -> Iterator[Caller[Delivery]]:
+def calling(settings: Settings, address: str, decoder: Decoder[Incoming], *, name: str) -> Iterator[Caller[Incoming]]:
     """Calls a partner that listens, for as long as the context lasts.
 
     Args:
@@ -208,7 +208,7 @@ def _context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
         context.term()
 
 
-def _messages_among(received: Iterable[bytes], decoder: Decoder[Delivery]) -> list[Delivery]:
+def _messages_among(received: Iterable[bytes], decoder: Decoder[Incoming]) -> list[Incoming]:
     messages = []
     for data in received:
         with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -72,8 +72,9 @@ def _placed(
         prefix_tokens: where pages begin that do not say it, windows aside; None for the request's first.
     """
     kept, length = {}, tokens
+    given_pages = by_group(layout, pages)
     for group in layout.groups:
-        given = by_group(layout, pages).get(group.name, GroupPages([]))
+        given = given_pages.get(group.name, GroupPages([]))
         numbers, first = page_numbers(given), given.start
         if first is None:
             if prefix_tokens is None or group.has_slots:

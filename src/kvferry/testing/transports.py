@@ -98,18 +98,17 @@ class FaultyTransport(InProcessTransport):
         if self.on_post is not None:
             self.on_post(remote.peer)
         transfer = super().post(local, local_indices, remote, remote_indices, notification)
-        with self._transfer_lock:
-            self.posted += 1
-            self._flights[transfer] = remote.peer, (local, remote)
-        return transfer
+        return self._started(transfer, remote.peer, local, remote)
 
     def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
         if self.on_post is not None:
             self.on_post(peer)
-        transfer = super().write(source, peer, address, notification)
+        return self._started(super().write(source, peer, address, notification), peer)
+
+    def _started(self, transfer: TransferHandle, peer: str, *used: PreparedList) -> TransferHandle:
         with self._transfer_lock:
             self.posted += 1
-            self._flights[transfer] = peer, ()
+            self._flights[transfer] = peer, used
         return transfer
 
     def poll(self, transfer: TransferHandle) -> TransferReport | None:

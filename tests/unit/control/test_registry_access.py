@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 import trustme
+from tests.support.registries import counted_registrations
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.control.construction import create_registry, create_registry_client
@@ -138,19 +139,11 @@ def test_a_stranger_is_refused_before_the_body_came(monkeypatch: pytest.MonkeyPa
 
 def test_a_rank_with_another_secret_is_never_registered(server: RegistryServer):
     problems: list[Exception] = []
-    refused = 0
     with RegistryClient(server.url, token=OTHER) as stranger:
-        register = stranger.register
-
-        def counted(registration: RankRegistration) -> float:
-            nonlocal refused
-            refused += 1
-            return register(registration)
-
-        stranger.register = counted  # type: ignore[method-assign]
+        refused = counted_registrations(stranger)
         keeper = LeaseKeeper(stranger, RANK, problems.append, shortest_retry_s=0.01, longest_retry_s=0.02)
         with keeper:
-            eventually("it was refused again and again", lambda: refused >= 3)
+            eventually("it was refused again and again", lambda: refused() >= 3)
             assert not keeper.registered.is_set()
             assert isinstance(keeper.last_error, RegistryAccessError)
         assert [type(problem) for problem in problems] == [RegistryAccessError], "said once, not at every try"

@@ -18,6 +18,7 @@ import httpx
 import msgspec
 import pytest
 from tests.support.ports import held_port
+from tests.support.registries import counted_registrations
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry._version import __version__
@@ -604,17 +605,9 @@ class TestLeaseKeeper:
     def test_it_registers_renews_and_removes(self):
         problems: list[Exception] = []
         with RegistryServer(port=0, lease_s=1.0) as server, RegistryClient(server.url) as client:
-            asked = 0
-            register = client.register
-
-            def counted(registration: RankRegistration) -> float:
-                nonlocal asked
-                asked += 1
-                return register(registration)
-
-            client.register = counted  # type: ignore[method-assign]
+            asked = counted_registrations(client)
             with LeaseKeeper(client, rank(0), problems.append) as keeper:
-                eventually("it has renewed four times", lambda: asked >= 5)
+                eventually("it has renewed four times", lambda: asked() >= 5)
                 assert live_ranks(client) == [0]
                 assert keeper.registered.is_set()
             assert live_ranks(client) == []

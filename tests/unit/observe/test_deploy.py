@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.unit.test_documents import generator
+from tests.support.clones import docs_program
 
 from kvferry.observe.metrics import PHASES
 from kvferry.observe.outcomes import Outcome
@@ -22,7 +22,7 @@ ALERTS = ROOT / "deploy/prometheus-alerts.yml"
 def exported() -> dict[str, set[str]]:
     """The name of every time series, and its labels."""
     found: dict[str, set[str]] = {}
-    for family in generator().exported():
+    for family in docs_program("generate").exported():
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found

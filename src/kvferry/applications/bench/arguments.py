@@ -35,7 +35,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WriteSize:
+class Workload:
     """How much is moved, and how often. Every rank's process needs to know it as it is typed."""
 
     tokens: Annotated[int, typer.Option(help="Tokens of a request.")] = 2048
@@ -53,7 +53,7 @@ class WriteSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchArguments(WriteSize, Shape):
+class BenchArguments(Workload, Shape):
     """What is measured. Two machines that measure together are given the same."""
 
     nixl_threads: Annotated[

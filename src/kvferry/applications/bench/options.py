@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from kvferry.applications.bench.arguments import WriteSize
+from kvferry.applications.bench.arguments import Workload
 from kvferry.layout import (
     Device,
     PageOrder,
@@ -106,7 +106,7 @@ class Side:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(WriteSize):
+class BenchOptions(Workload):
     """One shape to be measured: everything that a rank's process needs to know.
 
     Attributes:

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from kvferry.applications.bench.arguments import BenchArguments, WriteSize
+from kvferry.applications.bench.arguments import BenchArguments, Workload
 from kvferry.applications.bench.options import PRESETS, VARIANTS, BenchOptions, Model, Side
 from kvferry.applications.checks import TOKEN_ORDERS, check_at_least_one, one_of
 from kvferry.errors import ConfigurationError, SettingsError
@@ -43,7 +43,7 @@ def prepare(arguments: BenchArguments) -> list[BenchOptions]:
                 f"--chunks {arguments.chunks}: {arguments.tokens} tokens have only {num_pages} pages of {page_tokens} "
                 "to divide"
             )
-    load: dict[str, Any] = {field.name: getattr(arguments, field.name) for field in fields(WriteSize)}
+    load: dict[str, Any] = {field.name: getattr(arguments, field.name) for field in fields(Workload)}
     return [
         BenchOptions(
             model=model,

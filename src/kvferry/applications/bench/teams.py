@@ -19,7 +19,7 @@ from kvferry.applications.bench.options import BenchOptions
 from kvferry.errors import KVFerryError
 
 _END_S = 10.0
-_PRELOADED = ["torch", "nixl_cu13._bindings", ranks.__name__]  # what is not installed is left out
+_PRELOADED = ["torch", ranks.__name__]  # what is not installed is left out
 _LONGEST_POLL_S = 0.5
 
 Pollable: TypeAlias = "int | zmq.Socket[bytes]"
