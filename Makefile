@@ -24,13 +24,14 @@ SOAK_FLAGS ?=
 # What `make test-long` runs: everything that takes chance or time.
 LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/unit/plan tests/unit/layout tests/unit/protocol
 
-.PHONY: help sim demo test test-all test-full test-long planted tiers vllm test-engines test-vllm test-sglang test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
+.PHONY: help environments sim demo test test-all test-full test-long planted tiers vllm test-engines test-vllm test-sglang test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
 	@echo "make test    set up, then prove every layer, with small budgets"
 	@echo "make test-all   set up, then run the whole proof, real engines included"
 	@echo "make test-long  set up, then search with fresh seeds and larger budgets, for hours"
+	@echo "make environments  set up all three environments: the library's own, vLLM's and SGLang's"
 	@echo "make planted  plant a fault in every layer, one by one, and say what finds it (PLANTED='window prefix')"
 	@echo "make tiers   write CONTRIBUTING's table of tiers from the last runs of these three"
 	@echo "make vllm    set up vLLM for CPUs with kvferry in .venv-vllm, to try it: docs/vllm.md"
@@ -56,6 +57,9 @@ $(INSTALLED): pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet "$(TORCH)"
 	$(VENV)/bin/python -m pip install --quiet --editable ".[demo,dev]"
 	@touch $@
+
+# Side by side with `make --jobs=3`: an installation waits for disks and archives more than for a core.
+environments: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
 
 demo: $(INSTALLED)
 	$(VENV)/bin/kvferry demo $(DEMO_FLAGS)
