@@ -123,7 +123,7 @@ class Connections:
     def __init__(self, ports: list[int]) -> None:
         self._ports = ports
         self._open: deque[tuple[socket.socket, bytes]] = deque()
-        self.deduplication: list[bytes] = []
+        self.received: list[bytes] = []
 
     def say(self, chance: random.Random, data: bytes) -> None:
         """All or the first part of a stream to one of the ports; what came back on others is kept."""
@@ -149,7 +149,7 @@ class Connections:
         connection, _ = self._open.popleft()
         with contextlib.suppress(OSError):
             while data := connection.recv(65536):
-                self.deduplication.append(data)
+                self.received.append(data)
         if chance.random() < 0.3:  # in the middle of everything, without a close message
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()
@@ -160,8 +160,8 @@ class Connections:
 
     def take_heard(self) -> bytes:
         """Everything that was answered since the last call."""
-        deduplication, self.deduplication = b"".join(self.deduplication), []
-        return deduplication
+        received, self.received = b"".join(self.received), []
+        return received
 
 
 def unlike(engine: str, body: bytes) -> bytes:

@@ -56,27 +56,27 @@ def caller_of(listener: Listener[ToListener], name: str = "caller") -> Iterator[
 
 
 def hear(listener: Listener[ToListener], count: int = 1) -> list[ToListener]:
-    deduplication: list[ToListener] = []
+    received: list[ToListener] = []
 
     def has_heard() -> bool:
         listener.wait()
-        deduplication.extend(listener.receive())
-        return len(deduplication) >= count
+        received.extend(listener.receive())
+        return len(received) >= count
 
     eventually("all was heard", has_heard)
-    return deduplication
+    return received
 
 
 def answers(caller: Caller[ToCaller], listener: Listener[ToListener]) -> list[ToCaller]:
-    deduplication: list[ToCaller] = []
+    received: list[ToCaller] = []
 
     def has_heard() -> bool:
         assert list(listener.receive()) == []
-        deduplication.extend(caller.receive())
-        return bool(deduplication)
+        received.extend(caller.receive())
+        return bool(received)
 
     eventually("an answer came", has_heard)
-    return deduplication
+    return received
 
 
 def test_whoever_opens_a_conversation_is_heard_and_answered(listener: Listener[ToListener]):

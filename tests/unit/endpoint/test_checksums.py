@@ -676,19 +676,20 @@ def test_what_a_broken_connection_has_lost_is_said_again(
     requests.connect()
     endpoint = requests.prefill.endpoints[1]
     real = endpoint._room_verified
-    deduplication: list[messages.RoomVerified] = []
+    received: list[messages.RoomVerified] = []
 
     def lose_the_first(identity: str, message: messages.RoomVerified) -> None:
-        deduplication.append(message)
-        if len(deduplication) > 1:
+        received.append(message)
+        if len(received) > 1:
             real(identity, message)
 
     monkeypatch.setattr(endpoint, "_room_verified", lose_the_first)
     request = submitted(requests, 1)
     request.wait()
-    assert len(deduplication) >= 2
+    assert len(received) >= 2
     driver = requests.decode.endpoints[0]._driver
     eventually("both ranks have answered", lambda: not driver._unconfirmed)
-    count = len(deduplication)
+    count = len(received)
     requests.run(2)
-    assert [message.room for message in deduplication[count:]] == [2], "what was answered is not repeated"
+    # Room 2's may come twice where its answer takes longer than a heartbeat.
+    assert {message.room for message in received[count:]} == {2}, "what was answered is not repeated"

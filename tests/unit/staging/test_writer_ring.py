@@ -29,18 +29,18 @@ class Credits:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self.deduplication: list[Credit] = []
+        self.sent: list[Credit] = []
 
     def send(self, data: bytes) -> None:
         if self.error is not None:
             raise self.error
         message = decode_to_prefill(data)
         assert isinstance(message, Credit)
-        self.deduplication.append(message)
+        self.sent.append(message)
 
     @property
     def positions(self) -> list[int]:
-        return [credit.position for credit in self.deduplication]
+        return [credit.position for credit in self.sent]
 
 
 def ring_and_credits() -> tuple[WriterRing, Credits]:
@@ -65,7 +65,7 @@ def test_the_writer_hears_of_what_was_read_once_nothing_is_left_to_read():
     idle.append(ring.is_idle)
     ring.give_back(span)
     assert [*idle, ring.is_idle] == [True, False, True]
-    assert credits_.deduplication == [Credit(endpoint="d0", epoch=ring.epoch, position=10)]
+    assert credits_.sent == [Credit(endpoint="d0", epoch=ring.epoch, position=10)]
 
 
 def test_the_writer_hears_of_a_quarter_of_the_ring_at_a_time_while_more_is_being_read():
@@ -73,11 +73,11 @@ def test_the_writer_hears_of_a_quarter_of_the_ring_at_a_time_while_more_is_being
     every = spans(*[80] * 8)
     for span in every:
         assert ring.take(span)
-    deduplication = []
+    sent = []
     for span in every:
         ring.give_back(span)
-        deduplication.append(credits_.positions[-1:])
-    assert deduplication == [[], [], [240], [240], [240], [480], [480], [640]]
+        sent.append(credits_.positions[-1:])
+    assert sent == [[], [], [240], [240], [240], [480], [480], [640]]
 
 
 def test_spans_that_are_read_out_of_order_are_told_together():
@@ -85,7 +85,7 @@ def test_spans_that_are_read_out_of_order_are_told_together():
     first, second = spans(300, 300)
     assert ring.take(second)
     ring.give_back(second)
-    assert credits_.deduplication == [], "nothing is news while the first has not come"
+    assert credits_.sent == [], "nothing is news while the first has not come"
     assert ring.take(first)
     ring.give_back(first)
     assert credits_.positions == [600]
@@ -99,7 +99,7 @@ def test_a_span_that_is_being_read_is_not_read_a_second_time():
     assert ring.take(second)
     assert not ring.take(first)
     ring.give_back(second)
-    assert credits_.deduplication == []
+    assert credits_.sent == []
     ring.give_back(first)
     assert credits_.positions == [800]
     for span in (first, second):
