@@ -137,8 +137,15 @@ CATALOGUE = (
     PlantedFault(
         "a process number in use again counts as the process that had it",
         "endpoint/process_identity.py",
-        "if fields is None or int(fields[_START_TIME]) != process.started:",
-        "if fields is None:",
+        "return self.has_ended or self.started != process.started",
+        "return self.has_ended",
+        "tests/unit/endpoint/test_process_identity.py",
+    ),
+    PlantedFault(
+        "a process that is hidden counts as gone",
+        "endpoint/process_identity.py",
+        "if self.started is None or not process.started:\n            return False",
+        "if self.started is None or not process.started:\n            return True",
         "tests/unit/endpoint/test_process_identity.py",
     ),
     PlantedFault(

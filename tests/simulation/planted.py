@@ -16,6 +16,7 @@ from kvferry.endpoint import PrefillEndpoint, scattering
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.decode_driver import DecodeDriver
 from kvferry.endpoint.decode_peers import DecodePeers
+from kvferry.endpoint.process_identity import Sight
 from kvferry.endpoint.sending import SendingRoom
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
@@ -210,6 +211,11 @@ def _no_time_to_settle(patch: pytest.MonkeyPatch) -> None:
 def _lost_is_dead(patch: pytest.MonkeyPatch) -> None:
     """A rank that was lost is taken for dead."""
     patch.setattr(SimulatedPlatform, "is_gone", lambda platform, process: True)
+
+
+def _hidden_is_dead(patch: pytest.MonkeyPatch) -> None:
+    """A process whose start cannot be seen is taken for another one, or for none."""
+    patch.setattr(Sight, "proves_end_of", lambda sight, process: sight.started != process.started)
 
 
 def _slots_reused_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -638,6 +644,7 @@ PLANTED: dict[str, Plant] = {
     "a successor speaks for the dead": _successors_speak_for_the_dead,
     "no time to settle after a death": _no_time_to_settle,
     "a silent rank is taken for dead": _lost_is_dead,
+    "a process that is hidden is taken for dead": _hidden_is_dead,
     "slots reused while they are read": _slots_reused_at_once,
     "rings overwritten before they are read": _rings_without_end,
     "no deadlines": _no_deadlines,

@@ -2,11 +2,16 @@
 
 Only Linux gives that proof. A process number is used again, so its start time goes with it (`proc(5)`, field 22 of
 `stat`); it means something within one namespace of one machine between two boots, so these go with it, too.
+
+What is not shown is not gone: `/proc` hides the processes of other users where it is mounted with `hidepid`, and may
+be that of another namespace. Only `kill` says for every number whether a process has it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.protocol.messages import ProcessIdentity
@@ -16,45 +21,83 @@ _START_TIME = 19  # of the fields that follow the name, which may hold anything 
 _STATE = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What this process sees of a process number.
+
+    Attributes:
+        is_in_use: False only if the system says that no process has the number.
+        started: when the process that has it was started; None if that is hidden.
+        has_ended: whether that process is known to have ended, with all its threads, and only waits for its parent.
+    """
+
+    is_in_use: bool
+    started: int | None = None
+    has_ended: bool = False
+
+    def proves_end_of(self, process: ProcessIdentity) -> bool:
+        """Whether a process that had the number has ended. What cannot be known is not an end."""
+        if not self.is_in_use:
+            return True
+        if self.started is None or not process.started:
+            return False
+        return self.has_ended or self.started != process.started
+
+
 def this_process() -> ProcessIdentity:
-    """Returns this process. Where the system does not identify it, its machine is one that no other process is on."""
+    """Returns this process. Where the system does not identify it, its machine is one that no other process is on.
+
+    Its start time is 0 where `/proc` does not tell.
+    """
     pid = os.getpid()
-    fields = _stat_fields(pid)
-    started = int(fields[_START_TIME]) if fields else 0
-    return ProcessIdentity(machine=_machine() or f"unknown, process {pid}", pid=pid, started=started)
+    return ProcessIdentity(machine=_machine() or f"unknown, process {pid}", pid=pid, started=_see(pid).started or 0)
 
 
 def is_gone(process: ProcessIdentity) -> bool:
     """Whether a process of this machine has ended, with all its threads. False if it may be on another machine."""
-    if process.machine != _machine():
-        return False
-    fields = _stat_fields(process.pid)
-    if fields is None or int(fields[_START_TIME]) != process.started:
-        return True
-    return fields[_STATE] in ("Z", "X") and not _has_other_threads(process.pid)
+    return process.machine == _machine() and _see(process.pid).proves_end_of(process)
 
 
 def _machine() -> str:
-    """Returns the machine since its boot, and the namespace of this process's number; empty if unknown."""
+    """Returns the machine since its boot, and the namespaces of this process's number and time; empty if unknown."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat(_PROC / 'self/ns/pid').st_ino}"
+        numbers = os.stat(_PROC / "self/ns/pid").st_ino
     except OSError:
         return ""
+    with contextlib.suppress(OSError):  # start times count from the boot as the reader's namespace has it
+        return f"{boot} {numbers} {os.stat(_PROC / 'self/ns/time').st_ino}"
+    return f"{boot} {numbers}"
 
 
-def _stat_fields(pid: int) -> list[str] | None:
-    """Returns the fields of a process's `stat` that follow its name; None if there is no such process."""
+def _see(pid: int) -> Sight:
     try:
-        text = (_PROC / str(pid) / "stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return text[text.rindex(")") + 2 :].split()
+        # Another namespace's numbers are other processes.
+        is_ours = os.readlink(_PROC / "self") == str(os.getpid())
+        text = (_PROC / str(pid) / "stat").read_text() if is_ours else ""
+        fields = text[text.rindex(")") + 2 :].split()
+        has_ended = fields[_STATE] in ("Z", "X") and not _may_have_other_threads(pid)
+        return Sight(_is_in_use(pid), int(fields[_START_TIME]), has_ended)
+    except (OSError, ValueError, IndexError):
+        return Sight(_is_in_use(pid))
 
 
-def _has_other_threads(pid: int) -> bool:
-    """Whether threads of a process run on although its first one has ended."""
+def _is_in_use(pid: int) -> bool:
+    """Whether some process may have a number, be it visible or not."""
+    if pid <= 0:
+        return True  # `kill` takes that for a group of processes
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # a process that may not be signalled, first of all
+        return True
+    return True
+
+
+def _may_have_other_threads(pid: int) -> bool:
+    """Whether threads of a process may run on although its first one has ended."""
     try:
         return len(os.listdir(_PROC / str(pid) / "task")) > 1
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    except OSError:
+        return True

@@ -14,6 +14,7 @@ from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.calibration import Calibration
 from kvferry.endpoint.platform import BackgroundExecutor, Platform
+from kvferry.endpoint.process_identity import Sight
 from kvferry.endpoint.threads import Loop, RunningLoop, ThreadHealth
 from kvferry.errors import RegistryUnreachableError
 from kvferry.layout import Device, RankLayout, Region
@@ -230,7 +231,7 @@ class SimulatedPlatform(Platform):
         *,
         address: str,
         pid: int,
-        is_gone: Callable[[ProcessIdentity], bool],
+        see: Callable[[ProcessIdentity], Sight],
         copying_fails: Callable[[], Exception | None],
     ) -> None:
         """Makes the process, on a machine of the world.
@@ -241,12 +242,12 @@ class SimulatedPlatform(Platform):
             chance: decides what the process would leave to chance.
             address: where it listens, if it does.
             pid: its number on its machine.
-            is_gone: whether another process of the same machine has ended.
+            see: what the machine shows of another process on it.
             copying_fails: called before bytes are copied; an exception that it returns makes the copy fail.
         """
         self.name = machine
         self.process = ProcessIdentity(machine=machine, pid=pid, started=pid)
-        self._is_gone = is_gone
+        self._see = see
         self.staging = SimulatedResources(chance, copying_fails)
         self.threads: list[Thread] = []
         self.executors: list[SimulatedExecutor] = []
@@ -272,7 +273,7 @@ class SimulatedPlatform(Platform):
         return self._chance.random()
 
     def is_gone(self, process: ProcessIdentity) -> bool:
-        return process.machine == self.process.machine and self._is_gone(process)
+        return process.machine == self.process.machine and self._see(process).proves_end_of(process)
 
     def pause(self, seconds: float) -> None:
         raise AssertionError("a turn that must not wait does")

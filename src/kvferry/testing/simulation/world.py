@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
+from kvferry.endpoint.process_identity import Sight
 from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol.messages import ProcessIdentity
 from kvferry.testing.simulation.adversary import RECOVERY_S, Adversary, Restart
@@ -88,6 +89,7 @@ class World:
         self._traces = traces
         self._pids = 0
         self._known_threads: list[tuple[Process, Thread]] | None = None
+        self._hides_processes = random.Random(f"{seed} hides processes").random() < 0.25
 
     @property
     def troubles(self) -> frozenset[str]:
@@ -116,7 +118,7 @@ class World:
             self.registry,
             address=address,
             pid=self._pids,
-            is_gone=self._is_gone,
+            see=self._see,
             copying_fails=self.adversary.copying_fails,
         )
         transport = SimulatedTransport(self.wire, f"{engine.name}-{rank}-life{life}")
@@ -139,9 +141,11 @@ class World:
         self.threads_changed()
         self.note("%s starts on %s at %s", name, machine, address)
 
-    def _is_gone(self, identity: ProcessIdentity) -> bool:
-        """Whether a process has ended: it was killed, or its endpoint was closed and no write keeps it."""
-        return not next(process for process in self.processes if process.pid == identity.pid).is_alive
+    def _see(self, identity: ProcessIdentity) -> Sight:
+        """What its machine shows of a process: that it lives, until it was killed, or closed and no write keeps it."""
+        if not next(process for process in self.processes if process.pid == identity.pid).is_alive:
+            return Sight(is_in_use=False)
+        return Sight(is_in_use=True, started=None if self._hides_processes else identity.started)
 
     def _draw_bit(self, number: int) -> bool:
         return random.Random(f"{self.seed} {number}").random() < 0.5
