@@ -186,7 +186,9 @@ class Settings(BaseSettings):
     waiting_timeout_s: float = Field(
         300.0, gt=0, description="Longest wait without progress while it is the caller's or the peer's turn."
     )
-    write_timeout_s: float = Field(60.0, gt=0, description="Longest time that one write may take.")
+    write_timeout_s: float = Field(
+        60.0, gt=0, description="Longest time in which none of a room's writes to a decode rank ends or gets on."
+    )
     heartbeat_interval_s: float = Field(2.0, gt=0, description="Time between two heartbeats to a prefill rank.")
     peer_timeout_s: float = Field(15.0, gt=0, description="Silence after which a peer counts as lost.")
     close_timeout_s: float = Field(5.0, ge=0, description="How long close waits for writes that are on their way.")

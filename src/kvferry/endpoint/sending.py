@@ -599,7 +599,7 @@ class SendingRoom(Actor):
         write = self._staged[receiver].landed(sequence, result if isinstance(result, Exception) else None)
         if isinstance(result, TransferReport):
             self._accounts[receiver, sequence].add(result, event.record, descriptors=1)
-            self._handle(WriteProgressed(receiver, sequence), worker)
+            self._handle(WriteProgressed(receiver), worker)
         self._maybe_end(write, worker)
 
     def _maybe_end(self, write: StagedWrite, worker: Worker) -> None:

@@ -73,10 +73,9 @@ class WriteDone:
 
 @dataclass(frozen=True, slots=True)
 class WriteProgressed:
-    """A part of a staged write is in the receiver's memory."""
+    """Something that writes to a receiver wait for got on: a part of one is in its memory."""
 
     receiver: str
-    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +224,8 @@ class _Receiver:
 
     opened: ReceiverOpened
     chunks_sent: int = 0
-    writes_in_flight: dict[int, float] = field(default_factory=dict)  # sequence -> when it began or last progressed
+    writes_in_flight: set[int] = field(default_factory=set)  # by sequence
+    progressed_at: float = 0.0  # when the first of those in flight was begun, or one of them last progressed or ended
     finish_requested: bool = False
     finish_sent: bool = False
     has_verified: bool = False
@@ -307,9 +307,10 @@ class SenderMachine:
             return None
         if self.state is TransferState.BOOTSTRAPPING:
             return self._opened_at + self._deadlines.bootstrap_s
-        posted = [time for receiver in self._receivers.values() for time in receiver.writes_in_flight.values()]
-        if posted:
-            return min(posted) + self._deadlines.write_s
+        # Of a receiver's writes the later wait for the earlier, so that all have progressed when one has.
+        waited_for = [receiver.progressed_at for receiver in self._receivers.values() if receiver.writes_in_flight]
+        if waited_for:
+            return min(waited_for) + self._deadlines.write_s
         return self._last_progress + self._deadlines.waiting_s
 
     def handle(self, event: SenderEvent, now: float) -> list[SenderCommand]:
@@ -322,16 +323,14 @@ class SenderMachine:
             case ChunkSubmitted(chunk):
                 commands = self._chunk_submitted(chunk, now)
             case WriteDone(name, sequence):
-                self._receivers[name].writes_in_flight.pop(sequence, None)
-                self._last_progress = now
+                self._receivers[name].writes_in_flight.discard(sequence)
+                self._receivers[name].progressed_at = self._last_progress = now
                 commands = self._maybe_finish()
-            case WriteProgressed(name, sequence):
-                # Writes behind it wait for it, and cannot progress by themselves.
-                in_flight = self._receivers[name].writes_in_flight
-                in_flight.update({each: now for each in in_flight if each >= sequence})
+            case WriteProgressed(name):
+                self._receivers[name].progressed_at = now
                 commands = []
             case WriteFailed(name, sequence, error):
-                self._receivers[name].writes_in_flight.pop(sequence, None)
+                self._receivers[name].writes_in_flight.discard(sequence)
                 commands = self._fail(caused(f"writing chunk {sequence} of room {self.room} to {name} failed", error))
             case FinishSent(name):
                 self._receivers[name].finish_sent = True
@@ -454,7 +453,9 @@ class SenderMachine:
                         moves=of_unit,
                     )
                 )
-                receiver.writes_in_flight[receiver.chunks_sent] = now
+                if not receiver.writes_in_flight:
+                    receiver.progressed_at = now
+                receiver.writes_in_flight.add(receiver.chunks_sent)
                 receiver.chunks_sent += 1
         if commands:
             self._move(SenderTrigger.WRITE_STARTED)
@@ -520,7 +521,11 @@ class SenderMachine:
                 f"opened it within {self._deadlines.bootstrap_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
             )
         elif not self.is_drained:
-            slow = [name for name, receiver in self._receivers.items() if receiver.writes_in_flight]
+            slow = [
+                name
+                for name, receiver in self._receivers.items()
+                if receiver.writes_in_flight and now >= receiver.progressed_at + self._deadlines.write_s
+            ]
             what = f"writes to {slow} did not end within {self._deadlines.write_s:g} s (KVFERRY_WRITE_TIMEOUT_S)"
         elif self._last_chunk is not None and all(
             receiver.finish_sent for receiver in self._receivers.values() if receiver.finish_requested

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -591,47 +592,91 @@ def test_a_write_that_gets_on_is_given_its_time_anew():
     run(sender, opened())
     run(sender, chunk(1), now=1.0)
     for now in (4.0, 8.0, 12.0):
-        assert run(sender, WriteProgressed("d0", 0), now=now) == []
+        assert run(sender, WriteProgressed("d0"), now=now) == []
     commands = expires(sender, 17.0, "writes to ['d0'] did not end within 5 s")
     assert drained_of(commands) == [], "the rest of it may still land"
-    assert run(sender, WriteProgressed("d0", 0), now=18.0) == []
+    assert run(sender, WriteProgressed("d0"), now=18.0) == []
     assert not sender.is_drained
 
 
-def test_writes_behind_one_that_gets_on_wait_on_with_it():
-    """They are posted one after the other; an earlier one that does not get on still ends the room."""
+def test_a_write_that_ends_gives_those_behind_it_their_time_anew():
+    """Thirty that are posted together and end one after the other, each in time."""
     sender = machine()
-    run(sender, opened())
-    run(sender, chunk(1), now=1.0)
-    run(sender, chunk(2, start=1), now=1.0)
-    run(sender, WriteProgressed("d0", 0), now=5.0)
-    assert sender.deadline == 10.0
-    run(sender, WriteProgressed("d0", 1), now=9.0)
-    assert sender.deadline == 10.0, "the first one has stopped"
-    expires(sender, 10.0, "writes to ['d0'] did not end within 5 s")
+    run(sender, opened(pages=range(30)))
+    for page in range(30):
+        run(sender, chunk(page, start=page), now=1.0)
+    for sequence in range(29):
+        now = 1.0 + 4.0 * (sequence + 1)
+        assert run(sender, SenderTick(), WriteDone("d0", sequence), now=now) == []
+    expires(sender, 1.0 + 4.0 * 29 + 5.0, "writes to ['d0'] did not end within 5 s")
+
+
+def test_each_receiver_has_a_time_of_its_own():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2), opened("d1", expected_receivers=2), chunk(1), now=1.0)
+    run(sender, WriteProgressed("d1"), now=4.0)
+    expires(sender, 6.0, "writes to ['d0'] did not end within 5 s")
 
 
 def test_a_write_that_is_through_does_not_get_on_again():
-    """Nor one that never was."""
     sender = machine()
     run(sender, opened())
     run(sender, chunk(1), WriteDone("d0", 0), now=1.0)
-    run(sender, WriteProgressed("d0", 0), WriteProgressed("d0", 7), now=4.0)
+    run(sender, WriteProgressed("d0"), now=4.0)
     assert sender.is_drained
     expires(sender, 21.0, "no chunk was submitted for 20 s")
 
 
-def test_the_oldest_write_ends_the_room_whatever_came_after_it():
+def test_a_write_that_is_posted_starts_no_time_anew():
+    """Else a receiver that stands still would be written to for ever."""
     sender = machine()
     run(sender, opened())
     run(sender, chunk(1), now=1.0)
     run(sender, chunk(2, start=1), now=4.0)
-    run(sender, WriteDone("d0", 1), now=5.0)
     commands = expires(sender, 6.0, "writes to ['d0'] did not end within 5 s")
-    assert drained_of(commands) == [], "the write may still land"
+    assert drained_of(commands) == [], "the writes may still land"
     assert sender.deadline is None
     assert not sender.is_done
+    run(sender, WriteDone("d0", 1), now=7.0)
     assert run(sender, WriteDone("d0", 0), now=99.0) == [SendDrained("d0", 1)]
+
+
+def test_the_first_write_after_a_pause_has_all_of_its_time():
+    sender = machine()
+    run(sender, opened())
+    run(sender, chunk(1), now=1.0)
+    run(sender, WriteDone("d0", 0), now=2.0)
+    run(sender, chunk(2, start=1), now=19.0)
+    expires(sender, 24.0, "writes to ['d0'] did not end within 5 s")
+
+
+@pytest.mark.parametrize("event", [WriteProgressed("d0"), WriteFailed("d1", 99, OSError()), SenderTick()])
+def test_what_an_event_costs_does_not_grow_with_the_writes_in_flight(event: Any):
+    """Counted in lines that run: no loop over writes."""
+
+    def lines(count: int) -> int:
+        sender = machine()
+        run(sender, opened("d0", pages=range(count), expected_receivers=2))
+        run(sender, opened("d1", pages=range(count), expected_receivers=2))
+        for page in range(count):
+            run(sender, chunk(page, start=page))
+        made = 0
+
+        def trace(frame: Any, what: str, _: Any) -> Any:
+            nonlocal made
+            made += what in ("line", "call")
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            sender.handle(event, 1.0)
+            _ = sender.deadline
+        finally:
+            sys.settrace(before)
+        return made
+
+    assert lines(400) == lines(4)
 
 
 def test_a_finish_that_is_never_sent_ends_the_room_and_says_so():
