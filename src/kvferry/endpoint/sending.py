@@ -25,6 +25,7 @@ from kvferry.protocol.credits import Span
 from kvferry.protocol.demands import wanted_groups
 from kvferry.protocol.moves import ReceiverRequest
 from kvferry.protocol.sender import (
+    AwaitTurn,
     ChunkSubmitted,
     FinishFailed,
     FinishSent,
@@ -39,6 +40,7 @@ from kvferry.protocol.sender import (
     SenderMachine,
     SendFailed,
     SendFinish,
+    TurnCame,
     Write,
     WriteDone,
     WriteFailed,
@@ -394,13 +396,16 @@ class SendingRoom(Actor):
         self.sender._update(machine.state, machine.error, pages_reusable=machine.is_done)
         if self._progress is not None:
             with self._progress:
-                self._settled_chunks = self._handled_chunks if machine.is_drained else self._settled_chunks
+                is_settled = machine.is_drained and (self._all_open_at is None or not machine.waiting_chunks)
+                self._settled_chunks = self._handled_chunks if is_settled else self._settled_chunks
                 self._progress.notify_all()
 
     def _execute(self, command: SenderCommand, worker: Worker) -> None:
         match command:
             case Write():
                 self._write(command, worker)
+            case AwaitTurn():
+                self.post(TurnCame())
             case SendFinish():
                 self._finish(command)
             case SendFailed(receiver, generation, error):

@@ -6,6 +6,7 @@ what happened (events) and returns what to do (commands), and both are plain dat
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -61,6 +62,11 @@ class ChunkSubmitted:
     """The caller handed in the next chunk."""
 
     chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCame:
+    """Others have had their turns since `AwaitTurn`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +157,7 @@ SenderEvent: TypeAlias = (
     ReceiverOpened
     | OpenRetransmitted
     | ChunkSubmitted
+    | TurnCame
     | WriteDone
     | WriteProgressed
     | WriteFailed
@@ -187,6 +194,11 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitTurn:
+    """More chunks are to be written; answer with TurnCame when others that wait for a turn have had one."""
+
+
+@dataclass(frozen=True, slots=True)
 class SendFinish:
     """Notify the receiver that this rank has finished; answer with FinishSent or FinishFailed."""
 
@@ -213,7 +225,7 @@ class SendDrained:
     generation: int
 
 
-SenderCommand: TypeAlias = Write | SendFinish | SendFailed | SendDrained
+SenderCommand: TypeAlias = Write | AwaitTurn | SendFinish | SendFailed | SendDrained
 
 # ---- the machine ------------------------------------------------------------------------------------------------
 
@@ -265,13 +277,13 @@ class SenderMachine:
         self._opened_at = now
         self._last_progress = now
         self._receivers: dict[str, _Receiver] = {}
-        self._chunks: list[Chunk] = []  # submitted before every receiver had opened the room
+        self._chunks: deque[Chunk] = deque()  # submitted before every receiver had opened the room, or behind such
         self._next_pages: dict[str, int] = {}  # by group: the position in the request of the page that comes next
         self._last_chunk: Chunk | None = None
 
     @property
     def waiting_chunks(self) -> int:
-        """Chunks that wait until every receiver has opened the room."""
+        """Chunks that wait until every receiver has opened the room, or for a turn since."""
         return len(self._chunks)
 
     @property
@@ -322,6 +334,8 @@ class SenderMachine:
                 commands = self._retransmitted(name, generation)
             case ChunkSubmitted(chunk):
                 commands = self._chunk_submitted(chunk, now)
+            case TurnCame():
+                commands = self._send_next(now)
             case WriteDone(name, sequence):
                 self._receivers[name].writes_in_flight.discard(sequence)
                 self._receivers[name].progressed_at = self._last_progress = now
@@ -394,12 +408,7 @@ class SenderMachine:
         if len(self._receivers) < event.expected_receivers:
             return []
         self._move(SenderTrigger.ALL_RECEIVERS_OPEN)
-        waiting, self._chunks = self._chunks, []
-        commands: list[SenderCommand] = []
-        for chunk in waiting:
-            if not self.state.is_final:
-                commands += self._send_chunk(chunk, now)
-        return commands
+        return self._send_next(now)
 
     def _retransmitted(self, name: str, generation: int) -> list[SenderCommand]:
         """Repeats the answers that a receiver may have lost."""
@@ -423,13 +432,20 @@ class SenderMachine:
             refuse_impossible(chunk, where=f"room {self.room}")  # here, where no scheduler waits for it
         except PageError as error:
             return self._fail(error)
-        if self.state is TransferState.BOOTSTRAPPING:
+        if self.state is TransferState.BOOTSTRAPPING or self._chunks:
             self._chunks.append(chunk)
             return []
-        self._last_progress = now
         return self._send_chunk(chunk, now)
 
+    def _send_next(self, now: float) -> list[SenderCommand]:
+        """Sends the first of the chunks that wait. One a turn: other rooms are not held up by all of them."""
+        if not self._chunks:
+            return []
+        commands = self._send_chunk(self._chunks.popleft(), now)
+        return [*commands, AwaitTurn()] if self._chunks else commands
+
     def _send_chunk(self, chunk: Chunk, now: float) -> list[SenderCommand]:
+        self._last_progress = now
         for name, receiver in self._receivers.items():
             try:
                 check_chunk(chunk, receiver.opened.request, self._next_pages, where=f"room {self.room}")

@@ -24,6 +24,7 @@ from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.demands import WantedGroup
 from kvferry.protocol.moves import Move, ReceiverRequest, moves_of
 from kvferry.protocol.sender import (
+    AwaitTurn,
     ChunkSubmitted,
     FinishFailed,
     FinishSent,
@@ -38,6 +39,7 @@ from kvferry.protocol.sender import (
     SenderTick,
     SendFailed,
     SendFinish,
+    TurnCame,
     Write,
     WriteDone,
     WriteFailed,
@@ -162,7 +164,31 @@ def test_chunks_handed_in_before_a_receiver_opens_are_written_once_it_does():
     sender = machine()
     assert run(sender, chunk(1), chunk(2, 3, start=1, is_last=True)) == []
     assert sender.state is BOOTSTRAP
-    assert writes(run(sender, opened())) == [("d0", 0, [1], [10]), ("d0", 1, [2, 3], [11, 12])]
+    *made, turn = run(sender, opened())
+    assert turn == AwaitTurn()
+    assert writes(made) == [("d0", 0, [1], [10])]
+    assert writes(run(sender, TurnCame())) == [("d0", 1, [2, 3], [11, 12])]
+    assert run(sender, TurnCame()) == []
+
+
+def test_a_chunk_handed_in_while_earlier_ones_wait_for_a_turn_waits_behind_them():
+    sender = machine()
+    run(sender, chunk(1), chunk(2, start=1), opened())
+    assert run(sender, chunk(3, start=2, is_last=True)) == []
+    assert sender.waiting_chunks == 2
+    assert run(sender, WriteDone("d0", 0)) == [], "nothing is on its way, but it is not complete"
+    *made, turn = run(sender, TurnCame())
+    assert (writes(made), turn) == ([("d0", 1, [2], [11])], AwaitTurn())
+    assert writes(run(sender, TurnCame())) == [("d0", 2, [3], [12])]
+    assert sender.waiting_chunks == 0
+
+
+def test_chunks_that_wait_for_a_turn_are_dropped_with_the_room():
+    sender = machine()
+    run(sender, chunk(1), chunk(2, start=1), opened())
+    run(sender, SenderAbortRequested("the client went away"))
+    assert run(sender, TurnCame()) == []
+    assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
 
 
 def test_nothing_is_written_before_every_receiver_has_opened():
@@ -354,8 +380,8 @@ def test_one_receiver_with_other_pages_leaves_no_write_to_the_others_behind():
 def test_a_chunk_that_does_not_fit_lets_the_one_before_it_land_first():
     sender = machine()
     run(sender, chunk(1, 2), chunk(3, 4, start=2, is_last=True))
-    commands = run(sender, opened())
-    assert [type(command) for command in commands] == [Write, SendFailed]
+    assert [type(command) for command in run(sender, opened())] == [Write, AwaitTurn]
+    assert [type(command) for command in run(sender, TurnCame())] == [SendFailed]
     assert not sender.is_done
     assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
     assert sender.is_done
