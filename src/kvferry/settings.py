@@ -160,6 +160,16 @@ class Settings(BaseSettings):
         "auto",
         description="Which way bytes go: straight from pages to pages, through staging memory, or whichever is faster.",
     )
+    direct_mib: float = Field(
+        1024.0,
+        gt=0,
+        le=2**24,
+        description="Most bytes of direct writes that a prefill rank has on their way at a time; what is posted uses "
+        "the wire even when nobody waits for it any more. Further writes wait for their turn; a larger one goes alone.",
+    )
+    direct_receiver_mib: float = Field(
+        256.0, gt=0, le=2**24, description="The same, to one decode rank: one that is slow holds up no other."
+    )
     staging_ring_mib: float = Field(
         32.0,
         gt=0,

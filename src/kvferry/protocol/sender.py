@@ -70,6 +70,22 @@ class TurnCame:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteDeferred:
+    """A write is not posted yet: it must wait until fewer bytes are on their way."""
+
+    receiver: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteAdmitted:
+    """A write that was deferred is being posted."""
+
+    receiver: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
 class WriteDone:
     """All bytes of one write are in the receiver's memory, and the source pages are no longer read for it."""
 
@@ -79,7 +95,7 @@ class WriteDone:
 
 @dataclass(frozen=True, slots=True)
 class WriteProgressed:
-    """Something that writes to a receiver wait for got on: a part of one is in its memory."""
+    """Writes to a receiver got on, or what they wait for did: a part of one arrived, or another room's write ended."""
 
     receiver: str
 
@@ -158,6 +174,8 @@ SenderEvent: TypeAlias = (
     | OpenRetransmitted
     | ChunkSubmitted
     | TurnCame
+    | WriteDeferred
+    | WriteAdmitted
     | WriteDone
     | WriteProgressed
     | WriteFailed
@@ -177,6 +195,8 @@ SenderEvent: TypeAlias = (
 @dataclass(frozen=True, slots=True, eq=False)
 class Write:
     """Write these pages of ours to those of the receiver; answer with WriteDone or WriteFailed.
+
+    Before that, it may be deferred (WriteDeferred), and dropped as long as it is (if the room fails).
 
     Attributes:
         chunk: the number of the submitted chunk.
@@ -237,12 +257,22 @@ class _Receiver:
     opened: ReceiverOpened
     chunks_sent: int = 0
     writes_in_flight: set[int] = field(default_factory=set)  # by sequence
+    writes_deferred: set[int] = field(default_factory=set)  # not in flight; they may never be posted
     progressed_at: float = 0.0  # when the first of those in flight was begun, or one of them last progressed or ended
     finish_requested: bool = False
     finish_sent: bool = False
     has_verified: bool = False
     failure_sent: bool = False
     drained_sent: bool = False
+
+    @property
+    def is_written_to(self) -> bool:
+        """Whether a write to it has not ended, or is to be posted."""
+        return bool(self.writes_in_flight or self.writes_deferred)
+
+    def progressed(self, now: float) -> None:
+        """Starts the time of its writes anew."""
+        self.progressed_at = max(self.progressed_at, now)
 
     @property
     def is_content(self) -> bool:
@@ -288,8 +318,8 @@ class SenderMachine:
 
     @property
     def is_drained(self) -> bool:
-        """Whether no write is in flight: nothing reads the source pages on behalf of this room."""
-        return not any(receiver.writes_in_flight for receiver in self._receivers.values())
+        """Whether no write is in flight, or will be: nothing reads the source pages on behalf of this room."""
+        return not any(receiver.is_written_to for receiver in self._receivers.values())
 
     @property
     def is_done(self) -> bool:
@@ -306,6 +336,9 @@ class SenderMachine:
         writing = [name for name, receiver in receivers if receiver.writes_in_flight]
         if writing:
             return f"writes to {', '.join(writing)}"
+        deferred = [name for name, receiver in receivers if receiver.writes_deferred]
+        if deferred:
+            return f"other writes to end before those to {', '.join(deferred)}"
         if self.state.is_final:
             return ""
         if self._last_chunk is None:
@@ -323,7 +356,8 @@ class SenderMachine:
         waited_for = [receiver.progressed_at for receiver in self._receivers.values() if receiver.writes_in_flight]
         if waited_for:
             return min(waited_for) + self._deadlines.write_s
-        return self._last_progress + self._deadlines.waiting_s
+        deferred = [receiver.progressed_at for receiver in self._receivers.values() if receiver.writes_deferred]
+        return max([self._last_progress, *deferred]) + self._deadlines.waiting_s
 
     def handle(self, event: SenderEvent, now: float) -> list[SenderCommand]:
         """Handles what happened and returns what to do. Never raises for what a peer did."""
@@ -336,12 +370,21 @@ class SenderMachine:
                 commands = self._chunk_submitted(chunk, now)
             case TurnCame():
                 commands = self._send_next(now)
+            case WriteDeferred(name, sequence):
+                self._receivers[name].writes_in_flight.discard(sequence)
+                self._receivers[name].writes_deferred.add(sequence)
+                commands = []
+            case WriteAdmitted(name, sequence):
+                self._receivers[name].writes_deferred.discard(sequence)
+                self._begin_write(self._receivers[name], sequence, now)
+                commands = []
             case WriteDone(name, sequence):
                 self._receivers[name].writes_in_flight.discard(sequence)
-                self._receivers[name].progressed_at = self._last_progress = now
+                self._receivers[name].progressed(now)
+                self._last_progress = now
                 commands = self._maybe_finish()
             case WriteProgressed(name):
-                self._receivers[name].progressed_at = now
+                self._receivers[name].progressed(now)
                 commands = []
             case WriteFailed(name, sequence, error):
                 self._receivers[name].writes_in_flight.discard(sequence)
@@ -469,15 +512,18 @@ class SenderMachine:
                         moves=of_unit,
                     )
                 )
-                if not receiver.writes_in_flight:
-                    receiver.progressed_at = now
-                receiver.writes_in_flight.add(receiver.chunks_sent)
+                self._begin_write(receiver, receiver.chunks_sent, now)
                 receiver.chunks_sent += 1
         if commands:
             self._move(SenderTrigger.WRITE_STARTED)
         if chunk.is_last:
             self._last_chunk = chunk
         return commands + self._maybe_finish()
+
+    def _begin_write(self, receiver: _Receiver, sequence: int, now: float) -> None:
+        if not receiver.writes_in_flight:
+            receiver.progressed(now)
+        receiver.writes_in_flight.add(sequence)
 
     def _maybe_finish(self) -> list[SenderCommand]:
         if self._last_chunk is None or self.state.is_final or not self.is_drained:
@@ -536,13 +582,20 @@ class SenderMachine:
                 f"{len(self._receivers)} of {expected[0] if expected else 'an unknown number of'} decode ranks "
                 f"opened it within {self._deadlines.bootstrap_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
             )
-        elif not self.is_drained:
+        elif any(receiver.writes_in_flight for receiver in self._receivers.values()):
             slow = [
                 name
                 for name, receiver in self._receivers.items()
                 if receiver.writes_in_flight and now >= receiver.progressed_at + self._deadlines.write_s
             ]
             what = f"writes to {slow} did not end within {self._deadlines.write_s:g} s (KVFERRY_WRITE_TIMEOUT_S)"
+        elif not self.is_drained:
+            behind = [name for name, receiver in self._receivers.items() if receiver.writes_deferred]
+            what = (
+                f"what writes to {behind} wait for did not get on for {self._deadlines.waiting_s:g} s "
+                "(KVFERRY_WAITING_TIMEOUT_S): so many bytes as may be are on their way already "
+                "(KVFERRY_DIRECT_MIB, KVFERRY_DIRECT_RECEIVER_MIB)"
+            )
         elif self._last_chunk is not None and all(
             receiver.finish_sent for receiver in self._receivers.values() if receiver.finish_requested
         ):
@@ -569,6 +622,7 @@ class SenderMachine:
         self._chunks.clear()
         commands: list[SenderCommand] = []
         for name, receiver in self._receivers.items():
+            receiver.writes_deferred.clear()  # whoever has deferred them drops them
             if not receiver.failure_sent:
                 receiver.failure_sent = True
                 commands.append(SendFailed(name, receiver.opened.generation, error))

@@ -41,6 +41,8 @@ from kvferry.protocol.sender import (
     SendFinish,
     TurnCame,
     Write,
+    WriteAdmitted,
+    WriteDeferred,
     WriteDone,
     WriteFailed,
     WriteProgressed,
@@ -703,6 +705,53 @@ def test_what_an_event_costs_does_not_grow_with_the_writes_in_flight(event: Any)
         return made
 
     assert lines(400) == lines(4)
+
+
+def test_a_write_that_is_deferred_has_its_time_from_when_it_is_admitted():
+    sender = machine()
+    run(sender, opened())
+    run(sender, chunk(1), WriteDeferred("d0", 0), now=1.0)
+    assert not sender.is_drained
+    assert sender.waits_for == "other writes to end before those to d0"
+    run(sender, WriteProgressed("d0"), now=9.0)
+    assert sender.deadline == 29.0
+    run(sender, WriteAdmitted("d0", 0), now=12.0)
+    expires(sender, 17.0, "writes to ['d0'] did not end within 5 s")
+    assert run(sender, WriteDone("d0", 0), now=18.0) == [SendDrained("d0", 1)]
+
+
+def test_a_deferred_write_whose_turn_never_comes_ends_the_room_and_names_the_bounds():
+    sender = machine()
+    run(sender, opened())
+    run(sender, chunk(1), WriteDeferred("d0", 0), now=1.0)
+    commands = expires(sender, 21.0, "(KVFERRY_DIRECT_MIB, KVFERRY_DIRECT_RECEIVER_MIB)")
+    assert drained_of(commands) == [("d0", 1)], "it will never be posted"
+    assert sender.is_done
+
+
+def test_what_is_known_late_of_others_progress_takes_nothing_back():
+    sender = machine()
+    run(sender, opened(), chunk(1), now=3.0)
+    run(sender, WriteProgressed("d0"), now=1.0)
+    expires(sender, 8.0, "writes to ['d0'] did not end within 5 s")
+
+
+def test_a_room_with_a_deferred_write_is_not_complete():
+    sender = machine()
+    run(sender, opened(pages=[10, 11]), chunk(1), WriteDeferred("d0", 0))
+    run(sender, chunk(2, start=1, is_last=True))
+    assert run(sender, WriteDone("d0", 1)) == []
+    run(sender, WriteAdmitted("d0", 0))
+    assert run(sender, WriteDone("d0", 0)) == [SendFinish("d0", 1, 2, b"")]
+
+
+def test_a_failed_room_forgets_deferred_writes_and_waits_for_those_in_flight():
+    sender = machine()
+    run(sender, opened(), chunk(1), chunk(2, start=1), WriteDeferred("d0", 1))
+    commands = run(sender, SenderAbortRequested("the client went away"))
+    assert drained_of(commands) == []
+    assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
+    assert sender.is_done
 
 
 def test_a_finish_that_is_never_sent_ends_the_room_and_says_so():
