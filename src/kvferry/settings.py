@@ -160,6 +160,16 @@ class Settings(BaseSettings):
         "auto",
         description="Which way bytes go: straight from pages to pages, through staging memory, or whichever is faster.",
     )
+    direct_mib: float = Field(
+        1024.0,
+        gt=0,
+        le=2**24,
+        description="Most bytes of direct writes that a prefill rank has on their way at a time; what is posted uses "
+        "the wire even when nobody waits for it any more. Further writes wait for their turn; a larger one goes alone.",
+    )
+    direct_receiver_mib: float = Field(
+        256.0, gt=0, le=2**24, description="The same, to one decode rank: one that is slow holds up no other."
+    )
     staging_ring_mib: float = Field(
         32.0,
         gt=0,
@@ -186,7 +196,9 @@ class Settings(BaseSettings):
     waiting_timeout_s: float = Field(
         300.0, gt=0, description="Longest wait without progress while it is the caller's or the peer's turn."
     )
-    write_timeout_s: float = Field(60.0, gt=0, description="Longest time that one write may take.")
+    write_timeout_s: float = Field(
+        60.0, gt=0, description="Longest time in which none of a room's writes to a decode rank ends or gets on."
+    )
     heartbeat_interval_s: float = Field(2.0, gt=0, description="Time between two heartbeats to a prefill rank.")
     peer_timeout_s: float = Field(15.0, gt=0, description="Silence after which a peer counts as lost.")
     close_timeout_s: float = Field(5.0, ge=0, description="How long close waits for writes that are on their way.")

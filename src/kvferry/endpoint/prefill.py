@@ -12,6 +12,7 @@ from kvferry.control.ends import ListeningEnd
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.actors import Waker
+from kvferry.endpoint.admission import Admission
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
@@ -131,8 +132,15 @@ class PrefillEndpoint:
         self._given_up: dict[str, None] = {}  # decode ranks that may come back; the latest stand last
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
         self._outbox: deque[tuple[str, messages.Message]] = deque()
+        self._admission = Admission(
+            most_bytes=int(self.settings.direct_mib * 2**20),
+            most_bytes_of_one=int(self.settings.direct_receiver_mib * 2**20),
+            stalls_after_s=self.settings.write_timeout_s / 2,
+            now=self._now,
+        )
         self._room_context = RoomContext(
             transport=self.transport,
+            admission=self._admission,
             observer=self._observer,
             coordinates=self.coordinates,
             page_groups=layout.groups,
@@ -702,6 +710,7 @@ class PrefillEndpoint:
         self._lose(receiver, error)
 
     def _tick(self, now: float) -> None:
+        self._admission.tick()
         with self._rooms_lock:
             expired = self._table.expired(now)
             due = [

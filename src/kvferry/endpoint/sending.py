@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
 from kvferry.endpoint.actors import Actor, RunQueue
+from kvferry.endpoint.admission import Admission, Admitted
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.reporting import RoomReport
 from kvferry.endpoint.sender import Sender
@@ -23,8 +25,10 @@ from kvferry.protocol import messages
 from kvferry.protocol.chunks import ChunkSequence, HandedIn
 from kvferry.protocol.credits import Span
 from kvferry.protocol.demands import wanted_groups
+from kvferry.protocol.moved_blocks import bytes_of, moved_blocks
 from kvferry.protocol.moves import ReceiverRequest
 from kvferry.protocol.sender import (
+    AwaitTurn,
     ChunkSubmitted,
     FinishFailed,
     FinishSent,
@@ -37,9 +41,13 @@ from kvferry.protocol.sender import (
     SenderCommand,
     SenderEvent,
     SenderMachine,
+    SenderTick,
     SendFailed,
     SendFinish,
+    TurnCame,
     Write,
+    WriteAdmitted,
+    WriteDeferred,
     WriteDone,
     WriteFailed,
     WriteProgressed,
@@ -104,7 +112,7 @@ class PartLanded:
         )
 
 
-RoomEvent: TypeAlias = SenderEvent | HandedIn | OpenReceived | PostNextPart | PartLanded
+RoomEvent: TypeAlias = SenderEvent | HandedIn | OpenReceived | PostNextPart | PartLanded | Admitted
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +161,19 @@ class _Account:
         )
 
 
+@dataclass(slots=True, eq=False)
+class _DirectQueue:
+    """Direct writes of a room to one receiver that are not posted yet: the first has applied to be admitted.
+
+    Attributes:
+        admitted: called, on any thread, when it is its turn.
+        writes: with the record of each.
+    """
+
+    admitted: Callable[[Admitted], None]
+    writes: deque[tuple[Write, _Account]] = field(default_factory=deque)
+
+
 def released_span(endpoint: str, epoch: int, span: Span) -> messages.SpanReleased:
     """Makes the message that releases a span of a receiver's ring: nothing will arrive in it.
 
@@ -169,6 +190,7 @@ class RoomContext:
 
     Attributes:
         transport: moves the bytes.
+        admission: says when a direct write may be posted.
         observer: is told what happens.
         coordinates: the rank's place in its engine.
         page_groups: of the rank's layout.
@@ -182,6 +204,7 @@ class RoomContext:
     """
 
     transport: Transport
+    admission: Admission
     observer: Observer
     coordinates: RankCoordinates
     page_groups: tuple[PageGroup, ...]
@@ -216,6 +239,7 @@ class SendingRoom(Actor):
         self._report = RoomReport(machine.room, context.observer, context.now())
         self._staged: dict[str, StagedQueue] = {}  # by receiver
         self._accounts: dict[tuple[str, int], _Account] = {}  # of staged writes, by receiver and sequence
+        self._direct: dict[str, _DirectQueue] = {}  # by receiver
         self._last_submitted_at: float | None = None
         self._handled_chunks = self._settled_chunks = 0
         self._pages = 0  # that were handed in
@@ -255,6 +279,12 @@ class SendingRoom(Actor):
             quarantined_pages=self._pages if machine.state is TransferState.FAILED and not machine.is_drained else 0,
             failed_for_s=now - ended_at if (ended_at := self.sender.stats.ended_at) is not None else 0.0,
         )
+
+    @property
+    def _waiting_chunks(self) -> int:
+        """Chunks that wait for receivers or for a turn, or of which a write is deferred: always the last ones."""
+        first = self._handled_chunks - self._machine.waiting_chunks
+        return self._handled_chunks - min([first, *(q.writes[0][0].chunk for q in self._direct.values() if q.writes)])
 
     @property
     def waits_for_memory(self) -> bool:
@@ -336,10 +366,15 @@ class SendingRoom(Actor):
                 self._post_next_part(receiver, worker)
             case PartLanded():
                 self._part_landed(event, worker)
+            case Admitted():
+                self._admitted(event, worker)
+            case SenderTick():
+                self._take_over_progress()
+                self._handle(event, worker)
             case _:
                 self._handle(event, worker)
-        if self._machine.state is TransferState.FAILED and self._staged:
-            self._cancel_staged(worker)
+        if self._machine.state is TransferState.FAILED:
+            self._cancel(worker)
         self._show()
 
     def _aborted(self, event: ReceiverAborted, worker: Worker) -> None:
@@ -368,13 +403,18 @@ class SendingRoom(Actor):
     def broke(self, error: Exception, worker: Worker) -> None:
         """Fails the room with an unexpected error."""
         self._handle(SenderBroke(error), worker)
-        self._cancel_staged(worker)
+        self._cancel(worker)
         self._show()
+
+    def _cancel(self, worker: Worker) -> None:
+        """Posts nothing more of a room that has failed."""
+        self._drop_deferred()
+        self._cancel_staged(worker)
 
     def _show(self) -> None:
         machine = self._machine
         self.next_deadline = machine.deadline
-        self.sender._proceed(self._handled_chunks, waiting=machine.waiting_chunks, is_drained=machine.is_drained)
+        self.sender._proceed(self._handled_chunks, waiting=self._waiting_chunks, is_drained=machine.is_drained)
         stats = self.sender.stats
         if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:
             ended_at = (stats.ended_at or self._context.now()) if machine.state.is_final else None
@@ -394,13 +434,16 @@ class SendingRoom(Actor):
         self.sender._update(machine.state, machine.error, pages_reusable=machine.is_done)
         if self._progress is not None:
             with self._progress:
-                self._settled_chunks = self._handled_chunks if machine.is_drained else self._settled_chunks
+                is_settled = machine.is_drained and (self._all_open_at is None or not machine.waiting_chunks)
+                self._settled_chunks = self._handled_chunks if is_settled else self._settled_chunks
                 self._progress.notify_all()
 
     def _execute(self, command: SenderCommand, worker: Worker) -> None:
         match command:
             case Write():
                 self._write(command, worker)
+            case AwaitTurn():
+                self.post(TurnCame())
             case SendFinish():
                 self._finish(command)
             case SendFailed(receiver, generation, error):
@@ -447,11 +490,62 @@ class SendingRoom(Actor):
                 attachment.end_write()
                 self.post(WriteFailed(command.receiver, command.sequence, error))
         else:
-            self._write_directly(command, attachment, account, worker)
+            self._write_when_admitted(command, account, worker)
 
-    def _write_directly(self, command: Write, attachment: Attachment, account: _Account, worker: Worker) -> None:
-        context = self._context
+    def _write_when_admitted(self, command: Write, account: _Account, worker: Worker) -> None:
+        receiver = command.receiver
+        if receiver not in self._direct:
+            self._direct[receiver] = _DirectQueue(self.post)
+        queue = self._direct[receiver]
+        admitted = self._apply(queue, command) if not queue.writes else None
+        if admitted is not None:
+            self._write_directly(command, account, admitted, worker)
+            return
+        queue.writes.append((command, account))
+        self._handle(WriteDeferred(receiver, command.sequence), worker)
+
+    def _apply(self, queue: _DirectQueue, command: Write) -> Admitted | None:
+        receiver = command.receiver
+        packed = self._attachments[receiver].plan.packed_pieces(command.unit)
+        num_bytes = bytes_of(moved_blocks(self._elected[receiver], command.moves, packed))
+        return self._context.admission.admit(receiver, num_bytes, queue)
+
+    def _admitted(self, admitted: Admitted, worker: Worker) -> None:
+        """It is the turn of the first write that waits for a receiver; the next one stands in line behind others."""
+        queue = self._direct[admitted.receiver]
+        if not queue.writes:  # dropped meanwhile
+            self._context.admission.give_back(admitted)
+            return
+        command, account = queue.writes.popleft()
+        self._handle(WriteAdmitted(command.receiver, command.sequence), worker)
+        self._write_directly(command, account, admitted, worker)
+        if queue.writes:
+            following = self._apply(queue, queue.writes[0][0])
+            if following is not None:
+                self.post(following)
+
+    def _drop_deferred(self) -> None:
+        for receiver, queue in self._direct.items():
+            self._context.admission.withdraw(receiver, queue)
+            for _ in queue.writes:
+                self._attachments[receiver].end_write()
+            queue.writes.clear()
+
+    def _take_over_progress(self) -> None:
+        """Notifies the machine of what other rooms' writes to the same receivers have done, since they share a wire."""
+        for receiver in self._direct:
+            moved_at = self._context.admission.moved_at(receiver)
+            if moved_at is not None:
+                self._machine.handle(WriteProgressed(receiver), moved_at)
+
+    def _write_directly(self, command: Write, account: _Account, admitted: Admitted, worker: Worker) -> None:
+        context, attachment = self._context, self._attachments[command.receiver]
         begun_at = context.now()
+
+        def ended() -> None:
+            context.admission.give_back(admitted)
+            attachment.end_write()
+
         try:
             elected = self._elected[command.receiver]
             selected = attachment.select(command.unit, elected, command.moves)
@@ -477,7 +571,7 @@ class SendingRoom(Actor):
                 ),
             )
         except Exception as error:
-            attachment.end_write()
+            ended()
             self.post(WriteFailed(command.receiver, command.sequence, error))
             return
 
@@ -498,11 +592,11 @@ class SendingRoom(Actor):
             )
             account.add(report, part, descriptors=report.descriptors)
             self._keep(account.record(command.receiver, now))
-            attachment.end_write()
+            ended()
             self.post(WriteDone(command.receiver, command.sequence))
 
         def failed(error: Exception) -> None:
-            attachment.end_write()
+            ended()
             self.post(WriteFailed(command.receiver, command.sequence, error))
 
         def broke(error: Exception) -> None:
@@ -599,7 +693,7 @@ class SendingRoom(Actor):
         write = self._staged[receiver].landed(sequence, result if isinstance(result, Exception) else None)
         if isinstance(result, TransferReport):
             self._accounts[receiver, sequence].add(result, event.record, descriptors=1)
-            self._handle(WriteProgressed(receiver, sequence), worker)
+            self._handle(WriteProgressed(receiver), worker)
         self._maybe_end(write, worker)
 
     def _maybe_end(self, write: StagedWrite, worker: Worker) -> None:

@@ -36,6 +36,15 @@ def moved_blocks(
     )
 
 
+def bytes_of(loads: Iterable[MovedBlocks]) -> int:
+    """Returns how many bytes the blocks of a write have.
+
+    Args:
+        loads: as in `moved_blocks`.
+    """
+    return sum(load.num_bases * load.num_units * load.block_bytes for load in loads)
+
+
 def write_size_of(
     loads: Iterable[MovedBlocks], moves: Sequence[Move], packed: Sequence[PackedPiece], *, chunk_bytes: int
 ) -> WriteSize:

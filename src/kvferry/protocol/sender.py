@@ -6,6 +6,7 @@ what happened (events) and returns what to do (commands), and both are plain dat
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -64,6 +65,27 @@ class ChunkSubmitted:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnCame:
+    """Others have had their turns since `AwaitTurn`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDeferred:
+    """A write is not posted yet: it must wait until fewer bytes are on their way."""
+
+    receiver: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteAdmitted:
+    """A write that was deferred is being posted."""
+
+    receiver: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
 class WriteDone:
     """All bytes of one write are in the receiver's memory, and the source pages are no longer read for it."""
 
@@ -73,10 +95,9 @@ class WriteDone:
 
 @dataclass(frozen=True, slots=True)
 class WriteProgressed:
-    """A part of a staged write is in the receiver's memory."""
+    """Writes to a receiver got on, or what they wait for did: a part of one arrived, or another room's write ended."""
 
     receiver: str
-    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +173,9 @@ SenderEvent: TypeAlias = (
     ReceiverOpened
     | OpenRetransmitted
     | ChunkSubmitted
+    | TurnCame
+    | WriteDeferred
+    | WriteAdmitted
     | WriteDone
     | WriteProgressed
     | WriteFailed
@@ -172,6 +196,8 @@ SenderEvent: TypeAlias = (
 class Write:
     """Write these pages of ours to those of the receiver; answer with WriteDone or WriteFailed.
 
+    Before that, it may be deferred (WriteDeferred), and dropped as long as it is (if the room fails).
+
     Attributes:
         chunk: the number of the submitted chunk.
         sequence: the number of the write among those to this receiver.
@@ -185,6 +211,11 @@ class Write:
     sequence: int
     unit: Unit
     moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitTurn:
+    """More chunks are to be written; answer with TurnCame when others that wait for a turn have had one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +245,7 @@ class SendDrained:
     generation: int
 
 
-SenderCommand: TypeAlias = Write | SendFinish | SendFailed | SendDrained
+SenderCommand: TypeAlias = Write | AwaitTurn | SendFinish | SendFailed | SendDrained
 
 # ---- the machine ------------------------------------------------------------------------------------------------
 
@@ -225,12 +256,23 @@ class _Receiver:
 
     opened: ReceiverOpened
     chunks_sent: int = 0
-    writes_in_flight: dict[int, float] = field(default_factory=dict)  # sequence -> when it began or last progressed
+    writes_in_flight: set[int] = field(default_factory=set)  # by sequence
+    writes_deferred: set[int] = field(default_factory=set)  # not in flight; they may never be posted
+    progressed_at: float = 0.0  # when the first of those in flight was begun, or one of them last progressed or ended
     finish_requested: bool = False
     finish_sent: bool = False
     has_verified: bool = False
     failure_sent: bool = False
     drained_sent: bool = False
+
+    @property
+    def is_written_to(self) -> bool:
+        """Whether a write to it has not ended, or is to be posted."""
+        return bool(self.writes_in_flight or self.writes_deferred)
+
+    def progressed(self, now: float) -> None:
+        """Starts the time of its writes anew."""
+        self.progressed_at = max(self.progressed_at, now)
 
     @property
     def is_content(self) -> bool:
@@ -265,19 +307,19 @@ class SenderMachine:
         self._opened_at = now
         self._last_progress = now
         self._receivers: dict[str, _Receiver] = {}
-        self._chunks: list[Chunk] = []  # submitted before every receiver had opened the room
+        self._chunks: deque[Chunk] = deque()  # submitted before every receiver had opened the room, or behind such
         self._next_pages: dict[str, int] = {}  # by group: the position in the request of the page that comes next
         self._last_chunk: Chunk | None = None
 
     @property
     def waiting_chunks(self) -> int:
-        """Chunks that wait until every receiver has opened the room."""
+        """Chunks that wait until every receiver has opened the room, or for a turn since."""
         return len(self._chunks)
 
     @property
     def is_drained(self) -> bool:
-        """Whether no write is in flight: nothing reads the source pages on behalf of this room."""
-        return not any(receiver.writes_in_flight for receiver in self._receivers.values())
+        """Whether no write is in flight, or will be: nothing reads the source pages on behalf of this room."""
+        return not any(receiver.is_written_to for receiver in self._receivers.values())
 
     @property
     def is_done(self) -> bool:
@@ -294,6 +336,9 @@ class SenderMachine:
         writing = [name for name, receiver in receivers if receiver.writes_in_flight]
         if writing:
             return f"writes to {', '.join(writing)}"
+        deferred = [name for name, receiver in receivers if receiver.writes_deferred]
+        if deferred:
+            return f"other writes to end before those to {', '.join(deferred)}"
         if self.state.is_final:
             return ""
         if self._last_chunk is None:
@@ -307,10 +352,12 @@ class SenderMachine:
             return None
         if self.state is TransferState.BOOTSTRAPPING:
             return self._opened_at + self._deadlines.bootstrap_s
-        posted = [time for receiver in self._receivers.values() for time in receiver.writes_in_flight.values()]
-        if posted:
-            return min(posted) + self._deadlines.write_s
-        return self._last_progress + self._deadlines.waiting_s
+        # Of a receiver's writes the later wait for the earlier, so that all have progressed when one has.
+        waited_for = [receiver.progressed_at for receiver in self._receivers.values() if receiver.writes_in_flight]
+        if waited_for:
+            return min(waited_for) + self._deadlines.write_s
+        deferred = [receiver.progressed_at for receiver in self._receivers.values() if receiver.writes_deferred]
+        return max([self._last_progress, *deferred]) + self._deadlines.waiting_s
 
     def handle(self, event: SenderEvent, now: float) -> list[SenderCommand]:
         """Handles what happened and returns what to do. Never raises for what a peer did."""
@@ -321,17 +368,26 @@ class SenderMachine:
                 commands = self._retransmitted(name, generation)
             case ChunkSubmitted(chunk):
                 commands = self._chunk_submitted(chunk, now)
+            case TurnCame():
+                commands = self._send_next(now)
+            case WriteDeferred(name, sequence):
+                self._receivers[name].writes_in_flight.discard(sequence)
+                self._receivers[name].writes_deferred.add(sequence)
+                commands = []
+            case WriteAdmitted(name, sequence):
+                self._receivers[name].writes_deferred.discard(sequence)
+                self._begin_write(self._receivers[name], sequence, now)
+                commands = []
             case WriteDone(name, sequence):
-                self._receivers[name].writes_in_flight.pop(sequence, None)
+                self._receivers[name].writes_in_flight.discard(sequence)
+                self._receivers[name].progressed(now)
                 self._last_progress = now
                 commands = self._maybe_finish()
-            case WriteProgressed(name, sequence):
-                # Writes behind it wait for it, and cannot progress by themselves.
-                in_flight = self._receivers[name].writes_in_flight
-                in_flight.update({each: now for each in in_flight if each >= sequence})
+            case WriteProgressed(name):
+                self._receivers[name].progressed(now)
                 commands = []
             case WriteFailed(name, sequence, error):
-                self._receivers[name].writes_in_flight.pop(sequence, None)
+                self._receivers[name].writes_in_flight.discard(sequence)
                 commands = self._fail(caused(f"writing chunk {sequence} of room {self.room} to {name} failed", error))
             case FinishSent(name):
                 self._receivers[name].finish_sent = True
@@ -395,12 +451,7 @@ class SenderMachine:
         if len(self._receivers) < event.expected_receivers:
             return []
         self._move(SenderTrigger.ALL_RECEIVERS_OPEN)
-        waiting, self._chunks = self._chunks, []
-        commands: list[SenderCommand] = []
-        for chunk in waiting:
-            if not self.state.is_final:
-                commands += self._send_chunk(chunk, now)
-        return commands
+        return self._send_next(now)
 
     def _retransmitted(self, name: str, generation: int) -> list[SenderCommand]:
         """Repeats the answers that a receiver may have lost."""
@@ -424,13 +475,20 @@ class SenderMachine:
             refuse_impossible(chunk, where=f"room {self.room}")  # here, where no scheduler waits for it
         except PageError as error:
             return self._fail(error)
-        if self.state is TransferState.BOOTSTRAPPING:
+        if self.state is TransferState.BOOTSTRAPPING or self._chunks:
             self._chunks.append(chunk)
             return []
-        self._last_progress = now
         return self._send_chunk(chunk, now)
 
+    def _send_next(self, now: float) -> list[SenderCommand]:
+        """Sends the first of the chunks that wait. One a turn: other rooms are not held up by all of them."""
+        if not self._chunks:
+            return []
+        commands = self._send_chunk(self._chunks.popleft(), now)
+        return [*commands, AwaitTurn()] if self._chunks else commands
+
     def _send_chunk(self, chunk: Chunk, now: float) -> list[SenderCommand]:
+        self._last_progress = now
         for name, receiver in self._receivers.items():
             try:
                 check_chunk(chunk, receiver.opened.request, self._next_pages, where=f"room {self.room}")
@@ -454,13 +512,18 @@ class SenderMachine:
                         moves=of_unit,
                     )
                 )
-                receiver.writes_in_flight[receiver.chunks_sent] = now
+                self._begin_write(receiver, receiver.chunks_sent, now)
                 receiver.chunks_sent += 1
         if commands:
             self._move(SenderTrigger.WRITE_STARTED)
         if chunk.is_last:
             self._last_chunk = chunk
         return commands + self._maybe_finish()
+
+    def _begin_write(self, receiver: _Receiver, sequence: int, now: float) -> None:
+        if not receiver.writes_in_flight:
+            receiver.progressed(now)
+        receiver.writes_in_flight.add(sequence)
 
     def _maybe_finish(self) -> list[SenderCommand]:
         if self._last_chunk is None or self.state.is_final or not self.is_drained:
@@ -519,9 +582,20 @@ class SenderMachine:
                 f"{len(self._receivers)} of {expected[0] if expected else 'an unknown number of'} decode ranks "
                 f"opened it within {self._deadlines.bootstrap_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
             )
-        elif not self.is_drained:
-            slow = [name for name, receiver in self._receivers.items() if receiver.writes_in_flight]
+        elif any(receiver.writes_in_flight for receiver in self._receivers.values()):
+            slow = [
+                name
+                for name, receiver in self._receivers.items()
+                if receiver.writes_in_flight and now >= receiver.progressed_at + self._deadlines.write_s
+            ]
             what = f"writes to {slow} did not end within {self._deadlines.write_s:g} s (KVFERRY_WRITE_TIMEOUT_S)"
+        elif not self.is_drained:
+            behind = [name for name, receiver in self._receivers.items() if receiver.writes_deferred]
+            what = (
+                f"what writes to {behind} wait for did not get on for {self._deadlines.waiting_s:g} s "
+                "(KVFERRY_WAITING_TIMEOUT_S): so many bytes as may be are on their way already "
+                "(KVFERRY_DIRECT_MIB, KVFERRY_DIRECT_RECEIVER_MIB)"
+            )
         elif self._last_chunk is not None and all(
             receiver.finish_sent for receiver in self._receivers.values() if receiver.finish_requested
         ):
@@ -548,6 +622,7 @@ class SenderMachine:
         self._chunks.clear()
         commands: list[SenderCommand] = []
         for name, receiver in self._receivers.items():
+            receiver.writes_deferred.clear()  # whoever has deferred them drops them
             if not receiver.failure_sent:
                 receiver.failure_sent = True
                 commands.append(SendFailed(name, receiver.opened.generation, error))

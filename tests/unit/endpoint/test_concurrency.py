@@ -189,6 +189,42 @@ def test_a_small_request_does_not_wait_for_all_of_a_large_one(pair: Callable[...
     assert before < 10
 
 
+def test_a_small_request_does_not_wait_for_all_that_a_large_one_kept_until_it_was_opened(pair: Callable[..., Requests]):
+    """Nor while the chunks leave that were handed in before the decode rank came."""
+    requests = pair(SMALL, Shape(pages=256), Shape(pages=256), workers=1)
+    transport = requests.prefill.transports[0]
+    large, small = requests.new(1, 200), requests.new(2, 1)
+    requests.open_prefill(large)
+    for start in range(200):
+        requests.submit(large, start, start + 1, last=start == 199)
+    eventually("all chunks are kept", lambda: kept(requests, 1) == 200)
+    requests.open_prefill(small)
+    requests.open_decode(small)
+    eventually("it is open", lambda: small.senders[0].state.name == "WAITING_FOR_INPUT")
+    gate, has_begun = threading.Event(), threading.Event()
+
+    def hold(_: str) -> None:
+        has_begun.set()
+        wait_for(gate)
+
+    transport.on_post = hold
+    requests.open_decode(large)
+    wait_for(has_begun)
+    requests.submit(small)
+    gate.set()
+    small.wait()
+    large.wait()
+    requests.check(large)
+    (write,) = small.senders[0].stats.writes
+    before = sum(each.posted_at < write.posted_at for each in large.senders[0].stats.writes)
+    assert before < 10
+
+
+def kept(requests: Requests, room: int) -> int:
+    """Chunks of a room that wait for a decode rank to open it."""
+    return requests.prefill.endpoints[0]._table.rooms[room]._machine.waiting_chunks
+
+
 class Hops(Actor):
     """Does nothing but stand in the queue again, as often as it has events."""
 

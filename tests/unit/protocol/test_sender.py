@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.demands import WantedGroup
 from kvferry.protocol.moves import Move, ReceiverRequest, moves_of
 from kvferry.protocol.sender import (
+    AwaitTurn,
     ChunkSubmitted,
     FinishFailed,
     FinishSent,
@@ -37,7 +39,10 @@ from kvferry.protocol.sender import (
     SenderTick,
     SendFailed,
     SendFinish,
+    TurnCame,
     Write,
+    WriteAdmitted,
+    WriteDeferred,
     WriteDone,
     WriteFailed,
     WriteProgressed,
@@ -161,7 +166,31 @@ def test_chunks_handed_in_before_a_receiver_opens_are_written_once_it_does():
     sender = machine()
     assert run(sender, chunk(1), chunk(2, 3, start=1, is_last=True)) == []
     assert sender.state is BOOTSTRAP
-    assert writes(run(sender, opened())) == [("d0", 0, [1], [10]), ("d0", 1, [2, 3], [11, 12])]
+    *made, turn = run(sender, opened())
+    assert turn == AwaitTurn()
+    assert writes(made) == [("d0", 0, [1], [10])]
+    assert writes(run(sender, TurnCame())) == [("d0", 1, [2, 3], [11, 12])]
+    assert run(sender, TurnCame()) == []
+
+
+def test_a_chunk_handed_in_while_earlier_ones_wait_for_a_turn_waits_behind_them():
+    sender = machine()
+    run(sender, chunk(1), chunk(2, start=1), opened())
+    assert run(sender, chunk(3, start=2, is_last=True)) == []
+    assert sender.waiting_chunks == 2
+    assert run(sender, WriteDone("d0", 0)) == [], "nothing is on its way, but it is not complete"
+    *made, turn = run(sender, TurnCame())
+    assert (writes(made), turn) == ([("d0", 1, [2], [11])], AwaitTurn())
+    assert writes(run(sender, TurnCame())) == [("d0", 2, [3], [12])]
+    assert sender.waiting_chunks == 0
+
+
+def test_chunks_that_wait_for_a_turn_are_dropped_with_the_room():
+    sender = machine()
+    run(sender, chunk(1), chunk(2, start=1), opened())
+    run(sender, SenderAbortRequested("the client went away"))
+    assert run(sender, TurnCame()) == []
+    assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
 
 
 def test_nothing_is_written_before_every_receiver_has_opened():
@@ -353,8 +382,8 @@ def test_one_receiver_with_other_pages_leaves_no_write_to_the_others_behind():
 def test_a_chunk_that_does_not_fit_lets_the_one_before_it_land_first():
     sender = machine()
     run(sender, chunk(1, 2), chunk(3, 4, start=2, is_last=True))
-    commands = run(sender, opened())
-    assert [type(command) for command in commands] == [Write, SendFailed]
+    assert [type(command) for command in run(sender, opened())] == [Write, AwaitTurn]
+    assert [type(command) for command in run(sender, TurnCame())] == [SendFailed]
     assert not sender.is_done
     assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
     assert sender.is_done
@@ -591,47 +620,138 @@ def test_a_write_that_gets_on_is_given_its_time_anew():
     run(sender, opened())
     run(sender, chunk(1), now=1.0)
     for now in (4.0, 8.0, 12.0):
-        assert run(sender, WriteProgressed("d0", 0), now=now) == []
+        assert run(sender, WriteProgressed("d0"), now=now) == []
     commands = expires(sender, 17.0, "writes to ['d0'] did not end within 5 s")
     assert drained_of(commands) == [], "the rest of it may still land"
-    assert run(sender, WriteProgressed("d0", 0), now=18.0) == []
+    assert run(sender, WriteProgressed("d0"), now=18.0) == []
     assert not sender.is_drained
 
 
-def test_writes_behind_one_that_gets_on_wait_on_with_it():
-    """They are posted one after the other; an earlier one that does not get on still ends the room."""
+def test_a_write_that_ends_gives_those_behind_it_their_time_anew():
+    """Thirty that are posted together and end one after the other, each in time."""
     sender = machine()
-    run(sender, opened())
-    run(sender, chunk(1), now=1.0)
-    run(sender, chunk(2, start=1), now=1.0)
-    run(sender, WriteProgressed("d0", 0), now=5.0)
-    assert sender.deadline == 10.0
-    run(sender, WriteProgressed("d0", 1), now=9.0)
-    assert sender.deadline == 10.0, "the first one has stopped"
-    expires(sender, 10.0, "writes to ['d0'] did not end within 5 s")
+    run(sender, opened(pages=range(30)))
+    for page in range(30):
+        run(sender, chunk(page, start=page), now=1.0)
+    for sequence in range(29):
+        now = 1.0 + 4.0 * (sequence + 1)
+        assert run(sender, SenderTick(), WriteDone("d0", sequence), now=now) == []
+    expires(sender, 1.0 + 4.0 * 29 + 5.0, "writes to ['d0'] did not end within 5 s")
+
+
+def test_each_receiver_has_a_time_of_its_own():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2), opened("d1", expected_receivers=2), chunk(1), now=1.0)
+    run(sender, WriteProgressed("d1"), now=4.0)
+    expires(sender, 6.0, "writes to ['d0'] did not end within 5 s")
 
 
 def test_a_write_that_is_through_does_not_get_on_again():
-    """Nor one that never was."""
     sender = machine()
     run(sender, opened())
     run(sender, chunk(1), WriteDone("d0", 0), now=1.0)
-    run(sender, WriteProgressed("d0", 0), WriteProgressed("d0", 7), now=4.0)
+    run(sender, WriteProgressed("d0"), now=4.0)
     assert sender.is_drained
     expires(sender, 21.0, "no chunk was submitted for 20 s")
 
 
-def test_the_oldest_write_ends_the_room_whatever_came_after_it():
+def test_a_write_that_is_posted_starts_no_time_anew():
+    """Else a receiver that stands still would be written to for ever."""
     sender = machine()
     run(sender, opened())
     run(sender, chunk(1), now=1.0)
     run(sender, chunk(2, start=1), now=4.0)
-    run(sender, WriteDone("d0", 1), now=5.0)
     commands = expires(sender, 6.0, "writes to ['d0'] did not end within 5 s")
-    assert drained_of(commands) == [], "the write may still land"
+    assert drained_of(commands) == [], "the writes may still land"
     assert sender.deadline is None
     assert not sender.is_done
+    run(sender, WriteDone("d0", 1), now=7.0)
     assert run(sender, WriteDone("d0", 0), now=99.0) == [SendDrained("d0", 1)]
+
+
+def test_the_first_write_after_a_pause_has_all_of_its_time():
+    sender = machine()
+    run(sender, opened())
+    run(sender, chunk(1), now=1.0)
+    run(sender, WriteDone("d0", 0), now=2.0)
+    run(sender, chunk(2, start=1), now=19.0)
+    expires(sender, 24.0, "writes to ['d0'] did not end within 5 s")
+
+
+@pytest.mark.parametrize("event", [WriteProgressed("d0"), WriteFailed("d1", 99, OSError()), SenderTick()])
+def test_what_an_event_costs_does_not_grow_with_the_writes_in_flight(event: Any):
+    """Counted in lines that run: no loop over writes."""
+
+    def lines(count: int) -> int:
+        sender = machine()
+        run(sender, opened("d0", pages=range(count), expected_receivers=2))
+        run(sender, opened("d1", pages=range(count), expected_receivers=2))
+        for page in range(count):
+            run(sender, chunk(page, start=page))
+        made = 0
+
+        def trace(frame: Any, what: str, _: Any) -> Any:
+            nonlocal made
+            made += what in ("line", "call")
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            sender.handle(event, 1.0)
+            _ = sender.deadline
+        finally:
+            sys.settrace(before)
+        return made
+
+    assert lines(400) == lines(4)
+
+
+def test_a_write_that_is_deferred_has_its_time_from_when_it_is_admitted():
+    sender = machine()
+    run(sender, opened())
+    run(sender, chunk(1), WriteDeferred("d0", 0), now=1.0)
+    assert not sender.is_drained
+    assert sender.waits_for == "other writes to end before those to d0"
+    run(sender, WriteProgressed("d0"), now=9.0)
+    assert sender.deadline == 29.0
+    run(sender, WriteAdmitted("d0", 0), now=12.0)
+    expires(sender, 17.0, "writes to ['d0'] did not end within 5 s")
+    assert run(sender, WriteDone("d0", 0), now=18.0) == [SendDrained("d0", 1)]
+
+
+def test_a_deferred_write_whose_turn_never_comes_ends_the_room_and_names_the_bounds():
+    sender = machine()
+    run(sender, opened())
+    run(sender, chunk(1), WriteDeferred("d0", 0), now=1.0)
+    commands = expires(sender, 21.0, "(KVFERRY_DIRECT_MIB, KVFERRY_DIRECT_RECEIVER_MIB)")
+    assert drained_of(commands) == [("d0", 1)], "it will never be posted"
+    assert sender.is_done
+
+
+def test_what_is_known_late_of_others_progress_takes_nothing_back():
+    sender = machine()
+    run(sender, opened(), chunk(1), now=3.0)
+    run(sender, WriteProgressed("d0"), now=1.0)
+    expires(sender, 8.0, "writes to ['d0'] did not end within 5 s")
+
+
+def test_a_room_with_a_deferred_write_is_not_complete():
+    sender = machine()
+    run(sender, opened(pages=[10, 11]), chunk(1), WriteDeferred("d0", 0))
+    run(sender, chunk(2, start=1, is_last=True))
+    assert run(sender, WriteDone("d0", 1)) == []
+    run(sender, WriteAdmitted("d0", 0))
+    assert run(sender, WriteDone("d0", 0)) == [SendFinish("d0", 1, 2, b"")]
+
+
+def test_a_failed_room_forgets_deferred_writes_and_waits_for_those_in_flight():
+    sender = machine()
+    run(sender, opened(), chunk(1), chunk(2, start=1), WriteDeferred("d0", 1))
+    commands = run(sender, SenderAbortRequested("the client went away"))
+    assert drained_of(commands) == []
+    assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
+    assert sender.is_done
 
 
 def test_a_finish_that_is_never_sent_ends_the_room_and_says_so():

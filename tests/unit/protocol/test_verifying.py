@@ -208,7 +208,7 @@ def test_one_that_needs_nothing_more_does_not_end_the_room_for_another():
     machine.handle(ReceiverVerified("d0", 1), 0.0)
     assert machine.state is S.WAITING_FOR_INPUT
     machine._last_chunk = last_chunk().chunk  # submitted, and on its way
-    machine._receivers["d1"].writes_in_flight[0] = 0.0
+    machine._receivers["d1"].writes_in_flight.add(0)
     machine.handle(ReceiverVerified("d0", 1), 0.0)
     assert machine.state is S.WAITING_FOR_INPUT
 

@@ -24,6 +24,9 @@ def leftovers(process: Process, living: Collection[str]) -> str:
 def _of_prefill(endpoint: PrefillEndpoint, living: Collection[str]) -> Iterator[str]:
     if not endpoint._table.is_quiet:
         yield f"{endpoint.open_rooms} rooms, {len(endpoint._table._pending)} pending ones"
+    admission = endpoint._admission
+    if admission.num_bytes or admission.num_waiting:
+        yield f"{admission.num_bytes} bytes admitted, {admission.num_waiting} who wait to be"
     for memory in endpoint._staging.source_memories:
         if memory._taken or memory.num_waiting:
             yield f"slots {memory._taken}, {memory.num_waiting} who wait for one"

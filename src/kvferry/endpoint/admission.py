@@ -1,0 +1,215 @@
+"""How many bytes of direct writes may be on their way at a time, and who is next.
+
+What a wire has been given it carries, whether or not anybody waits for it still: a write that is posted cannot be taken
+back. So no more is posted than the wire moves in a moment, to one receiver and in all, and the rest waits in line here.
+Rooms are served in the order in which they asked, one write each; one that must wait for its receiver holds up no room
+that writes to another. (Staged writes are bounded by their receivers' rings.)
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admitted:
+    """Leave to put bytes on their way to a receiver, until it is given back."""
+
+    receiver: str
+    num_bytes: int
+
+
+class Applicant(Protocol):
+    """Whoever waits to be admitted. Told apart by identity."""
+
+    def admitted(self, admitted: Admitted) -> None:
+        """Takes what it asked for. From any thread; returns at once."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What is on its way to one receiver, and who waits to write to it.
+
+    Attributes:
+        num_bytes: that are on their way.
+        moved_at: when the first of them was admitted, or one of them last ended.
+        stands_still: whether that is so long ago that they keep nobody else waiting.
+        waiting: with the turn of each and the bytes that it needs, in the order of their turns.
+        ready_turn: the last turn that was put among those that only the bound for all keeps waiting.
+    """
+
+    num_bytes: int = 0
+    moved_at: float = 0.0
+    stands_still: bool = False
+    waiting: OrderedDict[Applicant, tuple[int, int]] = field(default_factory=OrderedDict)
+    ready_turn: int = -1
+
+    def first(self) -> tuple[Applicant, int, int] | None:
+        """Returns who is next, its turn and the bytes that it needs."""
+        for applicant, (turn, num_bytes) in self.waiting.items():
+            return applicant, turn, num_bytes
+        return None
+
+
+class Admission:
+    """Admits direct writes of one prefill rank. Every method may be called from any thread.
+
+    More bytes than a bound are admitted alone.
+    """
+
+    def __init__(
+        self, *, most_bytes: int, most_bytes_of_one: int, stalls_after_s: float, now: Callable[[], float]
+    ) -> None:
+        """Begins with nothing on its way.
+
+        Args:
+            most_bytes: that may be on their way in all.
+            most_bytes_of_one: that may be on their way to one receiver.
+            stalls_after_s: a receiver to which nothing has ended for so long does not count in all, so that one that
+                is frozen keeps only those waiting who write to it.
+            now: the time, in seconds of a steady clock.
+        """
+        self._most_bytes = most_bytes
+        self._most_bytes_of_one = most_bytes_of_one
+        self._stalls_after_s = stalls_after_s
+        self._now = now
+        # Guards all of it: rooms ask on several workers, and writes end on any.
+        self._lock = threading.Lock()
+        self._lanes: dict[str, _Lane] = {}
+        self._counted = 0  # bytes on their way, but for those to receivers that stand still
+        self._moved_at = now()
+        self._turns = itertools.count()
+        # Turns of the first in line at receivers that have room for it; stale where another is first by now.
+        self._ready: list[tuple[int, str]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are on their way."""
+        with self._lock:
+            return sum(lane.num_bytes for lane in self._lanes.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """How many wait."""
+        with self._lock:
+            return sum(len(lane.waiting) for lane in self._lanes.values())
+
+    def moved_at(self, receiver: str) -> float | None:
+        """Returns when something last got on that writes to a receiver wait for; None if they wait for nothing here.
+
+        That is another write to it; or any write at all, if only the bound for all keeps the first in line waiting.
+        """
+        with self._lock:
+            lane = self._lanes.get(receiver)
+            if lane is None:
+                return None
+            first = lane.first()
+            return self._moved_at if first is not None and self._fits_lane(lane, first[2]) else lane.moved_at
+
+    def admit(self, receiver: str, num_bytes: int, applicant: Applicant) -> Admitted | None:
+        """Admits a write; None if it must wait: the applicant gets its leave when it is its turn, or `withdraw`s."""
+        with self._lock:
+            lane = self._lanes.setdefault(receiver, _Lane())
+            if not lane.waiting and not self._ready and self._fits_lane(lane, num_bytes) and self._fits_all(num_bytes):
+                return self._admitted(receiver, lane, num_bytes)
+            lane.waiting[applicant] = next(self._turns), num_bytes
+            if len(lane.waiting) == 1:
+                self._line_up(receiver, lane)
+            return None
+
+    def withdraw(self, receiver: str, applicant: Applicant) -> None:
+        """Ends a wait. Whoever does not wait is ignored."""
+        with self._lock:
+            lane = self._lanes.get(receiver)
+            if lane is None or applicant not in lane.waiting:
+                return
+            first = lane.first()
+            assert first is not None
+            del lane.waiting[applicant]
+            if first[0] is applicant:
+                self._line_up(receiver, lane)
+            self._drop_if_empty(receiver, lane)
+            served = self._serve()
+        _hand_out(served)
+
+    def give_back(self, admitted: Admitted) -> None:
+        """Takes back a leave: the write has ended, or was not posted."""
+        with self._lock:
+            lane = self._lanes[admitted.receiver]
+            lane.moved_at = self._moved_at = self._now()
+            lane.num_bytes -= admitted.num_bytes
+            if lane.stands_still:
+                lane.stands_still = False
+                self._counted += lane.num_bytes
+            else:
+                self._counted -= admitted.num_bytes
+            self._line_up(admitted.receiver, lane)
+            self._drop_if_empty(admitted.receiver, lane)
+            served = self._serve()
+        _hand_out(served)
+
+    def tick(self) -> None:
+        """Finds receivers that stand still. To be called every now and then."""
+        with self._lock:
+            due = self._now() - self._stalls_after_s
+            for lane in self._lanes.values():
+                if lane.num_bytes and not lane.stands_still and lane.moved_at <= due:
+                    lane.stands_still = True
+                    self._counted -= lane.num_bytes
+            served = self._serve()
+        _hand_out(served)
+
+    def _fits_lane(self, lane: _Lane, num_bytes: int) -> bool:
+        return not lane.num_bytes or lane.num_bytes + num_bytes <= self._most_bytes_of_one
+
+    def _fits_all(self, num_bytes: int) -> bool:
+        return not self._counted or self._counted + num_bytes <= self._most_bytes
+
+    def _admitted(self, receiver: str, lane: _Lane, num_bytes: int) -> Admitted:
+        if not lane.num_bytes:
+            lane.moved_at = self._now()
+        lane.num_bytes += num_bytes
+        if not lane.stands_still:
+            self._counted += num_bytes
+        return Admitted(receiver, num_bytes)
+
+    def _line_up(self, receiver: str, lane: _Lane) -> None:
+        """Lets the first in line at a receiver have its turn, if there is room at that receiver."""
+        first = lane.first()
+        if first is not None and first[1] != lane.ready_turn and self._fits_lane(lane, first[2]):
+            lane.ready_turn = first[1]
+            heapq.heappush(self._ready, (lane.ready_turn, receiver))
+
+    def _serve(self) -> list[tuple[Applicant, Admitted]]:
+        """Admits whoever may be admitted now, in the order of their turns."""
+        served = []
+        while self._ready:
+            turn, receiver = self._ready[0]
+            lane = self._lanes.get(receiver)
+            first = lane.first() if lane is not None else None
+            if lane is None or first is None or first[1] != turn:
+                heapq.heappop(self._ready)  # stale
+                continue
+            applicant, _, num_bytes = first
+            if not self._fits_all(num_bytes):
+                break
+            heapq.heappop(self._ready)
+            del lane.waiting[applicant]
+            served.append((applicant, self._admitted(receiver, lane, num_bytes)))
+            self._line_up(receiver, lane)
+        return served
+
+    def _drop_if_empty(self, receiver: str, lane: _Lane) -> None:
+        if not lane.num_bytes and not lane.waiting:
+            del self._lanes[receiver]
+
+
+def _hand_out(served: list[tuple[Applicant, Admitted]]) -> None:
+    for applicant, admitted in served:
+        applicant.admitted(admitted)

@@ -1,0 +1,335 @@
+"""How many bytes of direct writes are on their way at a time, and who is next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.support.caches import Model, Shape
+from tests.support.engines import Engines, Requests
+from tests.support.waiting import eventually
+
+from kvferry.endpoint.admission import Admission, Admitted
+from kvferry.errors import KVFerryError, TransferFailedError, TransferTimeoutError
+from kvferry.observe.records import SenderStats
+from kvferry.protocol.sender import SenderMachine
+from kvferry.protocol.states import TransferState
+
+SMALL = Model(layers=1, heads=2, head_dim=4, page_tokens=2)
+PAGE_BYTES = 128  # keys and values of a page of that model
+
+
+class Room:
+    """Somebody who writes one write after the other."""
+
+    def __init__(self, admission: Admission, receiver: str, *sizes: int) -> None:
+        self.got: list[Admitted] = []
+        self._admission, self._receiver, self._sizes = admission, receiver, list(sizes)
+        self.go_on()
+
+    def go_on(self) -> None:
+        while self._sizes:
+            admitted = self._admission.admit(self._receiver, self._sizes.pop(0), self)
+            if admitted is None:
+                return
+            self.got.append(admitted)
+
+    def admitted(self, admitted: Admitted) -> None:
+        self.got.append(admitted)
+        self.go_on()
+
+    def end(self, count: int = 1) -> None:
+        for _ in range(count):
+            self._admission.give_back(self.got.pop(0))
+
+    def withdraw(self) -> None:
+        self._admission.withdraw(self._receiver, self)
+
+
+class Clock:
+    now = 0.0
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def admission(clock: Clock) -> Admission:
+    """Ten bytes in all, five to one receiver."""
+    return Admission(most_bytes=10, most_bytes_of_one=5, stalls_after_s=3.0, now=lambda: clock.now)
+
+
+def counts(*rooms: Room) -> list[int]:
+    return [len(room.got) for room in rooms]
+
+
+def test_a_receiver_gets_no_more_than_its_bound(admission: Admission):
+    room = Room(admission, "d0", 2, 2, 2, 2)
+    assert counts(room) == [2]
+    assert admission.num_bytes == 4
+    room.end()
+    assert (counts(room), admission.num_bytes) == ([2], 4)
+
+
+def test_all_receivers_together_get_no_more_than_the_bound_for_all(admission: Admission):
+    rooms = [Room(admission, f"d{number}", 4) for number in range(4)]
+    assert counts(*rooms) == [1, 1, 0, 0]
+    rooms[0].end()
+    assert counts(*rooms) == [0, 1, 1, 0]
+    rooms[1].end()
+    assert counts(*rooms) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("size", [6, 11])
+def test_more_bytes_than_a_bound_are_admitted_alone(admission: Admission, size: int):
+    before = Room(admission, "d0", 1)
+    large = Room(admission, "d0", size)
+    behind = Room(admission, "d0", 1)
+    assert counts(before, large, behind) == [1, 0, 0]
+    before.end()
+    assert counts(large, behind) == [1, 0]
+    assert admission.num_bytes == size
+    large.end()
+    assert counts(behind) == [1]
+
+
+def test_rooms_take_turns_whatever_they_have_to_write(admission: Admission):
+    many, few = Room(admission, "d0", *[5] * 10), Room(admission, "d0", 5)
+    for _ in range(3):
+        many.end() if many.got else few.end()
+    assert counts(few) == [0]
+    assert len(many._sizes) <= 7
+
+
+def test_who_waits_for_a_receiver_holds_up_nobody_who_writes_to_another(admission: Admission):
+    stuck = Room(admission, "d0", 5, 5)
+    assert counts(stuck) == [1]
+    assert counts(Room(admission, "d1", 5)) == [1]
+
+
+def test_nobody_overtakes_who_waits_for_the_bound_for_all(admission: Admission):
+    first, second = Room(admission, "d0", 5), Room(admission, "d1", 4)
+    large, small = Room(admission, "d2", 5), Room(admission, "d3", 1)
+    assert counts(first, second, large, small) == [1, 1, 0, 0], "one byte is free, but it is not the small one's turn"
+    second.end()
+    assert counts(large, small) == [1, 0]
+    first.end()
+    assert counts(small) == [1]
+
+
+def test_who_gives_up_lets_those_behind_it_go_on(admission: Admission):
+    first = Room(admission, "d0", 4)
+    second, third = Room(admission, "d0", 4), Room(admission, "d0", 1)
+    assert counts(first, second, third) == [1, 0, 0]
+    second.withdraw()
+    second.withdraw()
+    assert counts(second, third) == [0, 1]
+    Room(admission, "d1").withdraw()
+
+
+def test_who_gives_up_in_front_of_the_line_for_all_lets_others_go_on(admission: Admission):
+    first, second = Room(admission, "d0", 5), Room(admission, "d1", 4)
+    large, small = Room(admission, "d2", 5), Room(admission, "d2", 1)
+    large.withdraw()
+    assert counts(first, second, large, small) == [1, 1, 0, 1]
+
+
+def test_a_receiver_that_stands_still_does_not_count_in_all(admission: Admission, clock: Clock):
+    stuck = [Room(admission, f"d{number}", 5) for number in range(2)]
+    others = Room(admission, "d2", 5, 5)
+    clock.now = 2.9
+    admission.tick()
+    assert counts(*stuck, others) == [1, 1, 0]
+    clock.now = 3.0
+    admission.tick()
+    assert counts(others) == [1]
+    again = Room(admission, "d0", 1)
+    assert counts(again) == [0], "its own bound holds on"
+    stuck[0].end()
+    stuck[1].end()
+    others.end()
+    assert counts(others, again) == [1, 1]
+    others.end()
+    again.end()
+    assert admission.num_bytes == admission._counted == 0
+
+
+def test_a_receiver_that_gets_on_does_not_stand_still(admission: Admission, clock: Clock):
+    slow, waiting = Room(admission, "d0", 2, 2), Room(admission, "d1", 5)
+    third = Room(admission, "d2", 5)
+    clock.now = 2.0
+    slow.end()
+    clock.now = 4.0
+    admission.tick()
+    assert counts(slow, waiting, third) == [1, 1, 1], "d1 stands still"
+    assert admission._counted == 2 + 5
+
+
+def test_when_something_got_on_is_known_by_receiver_or_in_all(admission: Admission, clock: Clock):
+    assert admission.moved_at("d0") is None
+    clock.now = 1.0
+    first, second = Room(admission, "d0", 4, 4), Room(admission, "d1", 5, 1)
+    clock.now = 2.0
+    second.end()
+    assert admission.moved_at("d0") == 1.0, "waits for its receiver"
+    assert admission.moved_at("d1") == 2.0
+    behind = Room(admission, "d2", 5)
+    assert counts(behind) == [1]
+    last = Room(admission, "d3", 5)
+    clock.now = 3.0
+    second.end()
+    assert counts(last) == [0]
+    assert admission.moved_at("d3") == 3.0, "waits for all"
+    for room in (first, first, behind, last):
+        room.end()
+    assert admission.moved_at("d0") is None
+    assert not admission._lanes
+
+
+def test_what_an_end_costs_does_not_grow_with_those_who_wait(admission: Admission):
+    """None of them is looked at but the first."""
+    running = Room(admission, "d0", 5)
+    waiting = [Room(admission, f"d{number % 2}", 5, 5) for number in range(1000)]
+    assert len(admission._ready) <= 2
+    for _ in range(500):
+        next(room for room in (running, *waiting) if room.got).end()
+        assert len(admission._ready) <= 3
+
+
+# ---- endpoints -------------------------------------------------------------------------------------------------------
+
+
+def pages(count: int) -> float:
+    """So many pages, in MiB."""
+    return count * PAGE_BYTES / 2**20
+
+
+def deferred(machine: SenderMachine) -> set[int]:
+    """Writes to the only receiver that wait to be admitted."""
+    return next((receiver.writes_deferred for receiver in machine._receivers.values()), set())
+
+
+def test_an_endpoint_posts_no_more_than_may_be_on_its_way(pair: Callable[..., Requests]):
+    requests = pair(SMALL, Shape(pages=64), Shape(pages=64), path="direct", direct_receiver_mib=pages(3))
+    transport = requests.prefill.transports[0]
+    request = requests.new(1, 12)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    transport.held = True
+    for start in range(0, 12, 2):
+        requests.submit(request, start, start + 2, last=start == 10)
+    sending = requests.prefill.endpoints[0]._table.rooms[1]
+    eventually("one is on its way", lambda: transport.in_flight == 1)
+    eventually("all others are deferred", lambda: len(deferred(sending._machine)) == 5)
+    assert transport.in_flight == 1
+    assert sending._waiting_chunks == 5
+    transport.held = False
+    request.wait()
+    requests.check(request)
+    stats: SenderStats = request.senders[0].stats
+    assert [write.total_bytes for write in stats.writes] == [2 * PAGE_BYTES] * 6
+    assert requests.prefill.endpoints[0]._admission.num_bytes == 0
+
+
+def test_a_room_whose_receiver_takes_no_more_holds_up_no_other(engines: Callable[..., Engines]):
+    both = engines(path="direct", direct_mib=pages(8), direct_receiver_mib=pages(2), workers=1)
+    prefill = both.prefill(SMALL, Shape(pages=256))
+    slow, fast = (Requests(prefill, both.decode(SMALL, Shape(pages=256))) for _ in range(2))
+    fast.connect()
+    transport = prefill.transports[0]
+    stuck = slow.new(1, 12)
+    slow.open_decode(stuck)
+    slow.open_prefill(stuck)
+    eventually("it is open", lambda: stuck.senders[0].state is TransferState.WAITING_FOR_INPUT)
+    (peer,) = prefill.endpoints[0]._table.rooms[1].generations
+    transport.held = {peer}
+    for start in range(12):
+        slow.submit(stuck, start, start + 1, last=start == 11)
+    for room in range(2, 6):
+        fast.run(room)
+    assert transport.in_flight == 2
+    transport.held = False
+    stuck.wait()
+    slow.check(stuck)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_writes_that_wait_are_not_posted_after_their_room_has_failed(pair: Callable[..., Requests], side: str):
+    requests = pair(SMALL, Shape(pages=64), Shape(pages=64), path="direct", direct_receiver_mib=pages(1))
+    transport = requests.prefill.transports[0]
+    request, other = requests.new(1, 4), requests.new(2, 4)
+    transport.held = True
+    for each in (request, other):
+        requests.open_decode(each)
+        requests.open_prefill(each)
+        for start in range(4):
+            requests.submit(each, start, start + 1, last=start == 3)
+    eventually("one is on its way", lambda: transport.in_flight == 1)
+    sending = requests.prefill.endpoints[0]._table.rooms[1]
+    eventually("all chunks are taken", lambda: sending._handled_chunks == 4)
+    (request.senders if side == "prefill" else request.receivers)[0].abort("the client went away")
+    with pytest.raises(KVFerryError):
+        request.senders[0].wait()
+    transport.held = False
+    other.wait()
+    requests.check(other)
+    for transfer in (*request.senders, *request.receivers):
+        assert transfer.wait_pages_reusable(10)
+    assert transport.posted == 5
+    admission = requests.prefill.endpoints[0]._admission
+    assert (admission.num_bytes, admission.num_waiting) == (0, 0)
+
+
+def test_what_fails_to_be_posted_or_on_its_way_makes_room_for_others(pair: Callable[..., Requests]):
+    requests = pair(SMALL, Shape(pages=64), Shape(pages=64), path="direct", direct_receiver_mib=pages(6))
+    transport = requests.prefill.transports[0]
+
+    def fail(_: str) -> None:
+        raise OSError("link down")
+
+    for room, hook in enumerate(("on_post", "on_poll")):
+        setattr(transport, hook, fail)
+        request = requests.new(room)
+        requests.open_decode(request)
+        requests.open_prefill(request)
+        requests.submit(request)
+        with pytest.raises(TransferFailedError, match="link down"):
+            request.senders[0].wait()
+        setattr(transport, hook, None)
+        eventually("it is gone", lambda: requests.prefill.endpoints[0].open_rooms == 0)
+        assert requests.prefill.endpoints[0]._admission.num_bytes == 0
+        requests.run(100 + room)
+
+
+def test_a_write_that_waits_does_so_longer_than_one_may_be_on_its_way(pair: Callable[..., Requests]):
+    """Its time begins when it may move; and while nothing moves at all, the wait has an end."""
+    requests = pair(
+        SMALL,
+        Shape(pages=64),
+        Shape(pages=64),
+        path="direct",
+        direct_receiver_mib=pages(1),
+        write_timeout_s=0.3,
+        waiting_timeout_s=1.0,
+    )
+    transport = requests.prefill.transports[0]
+    first, behind = requests.new(1, 1), requests.new(2, 1)
+    for each in (first, behind):
+        requests.open_prefill(each)
+    requests.connect()
+    transport.held = True
+    for each in (first, behind):
+        requests.open_decode(each)
+        requests.submit(each)
+        eventually("it is taken", lambda each: each.senders[0].state is TransferState.TRANSFERRING, each)
+    with pytest.raises(TransferTimeoutError, match=r"did not end within 0.3 s \(KVFERRY_WRITE_TIMEOUT_S\)"):
+        first.senders[0].wait()
+    assert behind.senders[0].state is TransferState.TRANSFERRING
+    with pytest.raises(KVFerryError, match="KVFERRY_WAITING_TIMEOUT_S"):
+        behind.senders[0].wait()
+    assert behind.senders[0].wait_pages_reusable(10), "nothing was posted for it"
+    assert not first.senders[0].pages_reusable
+    transport.held = False
+    assert first.senders[0].wait_pages_reusable(10)
