@@ -126,7 +126,9 @@ class PrefillEndpoint:
         # Guards the table: a message for a room goes either to it, or is kept until the room is opened.
         self._rooms_lock = threading.Lock()
         self._table: RoomTable[SendingRoom] = RoomTable(
-            max_pending=self.settings.max_pending_opens, keep_s=self.settings.bootstrap_timeout_s
+            max_pending=self.settings.max_pending_opens,
+            most_page_bytes=int(self.settings.max_pending_opens_mib * 2**20),
+            keep_s=self.settings.bootstrap_timeout_s,
         )
         self._given_up: dict[str, None] = {}  # decode ranks that may come back; the latest stand last
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
