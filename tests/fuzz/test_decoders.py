@@ -100,7 +100,8 @@ class Decoders:
             match message:
                 case messages.OpenRoom():
                     for layout in self._layouts[:3]:
-                        self._look(lambda: wanted_groups(message, layout, where="fuzz"), PageError, MessageError)  # noqa: B023
+                        filled = {group.name for group in layout.groups}
+                        self._look(lambda: wanted_groups(message, layout, filled=filled, where="fuzz"), PageError)  # noqa: B023
                 case messages.Welcome():
                     self._look(lambda: self._planned(message.layout), IncompatiblePeerError, ConfigurationError)  # noqa: B023
         return 3

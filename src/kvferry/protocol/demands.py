@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from operator import index
 
@@ -155,21 +156,24 @@ def wanted_of(group: OpenGroup) -> WantedGroup:
     return WantedGroup(Demand(group.held, group.start, group.stop), group.first_page, group.pages)
 
 
-def wanted_groups(message: OpenRoom, layout: RankLayout, *, where: str) -> dict[str, WantedGroup]:
+def wanted_groups(
+    message: OpenRoom, layout: RankLayout, *, filled: Collection[str], where: str
+) -> dict[str, WantedGroup]:
     """Checks what a decode rank requested, and returns it by group.
 
     Args:
         layout: the decode rank's.
+        filled: the groups of which this rank was elected to send something, by its own count.
         where: begins error messages.
 
     Raises:
         PageError: if it contradicts itself or the layout.
     """
     names = sorted(group.name for group in message.groups)
-    if message.receivers < 1 or names != sorted(group.name for group in layout.groups):
+    if message.receivers < 1 or names != sorted(filled):
         raise PageError(
-            f"{where}: {message.receivers} receivers and pages for groups {names} make no sense: the decode rank's "
-            f"groups are {[group.name for group in layout.groups]}"
+            f"{where}: {message.receivers} receivers and pages for groups {names} make no sense: of the decode rank's "
+            f"groups {[group.name for group in layout.groups]} this rank fills {sorted(filled)}"
         )
     wanted = {}
     for asked in message.groups:

@@ -253,7 +253,8 @@ class OpenRoom(Message, frozen=True):
         serial: number of the open request within that attempt, from 1 on; a retransmission has the same.
         receivers: how many decode ranks will open this room with the same prefill rank.
         tokens: how many tokens the request has; None where the decode side's caller gave no number.
-        groups: what is requested, for every group of the decode rank's layout.
+        groups: what is requested of the groups of pages that this prefill rank fills in the room; none where it sends
+            nothing to this decode rank.
         trace: the decode side's trace context, as W3C's `traceparent`; empty without tracing.
     """
 

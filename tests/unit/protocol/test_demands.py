@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -289,10 +289,14 @@ def group(name: str = "kv", *, pages: Sequence[int] = (), held: int = 0, start: 
     return OpenGroup(name, held, start, stop, first, PageNumbers.of(np.array(pages, np.int64)))
 
 
-def believed(message: OpenRoom, layout: RankLayout = KV) -> dict[str, tuple[Demand, int, list[int]]]:
+def believed(
+    message: OpenRoom, layout: RankLayout = KV, filled: Collection[str] | None = None
+) -> dict[str, tuple[Demand, int, list[int]]]:
+    """As a prefill rank that fills these groups believes it; all by default."""
+    filled = {each.name for each in layout.groups} if filled is None else filled
     return {
         name: (each.demand, each.first_page, each.pages.numbers().tolist())
-        for name, each in wanted_groups(message, layout, where="room 7 on d0").items()
+        for name, each in wanted_groups(message, layout, filled=filled, where="room 7 on d0").items()
     }
 
 
@@ -325,6 +329,15 @@ def test_what_is_asked_for_is_believed(request: tuple[RankLayout, Any, int, int 
         assert wanted == (Demand(each.held, each.start, each.stop), each.first_page, each.pages.numbers().tolist())
 
 
+def test_a_rank_is_asked_for_what_it_fills_and_nothing_else():
+    state = group("state", pages=[1], stop=1)
+    assert list(believed(room(state), HYBRID, {"state"})) == ["state"]
+    assert believed(room(), HYBRID, set()) == {}
+    for message, filled in ((room(), {"state"}), (room(state), set[str]()), (room(state, group()), {"state"})):
+        with pytest.raises(PageError, match="this rank fills"):
+            believed(message, HYBRID, filled)
+
+
 def test_pages_may_hold_more_than_is_asked_for():
     assert believed(room(group(pages=[1, 2, 3], start=20, stop=30)))["kv"] == (Demand(0, 20, 30), 0, [1, 2, 3])
 
@@ -336,7 +349,7 @@ STATE, WINDOW = group("state", pages=[1], stop=1), group("window")
     ("message", "says"),
     [
         (room(group(), receivers=0), "0 receivers and pages for groups"),
-        (room(), r"pages for groups \[\] make no sense: the decode rank's groups are \['kv'\]"),
+        (room(), r"pages for groups \[\] make no sense: of the decode rank's groups \['kv'\] this rank fills \['kv'\]"),
         (room(group("vk")), r"groups \['vk'\] make no sense"),
         (room(group(), group()), r"groups \['kv', 'kv'\] make no sense"),
         (room(group(), STATE), r"groups \['kv', 'state'\] make no sense"),

@@ -49,7 +49,7 @@ def request_of(
     names = [group.name for group in source.groups]
     return ReceiverRequest(
         tokens=tokens,
-        wanted=wanted_groups(message, destination, where="there"),
+        wanted=wanted_groups(message, destination, filled={each.name for each in destination.groups}, where="there"),
         routes=tuple(route_between(source, name, destination, name) for name in names),
     )
 
