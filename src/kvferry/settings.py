@@ -218,6 +218,13 @@ class Settings(BaseSettings):
     max_pending_opens: int = Field(
         10_000, ge=1, description="Rooms that decode ranks may open before the prefill side does."
     )
+    max_pending_opens_mib: float = Field(
+        1024.0,
+        gt=0,
+        le=2**24,
+        description="Page numbers of the rooms that decode ranks open before the prefill side does, in all: 16 bytes a "
+        "run of neighbouring pages, or 8 a page.",
+    )
     max_decode_ranks: int = Field(
         4096, ge=1, description="Decode ranks that may be connected to a prefill rank at a time."
     )

@@ -20,6 +20,7 @@ from kvferry.layout import Device, RankCoordinates, RankLayout, all_coordinates
 from kvferry.plan import Unit, pieces_for_receiver
 from kvferry.protocol import messages
 from kvferry.protocol.moved_blocks import pack_units
+from kvferry.protocol.page_numbers import PageNumbers
 from kvferry.transport import PeerMetadata
 
 Tree: TypeAlias = Any
@@ -100,8 +101,7 @@ def examples() -> list[messages.Message]:
                 receivers=1,
                 tokens=16,
                 groups=tuple(
-                    messages.OpenGroup(group.name, 0, 0, 16, 0, messages.pack_pages(np.arange(4)))
-                    for group in layout.groups
+                    messages.OpenGroup(group.name, 0, 0, 16, 0, PageNumbers.of(np.arange(4))) for group in layout.groups
                 ),
             ),
         ]

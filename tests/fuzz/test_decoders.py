@@ -30,6 +30,7 @@ from kvferry.plan import check_exchangeable, pieces_for_receiver
 from kvferry.protocol import messages
 from kvferry.protocol.demands import wanted_groups
 from kvferry.protocol.moved_blocks import unpack_units
+from kvferry.protocol.page_numbers import MAX_PAGES, PageNumbers
 from kvferry.protocol.registrations import EngineView, RankRegistration
 from kvferry.transport import PeerMetadata
 
@@ -99,10 +100,16 @@ class Decoders:
             match message:
                 case messages.OpenRoom():
                     for layout in self._layouts[:3]:
-                        self._look(lambda: wanted_groups(message, layout, where="fuzz"), PageError, MessageError)  # noqa: B023
+                        filled = {group.name for group in layout.groups}
+                        self._look(lambda: wanted_groups(message, layout, filled=filled, where="fuzz"), PageError)  # noqa: B023
                 case messages.Welcome():
                     self._look(lambda: self._planned(message.layout), IncompatiblePeerError, ConfigurationError)  # noqa: B023
         return 3
+
+    def _pages(self, pages: PageNumbers) -> PageNumbers:
+        pages.check(pool_pages=1000, where="fuzz")
+        assert len(pages.numbers()) == len(pages)
+        return pages
 
     def _planned(self, layout: RankLayout) -> None:
         mine = self._layouts[0]
@@ -120,7 +127,8 @@ class Decoders:
             self.feed(PeerMetadata.decode, mutator.damaged(metadata), MessageError)
         self.feed(PeerMetadata.decode, msgspec.msgpack.encode(_packable(mutator.changed(self.metadata))), MessageError)
         numbers = chance.randbytes(chance.choice((0, 7, 8, 16, 48, 1600)))
-        self.feed(messages.unpack_pages, numbers, MessageError)
+        claimed = chance.choice((0, 2, 6, 200, MAX_PAGES))
+        self.feed(lambda data: self._pages(PageNumbers(claimed, data)), numbers, MessageError, PageError)
         self.feed(lambda data: unpack_units(data, most=chance.choice((0, 1, 1000))), numbers, MessageError)
         body = as_json(mutator.changed(self.registration))
         for data in (body, mutator.damaged(body)):

@@ -97,6 +97,21 @@ CATALOGUE = (
         "(gather + write + scatter,)",
         "tests/unit/plan/test_cost.py",
     ),
+    # ---- protocol
+    PlantedFault(
+        "a run of more pages than were counted is written out",
+        "protocol/page_numbers.py",
+        "counts.max() > self.count or counts.sum() != self.count",
+        "counts.sum() < self.count",
+        "tests/unit/protocol/test_page_numbers.py",
+    ),
+    PlantedFault(
+        "a run of pages may reach behind the pool",
+        "protocol/page_numbers.py",
+        "firsts > pool_pages - counts",
+        "firsts >= pool_pages",
+        "tests/unit/protocol/test_page_numbers.py",
+    ),
     # ---- staging
     PlantedFault(
         "long runs are gathered into the place of the run before",

@@ -305,7 +305,8 @@ def check(case: Case, *, with_proof: bool = True, make_pair: Callable[[Rank, Ran
                 check_exchangeable(source.layout, destination.layout, source_name="prefill", destination_name="decode")
         for room in range(len(case.rooms)):
             message = open_message(case, destination, room)
-            wanted = demands.wanted_groups(message, destination.layout, where="the sender")
+            every = {group.name for group in destination.layout.groups}
+            wanted = demands.wanted_groups(message, destination.layout, filled=every, where="the sender")
             for writer, connected in pairs.items():
                 connected.send(message, wanted, handed[writer][room])
         compare(case, elements, number, destination)

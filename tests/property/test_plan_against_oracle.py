@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import count
 from typing import Any, TypeAlias
@@ -459,8 +459,10 @@ def _wanted_by(change: Callable[[Demand, PageGroup], Demand]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         right = demands.wanted_groups
 
-        def wanted_groups(message: Any, layout: RankLayout, *, where: str) -> dict[str, WantedGroup]:
-            wanted = right(message, layout, where=where)
+        def wanted_groups(
+            message: Any, layout: RankLayout, *, filled: Collection[str], where: str
+        ) -> dict[str, WantedGroup]:
+            wanted = right(message, layout, filled=filled, where=where)
             return {
                 name: replace(each, demand=change(each.demand, layout.group(name))) for name, each in wanted.items()
             }
@@ -494,8 +496,10 @@ def _end_too_early(demand: Demand, group: PageGroup) -> Demand:
 def _groups_slots_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     right = demands.wanted_groups
 
-    def wanted_groups(message: Any, layout: RankLayout, *, where: str) -> dict[str, WantedGroup]:
-        wanted = right(message, layout, where=where)
+    def wanted_groups(
+        message: Any, layout: RankLayout, *, filled: Collection[str], where: str
+    ) -> dict[str, WantedGroup]:
+        wanted = right(message, layout, filled=filled, where=where)
         first = next(iter(wanted.values()))
         return {
             name: replace(each, pages=first.pages) if len(each.pages) == len(first.pages) else each

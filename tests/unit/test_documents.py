@@ -17,7 +17,7 @@ from kvferry.control.registry_messages import LARGEST_BODY_BYTES
 from kvferry.layout.component import LONGEST_NAME
 from kvferry.plan.pieces import MOST_HOLDERS
 from kvferry.protocol import messages
-from kvferry.protocol.pending_opens import MOST_PAGE_BYTES
+from kvferry.protocol.page_numbers import MAX_PAGES
 from kvferry.protocol.registrations import MOST_ENGINES, MOST_RANKS
 from kvferry.transport.base import MOST_REGIONS
 
@@ -85,14 +85,14 @@ def test_the_page_on_security_has_the_bounds_of_the_code():
         f"{messages.MAX_AUX_BYTES // mebi} MiB; {messages.MAX_METADATA_BYTES // mebi} MiB, {MOST_REGIONS:,}",
         f"{messages.MAX_REASON:,} characters",
         f"{messages.MAX_PIECES:,}, {MOST_HOLDERS:,}",
-        f"| {messages.MAX_PAGES:,} |",
+        f"| {MAX_PAGES:,} |",
         f"| {messages.MAX_SEGMENTS:,} |",
         f"{MOST_ENGINES:,}, {MOST_RANKS:,}",
         f"{LARGEST_BODY_BYTES // 1024} KiB",
         f"{LONGEST_NAME} characters",
-        f"{MOST_PAGE_BYTES // mebi} MiB of page numbers",
         f"`KVFERRY_MAX_DECODE_RANKS`, {Settings().max_decode_ranks:,}",
         f"`KVFERRY_MAX_PENDING_OPENS`, {Settings().max_pending_opens:,}",
+        f"`KVFERRY_MAX_PENDING_OPENS_MIB`, {Settings().max_pending_opens_mib:,.0f} MiB of page numbers",
     ):
         assert bound in bounds, bound
 

@@ -269,7 +269,7 @@ class DecodeDriver(Loop):
     def _execute(self, room: ReceivingRoom, link: Link, command: ReceiverCommand, now: float) -> None:
         message: messages.Message
         match command:
-            case SendOpen(rank):
+            case SendOpen(rank, filled):
                 message = messages.OpenRoom(
                     room=room.room,
                     generation=room.generation,
@@ -277,7 +277,7 @@ class DecodeDriver(Loop):
                     serial=room.serial,
                     receivers=self._identity.coordinates.group_size,
                     tokens=room.tokens,
-                    groups=room.groups,
+                    groups=tuple(group for group in room.groups if group.name in filled),
                     trace=room.trace,
                 )
             case SendAbort(rank, reason, error):
@@ -440,7 +440,7 @@ class DecodeDriver(Loop):
                 if room is None:
                     continue
                 if not room.machine.state.is_final:
-                    self._execute(room, link, SendOpen(rank), now)
+                    self._execute(room, link, room.machine.open_of(rank), now)
                 elif rank in room.machine.unanswered:
                     self._execute(room, link, room.machine.abort_of(rank), now)
 

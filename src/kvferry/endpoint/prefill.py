@@ -38,7 +38,7 @@ from kvferry.observe.status import EndpointStatus, Side, StagingStatus
 from kvferry.plan import check_token_share
 from kvferry.protocol import messages
 from kvferry.protocol.bounded import forget_oldest
-from kvferry.protocol.demands import wanted_groups
+from kvferry.protocol.moves import request_of
 from kvferry.protocol.pending_opens import PendingMessage
 from kvferry.protocol.registrations import RankRegistration
 from kvferry.protocol.room_table import RoomTable
@@ -127,7 +127,9 @@ class PrefillEndpoint:
         # Guards the table: a message for a room goes either to it, or is kept until the room is opened.
         self._rooms_lock = threading.Lock()
         self._table: RoomTable[SendingRoom] = RoomTable(
-            max_pending=self.settings.max_pending_opens, keep_s=self.settings.bootstrap_timeout_s
+            max_pending=self.settings.max_pending_opens,
+            most_page_bytes=int(self.settings.max_pending_opens_mib * 2**20),
+            keep_s=self.settings.bootstrap_timeout_s,
         )
         self._given_up: dict[str, None] = {}  # decode ranks that may come back; the latest stand last
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
@@ -430,7 +432,8 @@ class PrefillEndpoint:
                 # Else it hears of that with its next heartbeat, and loses every room that it opens until then.
                 self._send(receiver, messages.Pong(endpoint=self.transport.endpoint_name, attached=False))
                 raise PeerDisconnectedError(f"{receiver} must attach before it opens rooms")
-            wanted_groups(message, attachment.layout, where=f"room {message.room} on {receiver}")
+            elected = attachment.elected(message.room, self.coordinates.group_rank)
+            request_of(message, attachment.layout, elected, where=f"room {message.room} on {receiver}")
             with self._rooms_lock:
                 room = self._table.open_request(receiver, message, self._now())
                 if room is not None:

@@ -91,7 +91,7 @@ class ReceivingRoom:
             moved_bytes=moved_bytes,
             waits_for=machine.waits_for,
             peers=peers,
-            quarantined_pages=sum(len(group.pages) // 8 for group in self.groups) if is_quarantined else 0,
+            quarantined_pages=sum(len(group.pages) for group in self.groups) if is_quarantined else 0,
             failed_for_s=now - stats.ended_at if stats.ended_at is not None else 0.0,
         )
 

@@ -24,9 +24,8 @@ from kvferry.plan import Choice, ElectedRoute, TransferPath, Unit
 from kvferry.protocol import messages
 from kvferry.protocol.chunks import ChunkSequence, HandedIn
 from kvferry.protocol.credits import Span
-from kvferry.protocol.demands import wanted_groups
 from kvferry.protocol.moved_blocks import bytes_of, moved_blocks
-from kvferry.protocol.moves import ReceiverRequest
+from kvferry.protocol.moves import request_of
 from kvferry.protocol.sender import (
     AwaitTurn,
     ChunkSubmitted,
@@ -333,11 +332,7 @@ class SendingRoom(Actor):
             receiver=attachment.receiver,
             generation=message.generation,
             expected_receivers=message.receivers,
-            request=ReceiverRequest(
-                tokens=message.tokens,
-                wanted=wanted_groups(message, attachment.layout, where=f"room {self.room} on {attachment.receiver}"),
-                routes=tuple(each.route for each in elected),
-            ),
+            request=request_of(message, attachment.layout, elected, where=f"room {self.room} on {attachment.receiver}"),
             sends_aux=self._context.coordinates.is_aux_writer,
             verifies=attachment.verifies,
         )

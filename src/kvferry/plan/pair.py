@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +16,13 @@ from kvferry.plan.lowering import Runs, lower
 from kvferry.plan.packing import PackedPiece, packed_piece
 from kvferry.plan.pieces import Piece, elect_writer
 from kvferry.plan.routes import Positions, Route, route_between
+
+
+class PageList(Protocol):
+    """Page numbers by their position in a request: an array, or what can be indexed like one."""
+
+    def __getitem__(self, order: Positions, /) -> Positions:
+        """Returns the page at each position."""
 
 
 class Unit(Enum):
@@ -140,7 +148,7 @@ def _shard(layout: RankLayout, piece: Piece, side: str) -> Shard:
 
 
 def places(
-    numbers: Positions, *, unit_tokens: int, page_tokens: int, pages: Positions, first_page: int
+    numbers: Positions, *, unit_tokens: int, page_tokens: int, pages: PageList, first_page: int
 ) -> tuple[Positions, Positions]:
     """Finds the pages that units lie in.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from operator import index
 
@@ -10,7 +11,8 @@ from kvferry.layout import Entry, PageGroup, RankLayout
 from kvferry.layout.interval import volume
 from kvferry.plan import Demand, needed_locally
 from kvferry.protocol.chunks import AnyPages, GroupPages, Pages, checked_pages, pages_by_group
-from kvferry.protocol.messages import MAX_PAGES, MAX_POSITION, OpenGroup, OpenRoom, pack_pages, unpack_pages
+from kvferry.protocol.messages import MAX_POSITION, OpenGroup, OpenRoom
+from kvferry.protocol.page_numbers import MAX_PAGES, PageNumbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +27,7 @@ class WantedGroup:
 
     demand: Demand
     first_page: int
-    pages: Pages
+    pages: PageNumbers
 
 
 def demands_of(
@@ -51,7 +53,7 @@ def demands_of(
     wanted = []
     for group in groups:
         if group.name not in in_use:  # a pipeline stage without such layers has nowhere to put anything
-            wanted.append(OpenGroup(group.name, held=0, start=0, stop=0, first_page=0, pages=b""))
+            wanted.append(OpenGroup(group.name, held=0, start=0, stop=0, first_page=0, pages=PageNumbers()))
             continue
         name = where if len(groups) == 1 else f"{where}, group {group.name!r}"
         numbers = checked_pages(given[group.name].pages, pool_pages=group.num_pages, where=name)
@@ -84,7 +86,7 @@ def _count(what: str, number: int, where: str) -> int:
 def _slot(group: PageGroup, slots: Pages, *, where: str) -> OpenGroup:
     if len(slots) > 1:
         raise PageError(f"{where}: {len(slots)} slots for one request: it has one, or [] if its state is not wanted")
-    return OpenGroup(group.name, held=0, start=0, stop=len(slots), first_page=0, pages=pack_pages(slots))
+    return OpenGroup(group.name, held=0, start=0, stop=len(slots), first_page=0, pages=PageNumbers.of(slots))
 
 
 def _without_length(
@@ -102,7 +104,7 @@ def _without_length(
     stop = max(start, (first_page + len(pages)) * group.page_tokens) if len(pages) else start
     if len(pages):
         _check_cut(layout, group, prefix_tokens, start, where=where)
-    return OpenGroup(group.name, prefix_tokens, start, stop, first_page, pack_pages(pages))
+    return OpenGroup(group.name, prefix_tokens, start, stop, first_page, PageNumbers.of(pages))
 
 
 def _with_length(
@@ -133,7 +135,7 @@ def _with_length(
         )
     if low < high:
         _check_cut(layout, group, share.held_before(prefix_tokens, block=block), low, where=where)
-    return OpenGroup(group.name, prefix_tokens, start, tokens, first_page, pack_pages(pages))
+    return OpenGroup(group.name, prefix_tokens, start, tokens, first_page, PageNumbers.of(pages))
 
 
 def _check_cut(layout: RankLayout, group: PageGroup, held: int, low: int, *, where: str) -> None:
@@ -151,44 +153,47 @@ def _check_cut(layout: RankLayout, group: PageGroup, held: int, low: int, *, whe
 
 def wanted_of(group: OpenGroup) -> WantedGroup:
     """Reads what is requested of a group, on the decode side, which requested it: nothing is checked."""
-    return WantedGroup(Demand(group.held, group.start, group.stop), group.first_page, unpack_pages(group.pages))
+    return WantedGroup(Demand(group.held, group.start, group.stop), group.first_page, group.pages)
 
 
-def wanted_groups(message: OpenRoom, layout: RankLayout, *, where: str) -> dict[str, WantedGroup]:
+def wanted_groups(
+    message: OpenRoom, layout: RankLayout, *, filled: Collection[str], where: str
+) -> dict[str, WantedGroup]:
     """Checks what a decode rank requested, and returns it by group.
 
     Args:
         layout: the decode rank's.
+        filled: the groups of which this rank was elected to send something, by its own count.
         where: begins error messages.
 
     Raises:
         PageError: if it contradicts itself or the layout.
     """
     names = sorted(group.name for group in message.groups)
-    if message.receivers < 1 or names != sorted(group.name for group in layout.groups):
+    if message.receivers < 1 or names != sorted(filled):
         raise PageError(
-            f"{where}: {message.receivers} receivers and pages for groups {names} make no sense: the decode rank's "
-            f"groups are {[group.name for group in layout.groups]}"
+            f"{where}: {message.receivers} receivers and pages for groups {names} make no sense: of the decode rank's "
+            f"groups {[group.name for group in layout.groups]} this rank fills {sorted(filled)}"
         )
     wanted = {}
     for asked in message.groups:
         group = layout.group(asked.name)
-        pages = checked_pages(unpack_pages(asked.pages), pool_pages=group.num_pages, where=where)
+        asked.pages.check(pool_pages=group.num_pages, where=where)
         low, high = _local_range(layout, group, asked, message.tokens, where)
         if message.tokens is not None and not group.has_slots and asked.stop > message.tokens:
             raise PageError(
                 f"{where}: tokens {asked.start} to {asked.stop} of group {asked.name!r} are asked for, but the request "
                 f"has {message.tokens}"
             )
-        capacity = (asked.first_page + len(pages)) * group.page_tokens
+        capacity = (asked.first_page + len(asked.pages)) * group.page_tokens
         if not asked.held <= asked.start <= asked.stop or (
             low < high and not asked.first_page * group.page_tokens <= low < high <= capacity
         ):
             raise PageError(
-                f"{where}: {len(pages)} pages of group {asked.name!r} from page {asked.first_page} on do not hold "
-                f"tokens {asked.start} to {asked.stop}"
+                f"{where}: {len(asked.pages)} pages of group {asked.name!r} from page {asked.first_page} on do not "
+                f"hold tokens {asked.start} to {asked.stop}"
             )
-        wanted[asked.name] = WantedGroup(Demand(asked.held, asked.start, asked.stop), asked.first_page, pages)
+        wanted[asked.name] = WantedGroup(Demand(asked.held, asked.start, asked.stop), asked.first_page, asked.pages)
     return wanted
 
 

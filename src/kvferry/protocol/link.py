@@ -162,6 +162,7 @@ class Link:
         self._staging = staging
         self._ranks: dict[int, _RankLink] = {}  # by engine rank
         self._pieces: tuple[Piece, ...] = ()
+        self._groups: tuple[str, ...] = ()  # of every piece, on this rank
 
     def next_serial(self) -> int:
         """Returns the number of the next open request that is sent through it."""
@@ -285,7 +286,10 @@ class Link:
             for rank in self._ranks.values()
             if rank.welcome is not None
         }
-        self._pieces = pieces_for_receiver(layouts, self._identity.layout)
+        mine = self._identity.layout
+        self._pieces = pieces_for_receiver(layouts, mine)
+        shards = [mine.shard_with(piece.component, piece.box) for piece in self._pieces]
+        self._groups = tuple(shard.group for shard in shards if shard is not None)
         self.state = LinkState.ATTACHING
         offers = {number: self._offer(rank) for number, rank in self._ranks.items()}
         metadata = self._staging.metadata()  # with the memory of all offers
@@ -317,11 +321,14 @@ class Link:
         """Returns who sends what in a room, once the link is ready."""
         by_group_rank = {rank.registration.coordinates.group_rank: number for number, rank in self._ranks.items()}
         receiver = self._identity.coordinates.group_rank
-        writers = {by_group_rank[elect_writer(piece, room=room, receiver=receiver)] for piece in self._pieces}
+        writers: dict[int, set[str]] = {}
+        for piece, group in zip(self._pieces, self._groups, strict=True):
+            writer = by_group_rank[elect_writer(piece, room=room, receiver=receiver)]
+            writers.setdefault(writer, set()).add(group)
         aux_writer = next(n for n, rank in self._ranks.items() if rank.registration.coordinates.is_aux_writer)
         return Connected(
             ranks=frozenset(self._ranks),
-            writers=frozenset(writers),
+            writers={writer: frozenset(groups) for writer, groups in writers.items()},
             into_pages=frozenset(writer for writer in writers if not self._ranks[writer].only_staged),
             aux_writer=aux_writer,
             verifies=self._identity.checksums,

@@ -10,21 +10,17 @@ import struct
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.errors import ConfigurationError, MessageError, VersionError, quoted
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Piece, TransferPath, Unit
+from kvferry.protocol.page_numbers import MAX_PAGES, PageNumbers
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAGIC = b"kvfy"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 MAX_AUX_BYTES = 1024 * 1024
 MAX_POSITION = 2**48
-MAX_PAGES = 2**21
-"""Page numbers in one list."""
-
 MAX_REASON = 8000
 """Characters of a reason. Longer ones are cut before they are sent."""
 
@@ -236,7 +232,7 @@ class OpenGroup(msgspec.Struct, frozen=True, array_like=True):
         start: the first token that it needs.
         stop: the first after those that it needs.
         first_page: how many pages of the request come before the given ones on this rank.
-        pages: page numbers on the decode side, int64 little-endian, one after the other.
+        pages: page numbers on the decode side.
     """
 
     name: ShortText
@@ -244,7 +240,7 @@ class OpenGroup(msgspec.Struct, frozen=True, array_like=True):
     start: Position
     stop: Position
     first_page: Position
-    pages: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PAGES)]
+    pages: PageNumbers
 
 
 class OpenRoom(Message, frozen=True):
@@ -257,7 +253,8 @@ class OpenRoom(Message, frozen=True):
         serial: number of the open request within that attempt, from 1 on; a retransmission has the same.
         receivers: how many decode ranks will open this room with the same prefill rank.
         tokens: how many tokens the request has; None where the decode side's caller gave no number.
-        groups: what is requested, for every group of the decode rank's layout.
+        groups: what is requested of the groups of pages that this prefill rank fills in the room; none where it sends
+            nothing to this decode rank.
         trace: the decode side's trace context, as W3C's `traceparent`; empty without tracing.
     """
 
@@ -526,19 +523,3 @@ def decode_to_decode(data: bytes) -> ToDecode:
 def decode_notification(data: bytes) -> Notification:
     """Decodes a notification that came with the bytes; errors as in `decode_to_prefill`."""
     return _decode(_notification, data, "notification")
-
-
-def pack_pages(pages: NDArray[np.int64]) -> bytes:
-    """Packs page numbers as they are sent in `OpenRoom`."""
-    return pages.astype("<i8", copy=False).tobytes()
-
-
-def unpack_pages(data: bytes) -> NDArray[np.int64]:
-    """Unpacks page numbers, the inverse of `pack_pages`.
-
-    Raises:
-        MessageError: if the bytes are not a whole number of pages.
-    """
-    if len(data) % 8:
-        raise MessageError(f"{len(data)} bytes of page numbers are not a multiple of 8")
-    return np.frombuffer(data, "<i8").astype(np.int64, copy=False)

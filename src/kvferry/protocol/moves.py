@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import PageError, UsageError
-from kvferry.plan import Demand, Route, Unit, Units, needed_locally, places, segments_between, units_of
+from kvferry.layout import RankLayout
+from kvferry.plan import Demand, ElectedRoute, Route, Unit, Units, needed_locally, places, segments_between, units_of
 from kvferry.protocol.chunks import Chunk, ChunkPart, Pages
-from kvferry.protocol.demands import WantedGroup
+from kvferry.protocol.demands import WantedGroup, wanted_groups
+from kvferry.protocol.messages import OpenRoom
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,7 +19,7 @@ class ReceiverRequest:
 
     Attributes:
         tokens: how many tokens the request has; None where the receiver gave no number.
-        wanted: what it requests, by its groups.
+        wanted: what it requests, by those of its groups that the source rank fills.
         routes: the routes along which the source rank was elected to send something.
     """
 
@@ -45,6 +47,25 @@ class Move:
     destination_pages: Pages
     destination_units: Pages
     destination_numbers: Pages
+
+
+def request_of(
+    message: OpenRoom, layout: RankLayout, elected: Sequence[ElectedRoute], *, where: str
+) -> ReceiverRequest:
+    """Checks an open request, and returns what it requests from this rank.
+
+    Args:
+        layout: the decode rank's.
+        elected: what this rank sends in the room.
+        where: begins error messages.
+
+    Raises:
+        PageError: if it contradicts itself or the layout, or is not about what this rank sends.
+    """
+    routes = tuple(each.route for each in elected)
+    filled = {route.destination_group for route in routes}
+    wanted = wanted_groups(message, layout, filled=filled, where=where)
+    return ReceiverRequest(tokens=message.tokens, wanted=wanted, routes=routes)
 
 
 def check_chunk(chunk: Chunk, request: ReceiverRequest, next_pages: Mapping[str, int], *, where: str) -> None:

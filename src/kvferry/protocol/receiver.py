@@ -6,6 +6,7 @@ Arrivals are counted per writer's engine rank, so their order does not matter an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -29,7 +30,7 @@ class Connected:
 
     Attributes:
         ranks: engine ranks of the whole group; the room is requested from each, since each waits for its receivers.
-        writers: those elected to send bytes to this rank.
+        writers: those elected to send bytes to this rank, and the names of the groups of pages that each fills.
         into_pages: those of them that may write to the pages themselves; what the others send goes through our staging
             memory, and only we put it into pages.
         aux_writer: the one that sends the aux data.
@@ -37,7 +38,7 @@ class Connected:
     """
 
     ranks: frozenset[int]
-    writers: frozenset[int]
+    writers: Mapping[int, frozenset[str]]
     into_pages: frozenset[int]
     aux_writer: int
     verifies: bool = False
@@ -177,9 +178,14 @@ ReceiverEvent: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class SendOpen:
-    """Request the room from a prefill rank."""
+    """Request the room from a prefill rank.
+
+    Attributes:
+        groups: the groups of pages that it fills: it needs to know no page numbers of the others.
+    """
 
     rank: int
+    groups: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +277,7 @@ class ReceiverMachine:
         self._deadlines = deadlines
         self._last_progress = now
         self._ranks: frozenset[int] = frozenset()
+        self._writers: Mapping[int, frozenset[str]] = {}
         self._expected: dict[int, _Writer] = {}
         self._into_pages: frozenset[int] = frozenset()
         self._unanswered: set[int] = set()  # ranks that were asked to stop, and have not answered
@@ -373,11 +380,12 @@ class ReceiverMachine:
             return []
         self._last_progress = now
         self._ranks = event.ranks
-        self._expected = {rank: _Writer() for rank in sorted(event.writers | {event.aux_writer})}
-        self._into_pages = event.into_pages & event.writers
+        self._writers = event.writers
+        self._expected = {rank: _Writer() for rank in sorted(event.writers.keys() | {event.aux_writer})}
+        self._into_pages = event.into_pages & event.writers.keys()
         self._verifies = event.verifies
         self._move(ReceiverTrigger.ALL_SENDERS_ASKED)
-        return [SendOpen(rank) for rank in sorted(event.ranks)]
+        return [self.open_of(rank) for rank in sorted(event.ranks)]
 
     def _arrived(self, rank: int, sequence: int, now: float) -> list[ReceiverCommand]:
         writer = self._expected.get(rank)
@@ -506,6 +514,10 @@ class ReceiverMachine:
     def _why(self, error: Exception, what: str) -> KVFerryError:
         """Returns the error that the room fails with if a part or a chunk met one."""
         return ChecksumError(f"room {self.room}: {error}") if isinstance(error, ChecksumError) else caused(what, error)
+
+    def open_of(self, rank: int) -> SendOpen:
+        """Returns the open request to send to a rank once the room is connected, and again if it may be lost."""
+        return SendOpen(rank, self._writers.get(rank, frozenset()))
 
     def abort_of(self, rank: int) -> SendAbort:
         """Returns the abort to send to a rank once the room has failed, and again if the rank does not answer."""

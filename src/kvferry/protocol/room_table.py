@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError
+from kvferry.errors import EndpointClosedError, KVFerryError, TransferAbortedError
 from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.deduplication import Delivery, OpenDeduplicator
 from kvferry.protocol.messages import AbortRoom, OpenRoom
@@ -79,17 +79,18 @@ class RoomTable(Generic[RoomT]):
         rooms: those that are open, or still have writes on their way.
     """
 
-    def __init__(self, *, max_pending: int, keep_s: float) -> None:
+    def __init__(self, *, max_pending: int, most_page_bytes: int, keep_s: float) -> None:
         """Starts with no rooms.
 
         Args:
             max_pending: how many rooms decode ranks may open before our caller does.
+            most_page_bytes: how many bytes of page numbers these may have.
             keep_s: how long these are kept, in seconds, and the errors of rooms that failed alone.
         """
         self.rooms: dict[int, RoomT] = {}
         self._max_pending = max_pending
         self._keep_s = keep_s
-        self._pending = PendingOpens(limit=max_pending, keep_s=keep_s)
+        self._pending = PendingOpens(limit=max_pending, most_page_bytes=most_page_bytes, keep_s=keep_s)
         self._failed_alone: dict[int, _FailedAlone] = {}
         # Finished uses of numbers, by receiver and number: where a connection broke, an open request may come
         # twice, or later than the abort that takes it back.
@@ -180,11 +181,7 @@ class RoomTable(Generic[RoomT]):
             failed.receivers.add(receiver)
             self._is_over(receiver, message.room, message.generation, failed.error, now)
             raise failed.error
-        if not self._pending.keep(receiver, message, now):
-            raise PageError(
-                f"{len(self._pending)} rooms wait for the prefill side already, as many as may or too many of this "
-                "decode rank's (KVFERRY_MAX_PENDING_OPENS)"
-            )
+        self._pending.keep(receiver, message, now)
         return None
 
     def abort(self, receiver: str, message: AbortRoom, now: float) -> RoomT | None:

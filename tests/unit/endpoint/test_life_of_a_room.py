@@ -27,6 +27,7 @@ from kvferry.errors import (
 )
 from kvferry.protocol import messages
 from kvferry.protocol.link import LinkState
+from kvferry.protocol.page_numbers import PageNumbers
 from kvferry.protocol.sender import ReceiverAborted
 
 S = TransferState
@@ -470,7 +471,7 @@ def test_wishes_and_aborts_that_reach_a_room_at_its_very_end_are_kept_for_the_ne
     attachment = endpoint._attachment(name)
     assert attachment is not None
     for generation in (7, 8):
-        nothing = messages.OpenGroup("kv", held=0, start=0, stop=0, first_page=0, pages=b"")
+        nothing = messages.OpenGroup("kv", held=0, start=0, stop=0, first_page=0, pages=PageNumbers())
         message = messages.OpenRoom(
             room=1, generation=generation, attempt=1, serial=1, receivers=1, tokens=None, groups=(nothing,)
         )

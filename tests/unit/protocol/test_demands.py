@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.support.shards import byte_shard
 
-from kvferry.errors import PageError, PeerError
+from kvferry.errors import PageError
 from kvferry.layout import (
     Axis,
     Component,
@@ -28,7 +28,8 @@ from kvferry.layout import (
 from kvferry.plan import Demand
 from kvferry.protocol.chunks import GroupPages
 from kvferry.protocol.demands import demands_of, wanted_groups
-from kvferry.protocol.messages import OpenGroup, OpenRoom, decode_to_prefill, encode, pack_pages, unpack_pages
+from kvferry.protocol.messages import OpenGroup, OpenRoom, decode_to_prefill, encode
+from kvferry.protocol.page_numbers import PageNumbers
 
 LIMIT = 2**48
 WHOLE = TokenShare()
@@ -56,8 +57,7 @@ def asked(
     made = demands_of(layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where="room 7")
     assert [group.name for group in made] == [group.name for group in layout.groups]
     return {
-        each.name: (each.held, each.start, each.stop, each.first_page, unpack_pages(each.pages).tolist())
-        for each in made
+        each.name: (each.held, each.start, each.stop, each.first_page, each.pages.numbers().tolist()) for each in made
     }
 
 
@@ -286,13 +286,17 @@ def room(*groups: OpenGroup, tokens: int | None = None, receivers: int = 1) -> O
 
 
 def group(name: str = "kv", *, pages: Sequence[int] = (), held: int = 0, start: int = 0, stop: int = 0, first: int = 0):
-    return OpenGroup(name, held, start, stop, first, pack_pages(np.array(pages, np.int64)))
+    return OpenGroup(name, held, start, stop, first, PageNumbers.of(np.array(pages, np.int64)))
 
 
-def believed(message: OpenRoom, layout: RankLayout = KV) -> dict[str, tuple[Demand, int, list[int]]]:
+def believed(
+    message: OpenRoom, layout: RankLayout = KV, filled: Collection[str] | None = None
+) -> dict[str, tuple[Demand, int, list[int]]]:
+    """As a prefill rank that fills these groups believes it; all by default."""
+    filled = {each.name for each in layout.groups} if filled is None else filled
     return {
-        name: (each.demand, each.first_page, each.pages.tolist())
-        for name, each in wanted_groups(message, layout, where="room 7 on d0").items()
+        name: (each.demand, each.first_page, each.pages.numbers().tolist())
+        for name, each in wanted_groups(message, layout, filled=filled, where="room 7 on d0").items()
     }
 
 
@@ -322,7 +326,16 @@ def test_what_is_asked_for_is_believed(request: tuple[RankLayout, Any, int, int 
     assert isinstance(message, OpenRoom)
     for each, (name, wanted) in zip(made, believed(message, layout).items(), strict=True):
         assert each.name == name
-        assert wanted == (Demand(each.held, each.start, each.stop), each.first_page, unpack_pages(each.pages).tolist())
+        assert wanted == (Demand(each.held, each.start, each.stop), each.first_page, each.pages.numbers().tolist())
+
+
+def test_a_rank_is_asked_for_what_it_fills_and_nothing_else():
+    state = group("state", pages=[1], stop=1)
+    assert list(believed(room(state), HYBRID, {"state"})) == ["state"]
+    assert believed(room(), HYBRID, set()) == {}
+    for message, filled in ((room(), {"state"}), (room(state), set[str]()), (room(state, group()), {"state"})):
+        with pytest.raises(PageError, match="this rank fills"):
+            believed(message, HYBRID, filled)
 
 
 def test_pages_may_hold_more_than_is_asked_for():
@@ -336,7 +349,7 @@ STATE, WINDOW = group("state", pages=[1], stop=1), group("window")
     ("message", "says"),
     [
         (room(group(), receivers=0), "0 receivers and pages for groups"),
-        (room(), r"pages for groups \[\] make no sense: the decode rank's groups are \['kv'\]"),
+        (room(), r"pages for groups \[\] make no sense: of the decode rank's groups \['kv'\] this rank fills \['kv'\]"),
         (room(group("vk")), r"groups \['vk'\] make no sense"),
         (room(group(), group()), r"groups \['kv', 'kv'\] make no sense"),
         (room(group(), STATE), r"groups \['kv', 'state'\] make no sense"),
@@ -386,9 +399,4 @@ def test_a_slot_that_is_not_there_is_refused():
     layout = RankLayout(shards=(byte_shard("s", "state", entry=Entry.REQUEST),))
     assert believed(room(STATE), layout)["state"] == (Demand(0, 0, 1), 0, [1])
     with pytest.raises(PageError, match="0 pages of group 'state' from page 0 on do not hold tokens 0 to 1"):
-        believed(room(replace(STATE, pages=b"")), layout)
-
-
-def test_page_numbers_that_are_cut_short_are_the_peers_mistake():
-    with pytest.raises(PeerError, match="15 bytes"):
-        believed(room(replace(group(stop=16), pages=b"\0" * 15)))
+        believed(room(replace(STATE, pages=PageNumbers())), layout)

@@ -65,9 +65,9 @@ from kvferry.protocol.messages import (
     decode_to_decode,
     decode_to_prefill,
     encode,
-    pack_pages,
-    unpack_pages,
 )
+from kvferry.protocol.moved_blocks import pack_units
+from kvferry.protocol.page_numbers import PageNumbers
 from kvferry.transport import PeerMetadata
 
 DECODERS: dict[Any, Any] = {
@@ -94,8 +94,8 @@ LAYOUT = RankLayout(
 )
 PIECES = (Piece("k", (Interval(0, 2), Interval(1, 2), Interval(0, 4)), 0, (0, 1)), Piece("v", (), None, ()))
 GROUPS = (
-    OpenGroup("kv", held=40, start=40, stop=70, first_page=2, pages=pack_pages(np.arange(5))),
-    OpenGroup("state", held=0, start=0, stop=1, first_page=0, pages=pack_pages(np.array([7]))),
+    OpenGroup("kv", held=40, start=40, stop=70, first_page=2, pages=PageNumbers.of(np.arange(5))),
+    OpenGroup("state", held=0, start=0, stop=1, first_page=0, pages=PageNumbers.of(np.array([7]))),
 )
 PROCESS = ProcessIdentity(machine="a machine", pid=7, started=2**40)
 EXAMPLES: list[Message] = [
@@ -143,7 +143,7 @@ EXAMPLES: list[Message] = [
         begin=64,
         stop=192,
         unit=Unit.TOKEN,
-        segments=(StagedSegment(piece=1, first_base=0, stop_base=2, units=pack_pages(np.array([3, 4]))),),
+        segments=(StagedSegment(piece=1, first_base=0, stop_base=2, units=pack_units(np.array([3, 4]))),),
     ),
     ChunkArrived(room=1, generation=2, writer=3, sequence=0),
     WriterFinished(room=1, generation=2, writer=3, chunks=4),
@@ -382,7 +382,7 @@ def test_a_large_deployment_stays_far_below_the_limits():
     )
     regions = layout.regions()
     metadata = PeerMetadata(name="decode-3", device=layout.device, regions=regions, private=bytes(400 * len(regions)))
-    pages = pack_pages(np.arange(1_000_000))  # tokens, one a page
+    pages = PageNumbers.of(2 * np.arange(1_000_000))  # tokens, one a page, in no run
     large = [
         Welcome(endpoint="p0", engine="prefill", coordinates=place, layout=layout, transport="nixl", process=PROCESS),
         Attach(
@@ -525,24 +525,6 @@ def test_nothing_is_ever_unpickled():
     assert not Bomb.exploded
     pickle.loads(bomb)
     assert Bomb.exploded
-
-
-def test_page_numbers_travel_as_little_endian_int64():
-    assert pack_pages(np.array([1, 2**40])) == b"\x01" + b"\x00" * 12 + b"\x01\x00\x00"
-    assert pack_pages(np.array([3, 1, 2], ">i8")) == pack_pages(np.array([3, 1, 2]))
-    assert unpack_pages(b"").tolist() == []
-
-
-@given(st.lists(st.integers(-(2**63), 2**63 - 1)))
-def test_page_numbers_come_back_as_they_were_packed(pages: list[int]):
-    back = unpack_pages(pack_pages(np.array(pages, np.int64)))
-    assert back.dtype == np.int64
-    assert back.tolist() == pages
-
-
-def test_page_numbers_that_are_cut_short_are_the_peers_mistake():
-    with pytest.raises(MessageError, match="15 bytes"):
-        unpack_pages(b"\x00" * 15)
 
 
 # ---- whatever arrives, the peer is to blame and nothing else breaks ------------------------------------------------

@@ -44,6 +44,7 @@ from kvferry.protocol.demands import WantedGroup, demands_of, wanted_of
 from kvferry.protocol.messages import MAX_POSITION
 from kvferry.protocol.moved_blocks import moved_blocks, pack_units, places_of_units, unpack_units, write_size_of
 from kvferry.protocol.moves import Move, ReceiverRequest, moves_of
+from kvferry.protocol.page_numbers import PageNumbers
 
 WHOLE = TokenShare()
 
@@ -136,7 +137,7 @@ def kv(page_tokens: int, unit_tokens: int, *, there: int | None = None) -> Route
 
 
 def wanted(held: int, start: int, stop: int, *pages: int, first_page: int) -> WantedGroup:
-    return WantedGroup(Demand(held, start, stop), first_page, np.array(pages, np.int64))
+    return WantedGroup(Demand(held, start, stop), first_page, PageNumbers.of(np.array(pages, np.int64)))
 
 
 def found(

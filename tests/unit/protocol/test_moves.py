@@ -24,6 +24,7 @@ from kvferry.protocol.chunks import Chunk, ChunkPart, GroupPages
 from kvferry.protocol.demands import WantedGroup, demands_of, wanted_groups
 from kvferry.protocol.messages import OpenRoom
 from kvferry.protocol.moves import Move, ReceiverRequest, check_chunk, moves_of
+from kvferry.protocol.page_numbers import PageNumbers
 from kvferry.testing.places import positions_of
 
 WHOLE = TokenShare()
@@ -48,7 +49,7 @@ def request_of(
     names = [group.name for group in source.groups]
     return ReceiverRequest(
         tokens=tokens,
-        wanted=wanted_groups(message, destination, where="there"),
+        wanted=wanted_groups(message, destination, filled={each.name for each in destination.groups}, where="there"),
         routes=tuple(route_between(source, name, destination, name) for name in names),
     )
 
@@ -162,7 +163,9 @@ def test_each_route_takes_the_part_of_its_own_group():
 def test_two_groups_of_one_side_may_come_from_one_group_of_the_other():
     one = RankLayout(shards=(byte_shard("a"), byte_shard("b")))
     two = RankLayout(shards=(byte_shard("a", "x"), byte_shard("b", "y")))
-    wanted = {name: WantedGroup(Demand(0, 0, 16), 0, np.array([page])) for name, page in (("x", 1), ("y", 2))}
+    wanted = {
+        name: WantedGroup(Demand(0, 0, 16), 0, PageNumbers.of(np.array([page]))) for name, page in (("x", 1), ("y", 2))
+    }
     routes = tuple(route_between(one, "kv", two, name) for name in ("x", "y"))
     moves = moves_of(chunk(0, 5), ReceiverRequest(tokens=16, wanted=wanted, routes=routes))[Unit.WHOLE]
     assert [(move.route, move.source_pages.tolist(), move.destination_pages.tolist()) for move in moves] == [

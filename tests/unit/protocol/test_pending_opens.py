@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import pytest
 
+from kvferry import Settings
+from kvferry.errors import QueueFullError
 from kvferry.protocol.messages import AbortRoom, OpenGroup, OpenRoom
+from kvferry.protocol.page_numbers import PageNumbers
 from kvferry.protocol.pending_opens import PendingMessage, PendingOpens
 
 
@@ -19,8 +23,16 @@ def aborted(room: int, generation: int = 1) -> AbortRoom:
     return AbortRoom(room=room, generation=generation, reason="the client went away")
 
 
-def pending(limit: int = 10, keep_s: float = 5.0) -> PendingOpens:
-    return PendingOpens(limit=limit, keep_s=keep_s)
+def pending(limit: int = 10, keep_s: float = 5.0, most_page_bytes: int = 2**30) -> PendingOpens:
+    return PendingOpens(limit=limit, most_page_bytes=most_page_bytes, keep_s=keep_s)
+
+
+def is_kept(rooms: PendingOpens, receiver: str, message: PendingMessage, *, now: float) -> bool:
+    try:
+        rooms.keep(receiver, message, now=now)
+    except QueueFullError:
+        return False
+    return True
 
 
 def test_what_was_kept_is_taken_once_and_in_order():
@@ -32,7 +44,7 @@ def test_what_was_kept_is_taken_once_and_in_order():
         ("a", opened(2)),
     ]
     for receiver, message in kept:
-        assert rooms.keep(receiver, message, now=0.0)
+        assert is_kept(rooms, receiver, message, now=0.0)
     assert rooms.take(1) == [("a", opened(1)), ("a", aborted(1)), ("b", opened(1, 9))]
     assert rooms.take(1) == []
     assert rooms.take(3) == []
@@ -58,16 +70,16 @@ def test_a_newer_generation_is_kept_for_the_whole_time_again():
 def test_the_same_open_twice_is_kept_once():
     rooms = pending()
     for _ in range(3):
-        assert rooms.keep("a", opened(1), now=0.0)
+        assert is_kept(rooms, "a", opened(1), now=0.0)
     assert rooms.take(1) == [("a", opened(1))]
 
 
 def test_an_abort_without_its_open_takes_no_place():
     rooms = pending(limit=1)
-    assert rooms.keep("a", aborted(1), now=0.0)
+    assert is_kept(rooms, "a", aborted(1), now=0.0)
     assert len(rooms) == 0
-    assert rooms.keep("a", opened(2), now=0.0)
-    assert rooms.keep("a", aborted(3), now=0.0), "an abort needs no place, so there is always room for it"
+    assert is_kept(rooms, "a", opened(2), now=0.0)
+    assert is_kept(rooms, "a", aborted(3), now=0.0), "an abort needs no place, so there is always room for it"
 
 
 def test_an_abort_of_another_generation_leaves_the_open_alone():
@@ -87,35 +99,37 @@ def test_an_abort_of_one_receiver_says_nothing_of_another():
 
 def test_too_many_rooms_are_refused_but_known_ones_still_grow():
     rooms = pending(limit=2)
-    assert rooms.keep("a", opened(1), now=0.0)
-    assert rooms.keep("b", opened(2), now=0.0)
-    assert not rooms.keep("c", opened(3), now=0.0)
-    assert rooms.keep("c", opened(2), now=0.0)
-    assert rooms.keep("a", aborted(1), now=0.0)
+    assert is_kept(rooms, "a", opened(1), now=0.0)
+    assert is_kept(rooms, "b", opened(2), now=0.0)
+    assert not is_kept(rooms, "c", opened(3), now=0.0)
+    assert is_kept(rooms, "c", opened(2), now=0.0)
+    assert is_kept(rooms, "a", aborted(1), now=0.0)
     rooms.take(1)
-    assert rooms.keep("a", opened(3), now=0.0)
+    assert is_kept(rooms, "a", opened(3), now=0.0)
 
 
 def test_a_decode_rank_leaves_half_of_the_places_to_others():
     rooms = pending(limit=4)
-    assert [rooms.keep("a", opened(room), now=0.0) for room in range(3)] == [True, True, False]
-    assert rooms.keep("a", opened(1, 9), now=0.0), "a newer generation takes the place of the older one"
-    assert [rooms.keep("b", opened(room), now=0.0) for room in range(3)] == [True, True, False]
+    assert [is_kept(rooms, "a", opened(room), now=0.0) for room in range(3)] == [True, True, False]
+    assert is_kept(rooms, "a", opened(1, 9), now=0.0), "a newer generation takes the place of the older one"
+    assert [is_kept(rooms, "b", opened(room), now=0.0) for room in range(3)] == [True, True, False]
     # However places become free, they are counted.
     rooms.take(0)
-    assert rooms.keep("a", opened(5), now=0.0)
+    assert is_kept(rooms, "a", opened(5), now=0.0)
     rooms.forget("b")
-    assert [rooms.keep("b", opened(room), now=1.0) for room in (6, 7, 8)] == [True, True, False]
+    assert [is_kept(rooms, "b", opened(room), now=1.0) for room in (6, 7, 8)] == [True, True, False]
     assert len(list(rooms.expired(now=100.0))) == 4
-    assert [rooms.keep("a", opened(room), now=0.0) for room in range(3)] == [True, True, False]
+    assert [is_kept(rooms, "a", opened(room), now=0.0) for room in range(3)] == [True, True, False]
 
 
-def test_page_numbers_that_are_kept_have_a_bound(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvferry.protocol.pending_opens.MOST_PAGE_BYTES", 100)
+def opened_with(room: int, *pages: int) -> OpenRoom:
+    numbers = PageNumbers.of(np.array(pages, np.int64))
+    return msgspec.structs.replace(opened(room), groups=(OpenGroup("kv", 0, 0, len(pages), 0, numbers),))
 
+
+def test_page_numbers_that_are_kept_have_a_bound():
     def large(room: int) -> OpenRoom:
-        group = OpenGroup("kv", held=0, start=0, stop=5, first_page=0, pages=bytes(40))
-        return msgspec.structs.replace(opened(room), groups=(group,))
+        return opened_with(room, 2, 4, 6, 8, 10)  # 40 bytes
 
     ends: list[Callable[[PendingOpens], object]] = [
         lambda rooms: rooms.take(1),
@@ -123,16 +137,30 @@ def test_page_numbers_that_are_kept_have_a_bound(monkeypatch: pytest.MonkeyPatch
         lambda rooms: list(rooms.expired(now=100.0)),
     ]
     for end in ends:
-        rooms = pending(limit=100)
-        assert [rooms.keep("a", large(room), now=0.0) for room in (1, 2, 3)] == [True, True, False]
-        assert rooms.keep("a", opened(4), now=0.0)
+        rooms = pending(limit=100, most_page_bytes=100)
+        assert [is_kept(rooms, "a", large(room), now=0.0) for room in (1, 2)] == [True, True]
+        with pytest.raises(QueueFullError, match=r"80 bytes .* this one's 40 .* 100 \(KVFERRY_MAX_PENDING_OPENS_MIB\)"):
+            rooms.keep("a", large(3), now=0.0)
+        assert is_kept(rooms, "a", opened(4), now=0.0)
         end(rooms)
-        assert rooms.keep("b", large(3), now=0.0)
+        assert is_kept(rooms, "b", large(3), now=0.0)
+
+
+def test_a_thousand_long_rooms_of_eight_decode_ranks_wait_for_the_prefill_side():
+    """128k tokens, one a page: what a room's pages cost depends on how many runs they lie in, not on their number."""
+    rooms = pending(limit=10_000, most_page_bytes=int(Settings().max_pending_opens_mib * 2**20))
+    pages = PageNumbers.of(np.concatenate([np.arange(first, first + 2**14) for first in range(0, 2**18, 2**15)]))
+    assert len(pages) == 2**17
+    message = msgspec.structs.replace(opened(0), groups=(OpenGroup("kv", 0, 0, 2**17, 0, pages),))
+    for room in range(1000):
+        for rank in range(8):
+            rooms.keep(f"d{rank}", msgspec.structs.replace(message, room=room), now=0.0)
+    assert len(rooms) == 1000
 
 
 def test_a_refused_room_leaves_nothing_behind():
     rooms = pending(limit=0)
-    assert not rooms.keep("a", opened(1), now=0.0)
+    assert not is_kept(rooms, "a", opened(1), now=0.0)
     assert len(rooms) == 0
     assert rooms.take(1) == []
 

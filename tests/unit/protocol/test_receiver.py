@@ -39,8 +39,15 @@ def machine() -> ReceiverMachine:
 
 def connected(*writers: int, ranks: int = 4, aux_writer: int = 0) -> Connected:
     return Connected(
-        ranks=frozenset(range(ranks)), writers=frozenset(writers), into_pages=frozenset(writers), aux_writer=aux_writer
+        ranks=frozenset(range(ranks)),
+        writers={writer: frozenset({"kv"}) for writer in writers},
+        into_pages=frozenset(writers),
+        aux_writer=aux_writer,
     )
+
+
+def asked(rank: int, *groups: str) -> SendOpen:
+    return SendOpen(rank, frozenset(groups))
 
 
 def run(receiver: ReceiverMachine, *events: Any, now: float = 0.0) -> list[ReceiverCommand]:
@@ -57,7 +64,7 @@ def run(receiver: ReceiverMachine, *events: Any, now: float = 0.0) -> list[Recei
 def test_a_room_goes_from_connecting_to_success():
     receiver = machine()
     assert receiver.state is BOOTSTRAP
-    assert run(receiver, connected(1, ranks=3)) == [SendOpen(0), SendOpen(1), SendOpen(2)]
+    assert run(receiver, connected(1, ranks=3)) == [asked(0), asked(1, "kv"), asked(2)]
     assert receiver.state is WAITING
     run(receiver, Arrived(1, 0))
     assert receiver.state is TRANSFERRING
@@ -102,7 +109,7 @@ def test_a_request_without_pages_needs_only_the_aux():
 
 def test_ranks_that_owe_nothing_are_asked_but_not_awaited():
     receiver = machine()
-    assert run(receiver, connected(0, ranks=2)) == [SendOpen(0), SendOpen(1)]
+    assert run(receiver, connected(0, ranks=2)) == [asked(0, "kv"), asked(1)]
     assert run(receiver, Arrived(1, 0), Finished(1, 1, b"stray"), SenderDrained(1)) == []
     assert (receiver.state, receiver.aux) == (WAITING, None)
     run(receiver, Finished(0, 0, b"t"))

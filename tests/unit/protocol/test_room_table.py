@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvferry.errors import EndpointClosedError, KVFerryError, PageError, TransferAbortedError, TransferFailedError
+from kvferry.errors import EndpointClosedError, KVFerryError, QueueFullError, TransferAbortedError, TransferFailedError
 from kvferry.protocol.messages import AbortRoom, OpenRoom
 from kvferry.protocol.room_table import REMEMBERED, RoomTable
 
@@ -20,7 +20,7 @@ class Room:
 
 
 def table(max_pending: int = 3) -> RoomTable[Room]:
-    return RoomTable(max_pending=max_pending, keep_s=10.0)
+    return RoomTable(max_pending=max_pending, most_page_bytes=2**20, keep_s=10.0)
 
 
 def open_request(room: int = 1, generation: int = 7, *, attempt: int = 1, serial: int = 1) -> OpenRoom:
@@ -113,7 +113,7 @@ def test_who_comes_late_to_a_room_that_failed_without_them_learns_why_once():
 def test_too_many_are_refused_by_name():
     rooms = table(max_pending=1)
     rooms.open_request("d0", open_request(room=1), now=0.0)
-    with pytest.raises(PageError, match="KVFERRY_MAX_PENDING_OPENS"):
+    with pytest.raises(QueueFullError, match=r"KVFERRY_MAX_PENDING_OPENS\)"):
         rooms.open_request("d0", open_request(room=2), now=0.0)
 
 
@@ -214,7 +214,7 @@ def test_a_open_request_that_comes_again_while_it_is_waited_for_is_considered():
 def test_a_open_request_that_was_refused_is_refused_for_the_same_reason():
     rooms = table()
     assert rooms.is_new("d0", open_request())
-    rooms.refused("d0", open_request(), PageError("too many"), now=0.0)
+    rooms.refused("d0", open_request(), QueueFullError("too many"), now=0.0)
     assert rooms.is_new("d0", open_request())
-    with pytest.raises(PageError, match="too many"):
+    with pytest.raises(QueueFullError, match="too many"):
         rooms.open_request("d0", open_request(), now=1.0)

@@ -23,6 +23,7 @@ from kvferry.protocol.chunks import Chunk, ChunkPart
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.demands import WantedGroup
 from kvferry.protocol.moves import Move, ReceiverRequest, moves_of
+from kvferry.protocol.page_numbers import PageNumbers
 from kvferry.protocol.sender import (
     AwaitTurn,
     ChunkSubmitted,
@@ -102,7 +103,7 @@ def opened(
 ) -> ReceiverOpened:
     """A receiver that wants whole pages of one group, in a request of whose length it says nothing."""
     start, stop = prefix_pages * PAGE_TOKENS, (prefix_pages + len(pages)) * PAGE_TOKENS
-    kv = WantedGroup(Demand(start, start, stop), prefix_pages, np.array(pages, np.int64))
+    kv = WantedGroup(Demand(start, start, stop), prefix_pages, PageNumbers.of(np.array(pages, np.int64)))
     return opened_for(receiver, {"kv": kv}, [route()] if is_writer else [], **changes)
 
 
@@ -773,7 +774,7 @@ def chunk_of(*parts: ChunkPart, is_last: bool = False, number: int = 0) -> Chunk
 
 
 def wanted(demand: Demand, first_page: int, *pages: int) -> WantedGroup:
-    return WantedGroup(demand, first_page, np.array(pages, np.int64))
+    return WantedGroup(demand, first_page, PageNumbers.of(np.array(pages, np.int64)))
 
 
 def units(commands: Sequence[SenderCommand]) -> list[tuple[int, int, Unit, list[int]]]:
@@ -947,7 +948,7 @@ def test_a_page_may_appear_in_two_groups_but_not_twice_in_one():
 
 def test_a_length_that_differs_from_the_receivers_fails_the_room():
     sender = SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, tokens=48)
-    kv = WantedGroup(Demand(0, 0, 47), 0, np.array([10, 11, 12], np.int64))
+    kv = WantedGroup(Demand(0, 0, 47), 0, PageNumbers.of(np.array([10, 11, 12], np.int64)))
     commands = run(sender, opened_for("d0", {"kv": kv}, [route()], tokens=47))
     assert isinstance(sender.error, PageError)
     assert "48 tokens on prefill rank 3, 47 on d0" in str(sender.error)
@@ -957,7 +958,7 @@ def test_a_length_that_differs_from_the_receivers_fails_the_room():
 @pytest.mark.parametrize("tokens", [48, None])
 def test_a_length_that_the_receiver_shares_or_does_not_say_is_no_obstacle(tokens: int | None):
     sender = SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, tokens=48)
-    kv = WantedGroup(Demand(0, 0, 48), 0, np.array([10, 11, 12], np.int64))
+    kv = WantedGroup(Demand(0, 0, 48), 0, PageNumbers.of(np.array([10, 11, 12], np.int64)))
     run(sender, opened_for("d0", {"kv": kv}, [route()], tokens=tokens))
     assert writes(run(sender, chunk(1, 2, 3, is_last=True))) == [("d0", 0, [1, 2, 3], [10, 11, 12])]
 
@@ -973,7 +974,7 @@ def test_an_error_in_planning_for_one_receiver_leaves_no_write_of_another_behind
 
     monkeypatch.setattr(sender_module, "moves_of", planned)
     sender = machine()
-    kv = WantedGroup(Demand(0, 0, 32), 0, np.array([10, 11], np.int64))
+    kv = WantedGroup(Demand(0, 0, 32), 0, PageNumbers.of(np.array([10, 11], np.int64)))
     run(
         sender,
         opened("d0", pages=(20, 21), expected_receivers=2),

@@ -51,9 +51,13 @@ WRONG = ChecksumError("'k' in page 5")
 
 def receiver(*writers: int, ranks: int = 3) -> ReceiverMachine:
     machine = ReceiverMachine(7, rank=3, deadlines=DEADLINES, now=0.0)
-    writing = frozenset(writers)
+    writing = {writer: frozenset({"kv"}) for writer in writers}
     connected = Connected(
-        ranks=frozenset(range(ranks)), writers=writing, into_pages=writing, aux_writer=writers[0], verifies=True
+        ranks=frozenset(range(ranks)),
+        writers=writing,
+        into_pages=frozenset(writing),
+        aux_writer=writers[0],
+        verifies=True,
     )
     machine.handle(connected, 0.0)
     return machine
@@ -92,7 +96,7 @@ def test_every_writer_is_told_once_its_own_bytes_are_verified():
 def test_without_checksums_nobody_is_told():
     machine = ReceiverMachine(7, rank=3, deadlines=DEADLINES, now=0.0)
     one = frozenset([1])
-    connected = Connected(ranks=one, writers=one, into_pages=one, aux_writer=1)
+    connected = Connected(ranks=one, writers={1: frozenset({"kv"})}, into_pages=one, aux_writer=1)
     assert run(machine, connected, Finished(1, 0, b"")) == []
     assert machine.state is S.SUCCESS
 
