@@ -166,9 +166,16 @@ CATALOGUE = (
     PlantedFault(
         "a worker that stops forgets the writes that it started",
         "endpoint/workers.py",
-        "if self._is_stopping and not self._watched:",
+        "if self._is_stopping and not self._writes:",
         "if self._is_stopping:",
         "tests/unit/endpoint/test_closing.py tests/unit/endpoint/test_faults.py",
+    ),
+    PlantedFault(
+        "a write that ends before an older one to the same peer is not found",
+        "endpoint/writes.py",
+        "            self._look_around(max(MOST_POLLS // 2, -(-before // LOOKS_AROUND) if has_time else 0))\n",
+        "",
+        "tests/unit/endpoint/test_writes.py",
     ),
     PlantedFault(
         "pages in quarantine are not shown",

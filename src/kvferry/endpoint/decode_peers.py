@@ -162,7 +162,7 @@ class DecodePeer(Actor):
             )
         except WriteHangsError as error:
             self._hanging = TransportError(str(error))
-            worker.watch(error.transfer, self._hanging_ended, self._hanging_ended, self._hanging_broke)
+            worker.watch(error.transfer, self._hanging_ended, self._hanging_ended, self._hanging_broke, peer=self.name)
             self._refuse(self._hanging)
         except Exception as error:
             self._refuse(error)

@@ -597,7 +597,7 @@ class SendingRoom(Actor):
         def broke(error: Exception) -> None:
             self.post(SenderBroke(error))
 
-        worker.watch(transfer, done, failed, broke)
+        worker.watch(transfer, done, failed, broke, peer=command.receiver)
 
     def _keep(self, record: WriteRecord) -> None:
         self._writes.append(record)
@@ -678,7 +678,7 @@ class SendingRoom(Actor):
         def broke(error: Exception) -> None:
             self.post(SenderBroke(error))
 
-        worker.watch(posted.transfer, done, failed, broke)
+        worker.watch(posted.transfer, done, failed, broke, peer=receiver)
         is_posting = False
         for event in landed:  # ended at once, as on shared memory: no need for a turn of its own
             self._part_landed(event, worker)

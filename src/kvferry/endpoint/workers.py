@@ -5,33 +5,20 @@ A worker never waits for a write: it starts the next one and looks at those on t
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvferry.endpoint.actors import RunQueue
 from kvferry.endpoint.platform import Platform
 from kvferry.endpoint.threads import Loop, RunningLoop
-from kvferry.errors import TransportError
+from kvferry.endpoint.writes import WritesInFlight
 from kvferry.staging.slots import SourceMemory
 from kvferry.transport import TransferHandle, TransferReport, Transport
 
-log = logging.getLogger(__name__)
-
 _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
-
-
-@dataclass(slots=True, eq=False)
-class _Watched:
-    transfer: TransferHandle
-    on_done: Callable[[TransferReport], None]
-    on_failed: Callable[[Exception], None]
-    on_broke: Callable[[Exception], None]
-    is_broken: bool = False
 
 
 class Worker(Loop):
@@ -46,9 +33,8 @@ class Worker(Loop):
             memory: staging memory of its own, if it gathers.
         """
         self._run_queue = run_queue
-        self._transport = transport
         self._memory = memory
-        self._watched: list[_Watched] = []
+        self._writes = WritesInFlight(transport)
         self._is_stopping = False
         self._sleep_s = _SHORTEST_SLEEP_S
 
@@ -64,24 +50,26 @@ class Worker(Loop):
         on_done: Callable[[TransferReport], None],
         on_failed: Callable[[Exception], None],
         on_broke: Callable[[Exception], None],
+        *,
+        peer: str,
     ) -> None:
         """Polls a write until it ends, then calls `on_done` or `on_failed`. For actors that run on this worker.
 
         Args:
             on_broke: called, once, if polling raises what no transport should; whether the write has ended is not
                 known then, and polling goes on.
+            peer: whose memory is written.
         """
-        watched = _Watched(transfer, on_done, on_failed, on_broke)
-        if not self._has_ended(watched):
-            self._watched.append(watched)
+        self._writes.add(transfer, peer, on_done, on_failed, on_broke)
 
     def has_work(self) -> bool:
-        return self._run_queue.has_any or bool(self._watched) or self._is_stopping
+        return self._run_queue.has_any or bool(self._writes) or self._is_stopping
 
     def turn(self, *, may_wait: bool) -> bool:
-        if self._is_stopping and not self._watched:
+        if self._is_stopping and not self._writes:
             return False
-        if self._take_one(may_wait=may_wait) | self._poll():
+        has_taken = self._take_one(may_wait=may_wait)
+        if self._writes.look(has_time=not has_taken) or has_taken:
             self._sleep_s = _SHORTEST_SLEEP_S
         else:
             self._sleep_s = min(2 * self._sleep_s, _LONGEST_SLEEP_S)
@@ -94,7 +82,7 @@ class Worker(Loop):
                 time.sleep(self._sleep_s)
             return False
         try:
-            actor = self._run_queue.take((self._sleep_s if self._watched else None) if may_wait else 0.0)
+            actor = self._run_queue.take((self._sleep_s if self._writes else None) if may_wait else 0.0)
         except queue.Empty:
             return False
         if actor is None:
@@ -102,36 +90,6 @@ class Worker(Loop):
         else:
             actor.take_turn(self)
         return True
-
-    def _poll(self) -> bool:
-        before = len(self._watched)
-        self._watched = [watched for watched in self._watched if not self._has_ended(watched)]
-        return len(self._watched) < before
-
-    def _has_ended(self, watched: _Watched) -> bool:
-        try:
-            report = self._transport.poll(watched.transfer)
-        except TransportError as error:
-            self._release(watched.transfer)
-            watched.on_failed(error)
-            return True
-        except Exception as error:
-            if not watched.is_broken:
-                watched.is_broken = True
-                log.exception("the transport broke while a write was polled")
-                watched.on_broke(error)
-            return False
-        if report is None:
-            return False
-        self._release(watched.transfer)
-        watched.on_done(report)
-        return True
-
-    def _release(self, transfer: TransferHandle) -> None:
-        try:
-            self._transport.release(transfer)
-        except Exception as error:
-            log.warning("a finished write could not be released: %s", error)
 
 
 class WorkerPool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from tests.support.waiting import PATIENCE_S
 
 from kvferry.control.channel import ConnectedChannel, ListeningChannel
 from kvferry.control.credentials import Credentials, KeyPair
-from kvferry.control.ends import ZmqConnectingEnd
+from kvferry.control.ends import Connection, ZmqConnectingEnd, ZmqListeningEnd
 from kvferry.errors import SettingsError
 
 FRIENDS = Credentials.derived_from("the secret of this test")
@@ -156,13 +157,138 @@ def test_a_port_that_is_taken_leaves_nothing_behind(context):
 def test_a_decode_rank_reaches_more_prefill_ranks_than_zmq_allows_by_itself():
     """A connection takes three of a context's sockets, of which there are 1,023 by default."""
     end = ZmqConnectingEnd("decode-0")
+    connections: list[Connection] = []
     try:
         for number in range(400):
-            end.connect(f"tcp://127.0.{number // 200}.{1 + number % 200}:9")  # where nobody listens
+            address = f"tcp://127.0.{number // 200}.{1 + number % 200}:9"  # where nobody listens
+            connections.append(end.connect(address))
     finally:
-        for connection in list(set(end._connections.values())):
+        for connection in connections:
             end.disconnect(connection)
         end.close()
+
+
+class Ends:
+    """A decode rank's end, one that listens, and connections between the two."""
+
+    def __init__(self) -> None:
+        self.listening = ZmqListeningEnd(host="127.0.0.1", port=0)
+        self.connecting = ZmqConnectingEnd("decode")
+        self.connections: list[Connection] = []
+
+    def connect(self) -> Connection:
+        self.connections.append(self.connecting.connect(f"tcp://127.0.0.1:{self.listening.port}"))
+        return self.connections[-1]
+
+    def take(self, questions: int) -> None:
+        """Waits until so many have come."""
+        came = 0
+        deadline = time.monotonic() + PATIENCE_S
+        while came < questions and time.monotonic() < deadline:
+            self.listening.wait(50)
+            came += len(self.listening.receive())
+        assert came == questions
+
+    def close(self) -> None:
+        for connection in self.connections:
+            self.connecting.disconnect(connection)
+        self.connecting.close()
+        self.listening.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    opened = Ends()
+    yield opened
+    opened.close()
+
+
+def test_a_look_at_which_nothing_has_come_asks_no_connection(ends, monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+    poll, get = zmq.sugar.poll.zmq_poll, zmq.Socket.getsockopt
+    monkeypatch.setattr("zmq.sugar.poll.zmq_poll", lambda each, timeout: asked.append(len(each)) or poll(each, timeout))
+
+    class Counted(zmq.Socket[bytes]):
+        def getsockopt(self, option: int) -> object:
+            if option == zmq.EVENTS:
+                asked.append(1)
+            return get(self, option)
+
+    monkeypatch.setattr(zmq.Context, "_socket_class", Counted)
+    end = ZmqConnectingEnd("decode")
+    connections = [end.connect(f"tcp://127.0.0.1:{ends.listening.port}") for _ in range(40)]
+    try:
+        for connection in connections:
+            connection.send(b"question")
+        ends.take(40)
+        ends.listening.send("decode", b"answer")
+        came: list[bytes] = []
+        while not came:
+            came = [answer for connection in end.wait(PATIENCE_S * 1000) for answer in connection.receive()]
+        assert came == [b"answer"]
+        while end.wait(20):
+            pass
+        asked.clear()
+        assert not end.wait(0)
+        assert sum(asked) == 0
+    finally:
+        for connection in connections:
+            end.disconnect(connection)
+        end.close()
+
+
+def test_one_connection_may_have_more_than_is_received_at_a_time(ends):
+    ends.connect().send(b"question")
+    ends.take(1)
+    for _ in range(2500):
+        ends.listening.send("decode", b"answer")
+    came = 0
+    while came < 2500:
+        ready = ends.connecting.wait(PATIENCE_S * 1000)
+        assert ready, f"{2500 - came} answers were not found"
+        came += sum(len(connection.receive()) for connection in ready)
+
+
+def test_what_came_is_found_although_sending_has_taken_the_news(ends):
+    """ZMQ makes a descriptor readable once, and unreadable again when anything is done with the socket."""
+    connection = ends.connect()
+
+    def has_news(timeout_s: float) -> bool:
+        return bool(select.select([connection.channel.socket.fileno()], [], [], timeout_s)[0])
+
+    for turn in range(20):
+        questions = 1
+        connection.send(b"question")
+        while ends.connecting.wait(0):
+            connection.receive()
+        ends.take(1)
+        ends.listening.send("decode", b"%d" % turn)
+        assert has_news(PATIENCE_S)
+        while has_news(0):
+            connection.send(b"question")
+            questions += 1
+        assert list(ends.connecting.wait(PATIENCE_S * 1000)) == [connection]
+        assert connection.receive() == [b"%d" % turn]
+        ends.take(questions - 1)
+
+
+def test_a_break_and_a_wake_end_a_wait(ends):
+    connection = ends.connect()
+    connection.send(b"question")
+    ends.take(1)
+    ends.listening.send("decode", b"answer")
+    assert list(ends.connecting.wait(PATIENCE_S * 1000)) == [connection]
+    connection.receive()
+    ends.connecting.wake()
+    begun = time.monotonic()
+    while ends.connecting.wait(PATIENCE_S * 1000):
+        pass
+    assert time.monotonic() - begun < PATIENCE_S / 2
+    ends.listening.close()
+    ends.listening = ZmqListeningEnd(host="127.0.0.1", port=0)
+    assert list(ends.connecting.wait(PATIENCE_S * 1000)) == [connection]
+    assert connection.take_break()
+    assert connection.receive() == []
 
 
 def test_what_a_closed_connection_had_left_takes_nothing_from_the_next(listen, connect):

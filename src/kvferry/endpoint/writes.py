@@ -1,0 +1,139 @@
+"""The writes of one worker that are on their way, and which of them to poll next.
+
+No transport here says by itself which write has ended: it has to be polled, and its notification leaves with that poll.
+Polling all of them after every event would make an event the dearer, the more writes are on their way. So one look is a
+bounded number of polls, and those that find an end:
+
+* the oldest write to each peer, one peer after the other. Writes to one peer end about in the order in which they were
+  posted, so this finds most; behind one that has ended the next is polled, and so on;
+* some of all writes, round and round, so that each is found soon in whatever order they end.
+
+As long as there are few, every look polls all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.errors import TransportError
+from kvferry.transport import TransferHandle, TransferReport, Transport
+
+log = logging.getLogger(__name__)
+
+MOST_POLLS = 32
+"""Most polls of one look that find nothing, while the worker has events to handle. So many writes are all polled."""
+
+LOOKS_AROUND = 64
+"""Looks after which every write was polled, while the worker has nothing else to do."""
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    transfer: TransferHandle
+    peer: str
+    on_done: Callable[[TransferReport], None]
+    on_failed: Callable[[Exception], None]
+    on_broke: Callable[[Exception], None]
+    is_broken: bool = False
+
+
+class WritesInFlight:
+    """Polls the writes that one worker has posted. For that worker's thread only."""
+
+    def __init__(self, transport: Transport) -> None:
+        """Begins with none; the transport is the one that they were posted with."""
+        self._transport = transport
+        self._all: OrderedDict[_Write, None] = OrderedDict()  # the one that is polled next comes first
+        # By peer, the oldest write first; the peer whose turn it is comes first. Those that broke are not here.
+        self._of_peers: OrderedDict[str, OrderedDict[_Write, None]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(
+        self,
+        transfer: TransferHandle,
+        peer: str,
+        on_done: Callable[[TransferReport], None],
+        on_failed: Callable[[Exception], None],
+        on_broke: Callable[[Exception], None],
+    ) -> None:
+        """Polls a write at once, and from then on until it ends; see `Worker.watch`."""
+        write = _Write(transfer, peer, on_done, on_failed, on_broke)
+        if self._ends(write):
+            return
+        self._all[write] = None
+        if not write.is_broken:
+            self._of_peers.setdefault(peer, OrderedDict())[write] = None
+
+    def look(self, *, has_time: bool) -> bool:
+        """Polls some of the writes, and handles those that have ended; returns whether there were any.
+
+        Args:
+            has_time: whether the worker has nothing else to do.
+        """
+        before = len(self._all)
+        if before <= MOST_POLLS:
+            for write in list(self._all):
+                self._poll(write)
+        else:
+            self._look_at_oldest(MOST_POLLS // 2)
+            self._look_around(max(MOST_POLLS // 2, -(-before // LOOKS_AROUND) if has_time else 0))
+        return len(self._all) < before
+
+    def _look_at_oldest(self, peers: int) -> None:
+        for _ in range(min(peers, len(self._of_peers))):
+            writes = next(iter(self._of_peers.values()))
+            self._of_peers.move_to_end(next(iter(self._of_peers)))
+            while writes and self._poll(next(iter(writes))):
+                pass
+
+    def _look_around(self, count: int) -> None:
+        for _ in range(min(count, len(self._all))):
+            write = next(iter(self._all))
+            self._all.move_to_end(write)
+            self._poll(write)
+
+    def _poll(self, write: _Write) -> bool:
+        """Polls a write; returns whether it need not be looked at any more as the oldest of its peer."""
+        has_ended = self._ends(write)
+        if has_ended:
+            del self._all[write]
+        if has_ended or write.is_broken:
+            self._take_from_peer(write)
+        return has_ended or write.is_broken
+
+    def _take_from_peer(self, write: _Write) -> None:
+        writes = self._of_peers.get(write.peer, OrderedDict())
+        writes.pop(write, None)
+        if not writes:
+            self._of_peers.pop(write.peer, None)
+
+    def _ends(self, write: _Write) -> bool:
+        """Polls a write, and says so if it has ended."""
+        try:
+            report = self._transport.poll(write.transfer)
+        except TransportError as error:
+            self._release(write.transfer)
+            write.on_failed(error)
+            return True
+        except Exception as error:
+            if not write.is_broken:
+                write.is_broken = True
+                log.exception("the transport broke while a write was polled")
+                write.on_broke(error)
+            return False
+        if report is None:
+            return False
+        self._release(write.transfer)
+        write.on_done(report)
+        return True
+
+    def _release(self, transfer: TransferHandle) -> None:
+        try:
+            self._transport.release(transfer)
+        except Exception as error:
+            log.warning("a finished write could not be released: %s", error)
