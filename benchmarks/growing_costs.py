@@ -27,6 +27,7 @@ import numpy as np
 import kvferry as kf
 from kvferry.control.ends import ConnectingEnd, Connection, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
 from kvferry.endpoint.actors import Actor, RunQueue
+from kvferry.endpoint.process_identity import Sight
 from kvferry.endpoint.threads import Loop
 from kvferry.endpoint.workers import Worker
 from kvferry.errors import PeerDisconnectedError
@@ -262,7 +263,7 @@ class Machine(SimulatedPlatform):
             cluster.registry,
             address=f"tcp://127.0.0.1:{self.port}",
             pid=number,
-            is_gone=lambda _: False,
+            see=lambda process: Sight(is_in_use=True, started=process.started),
             copying_fails=lambda: None,
         )
         self._cluster = cluster

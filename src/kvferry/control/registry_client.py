@@ -83,6 +83,9 @@ class RegistryClient:
                 "see docs/security.md",
                 self._url,
             )
+        self._headers = {"accept-encoding": "identity"}
+        if token is not None:
+            self._headers["authorization"] = f"Bearer {token}"
         self._lock = threading.Lock()
         self._http: httpx.Client | None = None
         self._is_closed = False
@@ -189,7 +192,7 @@ class RegistryClient:
                 self._http = httpx.Client(
                     timeout=self._timeout_s,
                     trust_env=False,
-                    headers={} if self._token is None else {"authorization": f"Bearer {self._token}"},
+                    headers=self._headers,
                     verify=self._verify,
                     limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S),
                 )
@@ -205,7 +208,7 @@ class RegistryClient:
                 if response.status_code == 401:
                     raise self._no_access()
                 return response.status_code, self._read(response)
-        except (httpx.RemoteProtocolError, httpx.DecodingError) as error:
+        except httpx.RemoteProtocolError as error:
             # A registry that is stopped between request and answer looks like this. httpx has no class for
             # it.
             if "disconnected" in str(error):
@@ -225,9 +228,16 @@ class RegistryClient:
 
     def _read(self, response: httpx.Response) -> bytes:
         """Reads the body, up to a size and a time."""
+        # Nothing is decoded: two kilobytes of nested gzip can become a gigabyte in one step.
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding.strip().lower() != "identity":
+            raise RegistryError(
+                f"what answers at {self._url} is no registry: it encodes its answers ({encoding[:60]!r}), which this "
+                "client does not accept. Check the registry's url, and any proxy in between"
+            )
         deadline = time.monotonic() + self._timeout_s
         body = bytearray()
-        for piece in response.iter_bytes():
+        for piece in response.iter_raw():
             body += piece
             if len(body) > _LARGEST_ANSWER_BYTES:
                 raise RegistryError(f"what answers at {self._url} is no registry: its answer does not end")

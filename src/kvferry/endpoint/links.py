@@ -35,7 +35,7 @@ from kvferry.observe.status import PeerStatus
 from kvferry.protocol import messages
 from kvferry.protocol.link import Channel, Identity, Link, LinkKey, LinkState
 from kvferry.protocol.lost_ranks import LostRanks
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.registrations import EngineView, RankRegistration
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 
@@ -311,13 +311,11 @@ class Links:
         problem: KVFerryError
         try:
             view = self._registry.engine(link.key.engine)
-            if view.complete:
+            missing = _missing(view, link.key.dp_rank)
+            if missing is None:
                 self._user.submit(partial(self._resolved, link, view.registrations))
                 return
-            problem = PeerDisconnectedError(
-                f"the registry at {self._registry.url} knows {len(view.registrations)} of "
-                f"{view.world_size or 'an unknown number of'} ranks of engine {link.key.engine!r}"
-            )
+            problem = PeerDisconnectedError(f"the registry at {self._registry.url} knows {missing}")
         except RegistryAccessError as error:  # asking again would not help
             self._user.submit(partial(self.fail, link, error))
             return
@@ -500,3 +498,17 @@ class Links:
         kept = self._staging.keep_for_good(settled)
         if kept:
             log.warning("%d bytes of staging memory are kept for good: prefill ranks may still write to them", kept)
+
+
+def _missing(view: EngineView, dp_rank: int) -> str | None:
+    """Says how much of a data-parallel group is live; None if all of it is, or if the engine has no such group.
+
+    What the other groups are doing does not matter: no request needs them.
+    """
+    if not view.registrations:
+        return f"0 of an unknown number of ranks of engine {view.engine!r}"
+    sizes, live = view.registrations[0].coordinates, len(view.group(dp_rank))
+    if dp_rank >= sizes.dp_size or live == sizes.group_size:
+        return None
+    group = f"data-parallel group {dp_rank} of " if sizes.dp_size > 1 else ""
+    return f"{live} of {sizes.group_size} ranks of {group}engine {view.engine!r}"

@@ -122,6 +122,10 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     complete: bool
 
+    def group(self, dp_rank: int) -> tuple[RankRegistration, ...]:
+        """Returns the live ranks of one data-parallel group, by engine rank."""
+        return tuple(each for each in self.registrations if each.coordinates.dp_rank == dp_rank)
+
 
 @dataclass(frozen=True, slots=True)
 class _Lease:

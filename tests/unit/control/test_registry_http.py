@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import itertools
 import json
 import logging
@@ -10,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +20,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from starlette.responses import JSONResponse
+from tests.support.http import Served
 from tests.support.ports import held_port
 from tests.support.registries import counted_registrations
 from tests.support.waiting import PATIENCE_S, eventually
@@ -491,7 +496,7 @@ class TestClient:
             (http_answer(b'{"version": 1}'), "is not a registry"),
             (http_answer(b"<html>gone</html>", "404 Not Found"), "status 404"),
             (http_answer(b"", "302 Found", "Location: http://127.0.0.1:1/\r\n"), "status 302"),
-            (http_answer(b"no gzip", headers="Content-Encoding: gzip\r\n"), "does not speak HTTP"),
+            (http_answer(b"no gzip", headers="Content-Encoding: gzip\r\n"), "it encodes its answers ('gzip')"),
             (http_answer(b'{"error": "Bug", "message": "oh"}', "500 Oh"), "status 500, Bug: oh"),
         ],
         ids=["ssh", "html", "empty object", "other object", "other 404", "redirect", "broken gzip", "bug"],
@@ -528,6 +533,36 @@ class TestClient:
             pytest.raises(RegistryError, match="does not end"),
         ):
             client.health()
+
+    @pytest.mark.parametrize(
+        "encodings", ["gzip, gzip", "gzip,gzip", "GZIP , deflate", "br", "zstd", "none-that-exists"]
+    )
+    def test_an_encoded_answer_is_refused_before_it_is_decoded(self, encodings: str):
+        bomb = gzip.compress(gzip.compress(bytes(128 << 20)))
+        assert len(bomb) < 2000
+        with (
+            answering(http_answer(bomb, headers=f"Content-Encoding: {encodings}\r\n")) as url,
+            RegistryClient(url) as client,
+        ):
+            client.load()
+            tracemalloc.start()
+            try:
+                with pytest.raises(RegistryError, match="no registry: it encodes its answers"):
+                    client.health()
+                assert tracemalloc.get_traced_memory()[1] < 16 << 20
+            finally:
+                tracemalloc.stop()
+
+    def test_the_client_asks_for_answers_that_are_not_encoded(self):
+        asked: list[str | None] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            asked.append(dict(scope["headers"]).get(b"accept-encoding", b"").decode())
+            await JSONResponse({"status": "ok"}, headers={"content-encoding": "identity"})(scope, receive, send)
+
+        with Served(app) as served, RegistryClient(served.url) as client, contextlib.suppress(RegistryError):
+            client.health()
+        assert asked == ["identity"]
 
     @pytest.mark.parametrize(
         "url",

@@ -116,6 +116,24 @@ def test_an_engine_of_which_a_rank_is_missing_is_told_apart(engines: Callable[..
         receiver.wait(WAIT_S)
 
 
+def test_a_data_parallel_group_of_which_a_rank_is_missing_holds_up_no_other_group(engines: Callable[..., Engines]):
+    both, model, shape = engines(bootstrap_timeout_s=0.4), Model(), Shape(tp=2, dp=3)
+    prefill = both.prefill(model, shape, ranks=[0, 2, 3])  # all of group 1, a rank of group 0, none of group 2
+    decode = both.decode(model)
+    Requests(prefill, decode, prefill_dp_rank=1).run(1)
+    for dp_rank, known in ((0, 1), (2, 0)):
+        says = f"knows {known} of 2 ranks of data-parallel group {dp_rank} of engine '{prefill.name}'"
+        with pytest.raises(PeerDisconnectedError, match=says):
+            decode.endpoints[0].connect(prefill.name, prefill_dp_rank=dp_rank, timeout_s=WAIT_S)
+
+
+def test_a_data_parallel_group_that_cannot_be_is_refused_before_all_ranks_are_there(engines: Callable[..., Engines]):
+    both = engines()
+    prefill = both.prefill(Model(), Shape(dp=2), ranks=[1])
+    with pytest.raises(IncompatiblePeerError, match="has no dp_rank 2: its dp_size is 2"):
+        both.decode(Model()).endpoints[0].connect(prefill.name, prefill_dp_rank=2, timeout_s=WAIT_S)
+
+
 @pytest.fixture
 def free_port() -> int:
     (port,) = free_ports(1)
