@@ -266,7 +266,7 @@ def test_writes_that_wait_are_not_posted_after_their_room_has_failed(pair: Calla
         requests.open_prefill(each)
         for start in range(4):
             requests.submit(each, start, start + 1, last=start == 3)
-    eventually("one is on its way", lambda: transport.in_flight == 1)
+        eventually("the first one's is on its way", lambda: transport.in_flight == 1)
     sending = requests.prefill.endpoints[0]._table.rooms[1]
     eventually("all chunks are taken", lambda: sending._handled_chunks == 4)
     (request.senders if side == "prefill" else request.receivers)[0].abort("the client went away")
