@@ -82,7 +82,9 @@ class Kit:
         self.kind = kind
         self.made: list[Transport] = []
         self._network = InProcessNetwork()
-        self._wire = SimulatedWire(on_piece=lambda transfer, piece: None, fails_to=lambda what: None)
+        self._wire = SimulatedWire(
+            on_post=lambda transfer: None, on_piece=lambda transfer, piece: None, fails_to=lambda what: None
+        )
         if kind.startswith("nixl"):
             try:
                 load_bindings()

@@ -13,11 +13,13 @@ import pytest
 from msgspec import structs
 
 from kvferry.endpoint import PrefillEndpoint, scattering
+from kvferry.endpoint.admission import Admission
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.decode_driver import DecodeDriver
 from kvferry.endpoint.decode_peers import DecodePeers
 from kvferry.endpoint.process_identity import Sight
 from kvferry.endpoint.sending import SendingRoom
+from kvferry.endpoint.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
 from kvferry.protocol import receiver, sender
@@ -39,6 +41,7 @@ from kvferry.protocol.moves import Move, moves_of
 from kvferry.protocol.receiver import ConnectFailed, PartScattered, ReceiverCommand, ReceiverEvent, ReceiverMachine
 from kvferry.protocol.room_table import RoomTable
 from kvferry.protocol.sender import (
+    AwaitTurn,
     ReceiverAborted,
     ReceiverOpened,
     SenderCommand,
@@ -388,6 +391,58 @@ def _no_sender_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SenderMachine, "deadline", property(lambda machine: None))
 
 
+def _deadline_never_anew(patch: pytest.MonkeyPatch) -> None:
+    """A room's time for writing to a receiver begins once, whatever gets on since."""
+
+    def progressed(receiver: Any, now: float) -> None:
+        receiver.progressed_at = receiver.progressed_at or now
+
+    patch.setattr(sender._Receiver, "progressed", progressed)
+
+
+def _turns_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Of the chunks that were kept until all had opened the room, only the first is written."""
+    right = SenderMachine._send_next
+    patch.setattr(
+        SenderMachine,
+        "_send_next",
+        lambda machine, now: [each for each in right(machine, now) if not isinstance(each, AwaitTurn)],
+    )
+
+
+# ---- what may be on its way ------------------------------------------------------------------------------------------
+
+
+def _all_admitted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Admission, "_fits_lane", lambda admission, lane, num_bytes: True)
+    patch.setattr(Admission, "_fits_all", lambda admission, num_bytes: True)
+
+
+def _failed_writes_keep_their_leave(patch: pytest.MonkeyPatch) -> None:
+    """What was admitted and has failed counts as on its way for ever."""
+    right = Worker.watch
+
+    def watch(worker: Worker, transfer: Any, on_done: Any, on_failed: Callable[[Exception], None], broke: Any) -> None:
+        def failed(error: Exception) -> None:
+            with pytest.MonkeyPatch.context() as inner:
+                inner.setattr(Admission, "give_back", lambda *arguments: None)
+                on_failed(error)
+
+        right(worker, transfer, on_done, failed, broke)
+
+    patch.setattr(Worker, "watch", watch)
+
+
+def _nobody_served(patch: pytest.MonkeyPatch) -> None:
+    """Whoever waits to be admitted waits for ever."""
+    patch.setattr(Admission, "_serve", lambda admission: [])
+
+
+def _dropped_writes_posted(patch: pytest.MonkeyPatch) -> None:
+    """What a room had to write when it failed is posted when its turn comes."""
+    patch.setattr(SendingRoom, "_drop_deferred", lambda room: None)
+
+
 # ---- what a sender writes --------------------------------------------------------------------------------------------
 
 
@@ -683,6 +738,12 @@ PLANTED: dict[str, Plant] = {
     "failed rooms go on waiting for memory": _failed_rooms_wait_on,
     "who waits for a ring is forgotten": _waiters_forgotten,
     "a write through with parts on their way": _ended_with_the_last_post,
+    "a deadline never started anew": _deadline_never_anew,
+    "chunks that wait for a turn forgotten": _turns_forgotten,
+    "more admitted than may be on its way": _all_admitted,
+    "admission kept after a failed write": _failed_writes_keep_their_leave,
+    "nobody admitted who waits": _nobody_served,
+    "deferred writes posted after the end": _dropped_writes_posted,
     "an open request taken after its end": _opens_taken_twice,
     "receivers that come late not told": _late_receivers_not_told,
 }

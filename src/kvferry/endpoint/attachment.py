@@ -59,6 +59,7 @@ class Attachment:
         paths: chooses the path of every write to it.
         verifies: whether the decode rank confirms that all that arrived is right.
         digests: computes the digests of what is sent; None if the decode rank asks for none.
+        moved_at: when a write to it last ended, or a part of one last arrived, of whichever room.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Attachment:
         self.paths = paths
         self.verifies = verifies
         self.digests = digests
+        self.moved_at = float("-inf")
         self._transport = transport
         self._merged_bytes = merged_bytes
         # Guards the prepared lists: those of single tokens are made by whichever worker first needs them.

@@ -527,11 +527,14 @@ class SendingRoom(Actor):
             queue.writes.clear()
 
     def _take_over_progress(self) -> None:
-        """Notifies the machine of what other rooms' writes to the same receivers have done, since they share a wire."""
-        for receiver in self._direct:
-            moved_at = self._context.admission.moved_at(receiver)
-            if moved_at is not None:
-                self._machine.handle(WriteProgressed(receiver), moved_at)
+        """Notifies the machine of what others' writes to the same receivers have done: they share what carries them."""
+        if self._machine.state.is_final:
+            return
+        for receiver, attachment in self._attachments.items():
+            queue = self._direct.get(receiver)
+            is_deferred = queue is not None and queue.writes
+            moved_at = (self._context.admission.moved_at(receiver) or 0.0) if is_deferred else attachment.moved_at
+            self._machine.handle(WriteProgressed(receiver), max(moved_at, attachment.moved_at))
 
     def _write_directly(self, command: Write, account: _Account, admitted: Admitted, worker: Worker) -> None:
         context, attachment = self._context, self._attachments[command.receiver]
@@ -585,6 +588,7 @@ class SendingRoom(Actor):
                 runs=len(selected.local_indices),
                 thread=thread,
             )
+            attachment.moved_at = now
             account.add(report, part, descriptors=report.descriptors)
             self._keep(account.record(command.receiver, now))
             ended()
@@ -687,6 +691,7 @@ class SendingRoom(Actor):
         receiver, sequence, result = event.receiver, event.sequence, event.result
         write = self._staged[receiver].landed(sequence, result if isinstance(result, Exception) else None)
         if isinstance(result, TransferReport):
+            self._attachments[receiver].moved_at = event.landed_at
             self._accounts[receiver, sequence].add(result, event.record, descriptors=1)
             self._handle(WriteProgressed(receiver), worker)
         self._maybe_end(write, worker)

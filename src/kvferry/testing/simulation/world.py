@@ -81,13 +81,16 @@ class World:
         self.processes: list[Process] = []
         self.restarts: list[Restart] = []
         self.requests: list[Request] = []
-        self.wire = SimulatedWire(self._inspector.check_piece, self.adversary.transport_fails)
+        self.wire = SimulatedWire(
+            self._inspector.check_post, self._inspector.check_piece, self.adversary.transport_fails
+        )
         self.network = ControlNetwork(self.adversary.sending_fails)
         self.registry = RegistryProcess(LEASE_S)
         self.raised = Raised()
         self._arena = arena or Arena()
         self._traces = traces
         self._pids = 0
+        self._wire_is_busy_until = 0.0
         self._known_threads: list[tuple[Process, Thread]] | None = None
         self._hides_processes = random.Random(f"{seed} hides processes").random() < 0.25
 
@@ -306,7 +309,7 @@ class World:
     def _bytes(self) -> bool:
         """A piece of a write lands."""
         transfers = [transfer for transfer in self.wire.transfers if self._gets_on(transfer)]
-        if not transfers:
+        if not transfers or self.now < self._wire_is_busy_until:
             return False
         transfer = self.order.choice(transfers)
         if not transfer.target.is_mapped:
@@ -314,7 +317,11 @@ class World:
             return True
         for _ in range(self.order.choice([1, 1, 2, len(transfer.left)])):
             if transfer.left:
-                self.wire.land(transfer, self.order.randrange(len(transfer.left)))
+                index = self.order.randrange(len(transfer.left))
+                if self.circumstances.wire_bytes_per_s is not None:
+                    busy_s = transfer.left[index].num_bytes / self.circumstances.wire_bytes_per_s
+                    self._wire_is_busy_until = max(self.now, self._wire_is_busy_until) + busy_s
+                self.wire.land(transfer, index)
         return True
 
     def _gets_on(self, transfer: SimulatedHandle) -> bool:
