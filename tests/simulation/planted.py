@@ -422,13 +422,15 @@ def _failed_writes_keep_their_leave(patch: pytest.MonkeyPatch) -> None:
     """What was admitted and has failed counts as on its way for ever."""
     right = Worker.watch
 
-    def watch(worker: Worker, transfer: Any, on_done: Any, on_failed: Callable[[Exception], None], broke: Any) -> None:
+    def watch(
+        worker: Worker, transfer: Any, on_done: Any, on_failed: Callable[[Exception], None], broke: Any, *, peer: str
+    ) -> None:
         def failed(error: Exception) -> None:
             with pytest.MonkeyPatch.context() as inner:
                 inner.setattr(Admission, "give_back", lambda *arguments: None)
                 on_failed(error)
 
-        right(worker, transfer, on_done, failed, broke)
+        right(worker, transfer, on_done, failed, broke, peer=peer)
 
     patch.setattr(Worker, "watch", watch)
 

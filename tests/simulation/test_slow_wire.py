@@ -17,6 +17,7 @@ import pytest
 from tests.simulation.planted import PLANTED
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, Receiver, Sender, Settings
+from kvferry.endpoint.process_identity import Sight
 from kvferry.errors import KVFerryError
 from kvferry.layout import (
     RankCoordinates,
@@ -112,7 +113,7 @@ class Machines:
             self._registry,
             address=f"tcp://127.0.0.1:{1000 + len(self._platforms)}",
             pid=len(self._platforms),
-            is_gone=lambda process: False,
+            see=lambda process: Sight(is_in_use=True),
             copying_fails=lambda: None,
         )
         self._platforms.append(platform)

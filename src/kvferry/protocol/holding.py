@@ -71,8 +71,8 @@ HOLDINGS: Sequence[Holding] = (
     Holding(
         Side.PREFILL,
         _S.TRANSFERRING,
-        "a write to the same decode rank ends or progresses, of whichever room; with none on its way, one is posted, the "
-        "next chunk is handed in or the receivers are notified",
+        "a write to the same decode rank ends or progresses, of whichever room; with none on its way, one is posted, "
+        "the next chunk is handed in or the receivers are notified",
         ("write_s", "waiting_s"),
     ),
     Holding(Side.PREFILL, _S.SUCCESS, "at once", ()),
