@@ -12,7 +12,7 @@ class Deadlines:
     Attributes:
         bootstrap_s: from opening a room until both sides have found each other.
         waiting_s: without any progress, while it is the caller's or the peer's turn.
-        write_s: while writes to a receiver are on their way, without any of them ending or progressing, of whichever room.
+        write_s: while a write to a receiver is on its way, without any to it ending or progressing, of whichever room.
     """
 
     bootstrap_s: float
