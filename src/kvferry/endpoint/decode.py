@@ -100,6 +100,8 @@ class DecodeEndpoint:
         self._lock = threading.Lock()
         self._rooms: dict[int, Receiver] = {}
         self._is_closed = False
+        self._closers = threading.RLock()  # lets one caller of `close` after the other do what is left to do
+        self._has_closed = False
         try:
             staging = ReceivingStaging(self.settings, layout, self.transport, self._platform.staging)
             self.transport.register(layout.regions(), layout.device)
@@ -283,19 +285,25 @@ class DecodeEndpoint:
         return self._driver.health
 
     def close(self) -> None:
-        """Aborts open rooms, waits up to close_timeout_s until nothing can be written, and gives everything back."""
-        for holds, until in self._closing():
-            self._platform.wait_until(holds, until)
+        """Aborts open rooms, waits up to close_timeout_s until nothing can be written, and gives everything back.
+
+        May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
+        """
+        with self._closers:
+            for holds, until in self._closing():
+                self._platform.wait_until(holds, until)
 
     def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
-        """Closes step by step: yields what to wait for, and until when at most."""
+        """Closes step by step: yields what to wait for, and until when at most.
+
+        Each step may be repeated: it may have been interrupted anywhere.
+        """
+        if self._has_closed:
+            return
         with self._lock:
-            is_first, self._is_closed = not self._is_closed, True
+            self._is_closed = True
             receivers = list(self._rooms.values())
         deadline = self._platform.now() + self.settings.close_timeout_s
-        if not is_first:
-            yield lambda: not any(thread.is_alive for thread in self.health), deadline
-            return
         for receiver in receivers:
             receiver.abort("the decode endpoint was closed")
         # Also rooms whose pages are reusable: prefill ranks may still write into staging memory for them.
@@ -304,6 +312,7 @@ class DecodeEndpoint:
         self._telemetry.close()
         self._registry_client.close()
         self.transport.close()
+        self._has_closed = True
 
     def __enter__(self) -> DecodeEndpoint:
         return self

@@ -154,6 +154,7 @@ class PrefillEndpoint:
             forget_room=self._forget_room,
         )
         self._is_closed = False
+        self._closers = threading.RLock()  # lets one caller of `close` after the other do what is left to do
         self._is_closing_down = False  # rooms are not waited for any more
         self._is_lingering = False  # closed, with writes still in flight
         self._release_error: Exception | None = None
@@ -350,23 +351,25 @@ class PrefillEndpoint:
 
         Where writes hang for longer it returns all the same: the control thread gives everything back when they have
         ended, and sends the close messages. Until then neither the memory nor the control port may be used again.
+        May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
         """
-        for holds, until in self._closing():
-            self._platform.wait_until(holds, until)
+        with self._closers:
+            for holds, until in self._closing():
+                self._platform.wait_until(holds, until)
         error, self._release_error = self._release_error, None
         if error is not None:
             raise error
 
     def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
-        """Closes step by step: yields what to wait for, and until when at most."""
+        """Closes step by step: yields what to wait for, and until when at most.
+
+        Each step may be repeated: it may have been interrupted anywhere.
+        """
         with self._rooms_lock:
-            is_first, self._is_closed = not self._is_closed, True
+            self._is_closed = True
             rooms = list(self._table.rooms.values())
             pending = self._table.close()
         deadline = self._now() + self.settings.close_timeout_s
-        if not is_first:
-            yield lambda: not any(thread.is_alive for thread in self.health), deadline
-            return
         for room in rooms:
             room.post(SenderAbortRequested("the prefill endpoint was closed"))
         for receiver, message in pending:

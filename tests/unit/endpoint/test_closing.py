@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import linecache
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,6 +20,7 @@ import pytest
 import zmq
 from tests.support.caches import Model, Shape, pool
 from tests.support.engines import WAIT_S, Engines, Request, Requests
+from tests.support.tiers import Tier
 from tests.support.waiting import eventually
 
 from kvferry import (
@@ -474,6 +479,71 @@ def test_closing_twice_is_fine():
         closer.start()
     for closer in closers:
         closer.join(WAIT_S)
+
+
+class Interrupted(BaseException):
+    """Ctrl-C, at one line of a program."""
+
+
+def interrupted_at(line: int, call: Callable[[], None], files: Sequence[str]) -> bool:
+    """Interrupts a call before the n-th new line of these files that it comes to. Returns whether it got there."""
+    seen: set[tuple[str, int]] = set()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.endswith(tuple(files)):
+            return None
+        # A signal is handled between two calls: never between the last line under a lock and the lock's release.
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not source.lstrip().startswith("with "):
+            seen.add((frame.f_code.co_filename, frame.f_lineno))
+            if len(seen) == line:
+                raise Interrupted
+        return trace
+
+    earlier = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupted:
+        return True
+    finally:
+        sys.settrace(earlier)
+    return False
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_close_that_is_interrupted_anywhere_is_finished_by_the_next(registry_url: str, side: str, tier: Tier):
+    """Ctrl-C reaches the main thread between any two lines."""
+    files = {
+        "prefill": ("endpoint/prefill.py", "endpoint/observing.py", "control/registry_client.py"),
+        "decode": ("endpoint/decode.py", "decode_driver.py", "links.py", "control/ends.py", "control/channel.py"),
+    }[side]
+    before, network, open_files = our_threads(), InProcessNetwork(), []
+    for line in itertools.count(1, tier.amount(quick=3, full=1, long=1)):
+        engine = f"interrupted-{side}-{line}"
+        settings = Settings(registry_url=registry_url, workers=1, close_timeout_s=0.05)
+        transports = FaultyTransport(network), FaultyTransport(network)
+        prefill = PrefillEndpoint(MEMORY.layout, engine=engine, settings=settings, transport=transports[0])
+        decode = DecodeEndpoint(MEMORY.layout, settings=settings, transport=transports[1])
+        assert prefill.wait_registered(WAIT_S)
+        decode.connect(engine, timeout_s=WAIT_S)
+        receiver, sender = decode.open(1, [0], engine="nowhere"), prefill.open(1)
+        endpoint, transport = (prefill, transports[0]) if side == "prefill" else (decode, transports[1])
+        is_interrupted = interrupted_at(line, endpoint.close, files)
+        endpoint.close()
+        assert is_closed(transport), f"interrupted at line {line}"
+        assert not endpoint.is_healthy
+        decode.close()
+        prefill.close()
+        assert our_threads() <= before, f"interrupted at line {line}"
+        for transfer in (receiver, sender):
+            with pytest.raises(TransferAbortedError):
+                transfer.wait(WAIT_S)
+        open_files.append(psutil.Process().num_fds())
+        if not is_interrupted:
+            break
+    assert line > 20, "otherwise nothing was interrupted"
+    assert max(open_files[5:]) <= open_files[2] + 8, str(open_files)  # the registry's connections come and go
 
 
 def test_nothing_works_after_close(pair: Callable[..., Requests]):
