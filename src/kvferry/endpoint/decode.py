@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+from kvferry.control.owning_process import OwningProcess
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_driver import DecodeDriver
@@ -33,6 +34,8 @@ from kvferry.protocol.registrations import check_engine_name
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport
+
+_OWNED = "this decode endpoint"
 
 
 class DecodeEndpoint:
@@ -79,6 +82,7 @@ class DecodeEndpoint:
             TransportError: if the transport is missing or the memory cannot be registered.
         """
         check_engine_name(engine)
+        self._process = OwningProcess()
         self.layout = layout
         self.engine = engine
         self.coordinates = coordinates or RankCoordinates()
@@ -168,10 +172,11 @@ class DecodeEndpoint:
             QueueFullError: if so many rooms are open that another one would be too many.
             PageError: if page numbers are wrong, not as many as the tokens take, or the prefix ends inside a packed
                 page.
-            UsageError: if the room's number is out of range.
+            UsageError: if the room's number is out of range, or the process was forked from the endpoint's.
             SettingsError: if no engine can have that name.
             EndpointClosedError: if the endpoint was closed.
         """
+        self._process.check(_OWNED)
         try:
             return self._open(checked_room(room), pages, engine, prefill_dp_rank, prefix_tokens, tokens)
         except KVFerryError as error:
@@ -237,8 +242,10 @@ class DecodeEndpoint:
             KVFerryError: if the engine cannot be reached or refuses for another reason.
             TransferTimeoutError: if it is not there in time.
             SettingsError: if no engine can have that name.
+            UsageError: if the process was forked from the endpoint's.
             EndpointClosedError: if the endpoint was closed.
         """
+        self._process.check(_OWNED)
         check_engine_name(engine)
         with self._lock:
             if self._is_closed:
@@ -288,7 +295,10 @@ class DecodeEndpoint:
         """Aborts open rooms, waits up to close_timeout_s until nothing can be written, and gives everything back.
 
         May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
+        Does nothing in a process that was forked from the endpoint's: all of it is the parent's.
         """
+        if not self._process.is_this:
+            return
         with self._closers:
             for holds, until in self._closing():
                 self._platform.wait_until(holds, until)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from kvferry.control.ends import ListeningEnd
+from kvferry.control.owning_process import OwningProcess
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.actors import Waker
@@ -56,6 +57,7 @@ from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
 
+_OWNED = "this prefill endpoint"
 _TICK_S = 0.1
 _ROOMS_OPEN_MS = 5
 _IDLE_MS = 1000
@@ -110,6 +112,7 @@ class PrefillEndpoint:
             SettingsError: if a setting is impossible or a port is taken.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
+        self._process = OwningProcess()
         self.layout = layout
         self.engine = engine
         self.coordinates = coordinates or RankCoordinates()
@@ -301,9 +304,11 @@ class PrefillEndpoint:
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
             QueueFullError: if so many rooms are open that another one would be too many.
-            UsageError: if the number is out of range, or tokens is needed and None.
+            UsageError: if the number is out of range, tokens is needed and None, or the process was forked from the
+                endpoint's.
             EndpointClosedError: if the endpoint was closed.
         """
+        self._process.check(_OWNED)
         try:
             return self._open(checked_room(room), tokens)
         except KVFerryError as error:
@@ -352,7 +357,10 @@ class PrefillEndpoint:
         Where writes hang for longer it returns all the same: the control thread gives everything back when they have
         ended, and sends the close messages. Until then neither the memory nor the control port may be used again.
         May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
+        Does nothing in a process that was forked from the endpoint's: all of it is the parent's.
         """
+        if not self._process.is_this:
+            return
         with self._closers:
             for holds, until in self._closing():
                 self._platform.wait_until(holds, until)

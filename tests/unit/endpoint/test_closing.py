@@ -6,9 +6,12 @@ import contextlib
 import itertools
 import linecache
 import logging
+import os
+import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -587,6 +590,66 @@ def test_who_waits_for_a_connection_is_told_of_the_close(engines: Callable[..., 
     for thread in waiting:
         thread.join(WAIT_S)
     assert len(problems) == 3
+
+
+# ---- in a child -------------------------------------------------------------------------------------------------
+
+
+def in_child(call: Callable[[], object]) -> str:
+    """Calls in a forked child; returns the type and text of what it raised, or what it returned."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process that has threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends a child that hangs
+        try:
+            answer = repr(call())
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writing, answer.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answers:
+        answer = answers.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+def test_a_forked_child_is_told_that_an_endpoint_is_its_parents(pair: Callable[..., Requests]):
+    """Its threads do not exist there: a room would never end."""
+    requests = pair()
+    prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    requests.run(1)
+    for side, call in (
+        ("prefill", lambda: prefill.open(2)),
+        ("decode", lambda: decode.open(2, [0], engine=requests.prefill.name)),
+        ("decode", lambda: decode.connect(requests.prefill.name)),
+    ):
+        says = f"UsageError: this {side} endpoint belongs to process {os.getpid()}, and this is process "
+        assert in_child(call).startswith(says)
+    for close in (decode.close, prefill.close):
+        assert in_child(close) == "None"
+    assert (prefill.open_rooms, decode.open_rooms) == (0, 0)
+    requests.run(2)
+
+
+def test_a_child_that_is_forked_under_an_endpoints_lock_does_not_wait_for_it(pair: Callable[..., Requests]):
+    requests = pair()
+    prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    with prefill._rooms_lock, decode._lock, decode._closers, prefill._closers:
+        for call in (lambda: prefill.open(2), lambda: decode.open(2, [0]), prefill.close, decode.close):
+            assert in_child(call).startswith(("UsageError", "None"))
+
+
+def test_a_forked_child_is_told_that_a_client_is_its_parents(registry_url: str):
+    with RegistryClient(registry_url) as client:
+        client.health()
+        assert in_child(client.health).startswith(
+            f"UsageError: the client of the registry at {registry_url} belongs to"
+        )
+        assert in_child(client.close) == "None"
+        client.health()
 
 
 # ---- starting ---------------------------------------------------------------------------------------------------
