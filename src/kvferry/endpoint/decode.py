@@ -78,7 +78,7 @@ class DecodeEndpoint:
 
         Raises:
             LayoutError: if layout and coordinates disagree on context parallelism.
-            SettingsError: if a setting is impossible.
+            SettingsError: if a setting is impossible, or no engine can have that name.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
         check_engine_name(engine)

@@ -41,7 +41,7 @@ from kvferry.protocol import messages
 from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.moves import request_of
 from kvferry.protocol.pending_opens import PendingMessage
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.registrations import RankRegistration, check_engine_name
 from kvferry.protocol.room_table import RoomTable
 from kvferry.protocol.sender import (
     OpenRetransmitted,
@@ -109,9 +109,10 @@ class PrefillEndpoint:
 
         Raises:
             LayoutError: if layout and coordinates disagree on context parallelism.
-            SettingsError: if a setting is impossible or a port is taken.
+            SettingsError: if a setting is impossible, no engine can have that name, or a port is taken.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
+        check_engine_name(engine)  # before anything is taken: the registration would check it last
         self._process = OwningProcess()
         self.layout = layout
         self.engine = engine

@@ -702,6 +702,19 @@ def test_a_registry_address_that_makes_no_sense_is_refused(side: str):
         endpoint(layout, settings=settings, transport=FaultyTransport(network))
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_impossible_engine_name_is_refused_before_anything_is_taken(
+    side: str, registry_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    taken: list[str] = []
+    for name in ("create_transport", "SystemPlatform"):
+        monkeypatch.setattr(f"kvferry.endpoint.{side}.{name}", lambda *_, name=name, **__: taken.append(name))
+    endpoint = PrefillEndpoint if side == "prefill" else DecodeEndpoint
+    with pytest.raises(SettingsError, match="'no name' cannot be an engine's name"):
+        endpoint(MEMORY.layout, engine="no name", settings=Settings(registry_url=registry_url))
+    assert taken == []
+
+
 def test_any_engine_name_makes_an_endpoint_name_that_registries_and_sockets_take():
     name = endpoint_name("x" * 128, 2**20)
     assert name.startswith("x" * 20)
