@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import SupportsIndex
 
 from kvferry.control.owning_process import OwningProcess
 from kvferry.control.registry_client import RegistryClient
@@ -139,7 +140,7 @@ class DecodeEndpoint:
 
     def open(
         self,
-        room: int,
+        room: SupportsIndex,
         pages: AnyPages,
         *,
         engine: str = "prefill",

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import SupportsIndex
 
 from kvferry.control.ends import ListeningEnd
 from kvferry.control.owning_process import OwningProcess
@@ -292,7 +293,7 @@ class PrefillEndpoint:
         with self._rooms_lock:
             return len(self._table.rooms)
 
-    def open(self, room: int, *, tokens: int | None = None) -> Sender:
+    def open(self, room: SupportsIndex, *, tokens: int | None = None) -> Sender:
         """Opens a room: this rank will send a request's cache under this number. Does no I/O.
 
         Args:

@@ -770,7 +770,17 @@ def test_impossible_pages_are_refused_by_decode_and_fail_the_room_on_prefill(
     assert requests.prefill.transports[0].posted == 0
 
 
-@pytest.mark.parametrize("room", [-1, 2**63, True, "1", 1.0, None])
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.array])
+def test_whatever_is_an_integer_is_a_room_number(pair: Callable[..., Requests], kind: Callable[[int], Any]):
+    requests = pair()
+    sender = requests.prefill.endpoints[0].open(kind(7))
+    receiver = requests.decode.endpoints[0].open(kind(7), [0], engine=requests.prefill.name)
+    sender.submit([1], last=True)
+    receiver.wait(WAIT_S)
+    assert (type(sender.room), type(receiver.room)) == (int, int)
+
+
+@pytest.mark.parametrize("room", [-1, 2**63, True, np.True_, "1", 1.0, np.float64(1), np.int64(-1), None])
 def test_wrong_room_numbers_are_refused_on_both_sides(pair: Callable[..., Requests], room: int):
     requests = pair()
     with pytest.raises(UsageError, match=r"is not an integer in \[0, 2\*\*63\)"):
