@@ -105,7 +105,9 @@ def settings_page() -> str:
         "|---|---|---|---|",
     ]
     for name, field in Settings.model_fields.items():
-        default = "from the number of CPUs" if field.default is PydanticUndefined else f"`{field.default}`"
+        default = (
+            "from the CPUs that this process may use" if field.default is PydanticUndefined else f"`{field.default}`"
+        )
         meaning = re.sub(r"\s+", " ", field.description or "")
         lines.append(f"| `{name}` | `{PREFIX}{name.upper()}` | {default} | {meaning} |")
     return "\n".join(lines) + "\n"

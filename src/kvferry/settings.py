@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, PrivateAttr, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from kvferry.cpus import usable_cpus
 from kvferry.errors import SettingsError
 from kvferry.plan.cost import TransferPath
 
@@ -101,7 +102,7 @@ class Settings(BaseSettings):
 
     nixl_backend: str = Field("UCX", description="NIXL's backend.")
     nixl_threads: int = Field(
-        default_factory=lambda: default_nixl_threads(os.cpu_count() or 1),
+        default_factory=lambda: default_nixl_threads(usable_cpus()),
         ge=0,
         le=256,
         description="NIXL's own threads, which share the descriptors of a prefill rank's direct writes; without any, "
@@ -136,19 +137,19 @@ class Settings(BaseSettings):
     )
 
     workers: int = Field(
-        default_factory=lambda: default_workers(os.cpu_count() or 1),
+        default_factory=lambda: default_workers(usable_cpus()),
         ge=1,
         le=256,
         description="Threads that move chunks on the prefill side.",
     )
     gather_workers: int = Field(
-        default_factory=lambda: default_gather_workers(os.cpu_count() or 1),
+        default_factory=lambda: default_gather_workers(usable_cpus()),
         ge=1,
         le=64,
         description="Threads that gather and write on the prefill side, where bytes go through staging memory.",
     )
     scatter_workers: int = Field(
-        default_factory=lambda: default_scatter_workers(os.cpu_count() or 1),
+        default_factory=lambda: default_scatter_workers(usable_cpus()),
         ge=0,
         le=64,
         description="Threads that put staged bytes into their pages on the decode side; with 0 its own thread does.",

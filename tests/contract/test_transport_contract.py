@@ -924,6 +924,39 @@ class TestNixl:
         here.transport.notify(peer, b"hello")
         arrivals(reborn.transport, 1)
 
+    @pytest.mark.parametrize("way", ["post", "write"])
+    def test_a_request_that_cannot_be_released_does_not_hide_why_it_was_not_posted(
+        self, kit: Kit, way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ):
+        here, there = kit.end("here"), kit.end("there")
+        assert isinstance(here.transport, NixlTransport)
+        peer = here.transport.connect(there.transport.metadata())
+        agent, nixl = here.transport._agent, here.transport._nixl
+
+        class Failing:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(agent, name)
+
+            def postXferReq(self, *arguments: Any) -> None:  # noqa: N802
+                raise nixl.nixlRemoteDisconnectError("the first")
+
+            def releaseXferReq(self, handle: int) -> None:  # noqa: N802
+                agent.releaseXferReq(handle)
+                raise nixl.nixlBackendError("the second")
+
+        local = here.transport.prepare(here.rows((0, 8, 8, 1)), None)
+        remote = here.transport.prepare(there.rows((0, 8, 8, 1)), peer)
+        one = np.zeros(1, np.int32)
+        with monkeypatch.context() as patch:
+            patch.setattr(here.transport, "_agent", Failing())
+            call = {
+                "post": lambda: here.transport.post(local, one, remote, one, b""),
+                "write": lambda: here.transport.write(here.region, peer, there.region.address, b""),
+            }[way]
+            with pytest.raises(PeerDisconnectedError, match="the first"):
+                call()
+        assert "that was not posted could not be released: the second" in caplog.text
+
     def test_a_region_without_length_is_refused(self, kit: Kit):
         with pytest.raises(RegistrationError, match="without address or length"):
             kit.make("x").register([Region(4096, 0)], Device())

@@ -101,7 +101,7 @@ class ConnectingEnd(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives everything back. All connections must be closed by then."""
+        """Gives everything back, connections that are still open too. May be called again."""
 
 
 class ZmqListeningEnd(ListeningEnd):
@@ -251,6 +251,6 @@ class ZmqConnectingEnd(ConnectingEnd):
         self._wakeup.wake()
 
     def close(self) -> None:
-        self._context.term()
+        self._context.destroy()
         self._selector.close()
         self._wakeup.close()

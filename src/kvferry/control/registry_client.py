@@ -15,6 +15,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from kvferry.control.credentials import client_context
+from kvferry.control.owning_process import OwningProcess
 from kvferry.control.registry_messages import UNKNOWN_ENGINE, EngineList, Health, Lease, Problem, Removal
 from kvferry.errors import (
     KVFerryError,
@@ -58,7 +59,8 @@ class RegistryClient:
         trusted_certificates: PEM file of the certificates that may vouch for a registry with https; None trusts those
             that httpx trusts.
 
-    Every method that sends a request raises RegistryAccessError if the registry requires another token than this.
+    Every method that sends a request raises RegistryAccessError if the registry requires another token than this, and
+    UsageError in a process that was forked from the client's: the two would read each other's answers.
 
     Raises:
         SettingsError: if the url is no http or https address, the timeout is not positive and finite, or the
@@ -69,6 +71,7 @@ class RegistryClient:
         self, url: str, timeout_s: float = 2.0, *, token: str | None = None, trusted_certificates: Path | None = None
     ) -> None:
         _check_url(url)
+        self._process = OwningProcess()
         if not 0 < timeout_s <= threading.TIMEOUT_MAX:
             raise SettingsError(f"the registry's timeout_s is {timeout_s}: it must be positive and finite")
         self._url = url.rstrip("/")
@@ -168,6 +171,8 @@ class RegistryClient:
 
     def close(self) -> None:
         """Closes the connections. May be called again; requests made later raise UsageError."""
+        if not self._process.is_this:
+            return
         with self._lock:
             http, self._http, self._is_closed = self._http, None, True
         if http is not None:
@@ -185,6 +190,7 @@ class RegistryClient:
         # Imported at the first request: it would take most of the time that `import kvferry` takes.
         import httpx
 
+        self._process.check(f"the client of the registry at {self._url}")
         with self._lock:
             if self._is_closed:
                 raise UsageError(f"the client of the registry at {self._url} was closed")

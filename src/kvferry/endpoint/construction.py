@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import platform
 import secrets
 import uuid
+from typing import SupportsIndex
 
 from kvferry.errors import UsageError
 from kvferry.plan import TransferPath
@@ -62,12 +64,16 @@ def deadlines(settings: Settings) -> Deadlines:
     )
 
 
-def checked_room(room: int) -> int:
-    """Returns the room number if it is valid.
+def checked_room(room: SupportsIndex) -> int:
+    """Returns the room number as a plain integer, which is what travels, if it is valid.
 
     Raises:
-        UsageError: if it is no integer in [0, 2**63).
+        UsageError: if it is no integer in [0, 2**63); NumPy's are integers too.
     """
-    if isinstance(room, bool) or not isinstance(room, int) or not 0 <= room < _ROOM_LIMIT:
+    try:
+        number = -1 if isinstance(room, bool) else operator.index(room)
+    except TypeError:
+        number = -1
+    if not 0 <= number < _ROOM_LIMIT:
         raise UsageError(f"room {room!r} is not an integer in [0, 2**63)")
-    return room
+    return number

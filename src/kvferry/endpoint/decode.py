@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import SupportsIndex
 
+from kvferry.control.owning_process import OwningProcess
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_driver import DecodeDriver
@@ -33,6 +35,8 @@ from kvferry.protocol.registrations import check_engine_name
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport
+
+_OWNED = "this decode endpoint"
 
 
 class DecodeEndpoint:
@@ -75,10 +79,11 @@ class DecodeEndpoint:
 
         Raises:
             LayoutError: if layout and coordinates disagree on context parallelism.
-            SettingsError: if a setting is impossible.
+            SettingsError: if a setting is impossible, or no engine can have that name.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
         check_engine_name(engine)
+        self._process = OwningProcess()
         self.layout = layout
         self.engine = engine
         self.coordinates = coordinates or RankCoordinates()
@@ -100,6 +105,8 @@ class DecodeEndpoint:
         self._lock = threading.Lock()
         self._rooms: dict[int, Receiver] = {}
         self._is_closed = False
+        self._closers = threading.RLock()  # lets one caller of `close` after the other do what is left to do
+        self._has_closed = False
         try:
             staging = ReceivingStaging(self.settings, layout, self.transport, self._platform.staging)
             self.transport.register(layout.regions(), layout.device)
@@ -133,7 +140,7 @@ class DecodeEndpoint:
 
     def open(
         self,
-        room: int,
+        room: SupportsIndex,
         pages: AnyPages,
         *,
         engine: str = "prefill",
@@ -166,10 +173,11 @@ class DecodeEndpoint:
             QueueFullError: if so many rooms are open that another one would be too many.
             PageError: if page numbers are wrong, not as many as the tokens take, or the prefix ends inside a packed
                 page.
-            UsageError: if the room's number is out of range.
+            UsageError: if the room's number is out of range, or the process was forked from the endpoint's.
             SettingsError: if no engine can have that name.
             EndpointClosedError: if the endpoint was closed.
         """
+        self._process.check(_OWNED)
         try:
             return self._open(checked_room(room), pages, engine, prefill_dp_rank, prefix_tokens, tokens)
         except KVFerryError as error:
@@ -235,8 +243,10 @@ class DecodeEndpoint:
             KVFerryError: if the engine cannot be reached or refuses for another reason.
             TransferTimeoutError: if it is not there in time.
             SettingsError: if no engine can have that name.
+            UsageError: if the process was forked from the endpoint's.
             EndpointClosedError: if the endpoint was closed.
         """
+        self._process.check(_OWNED)
         check_engine_name(engine)
         with self._lock:
             if self._is_closed:
@@ -283,19 +293,28 @@ class DecodeEndpoint:
         return self._driver.health
 
     def close(self) -> None:
-        """Aborts open rooms, waits up to close_timeout_s until nothing can be written, and gives everything back."""
-        for holds, until in self._closing():
-            self._platform.wait_until(holds, until)
+        """Aborts open rooms, waits up to close_timeout_s until nothing can be written, and gives everything back.
+
+        May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
+        Does nothing in a process that was forked from the endpoint's: all of it is the parent's.
+        """
+        if not self._process.is_this:
+            return
+        with self._closers:
+            for holds, until in self._closing():
+                self._platform.wait_until(holds, until)
 
     def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
-        """Closes step by step: yields what to wait for, and until when at most."""
+        """Closes step by step: yields what to wait for, and until when at most.
+
+        Each step may be repeated: it may have been interrupted anywhere.
+        """
+        if self._has_closed:
+            return
         with self._lock:
-            is_first, self._is_closed = not self._is_closed, True
+            self._is_closed = True
             receivers = list(self._rooms.values())
         deadline = self._platform.now() + self.settings.close_timeout_s
-        if not is_first:
-            yield lambda: not any(thread.is_alive for thread in self.health), deadline
-            return
         for receiver in receivers:
             receiver.abort("the decode endpoint was closed")
         # Also rooms whose pages are reusable: prefill ranks may still write into staging memory for them.
@@ -304,6 +323,7 @@ class DecodeEndpoint:
         self._telemetry.close()
         self._registry_client.close()
         self.transport.close()
+        self._has_closed = True
 
     def __enter__(self) -> DecodeEndpoint:
         return self

@@ -7,8 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import SupportsIndex
 
 from kvferry.control.ends import ListeningEnd
+from kvferry.control.owning_process import OwningProcess
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.actors import Waker
@@ -40,7 +42,7 @@ from kvferry.protocol import messages
 from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.moves import request_of
 from kvferry.protocol.pending_opens import PendingMessage
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.registrations import RankRegistration, check_engine_name
 from kvferry.protocol.room_table import RoomTable
 from kvferry.protocol.sender import (
     OpenRetransmitted,
@@ -56,6 +58,7 @@ from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
 
+_OWNED = "this prefill endpoint"
 _TICK_S = 0.1
 _ROOMS_OPEN_MS = 5
 _IDLE_MS = 1000
@@ -107,9 +110,11 @@ class PrefillEndpoint:
 
         Raises:
             LayoutError: if layout and coordinates disagree on context parallelism.
-            SettingsError: if a setting is impossible or a port is taken.
+            SettingsError: if a setting is impossible, no engine can have that name, or a port is taken.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
+        check_engine_name(engine)  # before anything is taken: the registration would check it last
+        self._process = OwningProcess()
         self.layout = layout
         self.engine = engine
         self.coordinates = coordinates or RankCoordinates()
@@ -154,6 +159,7 @@ class PrefillEndpoint:
             forget_room=self._forget_room,
         )
         self._is_closed = False
+        self._closers = threading.RLock()  # lets one caller of `close` after the other do what is left to do
         self._is_closing_down = False  # rooms are not waited for any more
         self._is_lingering = False  # closed, with writes still in flight
         self._release_error: Exception | None = None
@@ -287,7 +293,7 @@ class PrefillEndpoint:
         with self._rooms_lock:
             return len(self._table.rooms)
 
-    def open(self, room: int, *, tokens: int | None = None) -> Sender:
+    def open(self, room: SupportsIndex, *, tokens: int | None = None) -> Sender:
         """Opens a room: this rank will send a request's cache under this number. Does no I/O.
 
         Args:
@@ -300,9 +306,11 @@ class PrefillEndpoint:
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
             QueueFullError: if so many rooms are open that another one would be too many.
-            UsageError: if the number is out of range, or tokens is needed and None.
+            UsageError: if the number is out of range, tokens is needed and None, or the process was forked from the
+                endpoint's.
             EndpointClosedError: if the endpoint was closed.
         """
+        self._process.check(_OWNED)
         try:
             return self._open(checked_room(room), tokens)
         except KVFerryError as error:
@@ -350,23 +358,28 @@ class PrefillEndpoint:
 
         Where writes hang for longer it returns all the same: the control thread gives everything back when they have
         ended, and sends the close messages. Until then neither the memory nor the control port may be used again.
+        May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
+        Does nothing in a process that was forked from the endpoint's: all of it is the parent's.
         """
-        for holds, until in self._closing():
-            self._platform.wait_until(holds, until)
+        if not self._process.is_this:
+            return
+        with self._closers:
+            for holds, until in self._closing():
+                self._platform.wait_until(holds, until)
         error, self._release_error = self._release_error, None
         if error is not None:
             raise error
 
     def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
-        """Closes step by step: yields what to wait for, and until when at most."""
+        """Closes step by step: yields what to wait for, and until when at most.
+
+        Each step may be repeated: it may have been interrupted anywhere.
+        """
         with self._rooms_lock:
-            is_first, self._is_closed = not self._is_closed, True
+            self._is_closed = True
             rooms = list(self._table.rooms.values())
             pending = self._table.close()
         deadline = self._now() + self.settings.close_timeout_s
-        if not is_first:
-            yield lambda: not any(thread.is_alive for thread in self.health), deadline
-            return
         for room in rooms:
             room.post(SenderAbortRequested("the prefill endpoint was closed"))
         for receiver, message in pending:

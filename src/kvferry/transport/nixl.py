@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
@@ -41,6 +42,8 @@ from kvferry.transport.base import (
     check_same_device,
     peer_written_to,
 )
+
+log = logging.getLogger(__name__)
 
 BINDINGS = ("nixl_cu13._bindings", "nixl_cu12._bindings", "nixl._bindings")
 """Where NIXL's bindings are looked for, in this order. Each of the wheels carries its own."""
@@ -290,7 +293,7 @@ class NixlTransport(Transport):
             try:
                 self._is_done(self._agent.postXferReq(handle, notification), peer)
             except BaseException:
-                self._agent.releaseXferReq(handle)
+                self._release_unposted(handle, peer)
                 raise
             try:
                 # Before another thread takes the lock, perhaps for long: the notification leaves now.
@@ -298,6 +301,13 @@ class NixlTransport(Transport):
             except Exception as error:  # it was posted: `poll` raises this
                 transfer.problem = error
         return transfer
+
+    def _release_unposted(self, handle: int, peer: str) -> None:
+        """Releases a request that could not be posted. Never raises, which would hide why it could not."""
+        try:
+            self._agent.releaseXferReq(handle)
+        except Exception as error:
+            log.warning("a write to %s that was not posted could not be released: %s", peer, error)
 
     def poll(self, transfer: TransferHandle) -> TransferReport | None:
         assert isinstance(transfer, _NixlHandle)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import linecache
 import logging
+import os
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,6 +23,7 @@ import pytest
 import zmq
 from tests.support.caches import Model, Shape, pool
 from tests.support.engines import WAIT_S, Engines, Request, Requests
+from tests.support.tiers import Tier
 from tests.support.waiting import eventually
 
 from kvferry import (
@@ -476,6 +484,71 @@ def test_closing_twice_is_fine():
         closer.join(WAIT_S)
 
 
+class Interrupted(BaseException):
+    """Ctrl-C, at one line of a program."""
+
+
+def interrupted_at(line: int, call: Callable[[], None], files: Sequence[str]) -> bool:
+    """Interrupts a call before the n-th new line of these files that it comes to. Returns whether it got there."""
+    seen: set[tuple[str, int]] = set()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.endswith(tuple(files)):
+            return None
+        # A signal is handled between two calls: never between the last line under a lock and the lock's release.
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not source.lstrip().startswith("with "):
+            seen.add((frame.f_code.co_filename, frame.f_lineno))
+            if len(seen) == line:
+                raise Interrupted
+        return trace
+
+    earlier = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupted:
+        return True
+    finally:
+        sys.settrace(earlier)
+    return False
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_close_that_is_interrupted_anywhere_is_finished_by_the_next(registry_url: str, side: str, tier: Tier):
+    """Ctrl-C reaches the main thread between any two lines."""
+    files = {
+        "prefill": ("endpoint/prefill.py", "endpoint/observing.py", "control/registry_client.py"),
+        "decode": ("endpoint/decode.py", "decode_driver.py", "links.py", "control/ends.py", "control/channel.py"),
+    }[side]
+    before, network, open_files = our_threads(), InProcessNetwork(), []
+    for line in itertools.count(1, tier.amount(quick=3, full=1, long=1)):
+        engine = f"interrupted-{side}-{line}"
+        settings = Settings(registry_url=registry_url, workers=1, close_timeout_s=0.05)
+        transports = FaultyTransport(network), FaultyTransport(network)
+        prefill = PrefillEndpoint(MEMORY.layout, engine=engine, settings=settings, transport=transports[0])
+        decode = DecodeEndpoint(MEMORY.layout, settings=settings, transport=transports[1])
+        assert prefill.wait_registered(WAIT_S)
+        decode.connect(engine, timeout_s=WAIT_S)
+        receiver, sender = decode.open(1, [0], engine="nowhere"), prefill.open(1)
+        endpoint, transport = (prefill, transports[0]) if side == "prefill" else (decode, transports[1])
+        is_interrupted = interrupted_at(line, endpoint.close, files)
+        endpoint.close()
+        assert is_closed(transport), f"interrupted at line {line}"
+        assert not endpoint.is_healthy
+        decode.close()
+        prefill.close()
+        assert our_threads() <= before, f"interrupted at line {line}"
+        for transfer in (receiver, sender):
+            with pytest.raises(TransferAbortedError):
+                transfer.wait(WAIT_S)
+        open_files.append(psutil.Process().num_fds())
+        if not is_interrupted:
+            break
+    assert line > 20, "otherwise nothing was interrupted"
+    assert max(open_files[5:]) <= open_files[2] + 8, str(open_files)  # the registry's connections come and go
+
+
 def test_nothing_works_after_close(pair: Callable[..., Requests]):
     requests = pair()
     done, pending = requests.run(1), requests.new(2)
@@ -517,6 +590,66 @@ def test_who_waits_for_a_connection_is_told_of_the_close(engines: Callable[..., 
     for thread in waiting:
         thread.join(WAIT_S)
     assert len(problems) == 3
+
+
+# ---- in a child -------------------------------------------------------------------------------------------------
+
+
+def in_child(call: Callable[[], object]) -> str:
+    """Calls in a forked child; returns the type and text of what it raised, or what it returned."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process that has threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends a child that hangs
+        try:
+            answer = repr(call())
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writing, answer.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answers:
+        answer = answers.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+def test_a_forked_child_is_told_that_an_endpoint_is_its_parents(pair: Callable[..., Requests]):
+    """Its threads do not exist there: a room would never end."""
+    requests = pair()
+    prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    requests.run(1)
+    for side, call in (
+        ("prefill", lambda: prefill.open(2)),
+        ("decode", lambda: decode.open(2, [0], engine=requests.prefill.name)),
+        ("decode", lambda: decode.connect(requests.prefill.name)),
+    ):
+        says = f"UsageError: this {side} endpoint belongs to process {os.getpid()}, and this is process "
+        assert in_child(call).startswith(says)
+    for close in (decode.close, prefill.close):
+        assert in_child(close) == "None"
+    assert (prefill.open_rooms, decode.open_rooms) == (0, 0)
+    requests.run(2)
+
+
+def test_a_child_that_is_forked_under_an_endpoints_lock_does_not_wait_for_it(pair: Callable[..., Requests]):
+    requests = pair()
+    prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    with prefill._rooms_lock, decode._lock, decode._closers, prefill._closers:
+        for call in (lambda: prefill.open(2), lambda: decode.open(2, [0]), prefill.close, decode.close):
+            assert in_child(call).startswith(("UsageError", "None"))
+
+
+def test_a_forked_child_is_told_that_a_client_is_its_parents(registry_url: str):
+    with RegistryClient(registry_url) as client:
+        client.health()
+        assert in_child(client.health).startswith(
+            f"UsageError: the client of the registry at {registry_url} belongs to"
+        )
+        assert in_child(client.close) == "None"
+        client.health()
 
 
 # ---- starting ---------------------------------------------------------------------------------------------------
@@ -567,6 +700,19 @@ def test_a_registry_address_that_makes_no_sense_is_refused(side: str):
     endpoint = PrefillEndpoint if side == "prefill" else DecodeEndpoint
     with pytest.raises(SettingsError, match=r"registry.local:8998.*it must read like http://127.0.0.1:8998"):
         endpoint(layout, settings=settings, transport=FaultyTransport(network))
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_impossible_engine_name_is_refused_before_anything_is_taken(
+    side: str, registry_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    taken: list[str] = []
+    for name in ("create_transport", "SystemPlatform"):
+        monkeypatch.setattr(f"kvferry.endpoint.{side}.{name}", lambda *_, name=name, **__: taken.append(name))
+    endpoint = PrefillEndpoint if side == "prefill" else DecodeEndpoint
+    with pytest.raises(SettingsError, match="'no name' cannot be an engine's name"):
+        endpoint(MEMORY.layout, engine="no name", settings=Settings(registry_url=registry_url))
+    assert taken == []
 
 
 def test_any_engine_name_makes_an_endpoint_name_that_registries_and_sockets_take():
@@ -624,7 +770,17 @@ def test_impossible_pages_are_refused_by_decode_and_fail_the_room_on_prefill(
     assert requests.prefill.transports[0].posted == 0
 
 
-@pytest.mark.parametrize("room", [-1, 2**63, True, "1", 1.0, None])
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.array])
+def test_whatever_is_an_integer_is_a_room_number(pair: Callable[..., Requests], kind: Callable[[int], Any]):
+    requests = pair()
+    sender = requests.prefill.endpoints[0].open(kind(7))
+    receiver = requests.decode.endpoints[0].open(kind(7), [0], engine=requests.prefill.name)
+    sender.submit([1], last=True)
+    receiver.wait(WAIT_S)
+    assert (type(sender.room), type(receiver.room)) == (int, int)
+
+
+@pytest.mark.parametrize("room", [-1, 2**63, True, np.True_, "1", 1.0, np.float64(1), np.int64(-1), None])
 def test_wrong_room_numbers_are_refused_on_both_sides(pair: Callable[..., Requests], room: int):
     requests = pair()
     with pytest.raises(UsageError, match=r"is not an integer in \[0, 2\*\*63\)"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import numpy as np
 
 from kvferry.applications.bench.commands import BulkTimes, Target
 from kvferry.applications.bench.storage import Storage
+from kvferry.cpus import usable_cpus
 from kvferry.layout import Device
 from kvferry.transport import NixlTransport
 from kvferry.transport.base import PeerMetadata, PreparedList
@@ -63,7 +63,7 @@ class BulkSender:
             targets: where to write, for every receiver.
             nixl_threads: NIXL's worker threads; 0 takes one for every processor.
         """
-        threads = nixl_threads or os.cpu_count() or 1
+        threads = nixl_threads or usable_cpus()
         self._transport = NixlTransport(
             f"bench-bulk-prefill-{rank}-{secrets.token_hex(8)}", backend_parameters={"num_threads": str(threads)}
         )

@@ -22,6 +22,7 @@ from kvferry.applications.bench.limits import BulkReceiver, BulkSender
 from kvferry.applications.bench.options import VARIANTS, BenchOptions, Variant
 from kvferry.applications.bench.pool import Pool, storage_bytes
 from kvferry.applications.bench.storage import Storage, allocate
+from kvferry.cpus import usable_cpus
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
 from kvferry.errors import KVFerryError, PeerDisconnectedError, RegistryError, TransferTimeoutError
 from kvferry.layout import RankCoordinates
@@ -114,7 +115,7 @@ class _SideRank(ABC, Generic[EndpointT, TransferT]):
         self._options = self._planned[case]
         side = self._options.side(self._side_name)
         # Threads to fill and to check with: ranks of one side do so at the same time.
-        self._threads = max(1, (os.cpu_count() or 1) // side.tp_size)
+        self._threads = max(1, usable_cpus() // side.tp_size)
         if self._storage is None:
             size = storage_bytes(self._planned, self._side_name, self._coordinates)
             self._storage = allocate(size, self._options.device)

@@ -33,7 +33,7 @@ from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.outgoing import Fence
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.steps import Step
-from kvferry.engines.vllm.worker import WorkerSide
+from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
 from kvferry.errors import LayoutError, SettingsError
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._engine: str = transfer.engine_id
-        self._settings = Settings(**transfer.kv_connector_extra_config)
+        # Defaults follow from the processors that the endpoints' threads may use, not from the main thread's.
+        self._settings = on_all_processors(lambda: Settings(**transfer.kv_connector_extra_config))
         self._groups = groups_of(kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlock
 from kvferry.errors import KVFerryError
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +201,15 @@ class WorkerSide:
         return PagesToSend(start, tuple(pages[: max(0, most)]))
 
 
-def on_all_processors(function: Callable[[], None]) -> None:
+def on_all_processors(function: Callable[[], Result]) -> Result:
     """Runs a function in a thread that may run where the process's parent may, and so may all threads it starts.
+
+    Returns what it returns.
 
     vLLM binds its workers' main threads to few processors, on CPU to one; threads inherit that.
     """
     with ThreadPoolExecutor(1, "kvferry-vllm-start", initializer=_leave_the_processor) as starter:
-        starter.submit(function).result()
+        return starter.submit(function).result()
 
 
 def _leave_the_processor() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvferry.cpus import usable_cpus
 from kvferry.testing.simulation.circumstances import Limits
 from kvferry.testing.simulation.laws import Law, ViolationError
 from kvferry.testing.simulation.memory import Arena
@@ -77,7 +77,7 @@ def search(seeds: Iterable[int], *, processes: int | None = None, most_violation
         most_violations: after so many the search ends early.
     """
     found, began_at = Findings(), time.monotonic()
-    count = processes or os.cpu_count() or 1
+    count = processes or usable_cpus()
     with multiprocessing.get_context("spawn").Pool(count) as pool:
         for batch in pool.imap_unordered(_run_batch, _batches(seeds)):
             found.schedules += batch.schedules
