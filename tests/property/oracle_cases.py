@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import lcm
 
 from hypothesis import strategies as st
 
@@ -95,12 +96,18 @@ class Context:
         return self.size > 1 and self.kind != "interleaved"
 
     @property
+    def cuts_anywhere(self) -> bool:
+        return self.needs_length and self.kind != "whole pages"
+
+    @property
     def partition(self) -> TokenPartition:
         match self.kind:
             case "interleaved":
                 return interleaved(self.size, self.block)
             case "contiguous":
                 return contiguous(self.size)
+            case "whole pages":
+                return contiguous(self.size, self.block)
             case _:
                 return zigzag(self.size)
 
@@ -320,7 +327,7 @@ _sizes = st.builds(
 _contexts = st.builds(
     Context,
     size=st.sampled_from([1, 1, 2, 3]),
-    kind=st.sampled_from(["interleaved", "contiguous", "zigzag"]),
+    kind=st.sampled_from(["interleaved", "contiguous", "whole pages", "zigzag"]),
     block=st.integers(1, 5),
 )
 
@@ -403,7 +410,7 @@ def with_packed_pages_alike(source: Side, destination: Side, families: tuple[Fam
     contexts = source.context, destination.context
     if contexts[0] == contexts[1]:
         return source, destination
-    if any(context.needs_length for context in contexts):
+    if any(context.cuts_anywhere for context in contexts):
         size = min(contexts[0].size, MOST_RANKS // (destination.tp * len(destination.stages)))
         alike = replace(contexts[0], size=max(1, size))
         return replace(source, context=alike), replace(destination, context=alike)
@@ -415,6 +422,14 @@ def with_packed_pages_alike(source: Side, destination: Side, families: tuple[Fam
         replace(side, context=replace(side.context, block=block * min(2, side.context.block)))
         for side in (source, destination)
     )
+
+
+def with_whole_pages(side: Side) -> Side:
+    """Gives out pages of which those of every pool are parts, where whole pages are given out."""
+    if side.context.kind != "whole pages":
+        return side
+    pages = lcm(side.page_tokens, *(each.page_tokens or 1 for each in side.arrangements.values()))
+    return replace(side, context=replace(side.context, block=pages * min(2, side.context.block)))
 
 
 @st.composite
@@ -430,7 +445,8 @@ def cases(draw: st.DrawFn) -> Case:
         (families + draft, layers + 1) if drafted in ("both", side) else (families, layers)
         for side in ("source", "destination")
     )
-    source, destination = with_packed_pages_alike(draw(sides(*mine)), draw(sides(*theirs)), families)
+    alike = with_packed_pages_alike(draw(sides(*mine)), draw(sides(*theirs)), families)
+    source, destination = map(with_whole_pages, alike)
     can_hide_length = destination.context.size == 1 and not source.context.needs_length
     most_tokens = 3 * max(source.page_tokens, destination.page_tokens)
     drawn = draw(

@@ -51,6 +51,12 @@ def owner(context: Context, position: int, tokens: int) -> int | None:
         case "contiguous":
             part = position // -(-tokens // context.size)
             return part if part < context.size else None
+        case "whole pages":
+            # Page by page: of what does not divide evenly the first ranks have one more.
+            pages = -(-tokens // context.block)
+            owners = [part for part in range(context.size) for page in range(pages) if page % context.size == part]
+            page = position // context.block
+            return owners[page] if page < pages else None
         case _:
             slice_ = position // -(-tokens // (2 * context.size))
             if slice_ < context.size:

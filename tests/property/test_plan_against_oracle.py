@@ -166,6 +166,13 @@ NAMED = {
     "zigzag to zigzag of another size": case(
         ATTENTION, GQA, {"context": Context(2, "zigzag")}, {"context": Context(3, "zigzag")}, Room(tokens=19, prefix=3)
     ),
+    "whole pages to another number of them": case(
+        ATTENTION,
+        GQA,
+        {"context": Context(3, "whole pages", 4), "page_tokens": 4},
+        {"context": Context(2, "whole pages", 2), "page_tokens": 2},
+        Room(tokens=19, prefix=3),
+    ),
     "zigzag to its like, where pages are of unlike sizes": case(
         ATTENTION,
         GQA,
@@ -219,6 +226,9 @@ def test_the_oracle_gives_every_index_to_a_rank_and_every_rank_an_index(size: in
     [
         (Context(2, "interleaved", 2), 7, [[0, 1, 4, 5], [2, 3, 6]]),
         (Context(3, "contiguous"), 7, [[0, 1, 2], [3, 4, 5], [6]]),
+        (Context(3, "whole pages", 2), 7, [[0, 1, 2, 3], [4, 5], [6]]),
+        (Context(3, "whole pages", 4), 45, [[*range(16)], [*range(16, 32)], [*range(32, 45)]]),
+        (Context(3, "whole pages", 4), 7, [[0, 1, 2, 3], [4, 5, 6], []]),
         (Context(2, "zigzag"), 7, [[0, 1, 6], [2, 3, 4, 5]]),
         (Context(1, "contiguous"), 3, [[0, 1, 2]]),
     ],

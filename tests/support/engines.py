@@ -159,6 +159,12 @@ def _chosen(shape: Shape | None, ranks: Sequence[int] | None) -> list[RankCoordi
     return [each for each in (shape or Shape()).coordinates() if ranks is None or each.engine_rank in ranks]
 
 
+def share_tokens(memory: Pool, request: Request) -> int | None:
+    """How many of a request's tokens a rank holds, where it must say it: counted out one by one."""
+    share = memory.layout.tokens
+    return len(positions_of(share, request.tokens)) if share.partition.depends_on_length else None
+
+
 class Requests:
     """Requests of one data-parallel group of a prefill engine, to one of a decode engine."""
 
@@ -209,7 +215,7 @@ class Requests:
         Args:
             says_tokens: whether the decode side says how long the request is.
         """
-        for (_, endpoint), kept in zip(self._destinations, request.destination, strict=True):
+        for (memory, endpoint), kept in zip(self._destinations, request.destination, strict=True):
             by_group = {name: each.pages for name, each in kept.items()}
             receiver = endpoint.open(
                 request.room,
@@ -218,14 +224,16 @@ class Requests:
                 prefill_dp_rank=self._prefill_dp_rank,
                 prefix_tokens=request.prefix_tokens,
                 tokens=request.tokens if says_tokens else None,
+                share_tokens=share_tokens(memory, request) if says_tokens else None,
             )
             request.receivers.append(receiver)
 
     def open_prefill(self, request: Request) -> None:
         """Opens the room on every prefill rank, which says the length where it must."""
         for memory, endpoint in self._sources:
-            tokens = request.tokens if memory.layout.tokens.partition.depends_on_length else None
-            request.senders.append(endpoint.open(request.room, tokens=tokens))
+            share = share_tokens(memory, request)
+            tokens = None if share is None else request.tokens
+            request.senders.append(endpoint.open(request.room, tokens=tokens, share_tokens=share))
 
     def submit(
         self, request: Request, start: int = 0, stop: int | None = None, *, last: bool = True, aux: bytes = b"token"

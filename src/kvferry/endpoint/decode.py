@@ -25,7 +25,7 @@ from kvferry.errors import (
 )
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
-from kvferry.plan import check_token_share
+from kvferry.plan import check_share_tokens, check_token_share
 from kvferry.protocol.chunks import AnyPages
 from kvferry.protocol.demands import demands_of
 from kvferry.protocol.link import Identity, LinkKey
@@ -147,6 +147,7 @@ class DecodeEndpoint:
         prefill_dp_rank: int = 0,
         prefix_tokens: int = 0,
         tokens: int | None = None,
+        share_tokens: int | None = None,
     ) -> Receiver:
         """Asks a prefill engine for a request's cache. Returns at once and does no I/O.
 
@@ -167,28 +168,40 @@ class DecodeEndpoint:
                 one that holds the next token, and what they hold before it stays as it is.
             tokens: how many tokens the request has. Without it the last page counts as full. Needed with context
                 parallelism, and with windows unless their `GroupPages` say where they start.
+            share_tokens: how many of these, the prefix included, the engine keeps on this rank, by its own count;
+                compared with the layout's. Needed where context parallelism divides a request by its length, since
+                engines round in more than one way.
 
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
             QueueFullError: if so many rooms are open that another one would be too many.
-            PageError: if page numbers are wrong, not as many as the tokens take, or the prefix ends inside a packed
-                page.
-            UsageError: if the room's number is out of range, or the process was forked from the endpoint's.
+            PageError: if page numbers are wrong, not as many as the tokens take, the prefix ends inside a packed page,
+                or the layout gives this rank another number of tokens than share_tokens.
+            UsageError: if the room's number is out of range, share_tokens is needed and None, or the process was forked
+                from the endpoint's.
             SettingsError: if no engine can have that name.
             EndpointClosedError: if the endpoint was closed.
         """
         self._process.check(_OWNED)
         try:
-            return self._open(checked_room(room), pages, engine, prefill_dp_rank, prefix_tokens, tokens)
+            return self._open(checked_room(room), pages, engine, prefill_dp_rank, prefix_tokens, tokens, share_tokens)
         except KVFerryError as error:
             self._telemetry.observer.refused(error)
             raise
 
     def _open(
-        self, room: int, pages: AnyPages, engine: str, prefill_dp_rank: int, prefix_tokens: int, tokens: int | None
+        self,
+        room: int,
+        pages: AnyPages,
+        engine: str,
+        prefill_dp_rank: int,
+        prefix_tokens: int,
+        tokens: int | None,
+        share_tokens: int | None,
     ) -> Receiver:
         check_engine_name(engine)
         groups = demands_of(self.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=f"room {room}")
+        check_share_tokens(self.layout.tokens, tokens, share_tokens, where=f"room {room}")
         if prefill_dp_rank < 0:
             raise LayoutError(f"room {room}: prefill_dp_rank is {prefill_dp_rank}: it must not be negative")
         now = self._platform.now()

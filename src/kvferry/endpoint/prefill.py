@@ -37,7 +37,7 @@ from kvferry.errors import (
 )
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side, StagingStatus
-from kvferry.plan import check_token_share
+from kvferry.plan import check_share_tokens, check_token_share
 from kvferry.protocol import messages
 from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.moves import request_of
@@ -293,7 +293,7 @@ class PrefillEndpoint:
         with self._rooms_lock:
             return len(self._table.rooms)
 
-    def open(self, room: SupportsIndex, *, tokens: int | None = None) -> Sender:
+    def open(self, room: SupportsIndex, *, tokens: int | None = None, share_tokens: int | None = None) -> Sender:
         """Opens a room: this rank will send a request's cache under this number. Does no I/O.
 
         Args:
@@ -302,27 +302,31 @@ class PrefillEndpoint:
                 transfer failed before every decode rank had opened it, the number rests for bootstrap_timeout_s more.
             tokens: how many tokens the request has, compared with the decode side's number. Needed where context
                 parallelism divides a request by its length: there another length would mean other tokens.
+            share_tokens: how many of these the engine keeps on this rank, by its own count; compared with the layout's.
+                Needed where tokens is, since engines round in more than one way.
 
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
             QueueFullError: if so many rooms are open that another one would be too many.
-            UsageError: if the number is out of range, tokens is needed and None, or the process was forked from the
-                endpoint's.
+            UsageError: if the number is out of range, tokens or share_tokens is needed and None, or the process was
+                forked from the endpoint's.
+            PageError: if the layout gives this rank another number of tokens than share_tokens.
             EndpointClosedError: if the endpoint was closed.
         """
         self._process.check(_OWNED)
         try:
-            return self._open(checked_room(room), tokens)
+            return self._open(checked_room(room), tokens, share_tokens)
         except KVFerryError as error:
             self._observer.refused(error)
             raise
 
-    def _open(self, room: int, tokens: int | None) -> Sender:
+    def _open(self, room: int, tokens: int | None, share_tokens: int | None) -> Sender:
         if tokens is None and self.layout.tokens.partition.depends_on_length:
             raise UsageError(
                 f"room {room}: this rank's share of a request depends on its length ({self.layout.tokens.partition}): "
                 "say how many tokens it has (tokens=...)"
             )
+        check_share_tokens(self.layout.tokens, tokens, share_tokens, where=f"room {room}")
         machine = SenderMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=self._now(), tokens=tokens)
         with self._rooms_lock:
             if self._is_closed:

@@ -6,7 +6,7 @@ rows that a transport prepares once and page numbers select, `pair` puts these t
 estimates which path is faster, `compatibility` says why two sides cannot exchange caches, and `proof` checks all of it.
 """
 
-from kvferry.plan.compatibility import check_exchangeable, check_token_share
+from kvferry.plan.compatibility import check_exchangeable, check_share_tokens, check_token_share
 from kvferry.plan.cost import Choice, PathCosts, TransferPath, WriteSize, choose
 from kvferry.plan.descriptors import DescriptorRows, Selector, descriptor_rows, selectors
 from kvferry.plan.lowering import Runs, lower
@@ -43,6 +43,7 @@ __all__ = [
     "Units",
     "WriteSize",
     "check_exchangeable",
+    "check_share_tokens",
     "check_token_share",
     "choose",
     "descriptor_rows",

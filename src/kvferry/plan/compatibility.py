@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvferry.errors import IncompatiblePeerError, LayoutError
-from kvferry.layout import Component, Entry, RankCoordinates, RankLayout, Shard
+from kvferry.errors import IncompatiblePeerError, LayoutError, PageError, UsageError
+from kvferry.layout import Component, Entry, RankCoordinates, RankLayout, Shard, TokenShare
 from kvferry.layout.interval import overlap
 from kvferry.plan.routes import route_between
 
@@ -68,8 +68,8 @@ def _uncuttable_pages(
         route = route_between(source, here.group, destination, there.group)
         pages = here.paging.page_tokens, there.paging.page_tokens
         is_same_partition = source.tokens.partition == destination.tokens.partition
-        needs_length = source.tokens.partition.depends_on_length or destination.tokens.partition.depends_on_length
-        if route.unit_tokens != pages[0] or pages[0] != pages[1] or (needs_length and not is_same_partition):
+        is_cut_anywhere = None in (source.tokens.partition.cut_tokens, destination.tokens.partition.cut_tokens)
+        if route.unit_tokens != pages[0] or pages[0] != pages[1] or (is_cut_anywhere and not is_same_partition):
             yield (
                 f"layout of {here.component.name!r}: {_form(here.component)} cannot be cut between tokens, but "
                 f"{source_name} has pages of {pages[0]} tokens ({source.tokens.partition}) and {destination_name} "
@@ -99,15 +99,57 @@ def _window(component: Component) -> str:
 
 
 def check_token_share(layout: RankLayout, coordinates: RankCoordinates) -> None:
-    """Compares the tokens that a layout holds with the rank's place under context parallelism.
+    """Compares the tokens that a layout holds with the rank's place under context parallelism, and with its pages.
 
     Raises:
         LayoutError: if they disagree, naming both.
     """
+    given_out = layout.tokens.partition.page_tokens
+    for group in layout.groups:
+        if given_out is not None and not group.has_slots and given_out % group.page_tokens:
+            raise LayoutError(
+                f"context parallelism gives out whole pages of {given_out} tokens, but pages of group {group.name!r} "
+                f"have {group.page_tokens}: give contiguous(cp_size, page_tokens) the size of the engine's pages"
+            )
     parts, part = layout.tokens.partition.num_parts, layout.tokens.part
     if (parts, part) != (coordinates.cp_size, coordinates.cp_rank):
         raise LayoutError(
             f"the layout holds part {part} of {parts} parts of every request's tokens, but the rank has cp_rank "
             f"{coordinates.cp_rank} of cp_size {coordinates.cp_size}; give RankLayout the rank's share, such as "
             "tokens=TokenShare(interleaved(cp_size), cp_rank)"
+        )
+
+
+def check_share_tokens(share: TokenShare, tokens: int | None, share_tokens: int | None, *, where: str) -> None:
+    """Compares how many tokens of a request a rank holds by its engine's count with what its layout says.
+
+    Where a rank's share follows from the request's length, engines round in more than one way, and often to as many
+    pages: a layout that names another way than the engine's would send other tokens' bytes, and nothing would show it.
+
+    Args:
+        share: the layout's.
+        tokens: how many tokens the request has.
+        share_tokens: how many of them this rank holds, by the engine's count.
+        where: begins error messages.
+
+    Raises:
+        UsageError: if a number is needed and None.
+        PageError: if the two differ, naming both.
+    """
+    partition = share.partition
+    if share_tokens is None:
+        if partition.depends_on_length:
+            raise UsageError(
+                f"{where}: this rank's share of a request follows from its length ({partition}): say how many tokens "
+                "of it the engine keeps on this rank (share_tokens=...), so that a layout that counts otherwise shows"
+            )
+        return
+    if tokens is None:
+        raise UsageError(f"{where}: share_tokens is {share_tokens}: say how many tokens the request has (tokens=...)")
+    expected = share.held_before(tokens, block=partition.block(tokens))
+    if share_tokens != expected:
+        raise PageError(
+            f"{where}: of {tokens} tokens this rank holds {share_tokens} by its engine's count, {expected} by its "
+            f"layout ({partition}): both must count alike, or other tokens would be sent. An engine that gives out "
+            "whole pages has the layout contiguous(cp_size, page_tokens)"
         )

@@ -15,12 +15,14 @@ from functools import lru_cache
 from math import gcd, lcm, prod
 from operator import sub
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import KVFerryError
 from kvferry.layout import Component, Entry, RankLayout, Shard, TokenPartition, TokenShare
 from kvferry.layout.interval import covers, volume
+from kvferry.layout.tokens import BlockLength
 from kvferry.plan.lowering import PageSteps, Runs, lower
 from kvferry.plan.pieces import Piece, SourceGroup, elect_writer
 from kvferry.plan.routes import Demand, Route, route_between, segments_between, units_of
@@ -29,6 +31,7 @@ _MOST_TOKENS_LOOKED_AT = 1 << 16
 _MOST_STEPS_LOOKED_AT = 1 << 20
 _TOKENS_OF_A_SAMPLE = 1024
 _LONGEST_BLOCK_LOOKED_AT = 64
+_LONGEST_PAGE_LOOKED_AT = 4
 
 
 class ProofError(KVFerryError):
@@ -135,10 +138,26 @@ def _prove_partition(partition: TokenPartition) -> None:
     """Proves that every position of a cycle has one owner, and that owners number theirs without gaps.
 
     Two cycles suffice, since each repeats the one before; where a block follows from the request's length, or is very
-    long, any block shows the pattern.
+    long, any block shows the pattern. Whole pages are looked at where some blocks have none, all as many, or some more.
     """
-    block = min(partition.block_tokens or 3, _LONGEST_BLOCK_LOOKED_AT)
-    positions = np.arange(2 * block * len(partition.pattern), dtype=np.int64)
+    if partition.page_tokens is None:
+        _prove_blocks(partition, BlockLength(min(partition.block_tokens or 3, _LONGEST_BLOCK_LOOKED_AT)))
+        return
+    page, blocks = min(partition.page_tokens, _LONGEST_PAGE_LOOKED_AT), len(partition.pattern)
+    for pages in (blocks // 2, blocks, blocks + 1, 2 * blocks - 1):
+        block = msgspec.structs.replace(partition, page_tokens=page).block(pages * page)
+        _prove_blocks(partition, block)
+        of_blocks = [len(each) for each in np.array_split(np.arange(pages), blocks)]
+        right = np.repeat(np.repeat(partition.pattern, of_blocks), page)
+        for part in range(partition.num_parts):
+            held = TokenShare(partition, part).holds(np.arange(pages * page, dtype=np.int64), block=block)
+            if not np.array_equal(held, right == part):
+                raise ProofError(f"part {part} of {partition} has other tokens of {pages} pages than its own")
+
+
+def _prove_blocks(partition: TokenPartition, block: BlockLength) -> None:
+    """Proves a partition of requests with blocks of a length."""
+    positions = np.arange(2 * block.cycle(len(partition.pattern)), dtype=np.int64)
     owners = np.zeros(len(positions), np.int64)
     for part in range(partition.num_parts):
         share = TokenShare(partition, part)
@@ -166,7 +185,7 @@ def _parts_met(partition: TokenPartition, share: TokenShare) -> tuple[int, ...]:
     every = tuple(range(partition.num_parts))
     if partition.depends_on_length or share.partition.depends_on_length:
         return every
-    blocks = partition.block(None), share.partition.block(None)
+    blocks = partition.block(None).tokens, share.partition.block(None).tokens
     step = gcd(*blocks)
     patterns = partition.pattern, share.partition.pattern
     steps = lcm(*(len(pattern) * (block // step) for pattern, block in zip(patterns, blocks, strict=True)))
@@ -183,7 +202,7 @@ def _common_cycle(one: TokenPartition, other: TokenPartition) -> int | None:
     """Returns after how many tokens both partitions repeat; None if that depends on the request, or is too many."""
     if one.depends_on_length or other.depends_on_length:
         return None
-    cycle = lcm(*(partition.block(None) * len(partition.pattern) for partition in (one, other)))
+    cycle = lcm(*(partition.block(None).tokens * len(partition.pattern) for partition in (one, other)))
     return cycle if cycle <= _MOST_TOKENS_LOOKED_AT else None
 
 

@@ -69,8 +69,8 @@ def unit_tokens(
     if source_share.partition == destination_share.partition:
         return unit
     for share in (source_share, destination_share):
-        if not share.partition.is_whole and share.partition.block_tokens is not None:
-            unit = gcd(unit, share.partition.block_tokens)
+        if not share.partition.is_whole and share.partition.cut_tokens is not None:
+            unit = gcd(unit, share.partition.cut_tokens)
     return unit
 
 
@@ -114,8 +114,8 @@ def segments_between(route: Route, demand: Demand, *, first: int, stop: int, req
     """Returns what is sent of the source's local positions [first, stop).
 
     Ends are widened to whole units as far as the receiver allows: what lies behind the request's last token in its
-    page, or before a window in its page, belongs to the request as well. Only where both sides partition tokens
-    differently and by the request's length, so that units may lie apart, nothing is widened.
+    page, or before a window in its page, belongs to the request as well. Only where the sides partition tokens
+    differently, and one of them may cut between any two, so that units may lie apart, nothing is widened.
     """
     source, destination = route.source_share, route.destination_share
     if source.partition == destination.partition:
@@ -123,7 +123,7 @@ def segments_between(route: Route, demand: Demand, *, first: int, stop: int, req
     source_block = source.partition.block(request_tokens)
     destination_block = destination.partition.block(request_tokens)
     low, high = demand.start, demand.stop
-    if low < high and not (source.partition.depends_on_length or destination.partition.depends_on_length):
+    if low < high and None not in (source.partition.cut_tokens, destination.partition.cut_tokens):
         low, high = _widened(low, high, demand.held, route.unit_tokens)
     low = max(low, source.position(first, block=source_block))
     high = min(high, source.position(stop - 1, block=source_block) + 1) if stop > first else low

@@ -29,7 +29,16 @@ class TakenPages(GroupPages):
 
 def positions_of(share: TokenShare, tokens: int) -> list[int]:
     """The positions of a request that a rank holds, counted out one by one, without kvferry's arithmetic."""
-    pattern, block = share.partition.pattern, share.partition.block_tokens
+    pattern, block, page = share.partition.pattern, share.partition.block_tokens, share.partition.page_tokens
+    if page is not None:
+        # Pages are given out one after the other: to every block as many, and of what is left one each to the first.
+        num_pages = -(-tokens // page)
+        parts = [
+            part
+            for number, part in enumerate(pattern)
+            for _ in range(num_pages // len(pattern) + (number < num_pages % len(pattern)))
+        ]
+        return [position for position in range(tokens) if parts[position // page] == share.part]
     if block is None:
         block = max(1, (tokens + len(pattern) - 1) // len(pattern))
     return [position for position in range(tokens) if pattern[position // block % len(pattern)] == share.part]

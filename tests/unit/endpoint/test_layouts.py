@@ -322,6 +322,13 @@ def test_layers_of_a_draft_model_travel_only_where_both_sides_have_them(
     [
         pytest.param(partitioned(contiguous(2)), pages(4), id="contiguous2-to-1"),
         pytest.param(pages(4), partitioned(contiguous(3)), id="1-to-contiguous3"),
+        pytest.param(partitioned(contiguous(3, 4)), pages(4), id="whole-pages3-to-1"),
+        pytest.param(partitioned(contiguous(3, 4)), pages(16), id="whole-pages3-to-1-pages-4-to-16"),
+        pytest.param(pages(4), partitioned(contiguous(3, 4), tp=2), id="1-to-whole-pages3-tp2"),
+        pytest.param(
+            partitioned(contiguous(2, 8), 8), partitioned(contiguous(3, 4)), id="whole-pages2-to-whole-pages3"
+        ),
+        pytest.param(partitioned(zigzag(2)), partitioned(contiguous(2, 4)), id="zigzag2-to-whole-pages2"),
         pytest.param(partitioned(interleaved(2)), pages(4), id="interleaved2-to-1"),
         pytest.param(pages(4), partitioned(interleaved(2)), id="1-to-interleaved2"),
         pytest.param(partitioned(interleaved(2, 4)), pages(4), id="interleaved2x4-to-1"),
@@ -379,14 +386,81 @@ def test_a_prefill_rank_whose_share_depends_on_the_length_says_it(pair: Callable
     prefill = pair(PLAIN, partitioned(contiguous(2)), pages(4)).prefill.endpoints[0]
     with pytest.raises(UsageError, match=r"depends on its length .* say how many tokens it has \(tokens=...\)"):
         prefill.open(1)
-    prefill.open(1, tokens=8).abort()
+    with pytest.raises(UsageError, match=r"room 1: this rank's share .* how many tokens .* \(share_tokens=...\)"):
+        prefill.open(1, tokens=8)
+    prefill.open(1, tokens=8, share_tokens=4).abort()
+
+
+def test_a_share_can_be_compared_only_with_a_length(pair: Callable[..., Requests]):
+    requests = pair(PLAIN, partitioned(interleaved(2)), pages(4))
+    prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    for opening in (lambda: prefill.open(1, share_tokens=4), lambda: decode.open(1, [0], share_tokens=4)):
+        with pytest.raises(UsageError, match=r"room 1: share_tokens is 4: say how many tokens .* \(tokens=...\)"):
+            opening()
+    with pytest.raises(PageError, match="of 9 tokens this rank holds 4 by its engine's count, 5 by its layout"):
+        prefill.open(1, tokens=9, share_tokens=4)
+    prefill.open(1, tokens=9, share_tokens=5).abort()
+
+
+BYTES = Model(layers=1, heads=1, head_dim=4, dtype="uint8")
+
+
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_an_engine_that_gives_out_whole_pages_is_not_taken_for_one_that_divides_by_token(
+    pair: Callable[..., Requests], path: str
+):
+    """45 tokens in pages of 4 are 4 pages on each of 3 ranks, whether these have 16, 16 and 13 tokens or 15 each.
+
+    Without the engine's own count both sides went on, and two thirds of the bytes were those of other tokens.
+    """
+    requests = pair(BYTES, partitioned(contiguous(3)), pages(4), path=path)
+    request = requests.request(1, 45)
+    requests.open_decode(request, says_tokens=True)
+    for endpoint, share_tokens in zip(requests.prefill.endpoints, (16, 16, 13), strict=True):
+        with pytest.raises(PageError, match=rf"of 45 tokens this rank holds {share_tokens} by its engine's count, 15 "):
+            endpoint.open(1, tokens=45, share_tokens=share_tokens)
+    request.receivers[0].abort()
+    assert request.receivers[0].wait_pages_reusable(WAIT_S)
+    requests.run_tokens(2, 45)
+
+
+@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (partitioned(contiguous(3, 4)), pages(4)),
+        (pages(4), partitioned(contiguous(3, 4))),
+        (partitioned(contiguous(3, 4)), partitioned(contiguous(3))),
+    ],
+    ids=["3-to-1", "1-to-3", "to-others-by-token"],
+)
+def test_whole_pages_that_are_given_out_arrive_at_their_places(
+    pair: Callable[..., Requests], path: str, prefill: Shape, decode: Shape
+):
+    requests = pair(BYTES, prefill, decode, path=path)
+    for room, tokens in enumerate((45, 40, 37, 4, 1, 9)):
+        requests.wipe()
+        request = requests.request(room, tokens)
+        requests.open_decode(request, says_tokens=True)
+        requests.open_prefill(request)
+        requests.advance(request, tokens // 2)
+        requests.advance(request, tokens)
+        request.wait()
+        requests.check_every_byte(request)
+
+
+def test_pages_that_are_given_out_are_those_of_the_pool(pair: Callable[..., Requests]):
+    for size in (16, 6):
+        with pytest.raises(LayoutError, match=f"whole pages of 4 tokens, but pages of group 'kv' have {size}: give"):
+            pair(PLAIN, partitioned(contiguous(2, 4), size), pages(4))
+    pair(PLAIN, partitioned(contiguous(2, 16), 8), pages(4)).run_tokens(1, 37)
 
 
 def test_sides_that_count_other_tokens_learn_it_from_each_other(pair: Callable[..., Requests]):
     """One token more or less would shift half of the request, unseen, where its length says who holds what."""
     requests = pair(PLAIN, partitioned(contiguous(2)), pages(4))
     request = requests.request(1, 15)
-    request.senders += [endpoint.open(1, tokens=16) for endpoint in requests.prefill.endpoints]
+    request.senders += [endpoint.open(1, tokens=16, share_tokens=8) for endpoint in requests.prefill.endpoints]
     requests.open_decode(request, says_tokens=True)
     request.wait_ended()
     for transfer in (*request.senders, *request.receivers):
@@ -435,6 +509,9 @@ def test_a_layout_that_holds_other_tokens_than_the_coordinates_say_is_refused(
         pytest.param(pages(4, tp=2), partitioned(interleaved(2, 4)), id="tp2-to-interleaved2"),
         pytest.param(partitioned(interleaved(2, 4)), partitioned(interleaved(3, 4)), id="interleaved2-to-interleaved3"),
         pytest.param(partitioned(contiguous(2)), partitioned(contiguous(2), tp=2), id="contiguous2-to-contiguous2-tp2"),
+        pytest.param(partitioned(contiguous(3, 4)), pages(4), id="whole-pages3-to-1"),
+        pytest.param(partitioned(contiguous(3, 4)), partitioned(contiguous(2, 4)), id="whole-pages3-to-whole-pages2"),
+        pytest.param(partitioned(interleaved(2, 4)), partitioned(contiguous(3, 4)), id="interleaved2-to-whole-pages3"),
     ],
 )
 def test_packed_pages_are_cut_by_head_and_moved_whole(pair: Callable[..., Requests], prefill: Shape, decode: Shape):

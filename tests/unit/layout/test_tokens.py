@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from math import lcm
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,18 +14,25 @@ from hypothesis import strategies as st
 
 from kvferry.errors import LayoutError, UsageError
 from kvferry.layout import TokenPartition, TokenShare, contiguous, interleaved, zigzag
-from kvferry.layout.tokens import parts_met
+from kvferry.layout.tokens import BlockLength, parts_met
 
 
 def shares_may_meet(one: TokenShare, other: TokenShare) -> bool:
     return one.part in parts_met(one.partition, other)
 
 
-def owners(partition: TokenPartition, tokens: int, block: int) -> list[int]:
+def owners(partition: TokenPartition, tokens: int) -> list[int]:
     """The part that gets each position, partitioned like cards."""
-    dealt: list[int] = []
+    pattern, page, block = partition.pattern, partition.page_tokens, partition.block_tokens
+    if page is not None:
+        pages = np.array_split(np.arange(-(-tokens // page)), len(pattern))
+        dealt = [part for part, mine in zip(pattern, pages, strict=True) for _ in range(len(mine) * page)]
+        return dealt[:tokens]
+    if block is None:
+        block = max(1, -(-tokens // len(pattern)))
+    dealt = []
     while len(dealt) < tokens:
-        for part in partition.pattern:
+        for part in pattern:
             dealt += [part] * block
     return dealt[:tokens]
 
@@ -33,7 +41,9 @@ def owners(partition: TokenPartition, tokens: int, block: int) -> list[int]:
 def partitions(draw: st.DrawFn) -> TokenPartition:
     size = draw(st.integers(1, 5))
     pattern = [*range(size), *draw(st.lists(st.integers(0, size - 1), max_size=4))]
-    return TokenPartition(tuple(draw(st.permutations(pattern))), draw(st.none() | st.integers(1, 6)))
+    in_order = tuple(draw(st.permutations(pattern)))
+    block, page = draw(st.tuples(st.none() | st.integers(1, 6), st.none()) | st.tuples(st.none(), st.integers(1, 6)))
+    return TokenPartition(in_order, block, page)
 
 
 @st.composite
@@ -44,21 +54,21 @@ def shares(draw: st.DrawFn) -> TokenShare:
 
 # --- partitions
 
+TO_ONE_PART = (contiguous(1), contiguous(1, 16), interleaved(1, 16), zigzag(1), TokenPartition((0, 0, 0), None))
+
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_kinds_of_context_parallelism(size: int):
-    assert owners(interleaved(size), 2 * size, 1) == [*range(size), *range(size)]
+    assert owners(interleaved(size), 2 * size) == [*range(size), *range(size)]
     tokens = 6 * size
-    assert owners(contiguous(size), tokens, contiguous(size).block(tokens)) == [
-        part for part in range(size) for _ in range(6)
-    ]
+    assert owners(contiguous(size), tokens) == [part for part in range(size) for _ in range(6)]
     parts = [part for part in range(size) for _ in range(3)]
-    assert owners(zigzag(size), tokens, zigzag(size).block(tokens)) == parts + parts[::-1]
+    assert owners(zigzag(size), tokens) == parts + parts[::-1]
 
 
 def test_blocks_of_tokens_go_round_robin():
     partition = interleaved(2, 3)
-    assert owners(partition, 12, partition.block(None)) == [0, 0, 0, 1, 1, 1] * 2
+    assert owners(partition, 12) == [0, 0, 0, 1, 1, 1] * 2
     assert (partition.num_parts, partition.is_whole, partition.depends_on_length) == (2, False, False)
 
 
@@ -83,12 +93,54 @@ def test_one_cycle_over_a_request_needs_its_length(kind: type):
     ],
 )
 def test_a_block_is_as_long_as_one_cycle_needs(partition: TokenPartition, tokens: int, block: int):
-    assert partition.block(tokens) == block
+    assert partition.block(tokens) == BlockLength(block)
 
 
 @pytest.mark.parametrize(
-    "partition", [TokenPartition(), contiguous(1), interleaved(1, 16), zigzag(1), TokenPartition((0, 0, 0), None)]
+    ("size", "pages", "tokens", "ranges"),
+    [
+        (3, 10, 40, [(0, 16), (16, 28), (28, 40)]),
+        (3, 10, 37, [(0, 16), (16, 28), (28, 37)]),
+        (3, 12, 45, [(0, 16), (16, 32), (32, 45)]),
+        (3, 11, 44, [(0, 16), (16, 32), (32, 44)]),
+        (3, 3, 12, [(0, 4), (4, 8), (8, 12)]),
+        (3, 2, 5, [(0, 4), (4, 5), (5, 5)]),
+        (3, 1, 4, [(0, 4), (4, 4), (4, 4)]),
+        (2, 0, 0, [(0, 0), (0, 0)]),
+    ],
 )
+def test_whole_pages_are_given_out_evenly_and_the_first_parts_get_one_more(
+    size: int, pages: int, tokens: int, ranges: list[tuple[int, int]]
+):
+    partition = contiguous(size, page_tokens=4)
+    assert -(-tokens // 4) == pages
+    block = partition.block(tokens)
+    for part, (start, stop) in enumerate(ranges):
+        held = TokenShare(partition, part).holds(np.arange(tokens, dtype=np.int64), block=block)
+        assert np.flatnonzero(held).tolist() == list(range(start, stop))
+    assert partition.depends_on_length
+    assert partition != contiguous(size)
+
+
+def test_whole_pages_take_no_longer_in_a_long_request():
+    block = contiguous(3, page_tokens=4).block(4 * (3 * 2**40 + 1))
+    assert block == BlockLength(4 * 2**40, longer=1, more=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (((0, 1), None, 0), "page_tokens is 0: a page has 1 to 4294967296 tokens"),
+        (((0, 1), None, 2**32 + 1), "page_tokens is 4294967297"),
+        (((0, 1), 16, 16), "blocks of 16 tokens and whole pages of 16"),
+    ],
+)
+def test_impossible_pages_are_refused(arguments: Any, says: str):
+    with pytest.raises(LayoutError, match=says):
+        TokenPartition(*arguments)
+
+
+@pytest.mark.parametrize("partition", [TokenPartition(), *TO_ONE_PART])
 def test_a_single_part_holds_every_token_of_any_request(partition: TokenPartition):
     assert (partition.num_parts, partition.is_whole, partition.depends_on_length) == (1, True, False)
     share = TokenShare(partition)
@@ -100,7 +152,7 @@ def test_a_single_part_holds_every_token_of_any_request(partition: TokenPartitio
     assert str(partition) == "every token"
 
 
-@pytest.mark.parametrize("partition", [contiguous(1), interleaved(1, 16), zigzag(1), TokenPartition((0, 0, 0), None)])
+@pytest.mark.parametrize("partition", TO_ONE_PART)
 def test_all_dealings_to_a_single_part_are_equal(partition: TokenPartition):
     """Otherwise two sides without context parallelism would seem to partition tokens differently."""
     assert partition == TokenPartition()
@@ -135,7 +187,7 @@ def test_local_positions_of_a_long_pattern_cost_no_table():
     share = TokenShare(interleaved(2**14), 3)
     positions = np.arange(2**16, dtype=np.int64)
     tracemalloc.start()
-    local = share.local(positions, block=1)
+    local = share.local(positions, block=BlockLength(1))
     assert tracemalloc.get_traced_memory()[1] < 64 * positions.nbytes
     tracemalloc.stop()
     assert np.array_equal(local, np.cumsum(positions % 2**14 == 3) - (positions % 2**14 == 3))
@@ -156,6 +208,7 @@ def test_a_part_that_does_not_exist_is_refused(part: int):
 def test_dealings_in_words():
     assert str(interleaved(3, 16)) == "blocks of 16 tokens over parts [0, 1, 2]"
     assert str(contiguous(2)) == "one cycle over parts [0, 1]"
+    assert str(contiguous(2, 16)) == "one cycle of whole pages of 16 tokens over parts [0, 1]"
     assert str(zigzag(2)) == "one cycle over parts [0, 1, 1, 0]"
 
 
@@ -165,7 +218,7 @@ def test_dealings_in_words():
 @given(shares(), st.integers(0, 80))
 def test_a_share_numbers_the_positions_that_it_holds(share: TokenShare, tokens: int):
     block = share.partition.block(tokens)
-    dealt = owners(share.partition, tokens, block)
+    dealt = owners(share.partition, tokens)
     mine = [position for position, part in enumerate(dealt) if part == share.part]
     positions = np.arange(tokens, dtype=np.int64)
     assert np.flatnonzero(share.holds(positions, block=block)).tolist() == mine
@@ -179,7 +232,7 @@ def test_a_share_numbers_the_positions_that_it_holds(share: TokenShare, tokens: 
 def test_ranges_are_the_blocks_that_a_share_holds(share: TokenShare, low: int, high: int):
     block = share.partition.block(80)
     starts, stops = share.ranges(low, high, block=block)
-    dealt = owners(share.partition, 80, block)
+    dealt = owners(share.partition, 80)
     found = [position for start, stop in zip(starts, stops, strict=True) for position in range(start, stop)]
     if low < high:
         assert found == [position for position in range(low, high) if dealt[position] == share.part]
@@ -205,8 +258,8 @@ def test_every_position_has_one_owner(partition: TokenPartition, tokens: int):
 def some_request_shows_that_they_meet(one: TokenShare, other: TokenShare, longest: int) -> bool:
     for tokens in range(1, longest + 1):
         both = zip(
-            owners(one.partition, tokens, one.partition.block(tokens)),
-            owners(other.partition, tokens, other.partition.block(tokens)),
+            owners(one.partition, tokens),
+            owners(other.partition, tokens),
             strict=True,
         )
         if (one.part, other.part) in both:
@@ -230,13 +283,13 @@ def test_shares_of_fixed_blocks_are_apart_if_no_request_shows_otherwise(one: Tok
         return
     cycles = [len(each.partition.pattern) * each.partition.block_tokens for each in (one, other)]  # type: ignore[operator]
     tokens = lcm(*cycles)
-    ours, theirs = (owners(each.partition, tokens, each.partition.block(None)) for each in (one, other))
+    ours, theirs = (owners(each.partition, tokens) for each in (one, other))
     meet = (one.part, other.part) in zip(ours, theirs, strict=True)
     assert shares_may_meet(one, other) == meet
 
 
 def test_parts_of_one_dealing_never_meet():
-    for partition in (contiguous(3), zigzag(3), interleaved(3, 2)):
+    for partition in (contiguous(3), contiguous(3, 4), zigzag(3), interleaved(3, 2)):
         parts = [TokenShare(partition, part) for part in range(3)]
         assert [[shares_may_meet(one, other) for one in parts] for other in parts] == np.eye(3, dtype=bool).tolist()
 

@@ -350,7 +350,7 @@ DEALT: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "local", lambda right: lambda self, positions, *, block: 2 * right(self, positions, block=block)
     ),
     "the owner of the next part": (
-        "holds", lambda right: lambda self, positions, *, block: right(self, positions + block, block=block)
+        "holds", lambda right: lambda self, positions, *, block: right(self, positions + block.tokens, block=block)
     ),
     "tokens that two parts hold": (
         "holds", lambda right: lambda self, positions, *, block: (
@@ -365,7 +365,7 @@ DEALT: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("fault", DEALT)
-@pytest.mark.parametrize("partition", [interleaved(2, 4), interleaved(3), zigzag(2)])
+@pytest.mark.parametrize("partition", [interleaved(2, 4), interleaved(3), zigzag(2), contiguous(2, 4)])
 def test_a_dealing_that_is_not_one_is_found(
     fault: str, partition: TokenPartition, monkeypatch: pytest.MonkeyPatch, forgetful: None
 ):
@@ -374,6 +374,27 @@ def test_a_dealing_that_is_not_one_is_found(
     vars(proof)["_prove_partition"].cache_clear()
     name, wrong = DEALT[fault]
     monkeypatch.setattr(TokenShare, name, wrong(getattr(TokenShare, name)))
+    with pytest.raises(ProofError):
+        prove(sources, receivers, room=0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda right: lambda self, tokens: replace(right(self, tokens), longer=0),
+        lambda right: lambda self, tokens: replace(right(self, tokens), longer=right(self, tokens).longer + 1),
+        lambda right: lambda self, tokens: replace(right(self, tokens), tokens=right(self, tokens).tokens + 1),
+        lambda right: lambda self, tokens: right(msgspec.structs.replace(self, page_tokens=None), tokens),
+    ],
+    ids=["none is longer", "one more is longer", "no whole pages", "by token"],
+)
+def test_whole_pages_that_are_given_out_otherwise_are_found(
+    wrong: Any, monkeypatch: pytest.MonkeyPatch, forgetful: None
+):
+    sources, receivers = engine(partition=contiguous(3, 4)), engine()
+    prove(sources, receivers, room=0)
+    vars(proof)["_prove_partition"].cache_clear()
+    monkeypatch.setattr(TokenPartition, "block", wrong(TokenPartition.block))
     with pytest.raises(ProofError):
         prove(sources, receivers, room=0)
 

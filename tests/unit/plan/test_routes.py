@@ -39,6 +39,7 @@ from kvferry.plan import (
     units_of,
 )
 from kvferry.plan.routes import needed_locally
+from kvferry.testing.places import positions_of
 
 K, _ = attention_components(num_layers=1, num_kv_heads=1, head_dim=1, dtype="int8")
 STATE = state_component("state", num_layers=1, axes=(Axis("head", 1),), dtype="int8")
@@ -79,6 +80,10 @@ def test_a_unit_divides_both_page_sizes(source: int, destination: int, unit: int
         (interleaved(2, 24), EVERY_TOKEN, 8),
         (contiguous(2), EVERY_TOKEN, 16),
         (contiguous(2), interleaved(2, 8), 8),
+        (contiguous(2, 16), EVERY_TOKEN, 16),
+        (contiguous(2, 4), EVERY_TOKEN, 4),
+        (contiguous(2, 24), interleaved(2, 16), 8),
+        (contiguous(2, 24), contiguous(2, 24), 16),
         (contiguous(1), EVERY_TOKEN, 16),
     ],
 )
@@ -116,7 +121,8 @@ class Case:
 @st.composite
 def partitions(draw: st.DrawFn) -> TokenPartition:
     size, block = draw(st.integers(1, 4)), draw(BLOCKS)
-    return draw(st.sampled_from([contiguous(size), zigzag(size), interleaved(size), interleaved(size, block)]))
+    kinds = [contiguous(size), contiguous(size, block), zigzag(size), interleaved(size), interleaved(size, block)]
+    return draw(st.sampled_from(kinds))
 
 
 BLOCKS = st.sampled_from([2, 3, 4, 6, 8])
@@ -141,9 +147,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def owned(share: TokenShare, tokens: int) -> list[int]:
-    """The positions that a share has of a request, partitioned like cards."""
-    block, pattern = share.partition.block(tokens), share.partition.pattern
-    return [position for position in range(tokens) if pattern[position // block % len(pattern)] == share.part]
+    """The positions that a share has of a request, counted out one by one."""
+    return positions_of(share, tokens)
 
 
 def pairs(segments: Segments) -> list[tuple[int, int]]:
@@ -181,6 +186,10 @@ def all_segments(case: Case, route: Route) -> list[Segments]:
 @example(Case(interleaved(2, 4), EVERY_TOKEN, 0, (4, 4), 21, Demand(1, 3, 21), (1,)))
 @example(Case(zigzag(2), interleaved(3, 2), 1, (4, 6), 33, Demand(0, 0, 33), (1, 3)))
 @example(Case(contiguous(3), contiguous(2), 1, (4, 4), 30, Demand(7, 9, 30)))
+@example(Case(contiguous(3, 4), EVERY_TOKEN, 0, (4, 4), 45, Demand(0, 0, 45)))
+@example(Case(contiguous(3, 4), EVERY_TOKEN, 0, (4, 8), 38, Demand(0, 0, 38), (2,)))
+@example(Case(contiguous(3, 4), contiguous(2, 8), 1, (4, 4), 38, Demand(5, 9, 38), (1, 3)))
+@example(Case(contiguous(3, 4), contiguous(3), 1, (4, 4), 45, Demand(0, 0, 45)))
 def test_over_all_parts_and_chunks_what_the_receiver_wants_travels_once(case: Case):
     ours = owned(TokenShare(case.ours, case.part), case.tokens)
     wanted = [local for local, position in enumerate(ours) if case.demand.start <= position < case.demand.stop]

@@ -412,7 +412,9 @@ def drawn_tokens(one: TokenPartition, other: TokenPartition) -> int:
     cycles = lcm(
         *(partition.block_tokens * len(partition.pattern) for partition in cut if partition.block_tokens is not None)
     )
-    parts = lcm(*(len(partition.pattern) for partition in cut if partition.block_tokens is None))
+    parts = lcm(
+        *(len(partition.pattern) * (partition.page_tokens or 1) for partition in cut if partition.block_tokens is None)
+    )
     tokens = cycles * parts
     return tokens if tokens <= _MOST_TOKENS_DRAWN else max(parts, _MOST_TOKENS_DRAWN // parts * parts)
 

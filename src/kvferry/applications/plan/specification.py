@@ -9,8 +9,8 @@ from kvferry.layout import RankCoordinates, TokenPartition, all_coordinates, con
 
 FORM = (
     "write sizes such as tp=4,pp=2,dp=2,cp=2,ep=8; stages=7+8 instead of pp for the layers of every stage; "
-    "cp=2:contiguous, cp=2:zigzag, cp=2:interleaved or, for blocks of 16 tokens, cp=2:interleaved:16 for how tokens "
-    "are partitioned; draft if this side caches the draft model's layers too"
+    "cp=2:contiguous, cp=2:zigzag, cp=2:interleaved or, for pages or blocks of 16 tokens, cp=2:contiguous:16 and "
+    "cp=2:interleaved:16 for how tokens are partitioned; draft if this side caches the draft model's layers too"
 )
 _SIZES = ("tp", "pp", "dp", "ep")
 
@@ -64,6 +64,8 @@ class SideSpecification:
         partition = self.partition
         if partition.block_tokens is not None:
             return f"{self.cp} interleaved by {partition.block_tokens}"
+        if partition.page_tokens is not None:
+            return f"{self.cp} contiguous in pages of {partition.page_tokens}"
         return f"{self.cp} {'contiguous' if len(partition.pattern) == self.cp else 'zigzag'}"
 
 
@@ -117,6 +119,8 @@ def _partition(value: str, where: str) -> TokenPartition:
     match kind:
         case [] | ["contiguous"]:
             return contiguous(size)
+        case ["contiguous", page]:
+            return contiguous(size, _size(page, where))
         case ["zigzag"]:
             return zigzag(size)
         case ["interleaved"]:
