@@ -558,6 +558,7 @@ class DecodeDriver(Loop):
                 link.send(rank, messages.RoomVerified(room=verified, generation=generation))
         self._links.ask_about_lost_ranks(now)
         for number in list(self._unanswered):
-            room, link = self._rooms[number], self._room_links.get(number)
-            for rank in room.machine.unanswered if link is not None else ():
-                self._execute(room, link, room.machine.abort_of(rank), now)
+            room, its_link = self._rooms[number], self._room_links.get(number)
+            if its_link is not None:
+                for rank in room.machine.unanswered:
+                    self._execute(room, its_link, room.machine.abort_of(rank), now)

@@ -5,10 +5,14 @@ The ranks of these tests have no threads, and a clock and a network of their own
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
-from benchmarks.growing_costs import Cluster
+import pytest
+from benchmarks.growing_costs import Cluster, Line
 from tests.support.steps import steps_of
 
+from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol import messages
 from kvferry.protocol.link import LinkKey
 from kvferry.protocol.states import TransferState
@@ -40,9 +44,9 @@ def test_a_decode_ranks_tick_takes_as_many_steps_with_a_thousand_rooms_as_with_t
         driver = decode._driver
         now = decode._platform.now()
         driver._next_ping_at = now + 1
-        tick = steps_of(lambda driver=driver, now=now: driver._tick(now))
+        tick = steps_of(partial(driver._tick, now))
         driver._next_ping_at = now
-        taken[rooms] = tick, steps_of(lambda driver=driver, now=now: driver._tick(now))
+        taken[rooms] = tick, steps_of(partial(driver._tick, now))
     assert taken[10] == taken[1_000]
 
 
@@ -52,7 +56,7 @@ def test_a_prefill_ranks_tick_takes_as_many_steps_with_a_thousand_rooms_as_with_
     for rooms in (10, 1_000):
         prefill = cluster(prefill_rooms=rooms, decode_rooms=rooms).prefillers[0]
         now = prefill._now()
-        taken[rooms] = steps_of(lambda prefill=prefill, now=now: prefill._tick(now))
+        taken[rooms] = steps_of(partial(prefill._tick, now))
     assert taken[10] == taken[1_000]
 
 
@@ -63,9 +67,10 @@ def test_a_message_takes_as_many_steps_from_the_last_of_fifty_ranks_as_from_the_
         driver = made.decoders[0]._driver
         link = driver._links._current[LinkKey("prefill", 0)]
         channel = link.channels[-1]
+        assert isinstance(channel, Line)
         endpoint = made.prefillers[-1].transport.endpoint_name
         channel.arrived.append(messages.encode(messages.Pong(endpoint=endpoint, attached=True)))
-        taken[ranks] = steps_of(lambda driver=driver, channel=channel, made=made: driver._receive(channel, made.now))
+        taken[ranks] = steps_of(partial(driver._receive, channel, made.now))
         assert driver._links.is_current(link)
     assert taken[2] == taken[50]
 
@@ -79,12 +84,12 @@ def test_a_thousand_engines_that_never_come_cost_as_much_each_as_a_hundred():
         made.round()
         made.now += decode.settings.bootstrap_timeout_s + 1
         driver = decode._driver
-        taken[count] = steps_of(lambda driver=driver, made=made: driver._tick(made.now)) / count
+        taken[count] = steps_of(partial(driver._tick, made.now)) / count
         assert all(each.state is TransferState.FAILED for each in waiting)
     assert taken[1_000] < 1.1 * taken[100]
 
 
-def test_a_rank_that_is_lost_is_no_event_of_rooms_that_it_did_not_open():
+def test_a_rank_that_is_lost_is_no_event_of_rooms_that_it_did_not_open(monkeypatch: pytest.MonkeyPatch):
     made = cluster(prefill_rooms=1_000)
     prefill, decode = made.prefillers[0], made.decoders[0]
     decode.open(5_007, PAGES, engine="prefill")
@@ -94,6 +99,6 @@ def test_a_rank_that_is_lost_is_no_event_of_rooms_that_it_did_not_open():
     (other,) = (each for number, each in prefill._table.rooms.items() if number == 5_008)
     posted: list[int] = []
     for each in (room, other):
-        each.post = lambda event, number=each.room: posted.append(number)  # type: ignore[method-assign]
-    prefill._lose(decode.transport.endpoint_name, RuntimeError("lost"))  # type: ignore[arg-type]
+        monkeypatch.setattr(each, "post", lambda event, number=each.room: posted.append(number))
+    prefill._lose(decode.transport.endpoint_name, PeerDisconnectedError("lost"))
     assert posted == [5_007]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -126,8 +127,8 @@ def test_one_more_region_and_one_more_range_take_as_many_steps_beside_ten_thousa
         between = Region(4096 * 2, 100)
         more = Region(4096 * (count + 10), 4096)
         taken[count] = (
-            steps_of(lambda ours=ours, more=more: ours.register([more], HOST)),
-            steps_of(lambda ours=ours, between=between: ours.write(between, "theirs", 4096 * 3, b"")),
+            steps_of(partial(ours.register, [more], HOST)),
+            steps_of(partial(ours.write, between, "theirs", 4096 * 3, b"")),
         )
         assert len(ours._memory) == count + 1
     assert taken[10] == taken[10_000]
