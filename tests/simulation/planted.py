@@ -19,6 +19,7 @@ from kvferry.endpoint.decode_driver import DecodeDriver
 from kvferry.endpoint.decode_peers import DecodePeers
 from kvferry.endpoint.process_identity import Sight
 from kvferry.endpoint.sending import SendingRoom
+from kvferry.endpoint.timers import Timers
 from kvferry.endpoint.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
@@ -498,8 +499,7 @@ def _first_writer_suffices(patch: pytest.MonkeyPatch) -> None:
 
     def maybe_succeed(machine: ReceiverMachine, rank: int, writer: Any) -> list[ReceiverCommand]:
         if writer.is_complete:
-            for other in machine._expected.values():
-                other.finished_chunks = len(other.arrived)
+            machine._incomplete.clear()
         return right(machine, rank, writer)
 
     patch.setattr(ReceiverMachine, "_maybe_succeed", maybe_succeed)
@@ -675,6 +675,28 @@ def _opens_taken_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RoomTable, "_is_over", lambda table, *arguments: None)
 
 
+def _deadlines_put_off_for_good(patch: pytest.MonkeyPatch) -> None:
+    """A deadline that moved is not waited for again when its first time has come."""
+    right = Timers.due
+
+    def due(timers: Timers[Any], now: float) -> list[Any]:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Timers, "_put", lambda timers, timer: None)
+            return right(timers, now)
+
+    patch.setattr(Timers, "due", due)
+
+
+def _rooms_of_lost_ranks_go_on(patch: pytest.MonkeyPatch) -> None:
+    right = RoomTable.forget_receiver
+
+    def forget(table: RoomTable[Any], receiver: str) -> list[Any]:
+        right(table, receiver)
+        return []
+
+    patch.setattr(RoomTable, "forget_receiver", forget)
+
+
 def _late_receivers_not_told(patch: pytest.MonkeyPatch) -> None:
     """A room that failed before every decode rank had opened it is forgotten."""
     right = RoomTable.remove
@@ -748,6 +770,8 @@ PLANTED: dict[str, Plant] = {
     "deferred writes posted after the end": _dropped_writes_posted,
     "an open request taken after its end": _opens_taken_twice,
     "receivers that come late not told": _late_receivers_not_told,
+    "a deadline that moved is forgotten": _deadlines_put_off_for_good,
+    "rooms of a lost decode rank go on": _rooms_of_lost_ranks_go_on,
 }
 
 SEEN_WITH: dict[str, frozenset[str]] = {"released spans said once": frozenset({"cut"})}

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from kvferry.control.ends import Connection
 from kvferry.control.registry_client import RegistryClient
@@ -20,6 +20,7 @@ from kvferry.endpoint.platform import Platform
 from kvferry.endpoint.receiving import ReceivingRoom
 from kvferry.endpoint.scattering import ArrivalTask, Scatterers, ScatterTask, VerifyTask
 from kvferry.endpoint.threads import Loop, ThreadHealth
+from kvferry.endpoint.timers import Timers
 from kvferry.errors import KVFerryError, PeerError
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import PlacedRecord
@@ -97,9 +98,13 @@ class DecodeDriver(Loop):
         self._links = Links(
             identity, registry, settings, staging, end=self._end, platform=platform, observer=observer, user=self
         )
-        self._waiting: dict[Link, list[ReceivingRoom]] = {}
+        self._waiting: dict[Link, dict[ReceivingRoom, None]] = {}
+        self._awaited: dict[ReceivingRoom, Link] = {}  # the same, by room
         self._rooms: dict[int, ReceivingRoom] = {}
         self._room_links: dict[int, Link] = {}
+        self._rooms_through: dict[Link, dict[int, None]] = {}  # the same, by link
+        self._unanswered: dict[int, None] = {}  # rooms that are over here, and may not be everywhere
+        self._timers: Timers[int] = Timers()
         # Links of verified rooms that a rank has not confirmed yet, by room, generation and rank.
         self._unconfirmed: dict[tuple[int, int, int], Link] = {}
         self._arriving: ArrivalTask | None = None  # while its room handles the arrival
@@ -237,10 +242,13 @@ class DecodeDriver(Loop):
         if link.state is LinkState.READY:
             self._connect_room(room, link, now)
         else:
-            self._waiting.setdefault(link, []).append(room)
+            self._waiting.setdefault(link, {})[room] = None
+            self._awaited[room] = link
+            self._timers.set(room.room, room.machine.deadline)
 
     def _connect_room(self, room: ReceivingRoom, link: Link, now: float) -> None:
         self._room_links[room.room] = link
+        self._rooms_through.setdefault(link, {})[room.room] = None
         room.serial = link.next_serial()
         self._handle(room, link.connected(room.room), now)
 
@@ -254,8 +262,14 @@ class DecodeDriver(Loop):
         link = self._room_links.get(room.room)
         if room.machine.is_done and self._rooms.get(room.room) is room:
             del self._rooms[room.room]
-            self._room_links.pop(room.room, None)
+            self._forget_link(room.room)
+            self._timers.set(room.room, None)
+            self._unanswered.pop(room.room, None)
             self._forget_room(room.room)  # before the caller sees the end: it may use the number again then
+        elif self._rooms.get(room.room) is room:
+            self._timers.set(room.room, room.machine.deadline)
+            if room.machine.state.is_final:
+                self._unanswered[room.room] = None
         had_ended = room.receiver.stats.ended_at is not None
         room.show(now)
         if room.machine.state.is_final and not had_ended:
@@ -265,6 +279,13 @@ class DecodeDriver(Loop):
             is_too_late = isinstance(command, SendOpen) and room.machine.state.is_final
             if link is not None and not is_too_late:
                 self._execute(room, link, command, now)
+
+    def _forget_link(self, room: int) -> None:
+        link = self._room_links.pop(room, None)
+        if link is not None:
+            del self._rooms_through[link][room]
+            if not self._rooms_through[link]:
+                del self._rooms_through[link]
 
     def _execute(self, room: ReceivingRoom, link: Link, command: ReceiverCommand, now: float) -> None:
         message: messages.Message
@@ -401,41 +422,44 @@ class DecodeDriver(Loop):
     # ---- links --------------------------------------------------------------------------------------------------
 
     @property
-    def links_with_rooms(self) -> set[Link]:
+    def links_with_rooms(self) -> Collection[Link]:
         """Links through which rooms are open."""
-        return set(self._room_links.values())
+        return self._rooms_through.keys()
 
     def link_ready(self, link: Link, now: float) -> None:
         """Opens the rooms that waited for a link."""
-        for room in self._waiting.pop(link, []):
-            if self._rooms.get(room.room) is room:
-                self._connect_room(room, link, now)
+        for room in self._take_waiting(link):
+            self._connect_room(room, link, now)
 
     def link_failed(self, link: Link, error: KVFerryError, now: float) -> None:
         """Fails the rooms that rely on a link."""
-        for room in self._waiting.pop(link, []):
-            if self._rooms.get(room.room) is room:
-                self._handle(room, ConnectFailed(error), now)
-        for number in self._rooms_through(link):
+        for room in self._take_waiting(link):
+            self._handle(room, ConnectFailed(error), now)
+        for number in list(self._rooms_through.get(link, ())):
             self._handle(self._rooms[number], ConnectFailed(error), now)
+
+    def _take_waiting(self, link: Link) -> list[ReceivingRoom]:
+        """Returns the rooms that wait for a link; they do so no longer."""
+        waiting = list(self._waiting.pop(link, ()))
+        for room in waiting:
+            del self._awaited[room]
+        return [room for room in waiting if self._rooms.get(room.room) is room]
 
     def rank_settled(self, endpoint: str, now: float) -> None:
         """Marks a prefill rank that will not write again as drained in every room."""
-        for number, link in list(self._room_links.items()):
+        for link, numbers in list(self._rooms_through.items()):
             rank = link.rank_of(endpoint)
             if rank is not None:
-                self._handle(self._rooms[number], SenderDrained(rank), now)
-
-    def _rooms_through(self, link: Link) -> list[int]:
-        return [number for number, its_link in self._room_links.items() if its_link is link]
+                for number in list(numbers):
+                    self._handle(self._rooms[number], SenderDrained(rank), now)
 
     def _retransmit(self, channel: Connection, now: float) -> None:
         """Retransmits what a broken connection may have lost, or whose answer it may have; receivers deduplicate."""
-        for link in dict.fromkeys((*self._links.current, *self._room_links.values())):
+        for link in self._links.through(channel):
             rank = link.rank_behind(channel)
             if rank is None or not self._links.retransmit(link, now):
                 continue
-            for number in self._rooms_through(link):
+            for number in list(self._rooms_through.get(link, ())):
                 room = self._rooms.get(number)
                 if room is None:
                     continue
@@ -500,10 +524,9 @@ class DecodeDriver(Loop):
 
     def _tick(self, now: float) -> None:
         self._links.tick(now)
-        for room in list(self._rooms.values()):
-            deadline = room.machine.deadline
-            if deadline is not None and now >= deadline:
-                self._handle(room, self._why_late(room), now)
+        for number in self._timers.due(now):
+            room = self._rooms[number]
+            self._handle(room, self._why_late(room), now)
         self._links.release_settled_ranks(now)
         if now >= self._next_ping_at:
             self._next_ping_at = now + self._settings.heartbeat_interval_s
@@ -516,11 +539,11 @@ class DecodeDriver(Loop):
 
     def _why_late(self, room: ReceivingRoom) -> ReceiverEvent:
         """Returns the event for a room whose deadline has passed: why its link is not ready, if it waits for one."""
-        for link, rooms in self._waiting.items():
-            if room in rooms:
-                rooms.remove(room)
-                return ConnectFailed(self._links.why_not_ready(link))
-        return ReceiverTick()
+        link = self._awaited.pop(room, None)
+        if link is None:
+            return ReceiverTick()
+        del self._waiting[link][room]
+        return ConnectFailed(self._links.why_not_ready(link))
 
     def _repeat(self, now: float) -> None:
         """Retransmits what was not answered: a connection that broke may have lost it, or the answer."""
@@ -534,8 +557,8 @@ class DecodeDriver(Loop):
             with contextlib.suppress(KVFerryError):
                 link.send(rank, messages.RoomVerified(room=verified, generation=generation))
         self._links.ask_about_lost_ranks(now)
-        for number, link in list(self._room_links.items()):
-            room = self._rooms[number]
-            if room.machine.state.is_final:
+        for number in list(self._unanswered):
+            room, its_link = self._rooms[number], self._room_links.get(number)
+            if its_link is not None:
                 for rank in room.machine.unanswered:
-                    self._execute(room, link, room.machine.abort_of(rank), now)
+                    self._execute(room, its_link, room.machine.abort_of(rank), now)

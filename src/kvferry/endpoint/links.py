@@ -109,6 +109,8 @@ class Links:
         self._resolvers = platform.background_executor("kvferry-decode-resolver")
         self._current: dict[LinkKey, Link] = {}
         self._retired: list[Link] = []
+        self._unready: dict[Link, None] = {}  # those of the current ones that still have to become ready
+        self._through: dict[Channel, list[Link]] = {}  # links by connection, and some that do not use it any more
         self._callers: list[_Caller] = []
         self._is_closed = False
         self._lost = LostRanks(settle_s=settings.quarantine_s)
@@ -176,11 +178,20 @@ class Links:
 
     def behind(self, channel: Channel) -> Link | None:
         """Returns the current link that a connection belongs to; None if there is none."""
-        return next((link for link in self._current.values() if link.rank_behind(channel) is not None), None)
+        return next((link for link in self._through.get(channel, []) if self._uses(link, channel, retired=False)), None)
+
+    def through(self, channel: Channel) -> list[Link]:
+        """Returns the links that use a connection: the current ones first, then those that were given up."""
+        links = [link for link in self._through.get(channel, []) if self._uses(link, channel)]
+        return sorted(links, key=lambda link: not self.is_current(link))
+
+    def _uses(self, link: Link, channel: Channel, *, retired: bool = True) -> bool:
+        is_known = self.is_current(link) or (retired and link in self._retired)
+        return is_known and link.rank_behind(channel) is not None
 
     def carries_messages_of(self, channel: Channel, endpoint: str) -> bool:
         """Whether an endpoint has answered through a connection: no other connection may carry its messages."""
-        return channel in self._channels_of(endpoint)
+        return any(link.channel_of(endpoint) is channel for link in self.through(channel))
 
     def owns(self, channel: Connection) -> bool:
         """Whether a connection is still open."""
@@ -196,6 +207,7 @@ class Links:
             self._current[key] = Link(
                 key, self._identity, self._staging, next_attempt=self._next_attempt, deadline=deadline
             )
+            self._unready[self._current[key]] = None
             self._resolvers.submit(partial(self._look_up, self._current[key]))
         return self._current[key]
 
@@ -231,6 +243,7 @@ class Links:
         log.error("the link to prefill engine %r is down: %s", link.key.engine, error)
         self._observer.peer_lost(f"{link.key.engine}/dp{link.key.dp_rank}", error)
         del self._current[link.key]
+        self._unready.pop(link, None)
         self._retired.append(link)
         for peer in link.peers:
             self._lost.add(peer.endpoint, peer.process)
@@ -257,8 +270,13 @@ class Links:
     def close_retired(self) -> None:
         """Drops the retired links through which no message can come that matters, and closes their connections."""
         in_use = self._user.links_with_rooms
-        self._retired = [link for link in self._retired if link in in_use or self._has_ring_in_doubt(link)]
-        self._close_unused_channels()
+        dropped = [link for link in self._retired if link not in in_use and not self._has_ring_in_doubt(link)]
+        for link in dropped:
+            self._retired.remove(link)
+        for channel in dict.fromkeys(channel for link in dropped for channel in link.channels):
+            known = self._channels.get(channel.address)
+            if known is channel and not self.through(channel):
+                self._close_channel(known)
 
     def close(self) -> None:
         """Sends a close message to every peer, after the endpoint's thread has ended."""
@@ -281,6 +299,7 @@ class Links:
         return [caller for caller in list(self._callers) if caller.link is link and not caller.ready.done()]
 
     def _ready(self, link: Link, now: float) -> None:
+        self._unready.pop(link, None)
         for peer in link.peers:
             self._lost.discard(peer.endpoint)
         for caller in self._callers_of(link):
@@ -337,6 +356,7 @@ class Links:
             link.resolved(registrations, self._channel, now)
             for channel in link.channels:
                 self._attempts[channel.address] = link.attempt
+                self._through[channel] = [*(each for each in self.through(channel) if each is not link), link]
         except KVFerryError as error:
             self.fail(link, error, now)
 
@@ -364,6 +384,7 @@ class Links:
     def _close_channel(self, channel: Connection) -> None:
         """Sends a close message and closes the connection."""
         del self._channels[channel.address]
+        self._through.pop(channel, None)
         try:
             attempt = self._attempts.pop(channel.address, 0)
             channel.send(messages.encode(messages.Detach(endpoint=self._identity.endpoint, attempt=attempt)))
@@ -375,12 +396,12 @@ class Links:
 
     def tick(self, now: float) -> None:
         """Repeats look-ups that are due, and gives up links that are not ready by their deadline."""
-        for link in self.current:
+        for link in list(self._unready):
             if link.look_up_at is not None and link.look_up_at <= now < link.deadline:
                 link.look_up_at = None
                 self._observer.retried(Retry.LOOK_UP)
                 self._resolvers.submit(partial(self._look_up, link))
-            elif link.state is not LinkState.READY and now >= link.deadline:
+            elif now >= link.deadline:
                 self.fail(link, self.why_not_ready(link), now)
 
     def why_not_ready(self, link: Link) -> KVFerryError:

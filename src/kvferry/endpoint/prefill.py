@@ -24,6 +24,7 @@ from kvferry.endpoint.platform import Platform, SystemPlatform
 from kvferry.endpoint.sender import Sender
 from kvferry.endpoint.sending import OpenReceived, RoomContext, SendingRoom, released_span
 from kvferry.endpoint.threads import Loop, RunningLoop, ThreadHealth
+from kvferry.endpoint.timers import Timers
 from kvferry.endpoint.workers import WorkerPool
 from kvferry.errors import (
     EndpointClosedError,
@@ -145,6 +146,7 @@ class PrefillEndpoint:
             stalls_after_s=self.settings.write_timeout_s / 2,
             now=self._now,
         )
+        self._timers: Timers[SendingRoom] = Timers()
         self._room_context = RoomContext(
             transport=self.transport,
             admission=self._admission,
@@ -157,6 +159,7 @@ class PrefillEndpoint:
             abort_room=self._abort_room,
             write_failed=self._write_failed,
             forget_room=self._forget_room,
+            set_deadline=self._timers.set,
         )
         self._is_closed = False
         self._closers = threading.RLock()  # lets one caller of `close` after the other do what is left to do
@@ -339,6 +342,7 @@ class PrefillEndpoint:
                     "(KVFERRY_MAX_ROOMS): open it when others have ended"
                 )
             opened = SendingRoom(machine, self._workers, self._room_context, self.settings)
+            self._timers.set(opened, machine.deadline)
             self._observer.begin_sending(room)
             for receiver, message in self._table.add(opened):
                 self._deliver(opened, receiver, message)
@@ -711,8 +715,7 @@ class PrefillEndpoint:
         """Fails a decode rank's rooms and forgets it."""
         self._peers.remove(identity)
         with self._rooms_lock:
-            self._table.forget_receiver(identity)
-            rooms = list(self._table.rooms.values())
+            rooms = self._table.forget_receiver(identity)
         for room in rooms:
             room.post(ReceiverLost(identity, error))
 
@@ -733,12 +736,7 @@ class PrefillEndpoint:
         self._admission.tick()
         with self._rooms_lock:
             expired = self._table.expired(now)
-            due = [
-                room
-                for room in self._table.rooms.values()
-                if room.next_deadline is not None and now >= room.next_deadline
-            ]
-        for room in due:
+        for room in self._timers.due(now):
             room.post(SenderTick())
         for receiver, message in expired:
             reason = (

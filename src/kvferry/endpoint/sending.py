@@ -200,6 +200,7 @@ class RoomContext:
         write_failed: is told that a write to a decode rank failed: where the connection broke, nothing else will get
             there either.
         forget_room: drops a room that is done.
+        set_deadline: is told when a room's next deadline is, every time that something happened in the room.
     """
 
     transport: Transport
@@ -213,6 +214,7 @@ class RoomContext:
     abort_room: Callable[[str, messages.AbortRoom], None]
     write_failed: Callable[[Attachment, Exception], None]
     forget_room: Callable[[SendingRoom], None]
+    set_deadline: Callable[[SendingRoom, float | None], None]
 
 
 class SendingRoom(Actor):
@@ -224,7 +226,6 @@ class SendingRoom(Actor):
         super().__init__(run_queue)
         self._gathering = workers.gathering
         self.room = machine.room
-        self.next_deadline = machine.deadline
         self._machine = machine
         self._context = context
         self._attachments: dict[str, Attachment] = {}
@@ -408,7 +409,7 @@ class SendingRoom(Actor):
 
     def _show(self) -> None:
         machine = self._machine
-        self.next_deadline = machine.deadline
+        self._context.set_deadline(self, machine.deadline)
         self.sender._proceed(self._handled_chunks, waiting=self._waiting_chunks, is_drained=machine.is_drained)
         stats = self.sender.stats
         if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:

@@ -161,6 +161,8 @@ class Link:
         self._identity = identity
         self._staging = staging
         self._ranks: dict[int, _RankLink] = {}  # by engine rank
+        self._numbers: dict[Channel, int] = {}  # of the ranks, by connection
+        self._number_of: dict[str, int] = {}  # of those that have answered, by endpoint
         self._pieces: tuple[Piece, ...] = ()
         self._groups: tuple[str, ...] = ()  # of every piece, on this rank
 
@@ -184,12 +186,12 @@ class Link:
 
     def rank_behind(self, channel: Channel) -> int | None:
         """Returns the engine rank that a connection goes to; None if it is not one of the group's."""
-        return next((number for number, rank in self._ranks.items() if rank.channel is channel), None)
+        return self._numbers.get(channel)
 
     def channel_of(self, endpoint: str) -> Channel | None:
         """Returns the connection through which an endpoint has answered; None if it has not."""
-        ranks = self._ranks.values()
-        return next((rank.channel for rank in ranks if rank.welcome and rank.welcome.endpoint == endpoint), None)
+        number = self.rank_of(endpoint)
+        return None if number is None else self._ranks[number].channel
 
     def resolved(
         self, registrations: tuple[RankRegistration, ...], connect: Callable[[str], Channel], now: float
@@ -217,6 +219,7 @@ class Link:
                 )
             channel = connect(registration.control_address)
             self._ranks[registration.engine_rank] = _RankLink(registration, channel)
+            self._numbers.setdefault(channel, registration.engine_rank)
         self.ask(now)
 
     def received(self, channel: Channel, message: messages.ToDecode, now: float) -> bool:
@@ -227,11 +230,14 @@ class Link:
             PeerError: if a rank is not who the registry said it was.
             PeerDisconnectedError: if a rank does not have this endpoint attached any more.
         """
-        rank = next(rank for rank in self._ranks.values() if rank.channel is channel)
+        rank = self._ranks[self._numbers[channel]]
         match message:
             case messages.Welcome() if self.state is LinkState.GREETING:
                 self._check_welcome(rank, message)
+                if rank.welcome is not None:  # of an earlier start
+                    self._number_of.pop(rank.welcome.endpoint, None)
                 rank.welcome = message
+                self._number_of[message.endpoint] = rank.registration.engine_rank
                 if all(each.welcome is not None for each in self._ranks.values()):
                     self._attach()
             case messages.Attached() | messages.Refused() if message.attempt != self.attempt:
@@ -344,7 +350,7 @@ class Link:
 
     def rank_of(self, endpoint: str) -> int | None:
         """Returns the engine rank of an endpoint; None if it is not one of the group's."""
-        return next((number for number in self._ranks if self.is_rank(number, endpoint)), None)
+        return self._number_of.get(endpoint)
 
     def is_rank(self, engine_rank: int, endpoint: str) -> bool:
         """Returns whether an endpoint is the rank that it claims to be."""
@@ -384,9 +390,7 @@ class Link:
 
     def record_answer(self, channel: Channel) -> None:
         """Records that a message came from a rank, which is therefore alive."""
-        for rank in self._ranks.values():
-            if rank.channel is channel:
-                rank.asked_at = None
+        self._ranks[self._numbers[channel]].asked_at = None
 
     def ask(self, now: float) -> None:
         """Sends every rank a heartbeat that it must answer.
@@ -429,3 +433,5 @@ class Link:
         self.look_up_at = now
         self.left_behind += self.peers
         self._ranks.clear()
+        self._numbers.clear()
+        self._number_of.clear()

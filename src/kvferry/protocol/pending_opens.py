@@ -46,7 +46,7 @@ class PendingOpens:
         self._page_bytes = 0
         self._rooms_of: Counter[str] = Counter()  # by receiver
         self._keep_s = keep_s
-        self._rooms: dict[int, _PendingRoom] = {}
+        self._rooms: dict[int, _PendingRoom] = {}  # the one that has waited for longest comes first
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -74,6 +74,7 @@ class PendingOpens:
         if known:
             self._dropped(receiver, known)
             room.since = now
+            self._rooms[message.room] = self._rooms.pop(message.room)
         room.messages[receiver] = [message]
         self._rooms_of[receiver] += 1
         self._page_bytes += _page_bytes(message)
@@ -126,9 +127,10 @@ class PendingOpens:
 
     def expired(self, now: float) -> Iterator[tuple[str, OpenRoom]]:
         """Drops rooms that our caller did not open in time, and yields their open requests, to be refused."""
-        for number, room in list(self._rooms.items()):
+        while self._rooms:
+            number, room = next(iter(self._rooms.items()))
             if now - room.since < self._keep_s:
-                continue
+                break
             del self._rooms[number]
             for receiver, messages in room.messages.items():
                 self._dropped(receiver, messages)

@@ -244,6 +244,7 @@ class _Writer:
     """What has arrived from one rank that is to send something."""
 
     arrived: set[int] = field(default_factory=set)
+    last: int = -1  # the highest number that has arrived
     unverified: set[int] = field(default_factory=set)  # whose digests are being compared, or were
     partial: dict[int, _Parts] = field(default_factory=dict)  # by sequence, while not all parts are in their pages
     finished_chunks: int | None = None
@@ -265,6 +266,7 @@ class ReceiverMachine:
         state: where it stands.
         error: why it failed, once it has.
         aux: the request's aux data, once it has arrived.
+        chunks: how many chunks have arrived, over all writers.
     """
 
     def __init__(self, room: int, *, rank: int, deadlines: Deadlines, now: float) -> None:
@@ -273,12 +275,14 @@ class ReceiverMachine:
         self.state = TransferState.BOOTSTRAPPING
         self.error: KVFerryError | None = None
         self.aux: bytes | None = None
+        self.chunks = 0
         self._rank = rank
         self._deadlines = deadlines
         self._last_progress = now
         self._ranks: frozenset[int] = frozenset()
         self._writers: Mapping[int, frozenset[str]] = {}
         self._expected: dict[int, _Writer] = {}
+        self._incomplete: set[int] = set()  # those of which something is still to come
         self._into_pages: frozenset[int] = frozenset()
         self._unanswered: set[int] = set()  # ranks that were asked to stop, and have not answered
         self._verifies = False
@@ -295,11 +299,6 @@ class ReceiverMachine:
     def is_done(self) -> bool:
         """Whether the room can be forgotten, and its number be used again: nothing of it can reach a rank any more."""
         return self.are_pages_reusable and not self._unanswered
-
-    @property
-    def chunks(self) -> int:
-        """How many chunks have arrived, over all writers."""
-        return sum(len(writer.arrived) for writer in self._expected.values())
 
     @property
     def undrained(self) -> list[int]:
@@ -382,6 +381,7 @@ class ReceiverMachine:
         self._ranks = event.ranks
         self._writers = event.writers
         self._expected = {rank: _Writer() for rank in sorted(event.writers.keys() | {event.aux_writer})}
+        self._incomplete = set(self._expected)
         self._into_pages = event.into_pages & event.writers.keys()
         self._verifies = event.verifies
         self._move(ReceiverTrigger.ALL_SENDERS_ASKED)
@@ -392,6 +392,8 @@ class ReceiverMachine:
         if writer is None or self.state.is_final or sequence in writer.arrived:
             return []
         writer.arrived.add(sequence)
+        writer.last = max(writer.last, sequence)
+        self.chunks += 1
         self._last_progress = now
         self._move(ReceiverTrigger.CHUNK_ARRIVED)
         return self._maybe_succeed(rank, writer)
@@ -472,18 +474,20 @@ class ReceiverMachine:
         return self._fail(TransferFailedError(f"room {self.room}: prefill rank {rank} stopped without saying why"))
 
     def _maybe_succeed(self, rank: int, writer: _Writer) -> list[ReceiverCommand]:
-        last = max(writer.arrived, default=-1)
-        if writer.finished_chunks is not None and last >= writer.finished_chunks:
+        if writer.finished_chunks is not None and writer.last >= writer.finished_chunks:
             return self._fail(
                 TransferFailedError(
                     f"room {self.room}: prefill rank {rank} said that it sent {writer.finished_chunks} chunks, "
-                    f"but number {last} arrived"
+                    f"but number {writer.last} arrived"
                 )
             )
-        if all(writer.is_complete for writer in self._expected.values()):
+        if not writer.is_complete:
+            return []
+        self._incomplete.discard(rank)
+        if not self._incomplete:
             self._move(ReceiverTrigger.ALL_ARRIVED)
         # A writer waits for the digests of its own chunks, and not for the others.
-        return [SendVerified(rank)] if self._verifies and writer.is_complete else []
+        return [SendVerified(rank)] if self._verifies else []
 
     def _tick(self, now: float) -> list[ReceiverCommand]:
         if self.deadline is None or now < self.deadline:

@@ -97,6 +97,7 @@ class RoomTable(Generic[RoomT]):
         self._over: dict[tuple[str, int], _Over] = {}
         self._opens = OpenDeduplicator()
         self._given: dict[int, dict[str, int]] = {}  # generations of the open requests that each open room was given
+        self._rooms_given: dict[str, dict[int, None]] = {}  # the same rooms, by receiver
         self._is_closed = False
 
     @property
@@ -114,10 +115,15 @@ class RoomTable(Generic[RoomT]):
         self.rooms[room.room] = room
         self._failed_alone.pop(room.room, None)
         pending = self._pending.take(room.room)
-        self._given[room.room] = {
-            receiver: message.generation for receiver, message in pending if isinstance(message, OpenRoom)
-        }
+        self._given[room.room] = {}
+        for receiver, message in pending:
+            if isinstance(message, OpenRoom):
+                self._give(room.room, receiver, message.generation)
         return pending
+
+    def _give(self, room: int, receiver: str, generation: int) -> None:
+        self._given[room][receiver] = generation
+        self._rooms_given.setdefault(receiver, {})[room] = None
 
     def attached(self, receiver: str, attempt: int) -> None:
         """Records that a decode rank connects anew: its earlier open requests are ignored from now on."""
@@ -172,7 +178,7 @@ class RoomTable(Generic[RoomT]):
                 raise over.error
             return None
         if room is not None:
-            self._given[room.room][receiver] = message.generation
+            self._give(room.room, receiver, message.generation)
             return room
         if self._is_closed:
             raise EndpointClosedError("the prefill endpoint was closed")
@@ -201,10 +207,15 @@ class RoomTable(Generic[RoomT]):
         if self.rooms.get(room.room) is not room:
             return
         del self.rooms[room.room]
-        del self._given[room.room]
+        for receiver in self._given.pop(room.room):
+            given = self._rooms_given[receiver]
+            del given[room.room]
+            if not given:
+                del self._rooms_given[receiver]
         for receiver, generation in room.generations.items():
             self._is_over(receiver, room.room, generation, room.error, now)
         if room.failed_alone and room.error is not None:
+            self._failed_alone.pop(room.room, None)  # so that it is the youngest
             self._failed_alone[room.room] = _FailedAlone(room.error, set(room.generations), now + self._keep_s)
             forget_oldest(self._failed_alone, self._max_pending)
 
@@ -213,15 +224,16 @@ class RoomTable(Generic[RoomT]):
         self._over[receiver, room] = _Over(generation, error, now + self._keep_s)
         forget_oldest(self._over, REMEMBERED)
 
-    def forget_receiver(self, receiver: str) -> None:
-        """Drops the pending opens of a decode rank that is gone."""
+    def forget_receiver(self, receiver: str) -> list[RoomT]:
+        """Drops the pending opens of a decode rank that is gone. Returns the open rooms that it had opened."""
         self._pending.forget(receiver)
+        return [self.rooms[room] for room in self._rooms_given.get(receiver, ())]
 
     def expired(self, now: float) -> list[tuple[str, OpenRoom]]:
         """Drops the pending opens that our caller did not match in time. Returns them, to be refused."""
-        for number in [number for number, failed in self._failed_alone.items() if now >= failed.until]:
-            del self._failed_alone[number]
-        while self._over and now >= next(iter(self._over.values())).until:  # the oldest stand first
+        while self._failed_alone and now >= next(iter(self._failed_alone.values())).until:  # the oldest stand first
+            del self._failed_alone[next(iter(self._failed_alone))]
+        while self._over and now >= next(iter(self._over.values())).until:
             del self._over[next(iter(self._over))]
         return list(self._pending.expired(now))
 

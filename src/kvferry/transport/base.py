@@ -26,10 +26,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from kvferry.errors import MessageError, PeerDisconnectedError, RegistrationError, TransportError, quoted
+from kvferry.errors import MessageError, PeerDisconnectedError, TransportError, quoted
 from kvferry.layout import Device, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.protocol.messages import MAX_METADATA_BYTES, EndpointName
@@ -223,69 +221,6 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Disconnects every peer and gives all memory back. Later calls do nothing."""
-
-
-def check_rows(rows: NDArray[np.uint64], regions: Sequence[Region], device: Device, *, owner: str) -> None:
-    """Refuses descriptor rows that leave registered memory.
-
-    Transports accept such rows in silence and fail, or write elsewhere, much later.
-
-    Raises:
-        RegistrationError: naming the first row that does.
-    """
-    if rows.ndim != 2 or rows.shape[1] != 5 or rows.dtype != np.uint64 or len(rows) == 0:
-        raise RegistrationError(
-            f"descriptor rows must be uint64 of shape [rows, 5] and at least one, not {rows.dtype} {rows.shape}"
-        )
-    # A region of no length at address 0 stands before all others, so that every address has one at or before it.
-    known = np.array([(0, 0), *((region.address, region.length) for region in sorted(regions))], np.uint64)
-    first, length, _, stride, count = rows.T
-    nearest = known[np.searchsorted(known[:, 0], first, side="right") - 1]
-    limit = nearest[:, 0] + nearest[:, 1]
-    # Compared by division: a sum or product of absurd numbers would wrap around and look small.
-    room = np.where(limit > first, limit - first, np.uint64(0))
-    steps = np.maximum(count, 1) - np.uint64(1)
-    outside = (length == 0) | (length > room) | ((stride > 0) & (steps > (room - length) // np.maximum(stride, 1)))
-    outside |= rows[:, 2] != device.index
-    if outside.any():
-        bad = int(np.flatnonzero(outside)[0])
-        stop = int(first[bad]) + int(length[bad]) + int(stride[bad]) * int(steps[bad])
-        raise RegistrationError(
-            f"descriptor row {bad} [{int(first[bad]):#x}, {stop:#x}) on device {int(rows[bad, 2])} lies "
-            f"outside the memory that {owner} registered on {device}: {len(regions)} regions"
-        )
-    overlapping = (count == 0) | ((count > 1) & (stride < length))
-    if overlapping.any():
-        bad = int(np.flatnonzero(overlapping)[0])
-        raise RegistrationError(
-            f"descriptor row {bad} of {owner} has {int(count[bad])} elements of {int(length[bad])} bytes every "
-            f"{int(stride[bad])} bytes: it needs at least one, and they must not overlap"
-        )
-
-
-def check_same_device(known: Sequence[Region], device: Device, more: Device) -> None:
-    """Refuses memory on another device than what is registered already.
-
-    Raises:
-        RegistrationError: naming both.
-    """
-    if known and more != device:
-        raise RegistrationError(f"memory on {more} cannot join memory on {device}: an endpoint's is all on one device")
-
-
-def check_range(region: Region, regions: Sequence[Region], *, owner: str) -> None:
-    """Refuses a range that leaves registered memory.
-
-    Raises:
-        RegistrationError: naming it.
-    """
-    if region.length < 1 or not any(
-        known.address <= region.address and region.stop <= known.stop for known in reversed(regions)
-    ):
-        raise RegistrationError(
-            f"[{region.address:#x}, {region.stop:#x}) lies outside the memory that {owner} registered: "
-            f"{len(regions)} regions"
-        )
 
 
 def peer_written_to(local: PreparedList, remote: PreparedList) -> str:

@@ -25,12 +25,10 @@ from kvferry.transport.base import (
     TransferReport,
     Transport,
     check_lists,
-    check_range,
-    check_rows,
-    check_same_device,
     peer_written_to,
 )
 from kvferry.transport.copies import Copies, copies_between
+from kvferry.transport.registered import RegisteredMemory
 
 
 class InProcessNetwork:
@@ -68,7 +66,8 @@ class InProcessNetwork:
 class _Connection:
     """A connection, which ends when either side does: a later endpoint of the same name is another peer."""
 
-    peer: PeerMetadata
+    name: str
+    memory: RegisteredMemory
     target: InProcessTransport
 
 
@@ -95,8 +94,7 @@ class InProcessTransport(Transport):
         """
         self.endpoint_name = endpoint_name or f"inprocess-{uuid.uuid4().hex}"
         self._network = network
-        self._regions: tuple[Region, ...] = ()
-        self._device = Device()
+        self._memory = RegisteredMemory("this endpoint")
         # Guards the tables below: worker threads connect and prepare, other endpoints' threads append notifications.
         self._lock = threading.Lock()
         self._connections: dict[str, _Connection] = {}
@@ -108,16 +106,18 @@ class InProcessTransport(Transport):
     def register(self, regions: Sequence[Region], device: Device) -> None:
         if device.kind is not MemoryKind.DRAM:
             raise RegistrationError(f"the in-process transport copies host memory only, not {device}")
-        check_same_device(self._regions, self._device, device)
-        with self._lock:
-            self._regions, self._device = (*self._regions, *regions), device
+        self._memory.check_device(device)
+        self._memory.add(regions, device)
 
     def metadata(self) -> bytes:
-        return PeerMetadata(name=self.endpoint_name, device=self._device, regions=self._regions, private=b"").encode()
+        return PeerMetadata(
+            name=self.endpoint_name, device=self._memory.device, regions=self._memory.regions, private=b""
+        ).encode()
 
     def connect(self, metadata: bytes) -> str:
         peer = PeerMetadata.decode(metadata)
-        connection = _Connection(peer, self._network.member(peer.name))
+        memory = RegisteredMemory(peer.name, peer.device, peer.regions)
+        connection = _Connection(peer.name, memory, self._network.member(peer.name))
         self.disconnect(peer.name)
         with self._lock:
             self._connections[peer.name] = connection
@@ -136,16 +136,15 @@ class InProcessTransport(Transport):
         return connection
 
     def _alive(self, connection: _Connection) -> InProcessTransport:
-        if self._network.member(connection.peer.name) is not connection.target:
-            raise PeerDisconnectedError(f"{connection.peer.name!r} was started anew: connect again")
+        if self._network.member(connection.name) is not connection.target:
+            raise PeerDisconnectedError(f"{connection.name!r} was started anew: connect again")
         return connection.target
 
     def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
         if peer is None:
-            check_rows(rows, self._regions, self._device, owner="this endpoint")
+            self._memory.check_rows(rows)
         else:
-            connection = self._connection(peer)
-            check_rows(rows, connection.peer.regions, connection.peer.device, owner=peer)
+            self._connection(peer).memory.check_rows(rows)
         prepared = PreparedList(peer, rows.copy(), len(rows), int(rows[:, 4].sum()))
         with self._lock:
             self._lists.setdefault(peer, set()).add(prepared)
@@ -172,8 +171,8 @@ class InProcessTransport(Transport):
 
     def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
         connection = self._connection(peer)
-        check_range(source, self._regions, owner="this endpoint")
-        check_range(Region(address, source.length), connection.peer.regions, owner=peer)
+        self._memory.check_range(source)
+        connection.memory.check_range(Region(address, source.length))
         self._alive(connection)
         copies = Copies(*(np.array([number], np.uint64) for number in (source.address, address, source.length)))
         return _InProcessHandle(connection, copies, notification)

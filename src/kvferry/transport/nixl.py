@@ -37,11 +37,9 @@ from kvferry.transport.base import (
     TransferReport,
     Transport,
     check_lists,
-    check_range,
-    check_rows,
-    check_same_device,
     peer_written_to,
 )
+from kvferry.transport.registered import RegisteredMemory
 
 log = logging.getLogger(__name__)
 
@@ -123,12 +121,11 @@ class NixlTransport(Transport):
             raise TransportUnavailableError(f"NIXL has no backend {backend!r} here (KVFERRY_NIXL_BACKEND): {available}")
         with self._translated(f"creating NIXL backend {backend!r} with {dict(backend_parameters or {})}"):
             self._backend: int = self._agent.createBackend(backend, dict(backend_parameters or {}))
-        self._regions: tuple[Region, ...] = ()
-        self._device = Device()
+        self._memory = RegisteredMemory("this endpoint")
         self._registered: list[Any] = []
         # Guards the tables of regions, peers and lists: endpoints register and connect from several worker threads.
         self._lock = threading.Lock()
-        self._peers: dict[str, PeerMetadata] = {}
+        self._peers: dict[str, RegisteredMemory] = {}
         self._lists: dict[str | None, set[PreparedList]] = {}
 
     @contextlib.contextmanager
@@ -160,7 +157,7 @@ class NixlTransport(Transport):
     def register(self, regions: Sequence[Region], device: Device) -> None:
         if any(region.length < 1 or region.address < 1 for region in regions):
             raise RegistrationError(f"cannot register regions without address or length: {regions}")
-        check_same_device(self._regions, self._device, device)
+        self._memory.check_device(device)
         descriptors = [(region.address, region.length, device.index, "") for region in regions]
         if descriptors:
             registered = self._nixl.nixlRegDList(self._memory_type(device), descriptors)
@@ -170,13 +167,12 @@ class NixlTransport(Transport):
             except TransportError as error:
                 raise RegistrationError(str(error)) from error.__cause__
             self._registered.append(registered)
-        with self._lock:
-            self._regions, self._device = (*self._regions, *regions), device
+        self._memory.add(regions, device)
 
     def metadata(self) -> bytes:
         private = self._agent.getLocalMD()
         return PeerMetadata(
-            name=self.endpoint_name, device=self._device, regions=self._regions, private=private
+            name=self.endpoint_name, device=self._memory.device, regions=self._memory.regions, private=private
         ).encode()
 
     def connect(self, metadata: bytes) -> str:
@@ -195,7 +191,7 @@ class NixlTransport(Transport):
             self._invalidate(peer.name)  # NIXL keeps what it loaded before it failed, and would refuse the next try
             raise
         with self._lock:
-            self._peers[peer.name] = peer
+            self._peers[peer.name] = RegisteredMemory(peer.name, peer.device, peer.regions)
         return peer.name
 
     def disconnect(self, peer: str) -> None:
@@ -211,22 +207,27 @@ class NixlTransport(Transport):
         with contextlib.suppress(TransportError), self._translated(f"disconnecting from {peer}", peer):
             self._agent.invalidateRemoteMD(peer)
 
+    def _memory_of(self, peer: str) -> RegisteredMemory:
+        """Returns the memory of a peer that is connected.
+
+        Raises:
+            PeerDisconnectedError: if it is not.
+        """
+        with self._lock:
+            memory = self._peers.get(peer)
+        if memory is None:
+            raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
+        return memory
+
     def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
-        if peer is None:
-            regions, device, owner = self._regions, self._device, "this endpoint"
-        else:
-            with self._lock:
-                metadata = self._peers.get(peer)
-            if metadata is None:
-                raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
-            regions, device, owner = metadata.regions, metadata.device, peer
-        check_rows(rows, regions, device, owner=owner)
+        memory = self._memory if peer is None else self._memory_of(peer)
+        memory.check_rows(rows)
         rows = rows.copy()
         rows[:, 3] = np.maximum(rows[:, 3], rows[:, 1])  # NIXL wants it so, also where nothing repeats
-        with self._translated(f"preparing {len(rows)} descriptor rows of {owner}", peer):
+        with self._translated(f"preparing {len(rows)} descriptor rows of {peer or 'this endpoint'}", peer):
             handle = self._agent.prepXferDlist(
                 self._nixl.NIXL_INIT_AGENT if peer is None else peer,
-                self._memory_type(device),
+                self._memory_type(memory.device),
                 rows,
                 [self._backend],
             )
@@ -268,19 +269,16 @@ class NixlTransport(Transport):
             return self._start(handle, peer, notification)
 
     def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
-        with self._lock:
-            metadata = self._peers.get(peer)
-        if metadata is None:
-            raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
+        theirs = self._memory_of(peer)
         # NIXL finds the memory itself, but says no more than "not found".
-        check_range(source, self._regions, owner="this endpoint")
-        check_range(Region(address, source.length), metadata.regions, owner=peer)
-        descriptors = self._nixl.nixlXferDList
+        self._memory.check_range(source)
+        theirs.check_range(Region(address, source.length))
+        descriptors, ours = self._nixl.nixlXferDList, self._memory.device
         with self._translated(f"writing {source.length} bytes to {peer}", peer):
             handle = self._agent.createXferReq(
                 self._nixl.NIXL_WRITE,
-                descriptors(self._memory_type(self._device), [(source.address, source.length, self._device.index)]),
-                descriptors(self._memory_type(metadata.device), [(address, source.length, metadata.device.index)]),
+                descriptors(self._memory_type(ours), [(source.address, source.length, ours.index)]),
+                descriptors(self._memory_type(theirs.device), [(address, source.length, theirs.device.index)]),
                 peer,
                 "",
                 [self._backend],

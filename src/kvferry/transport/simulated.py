@@ -22,12 +22,10 @@ from kvferry.transport.base import (
     TransferReport,
     Transport,
     check_lists,
-    check_range,
-    check_rows,
-    check_same_device,
     peer_written_to,
 )
 from kvferry.transport.copies import copies_between
+from kvferry.transport.registered import RegisteredMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,20 +176,21 @@ class SimulatedTransport(Transport):
         self.arrived: deque[tuple[str, bytes]] = deque()
         self.is_mapped = True
         self._wire = wire
-        self._regions: tuple[Region, ...] = ()
-        self._device = Device()
-        self._peers: dict[str, tuple[PeerMetadata, SimulatedTransport]] = {}
+        self._memory = RegisteredMemory("this endpoint")
+        self._peers: dict[str, tuple[RegisteredMemory, SimulatedTransport]] = {}
         self._lists: dict[str | None, set[PreparedList]] = {}
         wire.members[endpoint_name] = self
 
     def register(self, regions: Sequence[Region], device: Device) -> None:
         if device.kind is not MemoryKind.DRAM:
             raise RegistrationError(f"the simulated transport copies host memory only, not {device}")
-        check_same_device(self._regions, self._device, device)
-        self._regions = (*self._regions, *regions)
+        self._memory.check_device(device)
+        self._memory.add(regions, device)
 
     def metadata(self) -> bytes:
-        return PeerMetadata(name=self.endpoint_name, device=self._device, regions=self._regions, private=b"").encode()
+        return PeerMetadata(
+            name=self.endpoint_name, device=self._memory.device, regions=self._memory.regions, private=b""
+        ).encode()
 
     def connect(self, metadata: bytes) -> str:
         peer = PeerMetadata.decode(metadata)
@@ -200,7 +199,7 @@ class SimulatedTransport(Transport):
         if target is None or problem is not None:
             raise problem or PeerDisconnectedError(f"no endpoint {peer.name!r}")
         self.disconnect(peer.name)
-        self._peers[peer.name] = peer, target
+        self._peers[peer.name] = RegisteredMemory(peer.name, peer.device, peer.regions), target
         return peer.name
 
     def disconnect(self, peer: str) -> None:
@@ -209,17 +208,17 @@ class SimulatedTransport(Transport):
         self._peers.pop(peer, None)
         self._lists.pop(peer, None)
 
-    def _target(self, peer: str) -> tuple[PeerMetadata, SimulatedTransport]:
+    def _target(self, peer: str) -> tuple[RegisteredMemory, SimulatedTransport]:
         if peer not in self._peers:
             raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
         return self._peers[peer]
 
     def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
         if peer is None:
-            check_rows(rows, self._regions, self._device, owner="this endpoint")
+            self._memory.check_rows(rows)
         else:
-            metadata, _ = self._target(peer)
-            check_rows(rows, metadata.regions, metadata.device, owner=peer)
+            memory, _ = self._target(peer)
+            memory.check_rows(rows)
         prepared = PreparedList(peer, rows.copy(), len(rows), int(rows[:, 4].sum()))
         self._lists.setdefault(peer, set()).add(prepared)
         return prepared
@@ -244,9 +243,9 @@ class SimulatedTransport(Transport):
         return self._start(target, pieces, notification)
 
     def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
-        metadata, target = self._target(peer)
-        check_range(source, self._regions, owner="this endpoint")
-        check_range(Region(address, source.length), metadata.regions, owner=peer)
+        memory, target = self._target(peer)
+        self._memory.check_range(source)
+        memory.check_range(Region(address, source.length))
         half = source.length // 2
         pieces = [Piece(source.address + half, address + half, source.length - half)]
         if half:

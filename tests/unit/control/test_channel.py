@@ -6,6 +6,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import zmq
@@ -18,6 +19,7 @@ from kvferry.errors import SettingsError
 
 FRIENDS = Credentials.derived_from("the secret of this test")
 STRANGERS = Credentials.derived_from("another secret than that")
+PATIENCE_MS = int(PATIENCE_S * 1000)
 REFUSED_FOR_S = 1.0
 """How long a stranger tries: a friend is in after a few milliseconds."""
 
@@ -205,14 +207,19 @@ def ends() -> Iterator[Ends]:
 
 def test_a_look_at_which_nothing_has_come_asks_no_connection(ends, monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
-    poll, get = zmq.sugar.poll.zmq_poll, zmq.Socket.getsockopt
-    monkeypatch.setattr("zmq.sugar.poll.zmq_poll", lambda each, timeout: asked.append(len(each)) or poll(each, timeout))
+    poll = zmq.zmq_poll
+
+    def counted_poll(sockets: list[tuple[Any, int]], timeout: int) -> list[tuple[Any, int]]:
+        asked.append(len(sockets))
+        return poll(sockets, timeout)
+
+    monkeypatch.setattr("zmq.sugar.poll.zmq_poll", counted_poll)
 
     class Counted(zmq.Socket[bytes]):
-        def getsockopt(self, option: int) -> object:
+        def getsockopt(self, option: int) -> int | bytes:
             if option == zmq.EVENTS:
                 asked.append(1)
-            return get(self, option)
+            return super().getsockopt(option)
 
     monkeypatch.setattr(zmq.Context, "_socket_class", Counted)
     end = ZmqConnectingEnd("decode")
@@ -224,7 +231,7 @@ def test_a_look_at_which_nothing_has_come_asks_no_connection(ends, monkeypatch: 
         ends.listening.send("decode", b"answer")
         came: list[bytes] = []
         while not came:
-            came = [answer for connection in end.wait(PATIENCE_S * 1000) for answer in connection.receive()]
+            came = [answer for connection in end.wait(PATIENCE_MS) for answer in connection.receive()]
         assert came == [b"answer"]
         while end.wait(20):
             pass
@@ -244,7 +251,7 @@ def test_one_connection_may_have_more_than_is_received_at_a_time(ends):
         ends.listening.send("decode", b"answer")
     came = 0
     while came < 2500:
-        ready = ends.connecting.wait(PATIENCE_S * 1000)
+        ready = ends.connecting.wait(PATIENCE_MS)
         assert ready, f"{2500 - came} answers were not found"
         came += sum(len(connection.receive()) for connection in ready)
 
@@ -267,7 +274,7 @@ def test_what_came_is_found_although_sending_has_taken_the_news(ends):
         while has_news(0):
             connection.send(b"question")
             questions += 1
-        assert list(ends.connecting.wait(PATIENCE_S * 1000)) == [connection]
+        assert list(ends.connecting.wait(PATIENCE_MS)) == [connection]
         assert connection.receive() == [b"%d" % turn]
         ends.take(questions - 1)
 
@@ -277,16 +284,16 @@ def test_a_break_and_a_wake_end_a_wait(ends):
     connection.send(b"question")
     ends.take(1)
     ends.listening.send("decode", b"answer")
-    assert list(ends.connecting.wait(PATIENCE_S * 1000)) == [connection]
+    assert list(ends.connecting.wait(PATIENCE_MS)) == [connection]
     connection.receive()
     ends.connecting.wake()
     begun = time.monotonic()
-    while ends.connecting.wait(PATIENCE_S * 1000):
+    while ends.connecting.wait(PATIENCE_MS):
         pass
     assert time.monotonic() - begun < PATIENCE_S / 2
     ends.listening.close()
     ends.listening = ZmqListeningEnd(host="127.0.0.1", port=0)
-    assert list(ends.connecting.wait(PATIENCE_S * 1000)) == [connection]
+    assert list(ends.connecting.wait(PATIENCE_MS)) == [connection]
     assert connection.take_break()
     assert connection.receive() == []
 

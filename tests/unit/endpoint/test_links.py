@@ -35,6 +35,7 @@ from kvferry.errors import (
 )
 from kvferry.protocol import messages
 from kvferry.protocol.registrations import RankRegistration
+from kvferry.transport.registered import RegisteredMemory
 
 
 def waited(event: threading.Event, seconds: float) -> None:
@@ -254,7 +255,7 @@ def test_a_peer_whose_layout_holds_other_tokens_than_its_place_is_refused(pair: 
 
 def test_memory_that_was_never_registered_is_refused(pair: Callable[..., Requests]):
     requests = pair()
-    requests.decode.transports[0]._regions = ()
+    requests.decode.transports[0]._memory = RegisteredMemory("nobody")
     with pytest.raises(Exception, match="outside the memory") as caught:
         requests.connect()
     assert type(caught.value).__name__ == "RegistrationError"

@@ -93,6 +93,29 @@ def test_arrivals_count_in_any_order(order: list[Any]):
     assert receiver.state is SUCCESS
 
 
+class Compared(int):
+    """A number that counts how often it is compared."""
+
+    count = 0
+
+    def __gt__(self, other: int) -> bool:
+        Compared.count += 1
+        return int(self) > int(other)
+
+    def __lt__(self, other: int) -> bool:
+        Compared.count += 1
+        return int(self) < int(other)
+
+
+def test_an_arrival_is_not_compared_with_all_that_have_arrived():
+    receiver = machine()
+    run(receiver, connected(0), *(Arrived(0, Compared(number)) for number in range(2_000)))
+    assert receiver.chunks == 2_000
+    Compared.count = 0
+    run(receiver, Arrived(0, Compared(2_000)))
+    assert Compared.count <= 2
+
+
 def test_the_aux_writer_is_waited_for_even_if_it_writes_nothing():
     receiver = machine()
     run(receiver, connected(1), Arrived(1, 0), Finished(1, 1, None))

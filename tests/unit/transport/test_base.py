@@ -1,8 +1,9 @@
-"""What all transports share: the check of descriptor rows, and metadata that travels."""
+"""What all transports share: what lies in registered memory, and metadata that travels."""
 
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.steps import steps_of
 
 from kvferry.errors import MessageError, RegistrationError
 from kvferry.layout import Device, MemoryKind, Region
-from kvferry.transport import PeerMetadata
-from kvferry.transport.base import check_rows
+from kvferry.transport import InProcessNetwork, InProcessTransport, PeerMetadata
+from kvferry.transport.registered import RegisteredMemory
 
 HOST = Device()
 REGIONS = [Region(0x3000, 0x100), Region(0x1000, 0x100), Region(0x1100, 0x80)]
@@ -22,7 +24,7 @@ REGIONS = [Region(0x3000, 0x100), Region(0x1000, 0x100), Region(0x1100, 0x80)]
 
 def refused(row: tuple[int, ...], regions: list[Region] = REGIONS, device: Device = HOST) -> str | None:
     try:
-        check_rows(np.array([row], np.uint64), regions, device, owner="someone")
+        RegisteredMemory("someone", device, regions).check_rows(np.array([row], np.uint64))
     except RegistrationError as error:
         return str(error)
     return None
@@ -58,7 +60,7 @@ def test_all_of_every_region_is_accepted(region: Region):
 def test_the_message_names_the_first_bad_row_its_range_and_the_owner():
     rows = np.array([[0x1000, 16, 0, 32, 8], [0x1000, 16, 0, 32, 9], [0, 1, 0, 0, 1]], np.uint64)
     with pytest.raises(RegistrationError) as caught:
-        check_rows(rows, REGIONS, Device(), owner="decode-3")
+        RegisteredMemory("decode-3", Device(), REGIONS).check_rows(rows)
     assert "descriptor row 1 [0x1000, 0x1110) on device 0 lies outside" in str(caught.value)
     assert "decode-3 registered on DRAM:0: 3 regions" in str(caught.value)
 
@@ -91,7 +93,52 @@ def test_without_regions_every_row_is_refused():
 )
 def test_rows_of_another_form_are_refused(rows: Any):
     with pytest.raises(RegistrationError, match=r"uint64 of shape \[rows, 5\]"):
-        check_rows(rows, REGIONS, Device(), owner="someone")
+        RegisteredMemory("someone", Device(), REGIONS).check_rows(rows)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=12), st.integers(0, 50), st.integers(0, 12))
+def test_a_range_is_accepted_if_and_only_if_it_lies_in_one_region_however_they_overlap(
+    places: list[tuple[int, int]], start: int, length: int
+):
+    regions = [Region(1000 + address, size) for address, size in places]
+    memory = RegisteredMemory("someone")
+    for region in regions:
+        memory.add([region], HOST)
+    wanted = Region(1000 + start, length)
+    inside = any(region.address <= wanted.address and wanted.stop <= region.stop for region in regions)
+    row = np.array([[wanted.address, length, 0, 0, 1]], np.uint64)
+    for check in (lambda: memory.check_range(wanted), lambda: memory.check_rows(row)):
+        if inside and length:
+            check()
+        else:
+            with pytest.raises(RegistrationError, match=r"outside the memory that someone registered"):
+                check()
+    assert memory.regions == tuple(regions)
+
+
+def test_one_more_region_and_one_more_range_take_as_many_steps_beside_ten_thousand_as_beside_ten():
+    taken = {}
+    for count in (10, 10_000):
+        network = InProcessNetwork()
+        ours, theirs = (InProcessTransport(network, name) for name in ("ours", "theirs"))
+        theirs.register([Region(4096 * (1 + number), 4096) for number in range(count)], HOST)
+        ours.register([Region(4096 * (1 + number), 4096) for number in range(count)], HOST)
+        ours.connect(theirs.metadata())
+        between = Region(4096 * 2, 100)
+        more = Region(4096 * (count + 10), 4096)
+        taken[count] = (
+            steps_of(partial(ours.register, [more], HOST)),
+            steps_of(partial(ours.write, between, "theirs", 4096 * 3, b"")),
+        )
+        assert len(ours._memory) == count + 1
+    assert taken[10] == taken[10_000]
+
+
+def test_a_region_that_goes_beyond_all_addresses_is_no_error_of_ours():
+    memory = RegisteredMemory("someone", HOST, [Region(2**64 - 16, 2**64 - 1)])
+    memory.check_rows(np.array([[2**64 - 16, 8, 0, 0, 1]], np.uint64))
+    with pytest.raises(RegistrationError, match="outside"):
+        memory.check_rows(np.array([[2**64 - 16, 16, 0, 0, 1]], np.uint64))
 
 
 METADATA = PeerMetadata(name="decode-0", device=Device(MemoryKind.VRAM, 3), regions=tuple(REGIONS), private=b"\0\xff")
@@ -118,7 +165,7 @@ def test_damaged_metadata_is_read_or_refused_and_nothing_else(changes: list[tupl
         return
     # What was read can be used: rows are refused for what they are, not for what the regions are.
     with contextlib.suppress(RegistrationError):
-        check_rows(np.array([[0x1000, 1, 0, 0, 1]], np.uint64), read.regions, read.device, owner=read.name)
+        RegisteredMemory(read.name, read.device, read.regions).check_rows(np.array([[0x1000, 1, 0, 0, 1]], np.uint64))
 
 
 @pytest.mark.parametrize("cut", [1, 10, 30])

@@ -1,0 +1,104 @@
+"""What happens costs the same, however much is open that it has nothing to do with.
+
+The ranks of these tests have no threads, and a clock and a network of their own: steps can be counted.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+from benchmarks.growing_costs import Cluster, Line
+from tests.support.steps import steps_of
+
+from kvferry.errors import PeerDisconnectedError
+from kvferry.protocol import messages
+from kvferry.protocol.link import LinkKey
+from kvferry.protocol.states import TransferState
+
+PAGES = np.arange(1)
+
+
+def cluster(prefill_ranks: int = 1, decode_ranks: int = 1, *, prefill_rooms: int = 0, decode_rooms: int = 0) -> Cluster:
+    """Ranks that are connected, with rooms that only one side has opened."""
+    made = Cluster(prefill_ranks, decode_ranks, pages=1)
+    made.run(1, 1)
+    for room in range(decode_rooms):
+        for decode in made.decoders:
+            decode.open(1000 + room, PAGES, engine="prefill")
+    for room in range(prefill_rooms):
+        for prefill in made.prefillers:
+            prefill.open(5000 + room).submit(PAGES, last=True)
+    for _ in range(300):
+        made.round()
+    assert all(decode.open_rooms == decode_rooms for decode in made.decoders)
+    assert all(prefill.open_rooms == prefill_rooms for prefill in made.prefillers)
+    return made
+
+
+def test_a_decode_ranks_tick_takes_as_many_steps_with_a_thousand_rooms_as_with_ten():
+    taken = {}
+    for rooms in (10, 1_000):
+        decode = cluster(decode_rooms=rooms).decoders[0]
+        driver = decode._driver
+        now = decode._platform.now()
+        driver._next_ping_at = now + 1
+        tick = steps_of(partial(driver._tick, now))
+        driver._next_ping_at = now
+        taken[rooms] = tick, steps_of(partial(driver._tick, now))
+    assert taken[10] == taken[1_000]
+
+
+def test_a_prefill_ranks_tick_takes_as_many_steps_with_a_thousand_rooms_as_with_ten():
+    """Of either kind: those that it has opened, and those that decode ranks have."""
+    taken = {}
+    for rooms in (10, 1_000):
+        prefill = cluster(prefill_rooms=rooms, decode_rooms=rooms).prefillers[0]
+        now = prefill._now()
+        taken[rooms] = steps_of(partial(prefill._tick, now))
+    assert taken[10] == taken[1_000]
+
+
+def test_a_message_takes_as_many_steps_from_the_last_of_fifty_ranks_as_from_the_last_of_two():
+    taken = {}
+    for ranks in (2, 50):
+        made = cluster(ranks)
+        driver = made.decoders[0]._driver
+        link = driver._links._current[LinkKey("prefill", 0)]
+        channel = link.channels[-1]
+        assert isinstance(channel, Line)
+        endpoint = made.prefillers[-1].transport.endpoint_name
+        channel.arrived.append(messages.encode(messages.Pong(endpoint=endpoint, attached=True)))
+        taken[ranks] = steps_of(partial(driver._receive, channel, made.now))
+        assert driver._links.is_current(link)
+    assert taken[2] == taken[50]
+
+
+def test_a_thousand_engines_that_never_come_cost_as_much_each_as_a_hundred():
+    taken = {}
+    for count in (100, 1_000):
+        made = Cluster(1, 1, pages=1)
+        (decode,) = made.decoders
+        waiting = [decode.open(number, PAGES, engine=f"nobody-{number}") for number in range(count)]
+        made.round()
+        made.now += decode.settings.bootstrap_timeout_s + 1
+        driver = decode._driver
+        taken[count] = steps_of(partial(driver._tick, made.now)) / count
+        assert all(each.state is TransferState.FAILED for each in waiting)
+    assert taken[1_000] < 1.1 * taken[100]
+
+
+def test_a_rank_that_is_lost_is_no_event_of_rooms_that_it_did_not_open(monkeypatch: pytest.MonkeyPatch):
+    made = cluster(prefill_rooms=1_000)
+    prefill, decode = made.prefillers[0], made.decoders[0]
+    decode.open(5_007, PAGES, engine="prefill")
+    room = prefill._table.rooms[5_007]
+    while not room.generations:
+        made.round()
+    (other,) = (each for number, each in prefill._table.rooms.items() if number == 5_008)
+    posted: list[int] = []
+    for each in (room, other):
+        monkeypatch.setattr(each, "post", lambda event, number=each.room: posted.append(number))
+    prefill._lose(decode.transport.endpoint_name, PeerDisconnectedError("lost"))
+    assert posted == [5_007]
