@@ -51,7 +51,7 @@ class SimulatedPods:
     def __init__(self, seed: int) -> None:
         # Chance of its own: the schedule of a seed is the same with pods and without.
         self._chance = random.Random(f"{seed} pods")
-        self.exist = self._chance.random() < 0.7
+        self.exist = self._chance.random() < 0.9
         self._pods: dict[str, _Pod] = {}
 
     def start(self, name: str, is_alive: Callable[[], bool], answers: Callable[[], bool]) -> PodIdentity | None:
