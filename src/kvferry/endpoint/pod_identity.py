@@ -38,11 +38,13 @@ def _container(file: Path) -> str:
         descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         with os.fdopen(descriptor, "r+", errors="replace") as opened:
             fcntl.flock(opened, fcntl.LOCK_EX)  # ranks of one container start at once
-            for line in opened.read()[-_LARGEST_MESSAGE:].splitlines():
+            message = opened.read()
+            for line in message[-_LARGEST_MESSAGE:].splitlines():
                 if line.startswith(_BEGIN) and len(line) > len(_BEGIN):
                     return line.removeprefix(_BEGIN)
             word = secrets.token_hex(16)
-            opened.write(f"{_BEGIN}{word}\n")
+            begins_a_line = not message or message.endswith("\n")
+            opened.write(("" if begins_a_line else "\n") + f"{_BEGIN}{word}\n")
             return word
     except OSError as error:
         raise SettingsError(
