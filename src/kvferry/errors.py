@@ -24,6 +24,7 @@
     |   |-- RegistryUnreachableError
     |   |-- RegistryAccessError     the registry has a secret, and this side none or another
     |   `-- RegistrationRefusedError
+    |-- OrchestratorError           the Kubernetes API refused or could not be reached
     |-- ObserveError                metrics and status cannot be served, or asked for
     `-- TransferError               how a transfer ended, if not well
         |-- TransferAbortedError    one side called abort
@@ -146,6 +147,10 @@ class RegistryAccessError(RegistryError):
 
 class RegistrationRefusedError(RegistryError):
     """The registry refused a rank's registration."""
+
+
+class OrchestratorError(KVFerryError):
+    """The Kubernetes API refused, could not be reached, or is none."""
 
 
 class ObserveError(KVFerryError):

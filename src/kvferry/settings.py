@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from kvferry.cpus import usable_cpus
 from kvferry.errors import SettingsError
 from kvferry.plan.cost import TransferPath
+from kvferry.protocol.ends import Proof, names_of, parse_proofs
 
 PREFIX = "KVFERRY_"
 SHORTEST_SECRET = 16
@@ -210,6 +211,43 @@ class Settings(BaseSettings):
         ge=0,
         description="How long after a prefill rank's process has ended the network may still deliver what it wrote.",
     )
+    end_proofs: str = Field(
+        "process,rank,operator",
+        description="What counts as proof that a lost prefill rank's process has ended, with commas between: process "
+        "(this machine's), rank (a prefill rank beside it says so), kubernetes (the API says so of its pod), operator "
+        "(kvferry release). Of the decode side; docs/kubernetes.md.",
+    )
+    unproven_path: Literal["staged", "auto"] = Field(
+        "staged",
+        description="Path from prefill ranks whose end neither process nor kubernetes can prove, where path is auto: "
+        "after a crash pages come back at once from staged, and only by another proof from auto.",
+    )
+    pod_uid: str | None = Field(
+        None, min_length=1, max_length=256, description="UID of the pod that this process runs in (downward API)."
+    )
+    pod_name: str | None = Field(None, min_length=1, max_length=256, description="Its name (downward API).")
+    pod_namespace: str | None = Field(None, min_length=1, max_length=256, description="Its namespace (downward API).")
+    pod_termination_log: Path | None = Field(
+        None,
+        description="The container's termination message file, usually /dev/termination-log: a line is added there, by "
+        "which the Kubernetes API tells one start of the container from the next.",
+    )
+    kubernetes_url: str = Field(
+        "https://kubernetes.default.svc",
+        pattern=r"^https?://[!-~]+$",
+        description="The Kubernetes API, where end_proofs has kubernetes.",
+    )
+    kubernetes_token_file: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount/token"),
+        description="The service account's token; read again for every request, since it changes.",
+    )
+    kubernetes_ca_file: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"),
+        description="Certificates (PEM) that vouch for the Kubernetes API.",
+    )
+    kubernetes_timeout_s: float = Field(
+        5.0, gt=0, le=300, description="How long each step of a request to the Kubernetes API may take."
+    )
     max_rooms: int = Field(
         65_536, ge=1, description="Rooms that may be open at once on a rank; more are refused when they are opened."
     )
@@ -261,6 +299,18 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"peer_timeout_s (KVFERRY_PEER_TIMEOUT_S) is {self.peer_timeout_s:g}: it must be longer than "
                 f"heartbeat_interval_s (KVFERRY_HEARTBEAT_INTERVAL_S), {self.heartbeat_interval_s:g}"
+            )
+        try:
+            parse_proofs(self.end_proofs)
+        except ValueError as error:
+            raise ValueError(
+                f"end_proofs (KVFERRY_END_PROOFS) is {self.end_proofs!r}: {error}; allowed are {names_of(list(Proof))}"
+            ) from None
+        given = {name for name in ("pod_uid", "pod_name", "pod_namespace") if getattr(self, name) is not None}
+        if len(given) in (1, 2):
+            raise ValueError(
+                "pod_uid (KVFERRY_POD_UID), pod_name (KVFERRY_POD_NAME) and pod_namespace (KVFERRY_POD_NAMESPACE) "
+                f"belong together: of them only {', '.join(sorted(given))} is set"
             )
         if self.staging_chunk_mib > self.staging_ring_mib:
             raise ValueError(
@@ -326,6 +376,11 @@ class Settings(BaseSettings):
     def forced_path(self) -> TransferPath | None:
         """The only path that may be taken; None where the cost model chooses."""
         return None if self.path == "auto" else TransferPath(self.path)
+
+    @property
+    def proofs(self) -> frozenset[Proof]:
+        """What counts as proof of a process's end."""
+        return parse_proofs(self.end_proofs)
 
     @property
     def registry_address(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import pytest
 from msgspec import structs
 
-from kvferry.endpoint import PrefillEndpoint, scattering
+from kvferry.endpoint import PrefillEndpoint, ends, scattering
 from kvferry.endpoint.admission import Admission
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.decode_driver import DecodeDriver
@@ -23,7 +23,7 @@ from kvferry.endpoint.timers import Timers
 from kvferry.endpoint.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
-from kvferry.protocol import receiver, sender
+from kvferry.protocol import pods, receiver, sender
 from kvferry.protocol.chunks import Chunk
 from kvferry.protocol.credits import ReadingRing, Span, WritingRing
 from kvferry.protocol.lost_ranks import LostRanks
@@ -33,6 +33,7 @@ from kvferry.protocol.messages import (
     Drained,
     Message,
     OpenRoom,
+    PodIdentity,
     SpanReleased,
     StagedArrived,
     decode_notification,
@@ -220,6 +221,21 @@ def _lost_is_dead(patch: pytest.MonkeyPatch) -> None:
 def _hidden_is_dead(patch: pytest.MonkeyPatch) -> None:
     """A process whose start cannot be seen is taken for another one, or for none."""
     patch.setattr(Sight, "proves_end_of", lambda sight, process: sight.started != process.started)
+
+
+def _missing_pod_is_dead(patch: pytest.MonkeyPatch) -> None:
+    """A pod whose object was deleted is taken for one that has ended."""
+    right = pods.why_ended
+
+    def why_ended(pod: PodIdentity, found: pods.PodObject | None, node: pods.NodeAnswer | None) -> str:
+        return right(pod, found, node) if found is not None else "there is no such pod"
+
+    patch.setattr(ends, "why_ended", why_ended)
+
+
+def _phase_is_proof(patch: pytest.MonkeyPatch) -> None:
+    """A pod that a controller says has failed is taken for one that has ended."""
+    patch.setattr(pods, "_all_terminated", lambda found: True)
 
 
 def _slots_reused_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -724,6 +740,8 @@ PLANTED: dict[str, Plant] = {
     "no time to settle after a death": _no_time_to_settle,
     "a silent rank is taken for dead": _lost_is_dead,
     "a process that is hidden is taken for dead": _hidden_is_dead,
+    "a pod without an object is taken for dead": _missing_pod_is_dead,
+    "a phase is taken for a pod's end": _phase_is_proof,
     "slots reused while they are read": _slots_reused_at_once,
     "rings overwritten before they are read": _rings_without_end,
     "no deadlines": _no_deadlines,
@@ -774,5 +792,9 @@ PLANTED: dict[str, Plant] = {
     "rooms of a lost decode rank go on": _rooms_of_lost_ranks_go_on,
 }
 
-SEEN_WITH: dict[str, frozenset[str]] = {"released spans said once": frozenset({"cut"})}
+SEEN_WITH: dict[str, frozenset[str]] = {
+    "released spans said once": frozenset({"cut"}),
+    "a pod without an object is taken for dead": frozenset({"cut"}),
+    "a phase is taken for a pod's end": frozenset({"cut"}),
+}
 """Kinds of trouble that it takes to bring a fault to light: a search for it leaves out schedules without them."""

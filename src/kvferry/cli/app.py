@@ -79,5 +79,30 @@ def registry(
     server.serve_forever(started)
 
 
+@app.command()
+def release(
+    endpoints: Annotated[
+        list[str], typer.Argument(help="Names of lost prefill endpoints, as `kvferry top` shows them.")
+    ],
+    is_sure: Annotated[bool, typer.Option("--yes", help="Do not ask whether you are sure.")] = False,
+) -> None:
+    """Say that prefill endpoints have ended, so that decode ranks get back what these might still write to.
+
+    It is your word that their processes cannot run again, not even after a thaw: pages and staging memory go to others.
+    The registry (KVFERRY_REGISTRY_URL) passes it on to every decode rank whose KVFERRY_END_PROOFS has operator.
+    """
+    from kvferry.control.construction import create_registry_client
+
+    question = f"Is it certain that {', '.join(endpoints)} cannot write any more: ended, or without power or network?"
+    if not is_sure:
+        typer.confirm(question, abort=True)
+    with create_registry_client(Settings()) as client:
+        for endpoint in endpoints:
+            client.release(endpoint)
+            typer.echo(
+                f"{endpoint} is released: decode ranks give its memory back within a heartbeat and quarantine_s."
+            )
+
+
 for _command in (demo, plan, bench, up, doctor, top, trace, sim):
     app.command()(_command)

@@ -30,6 +30,7 @@ from kvferry.control.registry_messages import (
     Health,
     Lease,
     Problem,
+    Released,
     Removal,
 )
 from kvferry.errors import ConfigurationError, MessageError, RegistrationRefusedError, RegistryAccessError, quoted
@@ -120,6 +121,13 @@ def registry_app(
     async def get_engines(_request: Request) -> Response:
         return _json(EngineList(engines=registrations.engines(clock())))
 
+    async def put_released(request: Request) -> Response:
+        registrations.release(request.path_params["endpoint"], clock())
+        return _json(Released(endpoints=(request.path_params["endpoint"],)))
+
+    async def get_released(_request: Request) -> Response:
+        return _json(Released(endpoints=registrations.released()))
+
     async def get_health(_request: Request) -> Response:
         return _json(Health(version=__version__, api_version=API_VERSION, uptime_s=clock() - started_at))
 
@@ -130,6 +138,8 @@ def registry_app(
             Route(rank_path, delete_rank, methods=["DELETE"]),
             Route("/v1/engines/{engine}", get_engine, methods=["GET"]),
             Route("/v1/engines", get_engines, methods=["GET"]),
+            Route("/v1/released/{endpoint}", put_released, methods=["PUT"]),
+            Route("/v1/released", get_released, methods=["GET"]),
             Route("/health", get_health, methods=["GET"]),
         ],
         middleware=[] if token is None else [Middleware(_TokenRequired, token=token)],

@@ -16,7 +16,7 @@ import msgspec
 
 from kvferry.control.credentials import client_context
 from kvferry.control.owning_process import OwningProcess
-from kvferry.control.registry_messages import UNKNOWN_ENGINE, EngineList, Health, Lease, Problem, Removal
+from kvferry.control.registry_messages import UNKNOWN_ENGINE, EngineList, Health, Lease, Problem, Released, Removal
 from kvferry.errors import (
     KVFerryError,
     RegistrationRefusedError,
@@ -39,6 +39,7 @@ _LEASE = msgspec.json.Decoder(Lease)
 _REMOVAL = msgspec.json.Decoder(Removal)
 _ENGINE = msgspec.json.Decoder(EngineView)
 _ENGINES = msgspec.json.Decoder(EngineList)
+_RELEASED = msgspec.json.Decoder(Released)
 _HEALTH = msgspec.json.Decoder(Health)
 _PROBLEM = msgspec.json.Decoder(Problem)
 
@@ -155,6 +156,32 @@ class RegistryClient:
             RegistryError: if what answered is no registry, or it failed.
         """
         return self._answer(*self._exchange("GET", "/v1/engines"), _ENGINES).engines
+
+    def release(self, endpoint: str) -> None:
+        """Tells every decode rank that asks this registry that a prefill endpoint has ended.
+
+        Args:
+            endpoint: the name of one start of a prefill rank.
+
+        Raises:
+            RegistrationRefusedError: if the endpoint holds a lease, so that it seems to live.
+            RegistryUnreachableError: if nothing answered.
+            RegistryError: if what answered is no registry, or it failed.
+        """
+        status, body = self._exchange("PUT", f"/v1/released/{quote(endpoint, safe='')}")
+        problem = self._problem(body) if 400 <= status < 500 else None
+        if problem is not None:
+            raise RegistrationRefusedError(f"the registry at {self._url} refused: {problem.message}")
+        self._answer(status, body, _RELEASED)
+
+    def released(self) -> tuple[str, ...]:
+        """Returns the prefill endpoints that operators have released.
+
+        Raises:
+            RegistryUnreachableError: if nothing answered.
+            RegistryError: if what answered is no registry, or it failed.
+        """
+        return self._answer(*self._exchange("GET", "/v1/released"), _RELEASED).endpoints
 
     def health(self) -> Health:
         """Returns the registry's version, and how long it has been up.

@@ -4,6 +4,8 @@
     DELETE /v1/engines/{engine}/ranks/{rank}?incarnation={id}     -> Removal
     GET    /v1/engines                                            -> EngineList
     GET    /v1/engines/{engine}                                   -> EngineView
+    PUT    /v1/released/{endpoint}                                -> Released
+    GET    /v1/released                                           -> Released
     GET    /health                                                -> Health
 
 All bodies are JSON. Every answer that is not a success is a `Problem`. A registry with a secret refuses every request
@@ -16,7 +18,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.protocol.registrations import MOST_ENGINES, EngineView
+from kvferry.protocol.messages import EndpointName
+from kvferry.protocol.registrations import MOST_ENGINES, MOST_RELEASED, EngineView
 
 API_VERSION = 1
 """The `v1` of the routes. A client of another version does not find them."""
@@ -50,6 +53,12 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
     """Every engine that has a live rank, by name."""
 
     engines: Annotated[tuple[EngineView, ...], msgspec.Meta(max_length=MOST_ENGINES)]
+
+
+class Released(msgspec.Struct, frozen=True, kw_only=True):
+    """Endpoints that an operator says have ended: a start of a rank each."""
+
+    endpoints: Annotated[tuple[EndpointName, ...], msgspec.Meta(max_length=MOST_RELEASED)]
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,12 +22,14 @@ from kvferry.errors import (
     QueueFullError,
     RoomExistsError,
     UnknownRoomError,
+    UsageError,
 )
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
 from kvferry.plan import check_share_tokens, check_token_share
 from kvferry.protocol.chunks import AnyPages
 from kvferry.protocol.demands import demands_of
+from kvferry.protocol.ends import Proof
 from kvferry.protocol.link import Identity, LinkKey
 from kvferry.protocol.placing import UnitPlaces
 from kvferry.protocol.receiver import ReceiverMachine
@@ -267,6 +269,26 @@ class DecodeEndpoint:
         limit_s = self.settings.bootstrap_timeout_s if timeout_s is None else timeout_s
         self._driver.connect(LinkKey(engine, prefill_dp_rank), limit_s)
 
+    def release(self, endpoint: str) -> None:
+        """Takes the caller's word that a lost prefill rank has ended: that its process cannot write any more.
+
+        What it might have written to comes back `quarantine_s` later. If the process runs after all, it may overwrite
+        what then belongs to others. `kvferry release` says the same to all decode ranks.
+
+        Args:
+            endpoint: the prefill rank's name, as in the status's `quarantine`.
+
+        Raises:
+            UsageError: if nothing waits for the end of such a rank, or an operator's word does not count here
+                (end_proofs).
+        """
+        if Proof.OPERATOR not in self.settings.proofs:
+            raise UsageError("an operator's word does not count here: add operator to end_proofs (KVFERRY_END_PROOFS)")
+        lost = [each.endpoint for each in self._driver.quarantine(self._platform.now())]
+        if endpoint not in lost:
+            raise UsageError(f"nothing here waits for the end of {endpoint!r}; lost are: {', '.join(lost) or 'none'}")
+        self._driver.release(endpoint)
+
     @property
     def observe_url(self) -> str | None:
         """Where metrics and status are served; None where no setting asks for it."""
@@ -286,6 +308,7 @@ class DecodeEndpoint:
             rooms=self._driver.rooms(now),
             peers=self._driver.peers(now),
             staging=self._driver.staging,
+            quarantine=self._driver.quarantine(now),
             threads=self.health,
         )
 

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 from kvferry.control.ends import Connection
 from kvferry.control.registry_client import RegistryClient
@@ -24,7 +25,7 @@ from kvferry.endpoint.timers import Timers
 from kvferry.errors import KVFerryError, PeerError
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import PlacedRecord
-from kvferry.observe.status import PeerStatus, RoomStatus, StagingStatus
+from kvferry.observe.status import LostPeerStatus, PeerStatus, RoomStatus, StagingStatus
 from kvferry.protocol import messages
 from kvferry.protocol.credits import Span
 from kvferry.protocol.link import Identity, Link, LinkKey, LinkState
@@ -142,6 +143,21 @@ class DecodeDriver(Loop):
     def peers(self, now: float) -> list[PeerStatus]:
         """Returns the status of every prefill rank that is connected or looked up."""
         return self._links.statuses(now)
+
+    def quarantine(self, now: float) -> list[LostPeerStatus]:
+        """Returns the prefill ranks that were lost, and what they may still write to."""
+        pages: dict[str, int] = {}
+        for room in list(self._rooms.values()):
+            link = self._room_links.get(room.room)
+            for rank in room.machine.undrained if link is not None and room.is_quarantined else ():
+                peer = link.endpoint_of(rank) if link is not None else None
+                if peer is not None:
+                    pages[peer] = pages.get(peer, 0) + room.pages
+        return self._links.lost(pages, now)
+
+    def release(self, endpoint: str) -> None:
+        """Queues an operator's word that a lost rank has ended."""
+        self.submit(partial(self._links.release, endpoint))
 
     @property
     def staging(self) -> StagingStatus:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from typing import Protocol
 from kvferry.control.credentials import secret_hint
 from kvferry.control.ends import ConnectingEnd, Connection
 from kvferry.control.registry_client import RegistryClient
+from kvferry.endpoint.ends import EndProofs
 from kvferry.endpoint.platform import Platform
 from kvferry.errors import (
     EndpointClosedError,
@@ -31,8 +32,9 @@ from kvferry.errors import (
 )
 from kvferry.observe.logs import report_silence
 from kvferry.observe.observer import Observer, Retry
-from kvferry.observe.status import PeerStatus
+from kvferry.observe.status import LostPeerStatus, PeerStatus
 from kvferry.protocol import messages
+from kvferry.protocol.ends import Proof
 from kvferry.protocol.link import Channel, Identity, Link, LinkKey, LinkState
 from kvferry.protocol.lost_ranks import LostRanks
 from kvferry.protocol.registrations import EngineView, RankRegistration
@@ -114,6 +116,7 @@ class Links:
         self._callers: list[_Caller] = []
         self._is_closed = False
         self._lost = LostRanks(settle_s=settings.quarantine_s)
+        self._ends = EndProofs(settings, platform, registry, submit=user.submit, ended=self._ended)
         self._channels: dict[str, Connection] = {}  # by address; links to the same rank share one
         self._next_attempt = partial(next, itertools.count(1))
         self._attempts: dict[str, int] = {}  # by address, the last that was begun there
@@ -136,6 +139,25 @@ class Links:
                 state = "ready" if is_ready else link.state.value
                 shown.append(PeerStatus(name=name, state=state, is_ready=is_ready, silent_s=rank.silent_s))
         return shown
+
+    def lost(self, pages: Mapping[str, int], now: float) -> list[LostPeerStatus]:
+        """Returns the ranks that were lost and may still write.
+
+        Args:
+            pages: how many pages each may write to, by endpoint.
+        """
+        return [
+            LostPeerStatus(
+                endpoint=endpoint,
+                lost_for_s=max(0.0, now - lost.since),
+                pages=pages.get(endpoint, 0),
+                ring_bytes=self._staging.bytes_of(endpoint),
+                proof=lost.proof.value if lost.proof is not None else "",
+                frees=self._ends.reach.how(lost.process, endpoint) if lost.proof is None else (),
+                problem=self._ends.problem if lost.proof is None else "",
+            )
+            for endpoint, lost in self._lost.all
+        ]
 
     def wait_ready(self, key: LinkKey, timeout_s: float) -> None:
         """Waits until a link is ready, making it if there is none; see `DecodeEndpoint.connect`."""
@@ -205,7 +227,12 @@ class Links:
             self._current[key].deadline = max(self._current[key].deadline, deadline)
         else:
             self._current[key] = Link(
-                key, self._identity, self._staging, next_attempt=self._next_attempt, deadline=deadline
+                key,
+                self._identity,
+                self._staging,
+                next_attempt=self._next_attempt,
+                can_prove_end=self._ends.can_prove_end,
+                deadline=deadline,
             )
             self._unready[self._current[key]] = None
             self._resolvers.submit(partial(self._look_up, self._current[key]))
@@ -226,15 +253,16 @@ class Links:
                 if self.carries_messages_of(channel, endpoint):
                     self._rank_closed(endpoint, now)
             case messages.Gone(process):
-                if any(each.knows_machine(channel, process.machine) for each in self._all):
-                    self._lost.gone(process)
+                is_there = any(each.knows_machine(channel, process.machine) for each in self._all)
+                if is_there and self._ends.is_declared(Proof.RANK):
+                    self._lost.gone(process, Proof.RANK)
             case messages.Welcome(endpoint) if self._channels_of(endpoint) - {channel}:
                 raise PeerError(f"at {channel.address} somebody answers under the name of another prefill rank")
             case _ if link is not None:
                 if link.received(channel, message, now):
                     self._ready(link, now)
                 elif link.state is LinkState.RESOLVING:
-                    self._started_over(link)
+                    self._started_over(link, now)
 
     def fail(self, link: Link, error: KVFerryError, now: float) -> None:
         """Gives a link up, and every room that relies on it. It stays connected while a rank may still write."""
@@ -246,7 +274,7 @@ class Links:
         self._unready.pop(link, None)
         self._retired.append(link)
         for peer in link.peers:
-            self._lost.add(peer.endpoint, peer.process)
+            self._lost.add(peer.endpoint, peer.process, now)
         for caller in self._callers_of(link):
             caller.ready.set_exception(error)
         self._user.link_failed(link, error, now)
@@ -281,6 +309,7 @@ class Links:
     def close(self) -> None:
         """Sends a close message to every peer, after the endpoint's thread has ended."""
         self._resolvers.close()
+        self._ends.close()
         self._keep_rings_in_doubt()
         for channel in list(self._channels.values()):
             self._close_channel(channel)
@@ -302,16 +331,17 @@ class Links:
         self._unready.pop(link, None)
         for peer in link.peers:
             self._lost.discard(peer.endpoint)
+            self._ends.connected(peer.process)
         for caller in self._callers_of(link):
             caller.ready.set_result(None)
         self._user.link_ready(link, now)
 
-    def _started_over(self, link: Link) -> None:
+    def _started_over(self, link: Link, now: float) -> None:
         """Counts the ranks that a link had before as lost: they may write until they connect anew, or have ended."""
         self._observer.retried(Retry.CONNECT)
         while link.left_behind:
             peer = link.left_behind.pop()
-            self._lost.add(peer.endpoint, peer.process)
+            self._lost.add(peer.endpoint, peer.process, now)
         self._close_unused_channels()
 
     def _rank_closed(self, endpoint: str, now: float) -> None:
@@ -435,7 +465,7 @@ class Links:
                 self._check_processes(link, now)
                 if silent is not None and link.state is LinkState.GREETING:
                     link.start_over(now)
-                    self._started_over(link)
+                    self._started_over(link, now)
                 elif silent is not None:
                     raise PeerDisconnectedError(
                         f"prefill rank {silent[0]} of {link.key.engine!r} has been silent for {silent[1]:.1f} s "
@@ -465,7 +495,7 @@ class Links:
             PeerDisconnectedError: if rooms rely on it.
         """
         for peer in link.peers:
-            if not self._platform.is_gone(peer.process):
+            if not self._ends.is_gone(peer.process):
                 continue
             if link.state is LinkState.READY:
                 raise PeerDisconnectedError(
@@ -473,7 +503,7 @@ class Links:
                     f"{peer.process.pid} is gone"
                 )
             link.start_over(now)
-            self._started_over(link)
+            self._started_over(link, now)
             return
 
     # ---- ranks that were lost -----------------------------------------------------------------------------------
@@ -484,13 +514,15 @@ class Links:
             return
         at_stake = {peer.endpoint for link in self._user.links_with_rooms for peer in link.peers}
         self._lost.keep_only(at_stake | self._staging.writers)
-        self._lost.look(self._platform.is_gone)
+        self._lost.look(self._ends.is_gone)
         for endpoint in self._lost.take_settled(now):
             self._will_not_write(endpoint, now)
 
     def ask_about_lost_ranks(self, now: float) -> None:
         """Asks other ranks whether the processes of lost ranks that may still write have ended."""
-        for _, process in self._lost.doubtful:
+        self._ends.ask(self._lost.doubtful)
+        asked = self._lost.doubtful if self._ends.is_declared(Proof.RANK) else []
+        for _, process in asked:
             for link in self._all:
                 with contextlib.suppress(KVFerryError):
                     link.ask_whether_gone(process)
@@ -499,6 +531,15 @@ class Links:
         for link in self._retired:
             if link.key not in self._current and any(link.rank_of(endpoint) is not None for endpoint in doubtful):
                 self.to(link.key, now + self._settings.bootstrap_timeout_s)
+
+    def release(self, endpoint: str, now: float) -> None:
+        """Takes an operator's word that a lost rank has ended."""
+        self._ended(endpoint, Proof.OPERATOR, now)
+
+    def _ended(self, endpoint: str, proof: Proof, now: float) -> None:
+        """Takes a proof that a lost rank has ended; what it might have written to is given back a while later."""
+        log.warning("prefill endpoint %s has ended, proof: %s", endpoint, proof.value)
+        self._lost.ended(endpoint, proof)
 
     def _will_not_write(self, endpoint: str, now: float) -> None:
         """Gives back the rings, and drains the rooms, of a prefill rank that will not write again."""

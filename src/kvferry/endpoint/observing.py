@@ -16,6 +16,7 @@ from kvferry.observe.observer import Observer, Several
 from kvferry.observe.status import (
     MOST_ROOMS,
     EndpointStatus,
+    LostPeerStatus,
     PeerStatus,
     RoomStatus,
     Side,
@@ -102,6 +103,7 @@ def endpoint_status(
     peers: Sequence[PeerStatus],
     staging: StagingStatus,
     threads: Sequence[ThreadHealth],
+    quarantine: Sequence[LostPeerStatus] = (),
 ) -> EndpointStatus:
     """Builds the status of an endpoint.
 
@@ -133,6 +135,7 @@ def endpoint_status(
         rooms=tuple(oldest[:MOST_ROOMS]),
         peers=tuple(peers),
         staging=staging,
+        quarantine=tuple(quarantine),
         threads=tuple(
             ThreadStatus(
                 name=thread.name,

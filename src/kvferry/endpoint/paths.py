@@ -30,6 +30,9 @@ CALIBRATION_BYTES = 2 << 20
 """Staging memory of a prefill endpoint that only measurements use."""
 
 
+UNPROVEN = "the decode side could not prove that this prefill rank has ended (KVFERRY_UNPROVEN_PATH)"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedPath:
     """What staged writes to one receiver need.
@@ -51,19 +54,23 @@ class PathChooser:
     """Chooses the path of every write to one receiver.
 
     Attributes:
-        forced: the only path that may be taken, if a setting of either side forces one.
+        forced: the only path that may be taken, if there is one.
         staged: what staged writes need; None where there are none.
     """
 
-    def __init__(self, plan: PairPlan, *, forced: TransferPath | None, staged: StagedPath | None, problem: str) -> None:
+    def __init__(
+        self, plan: PairPlan, *, forced: TransferPath | None, staged: StagedPath | None, problem: str, why: str = ""
+    ) -> None:
         """Takes the paths that there are to one receiver.
 
         Args:
             plan: what is sent.
             problem: why there are no staged writes, if so.
+            why: why a path is forced; empty where KVFERRY_PATH says so.
         """
         self.forced = forced
         self.staged = staged
+        self._why = why
         self._plan = plan
         self._problem = problem
 
@@ -79,7 +86,7 @@ class PathChooser:
             elected: what this rank sends in the room; moves refer to it.
         """
         if self.forced is not None:
-            return Choice(self.forced, 0.0, 0.0, f"KVFERRY_PATH is {self.forced.value}")
+            return Choice(self.forced, 0.0, 0.0, self._why or f"KVFERRY_PATH is {self.forced.value}")
         if self.staged is None:
             return Choice(TransferPath.DIRECT, 0.0, 0.0, f"there is no staged path: {self._problem}")
         packed = self._plan.packed_pieces(unit)
@@ -195,8 +202,18 @@ class SendingStaging:
         )
         if problem and forced is TransferPath.STAGED:
             raise IncompatiblePeerError(f"path: staged is forced (KVFERRY_PATH), but cannot be taken: {problem}")
+        why = ""
+        if forced is None and message.staging.unproven:
+            if problem:
+                log.warning(
+                    "%s could not prove that this rank has ended, and bytes go directly all the same: %s",
+                    message.endpoint,
+                    problem,
+                )
+            else:
+                forced, why = TransferPath.STAGED, UNPROVEN
         staged = None if problem else self._staged(message, plan, is_forced=forced is TransferPath.STAGED)
-        return PathChooser(plan, forced=forced, staged=staged, problem=problem)
+        return PathChooser(plan, forced=forced, staged=staged, problem=problem, why=why)
 
     def digest_memory(self) -> DigestMemory:
         """Returns what digests are computed with, made when a decode rank first asks for them.

@@ -14,12 +14,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from msgspec import structs
+
 from kvferry.control.construction import create_registry, create_registry_client, credentials_of
 from kvferry.control.ends import ConnectingEnd, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
+from kvferry.control.kubernetes import Orchestrator, create_kubernetes_client
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.calibration import Calibration
 from kvferry.endpoint.construction import machine_name
+from kvferry.endpoint.pod_identity import pod_of
 from kvferry.endpoint.process_identity import is_gone, this_process
 from kvferry.endpoint.threads import Loop, RunningLoop, SupervisedThread
 from kvferry.layout import RankLayout
@@ -69,6 +73,18 @@ class Platform(ABC):
     @abstractmethod
     def jitter(self) -> float:
         """Returns a number between 0 and 1, to spread what would happen at once. Not for secrets."""
+
+    @abstractmethod
+    def identity(self, settings: Settings) -> ProcessIdentity:
+        """Returns this process as peers are to know it, with the pod that the settings name.
+
+        Raises:
+            SettingsError: if the pod's termination message file cannot be used.
+        """
+
+    @abstractmethod
+    def orchestrator(self, settings: Settings) -> Orchestrator:
+        """Makes a client of what runs the pods."""
 
     @abstractmethod
     def is_gone(self, process: ProcessIdentity) -> bool:
@@ -158,6 +174,12 @@ class SystemPlatform(Platform):
 
     def jitter(self) -> float:
         return random.random()  # noqa: S311 - spreads load, guards nothing
+
+    def identity(self, settings: Settings) -> ProcessIdentity:
+        return structs.replace(self.process, pod=pod_of(settings))
+
+    def orchestrator(self, settings: Settings) -> Orchestrator:
+        return create_kubernetes_client(settings)
 
     def is_gone(self, process: ProcessIdentity) -> bool:
         return is_gone(process)

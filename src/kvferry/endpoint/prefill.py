@@ -190,6 +190,7 @@ class PrefillEndpoint:
 
     def _start(self, host_registry: bool | None) -> None:
         settings = self.settings
+        self._process = self._platform.identity(settings)
         self._staging = SendingStaging(settings, self.layout, self.transport, self._platform)
         self.transport.register(self.layout.regions(), self.layout.device)
         self._channel = self._platform.listen(settings)
@@ -624,7 +625,7 @@ class PrefillEndpoint:
             coordinates=self.coordinates,
             layout=self.layout,
             transport=self.transport.name,
-            process=self._platform.process,
+            process=self._process,
         )
 
     def _attach(self, identity: str, message: messages.Attach) -> None:

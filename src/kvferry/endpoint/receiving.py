@@ -77,11 +77,20 @@ class ReceivingRoom:
         """Records what was put into the room's pages, or verified there."""
         self._placed.append(record)
 
+    @property
+    def pages(self) -> int:
+        """How many pages it has, over all groups."""
+        return sum(len(group.pages) for group in self.groups)
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether it has failed, and a write may still touch its pages. May be read from any thread."""
+        return self.machine.state is TransferState.FAILED and not self.machine.are_pages_reusable
+
     def status(self, now: float, peers: tuple[str, ...]) -> RoomStatus:
         """Returns the room's status. May be called from any thread."""
         machine, stats = self.machine, self.receiver.stats
         moved_bytes = sum(placed.num_bytes for placed in list(self._placed))
-        is_quarantined = machine.state is TransferState.FAILED and not machine.are_pages_reusable
         return RoomStatus(
             room=self.room,
             state=machine.state.value,
@@ -91,7 +100,7 @@ class ReceivingRoom:
             moved_bytes=moved_bytes,
             waits_for=machine.waits_for,
             peers=peers,
-            quarantined_pages=sum(len(group.pages) for group in self.groups) if is_quarantined else 0,
+            quarantined_pages=self.pages if self.is_quarantined else 0,
             failed_for_s=now - stats.ended_at if stats.ended_at is not None else 0.0,
         )
 

@@ -25,6 +25,7 @@ from kvferry.observe.outcomes import Outcome, outcome_of
 from kvferry.observe.records import PlacedRecord, ReceiverStats, SenderStats, WriteRecord
 from kvferry.observe.status import EndpointStatus
 from kvferry.plan import TransferPath
+from kvferry.protocol.ends import Proof
 from kvferry.protocol.states import TransferState
 
 MOST_NAMED_PEERS = 32
@@ -256,6 +257,18 @@ class _Standing(Collector):
         yield _gauge("staging_waiting_rooms", "Rooms that wait for staging memory.", staging.waiting_rooms)
         yield _gauge(
             "quarantined_pages", "Pages of failed transfers that a write may still touch.", status.quarantined_pages
+        )
+        lost = GaugeMetricFamily(
+            "kvferry_lost_peers_in_doubt",
+            "Prefill ranks that were lost and may still write, by what has proved their end; none: nothing has.",
+            labels=["proof"],
+        )
+        for proof in ("none", *(each.value for each in Proof)):
+            lost.add_metric([proof], sum((each.proof or "none") == proof for each in status.quarantine))
+        yield lost
+        kept_bytes = sum(each.ring_bytes for each in status.quarantine)
+        yield _gauge(
+            "quarantined_staging_bytes", "Staging memory that lost prefill ranks may still write to.", kept_bytes
         )
         yield _gauge("quarantine_seconds", "How long the oldest of these transfers has failed.", status.quarantine_s)
 

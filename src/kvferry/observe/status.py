@@ -61,6 +61,28 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float
 
 
+class LostPeerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefill rank that was lost, and may still write to memory of this decode rank.
+
+    Attributes:
+        endpoint: its name.
+        lost_for_s: seconds since it was lost.
+        pages: pages of failed transfers that it may write to directly.
+        ring_bytes: staging memory that it may write to.
+        proof: what has proved that it has ended, so that these come back soon; empty if nothing has.
+        frees: what would prove it, a sentence each, the likeliest first; empty once something has.
+        problem: why one that could was not asked; empty if all were.
+    """
+
+    endpoint: str
+    lost_for_s: float
+    pages: int
+    ring_bytes: int
+    proof: str
+    frees: tuple[str, ...]
+    problem: str = ""
+
+
 class StagingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Staging memory.
 
@@ -107,6 +129,7 @@ class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
         peers: all on the other side.
         staging: memory for the staged path.
         threads: the health of each.
+        quarantine: prefill ranks that were lost and may still write, on the decode side.
     """
 
     side: Side
@@ -128,6 +151,7 @@ class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[PeerStatus, ...]
     staging: StagingStatus
     threads: tuple[ThreadStatus, ...]
+    quarantine: tuple[LostPeerStatus, ...] = ()
 
     @property
     def has_all_threads(self) -> bool:

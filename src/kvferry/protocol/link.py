@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import msgspec
+
 from kvferry import errors
 from kvferry.errors import IncompatiblePeerError, KVFerryError, PeerDisconnectedError, PeerError
 from kvferry.layout import RankCoordinates, RankLayout
@@ -140,18 +142,21 @@ class Link:
         staging: RingOffers,
         *,
         next_attempt: Callable[[], int],
+        can_prove_end: Callable[[messages.ProcessIdentity], bool],
         deadline: float,
     ) -> None:
         """Begins with the look-up at the registry.
 
         Args:
             next_attempt: returns a number that is higher than all before.
+            can_prove_end: whether a source is in reach that could prove a process's end.
             deadline: when it must be ready.
         """
         self.key = key
         self.attempt = next_attempt()
         self.left_behind: list[messages.Welcome] = []
         self._next_attempt = next_attempt
+        self._can_prove_end = can_prove_end
         self.state = LinkState.RESOLVING
         self.deadline = deadline
         self.problem: KVFerryError | None = None
@@ -321,7 +326,8 @@ class Link:
         assert welcome is not None
         group_rank = rank.registration.coordinates.group_rank
         mine = tuple(piece for piece in self._pieces if group_rank in piece.holders)
-        return self._staging.offer(welcome.endpoint, welcome.layout, mine, rank.channel.send)
+        offer = self._staging.offer(welcome.endpoint, welcome.layout, mine, rank.channel.send)
+        return msgspec.structs.replace(offer, unproven=not self._can_prove_end(welcome.process))
 
     def connected(self, room: int) -> Connected:
         """Returns who sends what in a room, once the link is ready."""
@@ -351,6 +357,11 @@ class Link:
     def rank_of(self, endpoint: str) -> int | None:
         """Returns the engine rank of an endpoint; None if it is not one of the group's."""
         return self._number_of.get(endpoint)
+
+    def endpoint_of(self, engine_rank: int) -> str | None:
+        """Returns the endpoint of an engine rank; None if it is not one of the group's, or has not answered."""
+        rank = self._ranks.get(engine_rank)
+        return rank.welcome.endpoint if rank is not None and rank.welcome is not None else None
 
     def is_rank(self, engine_rank: int, endpoint: str) -> bool:
         """Returns whether an endpoint is the rank that it claims to be."""

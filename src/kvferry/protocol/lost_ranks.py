@@ -9,15 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from kvferry.protocol.ends import Proof
 from kvferry.protocol.messages import ProcessIdentity
 
 _MOST_AT_ONCE_S = 0.5
 
 
 @dataclass(slots=True)
-class _Lost:
+class LostRank:
+    """A rank that was lost.
+
+    Attributes:
+        process: which process it is, or was.
+        since: when it was lost.
+        proof: what has proved that the process has ended; None as long as it may run.
+    """
+
     process: ProcessIdentity
-    is_gone: bool = False
+    since: float
+    proof: Proof | None = None
     gone_for_s: float | None = None  # None until it was counted for the first time
 
 
@@ -31,7 +41,7 @@ class LostRanks:
             settle_s: how long after a process has ended what it wrote may still arrive.
         """
         self._settle_s = settle_s
-        self._lost: dict[str, _Lost] = {}
+        self._lost: dict[str, LostRank] = {}
         self._looked_at = 0.0
 
     def __len__(self) -> int:
@@ -40,9 +50,9 @@ class LostRanks:
     def __contains__(self, endpoint: str) -> bool:
         return endpoint in self._lost
 
-    def add(self, endpoint: str, process: ProcessIdentity) -> None:
+    def add(self, endpoint: str, process: ProcessIdentity, now: float) -> None:
         """Records that a rank is lost."""
-        self._lost.setdefault(endpoint, _Lost(process))
+        self._lost.setdefault(endpoint, LostRank(process, now))
 
     def discard(self, endpoint: str) -> None:
         """Forgets a rank that was found again, or can write to no memory of ours."""
@@ -54,15 +64,26 @@ class LostRanks:
             del self._lost[endpoint]
 
     @property
+    def all(self) -> list[tuple[str, LostRank]]:
+        """All of them, by their endpoints' names. May be read from another thread."""
+        return list(self._lost.items())
+
+    @property
     def doubtful(self) -> list[tuple[str, ProcessIdentity]]:
         """The ranks whose processes may still run."""
-        return [(endpoint, lost.process) for endpoint, lost in self._lost.items() if not lost.is_gone]
+        return [(endpoint, lost.process) for endpoint, lost in self._lost.items() if lost.proof is None]
 
-    def gone(self, process: ProcessIdentity) -> None:
+    def gone(self, process: ProcessIdentity, proof: Proof) -> None:
         """Records that a process has ended."""
-        for lost in self._lost.values():
-            if lost.process == process:
-                lost.is_gone = True
+        for endpoint, its_process in self.doubtful:
+            if its_process == process:
+                self.ended(endpoint, proof)
+
+    def ended(self, endpoint: str, proof: Proof) -> None:
+        """Records that a rank's process has ended, if the rank is lost and its process may run."""
+        lost = self._lost.get(endpoint)
+        if lost is not None and lost.proof is None:
+            lost.proof = proof
 
     def take_settled(self, now: float) -> list[str]:
         """Returns and forgets the ranks that are proved not to write again. Must be called several times a second.
@@ -72,7 +93,7 @@ class LostRanks:
         """
         passed_s, self._looked_at = min(max(0.0, now - self._looked_at), _MOST_AT_ONCE_S), now
         for lost in self._lost.values():
-            if lost.is_gone:  # the time before this was found out does not count
+            if lost.proof is not None:  # the time before this was found out does not count
                 lost.gone_for_s = 0.0 if lost.gone_for_s is None else lost.gone_for_s + passed_s
         settled = [
             endpoint
@@ -84,7 +105,7 @@ class LostRanks:
         return settled
 
     def look(self, is_gone: Callable[[ProcessIdentity], bool]) -> None:
-        """Checks for every doubtful rank whether its process has ended."""
-        for _, process in self.doubtful:
+        """Checks for every doubtful rank whether its process has ended, where this machine can tell."""
+        for endpoint, process in self.doubtful:
             if is_gone(process):
-                self.gone(process)
+                self.ended(endpoint, Proof.PROCESS)

@@ -92,15 +92,35 @@ class Staging(msgspec.Struct, frozen=True):
         ring: where staged bytes go; None if they cannot.
         problem: why there is no ring.
         scatter_bytes_per_s: how fast the largest piece is put into its pages; 0 where it was not measured.
+        unproven: whether nothing the decode rank has in reach could prove that this prefill rank has ended: then all is
+            staged, unless a path is forced or there is no staged one.
     """
 
     path: TransferPath | None = None
     ring: StagingRing | None = None
     problem: Reason = ""
     scatter_bytes_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e18)] = 0.0
+    unproven: bool = False
 
     def __post_init__(self) -> None:
         _shorten(self, "problem")
+
+
+class PodIdentity(msgspec.Struct, frozen=True):
+    """Identifies a Kubernetes pod, and one start of a container in it.
+
+    Attributes:
+        uid: the pod's; never used again.
+        name: the pod's.
+        namespace: the pod's.
+        container: in the termination message of the container that the process runs in, once that has ended; empty
+            where nothing was put there.
+    """
+
+    uid: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    namespace: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    container: ShortText = ""
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
@@ -110,11 +130,13 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
         machine: identifies its machine, and the namespace of process numbers there.
         pid: its number.
         started: when it was started, in whatever unit the machine counts.
+        pod: the pod that it runs in, if it does and says so.
     """
 
     machine: ShortText
     pid: Count
     started: Count
+    pod: PodIdentity | None = None
 
 
 class Hello(Message, frozen=True):

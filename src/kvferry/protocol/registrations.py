@@ -45,6 +45,9 @@ MOST_ENGINES = 1024
 MOST_RANKS = 16384
 """Most engines and ranks that a registry holds, and that a registry's answer may have."""
 
+MOST_RELEASED = 4096
+"""Endpoints of which an operator's word is kept: the latest."""
+
 
 def check_engine_name(engine: str) -> None:
     """Checks that a name can stand in a URL, a log line and a metric's label as it is.
@@ -156,6 +159,33 @@ class Registrations:
         self._max_engines = max_engines
         self._max_ranks = max_ranks
         self._leases_by_engine: dict[str, dict[int, _Lease]] = {}
+        self._released: dict[str, None] = {}  # in the order in which they were
+
+    def release(self, incarnation: str, now: float) -> None:
+        """Keeps an operator's word that this start of a rank has ended, whatever became of it.
+
+        Raises:
+            RegistrationRefusedError: if it holds a lease: it lives, or has died just now.
+            SettingsError: if no endpoint can have that name.
+        """
+        _check_text("the endpoint", incarnation, _LONGEST_INCARNATION)
+        self._drop_expired(now)
+        for leases in self._leases_by_engine.values():
+            for lease in leases.values():
+                if lease.registration.incarnation == incarnation:
+                    raise RegistrationRefusedError(
+                        f"{incarnation!r} is registered, as {_named(lease.registration)} at "
+                        f"{lease.registration.control_address}: if it has really ended, its lease runs out within "
+                        f"{self._lease_s:g} s; try again then"
+                    )
+        self._released.pop(incarnation, None)
+        self._released[incarnation] = None
+        while len(self._released) > MOST_RELEASED:
+            del self._released[next(iter(self._released))]
+
+    def released(self) -> tuple[str, ...]:
+        """Returns the starts of ranks that operators have released."""
+        return tuple(self._released)
 
     def register(self, registration: RankRegistration, now: float) -> float:
         """Grants or renews a rank's lease.

@@ -287,6 +287,12 @@ class ReceivingStaging:
             ring.memory.keep_for_good()
         return sum(ring.memory.num_bytes for ring in doubtful)
 
+    def bytes_of(self, endpoint: str) -> int:
+        """Returns how much memory a prefill rank may write to. May be called from any thread."""
+        ring = self._rings.get(endpoint)
+        rings = [*list(self._earlier.get(endpoint, ())), *([ring] if ring is not None else [])]
+        return sum(ring.memory.num_bytes for ring in rings)
+
     @property
     def writers(self) -> set[str]:
         """The prefill ranks that may write into any memory, also from an earlier attempt to connect."""

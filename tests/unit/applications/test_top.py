@@ -14,9 +14,20 @@ from kvferry.applications.top.asking import Sample, addresses
 from kvferry.applications.top.view import page, rates, troubles
 from kvferry.errors import ConfigurationError
 from kvferry.observe.status import (
+    LostPeerStatus,
     RoomStatus,
     StagingStatus,
     ThreadStatus,
+)
+
+LOST = LostPeerStatus(
+    endpoint="prefill-1-9-ab",
+    lost_for_s=12.0,
+    pages=8,
+    ring_bytes=2**25,
+    proof="",
+    frees=("this", "that"),
+    problem="no answer",
 )
 
 
@@ -103,6 +114,15 @@ def test_nothing_is_wrong_where_nothing_is():
         ({"threads": (ThreadStatus(name="t", is_alive=False, failures=1, last_failure="E: x"),)}, "thread t has ended"),
         ({"problem": "not registered: no answer"}, "prefill prefill/3: not registered: no answer"),
         ({"quarantined_pages": 6, "quarantine_s": 12.0}, "6 pages are quarantined, the first for 12.0 s"),
+        (
+            {"quarantine": (LOST,)},
+            "prefill-1-9-ab, lost for 12.0 s, keeps 8 pages and 33.6 MB of staging memory in quarantine until it is "
+            "proved to have ended, by this; or by that (not asked: no answer)",
+        ),
+        (
+            {"quarantine": (msgspec.structs.replace(LOST, proof="kubernetes", frees=(), problem=""),)},
+            "in quarantine; it has ended (proof: kubernetes), and they come back within seconds",
+        ),
         ({"staging": StagingStatus(total_bytes=9, used_bytes=9, waiting_rooms=2)}, "2 rooms wait for staging memory"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.protocol.ends import Proof
 from kvferry.protocol.lost_ranks import LostRanks
 from kvferry.protocol.messages import ProcessIdentity
 
@@ -17,7 +18,7 @@ def wait(lost: LostRanks, seconds: float, *, since: float) -> list[str]:
 
 def test_silence_is_no_proof():
     lost = LostRanks(settle_s=1.0)
-    lost.add("p0", HERE)
+    lost.add("p0", HERE, 0.0)
     lost.look(lambda process: False)
     assert wait(lost, 100.0, since=0.0) == []
     assert lost.doubtful == [("p0", HERE)]
@@ -25,8 +26,8 @@ def test_silence_is_no_proof():
 
 def test_a_process_that_has_ended_is_through_once_the_network_has_delivered():
     lost = LostRanks(settle_s=1.0)
-    lost.add("p0", HERE)
-    lost.add("p1", THERE)
+    lost.add("p0", HERE, 0.0)
+    lost.add("p1", THERE, 0.0)
     lost.take_settled(5.0)
     lost.look(lambda process: process == HERE)
     assert lost.doubtful == [("p1", THERE)]
@@ -39,7 +40,7 @@ def test_a_process_that_has_ended_is_through_once_the_network_has_delivered():
 
 def test_time_before_it_was_known_does_not_count():
     lost = LostRanks(settle_s=1.0)
-    lost.add("p0", HERE)
+    lost.add("p0", HERE, 0.0)
     lost.look(lambda process: True)
     assert wait(lost, 0.9, since=1000.0) == []
     assert wait(lost, 0.2, since=1000.9) == ["p0"]
@@ -48,8 +49,8 @@ def test_time_before_it_was_known_does_not_count():
 def test_time_that_nobody_lived_through_does_not_count():
     """A suspended process has not taken what the network had for it."""
     lost = LostRanks(settle_s=1.0)
-    lost.add("p0", HERE)
-    lost.gone(HERE)
+    lost.add("p0", HERE, 0.0)
+    lost.gone(HERE, Proof.RANK)
     assert lost.take_settled(0.0) == []
     assert lost.take_settled(1000.0) == []
     assert wait(lost, 0.4, since=1000.0) == []
@@ -58,20 +59,20 @@ def test_time_that_nobody_lived_through_does_not_count():
 
 def test_somebody_else_may_say_so():
     lost = LostRanks(settle_s=1.0)
-    lost.add("p1", THERE)
+    lost.add("p1", THERE, 0.0)
     lost.take_settled(0.0)
-    lost.gone(HERE)  # another one
+    lost.gone(HERE, Proof.RANK)  # another one
     assert lost.doubtful
-    lost.gone(THERE)
+    lost.gone(THERE, Proof.RANK)
     assert wait(lost, 0.9, since=0.0) == []
-    lost.gone(THERE)
+    lost.gone(THERE, Proof.RANK)
     assert wait(lost, 0.2, since=0.9) == ["p1"]
 
 
 def test_who_is_found_again_is_not_lost():
     lost = LostRanks(settle_s=0.0)
-    lost.add("p0", HERE)
-    lost.gone(HERE)
+    lost.add("p0", HERE, 0.0)
+    lost.gone(HERE, Proof.RANK)
     lost.discard("p0")
     lost.discard("p0")
     assert wait(lost, 1.0, since=0.0) == []
@@ -79,9 +80,9 @@ def test_who_is_found_again_is_not_lost():
 
 def test_to_be_lost_twice_is_to_be_lost_since_the_first_time():
     lost = LostRanks(settle_s=1.0)
-    lost.add("p0", HERE)
+    lost.add("p0", HERE, 0.0)
     lost.take_settled(0.0)
-    lost.gone(HERE)
+    lost.gone(HERE, Proof.RANK)
     assert wait(lost, 0.9, since=0.0) == []
-    lost.add("p0", HERE)
+    lost.add("p0", HERE, 0.0)
     assert wait(lost, 0.2, since=0.9) == ["p0"]

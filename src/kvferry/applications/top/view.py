@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvferry.applications.top.asking import Sample
 from kvferry.observe.logs import clock_time
-from kvferry.observe.status import EndpointStatus, RoomStatus
+from kvferry.observe.status import EndpointStatus, LostPeerStatus, RoomStatus
 
 _SHORTEST_REASON = 12
 
@@ -75,8 +75,20 @@ def troubles(samples: Sequence[Sample]) -> Iterator[str]:
                 f"{name}: {status.quarantined_pages} pages are quarantined, the first for "
                 f"{_duration(status.quarantine_s)}: a write may still touch them"
             )
+        for lost in status.quarantine:
+            yield f"{name}: {_quarantine(lost)}"
         if status.staging.waiting_rooms:
             yield f"{name}: {status.staging.waiting_rooms} rooms wait for staging memory (KVFERRY_STAGING_RING_MIB)"
+
+
+def _quarantine(lost: LostPeerStatus) -> str:
+    """What a lost prefill rank keeps from being used, and what would free it."""
+    kept = f"{lost.endpoint}, lost for {_duration(lost.lost_for_s)}, keeps {lost.pages} pages and "
+    kept += f"{_size(lost.ring_bytes)} of staging memory in quarantine"
+    if lost.proof:
+        return f"{kept}; it has ended (proof: {lost.proof}), and they come back within seconds"
+    hint = f" (not asked: {lost.problem})" if lost.problem else ""
+    return f"{kept} until it is proved to have ended, by {'; or by '.join(lost.frees)}{hint}"
 
 
 def page(samples: Sequence[Sample], found: Rates, *, width: int, most_rooms: int) -> RenderableType:

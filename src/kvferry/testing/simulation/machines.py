@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.control.ends import ConnectingEnd, ListeningEnd
+from kvferry.control.kubernetes import Orchestrator
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.calibration import Calibration
@@ -21,7 +22,8 @@ from kvferry.layout import Device, RankLayout, Region
 from kvferry.plan import PathCosts
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.packing import PackedSide
-from kvferry.protocol.messages import ProcessIdentity
+from kvferry.protocol.messages import PodIdentity, ProcessIdentity
+from kvferry.protocol.pods import NodeObject, PodObject
 from kvferry.protocol.registrations import EngineView, RankRegistration, Registrations
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
@@ -29,6 +31,7 @@ from kvferry.staging.addressing import array_at, spread
 from kvferry.staging.kernels import StartArray
 from kvferry.staging.resources import StagingResources
 from kvferry.testing.simulation.control_network import ControlNetwork, SimulatedConnectingEnd, SimulatedListeningEnd
+from kvferry.testing.simulation.pods import SimulatedPods
 from kvferry.transport import Transport
 
 
@@ -167,8 +170,27 @@ class SimulatedRegistryClient(RegistryClient):
     def engine(self, name: str) -> EngineView:
         return self._registry.ask().engine(name, self._now())
 
+    def released(self) -> tuple[str, ...]:
+        return self._registry.ask().released()
+
     def load(self) -> None:
         pass
+
+    def close(self) -> None:
+        pass
+
+
+class SimulatedOrchestrator(Orchestrator):
+    """What runs the pods, asked without a network between."""
+
+    def __init__(self, pods: SimulatedPods) -> None:
+        self._pods = pods
+
+    def pod(self, pod: PodIdentity) -> PodObject | None:
+        return self._pods.pod(pod)
+
+    def node(self, name: str) -> NodeObject | None:
+        return self._pods.node(name)
 
     def close(self) -> None:
         pass
@@ -232,6 +254,8 @@ class SimulatedPlatform(Platform):
         address: str,
         pid: int,
         see: Callable[[ProcessIdentity], Sight],
+        pods: SimulatedPods,
+        pod: PodIdentity | None,
         copying_fails: Callable[[], Exception | None],
     ) -> None:
         """Makes the process, on a machine of the world.
@@ -243,10 +267,13 @@ class SimulatedPlatform(Platform):
             address: where it listens, if it does.
             pid: its number on its machine.
             see: what the machine shows of another process on it.
+            pods: what the orchestrator knows.
+            pod: the one that the process runs in, if it does.
             copying_fails: called before bytes are copied; an exception that it returns makes the copy fail.
         """
         self.name = machine
-        self.process = ProcessIdentity(machine=machine, pid=pid, started=pid)
+        self.process = ProcessIdentity(machine=machine, pid=pid, started=pid, pod=pod)
+        self._pods = pods
         self._see = see
         self.staging = SimulatedResources(chance, copying_fails)
         self.threads: list[Thread] = []
@@ -271,6 +298,12 @@ class SimulatedPlatform(Platform):
 
     def jitter(self) -> float:
         return self._chance.random()
+
+    def identity(self, settings: Settings) -> ProcessIdentity:
+        return self.process
+
+    def orchestrator(self, settings: Settings) -> Orchestrator:
+        return SimulatedOrchestrator(self._pods)
 
     def is_gone(self, process: ProcessIdentity) -> bool:
         return process.machine == self.process.machine and self._see(process).proves_end_of(process)

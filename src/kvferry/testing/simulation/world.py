@@ -19,6 +19,7 @@ from kvferry.testing.simulation.inspector import Inspector, Raised, listening
 from kvferry.testing.simulation.laws import Law, ViolationError
 from kvferry.testing.simulation.machines import RegistryProcess, SimulatedPlatform, Thread
 from kvferry.testing.simulation.memory import FRESH, Arena
+from kvferry.testing.simulation.pods import SimulatedPods
 from kvferry.testing.simulation.processes import Process
 from kvferry.testing.simulation.requests import Request
 from kvferry.transport.simulated import Notification, SimulatedHandle, SimulatedTransport, SimulatedWire
@@ -52,6 +53,7 @@ class World:
         wire: carries bytes between processes.
         network: carries messages between processes.
         registry: where processes find each other.
+        pods: what an orchestrator knows of the processes.
         raised: what endpoints logged of errors that they did not expect.
     """
 
@@ -86,6 +88,7 @@ class World:
         )
         self.network = ControlNetwork(self.adversary.sending_fails)
         self.registry = RegistryProcess(LEASE_S)
+        self.pods = SimulatedPods(seed)
         self.raised = Raised()
         self._arena = arena or Arena()
         self._traces = traces
@@ -113,6 +116,9 @@ class World:
         # A rank that starts again may listen where it listened before, unless its predecessor still does.
         if address in self.network.listening or self._draw_bit(life):
             address = f"tcp://127.0.0.1:{port + life * 100}"
+        name = f"{engine.name}.{rank}" + (f"#{life}" if life else "")
+        lives: list[Process] = []  # this one, once it is made
+        pod = self.pods.start(name, lambda: lives[0].is_alive, lambda: self._answers(lives[0]))
         platform = SimulatedPlatform(
             machine,
             lambda: self.now,
@@ -122,6 +128,8 @@ class World:
             address=address,
             pid=self._pids,
             see=self._see,
+            pods=self.pods,
+            pod=pod,
             copying_fails=self.adversary.copying_fails,
         )
         transport = SimulatedTransport(self.wire, f"{engine.name}-{rank}-life{life}")
@@ -137,8 +145,8 @@ class World:
             transport=transport,
             platform=platform,
         )
-        name = f"{engine.name}.{rank}" + (f"#{life}" if life else "")
         process = Process(name, engine.name, rank, life, self._pids, platform, pool, transport, endpoint, address)
+        lives.append(process)
         engine.ranks[rank : rank + 1] = [process]
         self.processes.append(process)
         self.threads_changed()
@@ -149,6 +157,11 @@ class World:
         if not next(process for process in self.processes if process.pid == identity.pid).is_alive:
             return Sight(is_in_use=False)
         return Sight(is_in_use=True, started=None if self._hides_processes else identity.started)
+
+    def _answers(self, process: Process) -> bool:
+        """Whether whoever looks after a process finds it well: it is neither frozen nor cut off from anybody."""
+        lines = (line for line in self.network.lines if line.address == process.address)
+        return process.thaws_at is None and not any(line.is_cut for line in lines)
 
     def _draw_bit(self, number: int) -> bool:
         return random.Random(f"{self.seed} {number}").random() < 0.5

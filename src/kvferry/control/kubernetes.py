@@ -1,0 +1,191 @@
+"""The part of the Kubernetes API that can prove that a pod has ended: one pod, one node, read-only.
+
+Whoever asks waits: not for an endpoint's thread.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from kvferry.errors import OrchestratorError, quoted
+from kvferry.protocol.messages import PodIdentity
+from kvferry.protocol.pods import NodeObject, PodObject
+from kvferry.settings import Settings
+
+if TYPE_CHECKING:
+    import httpx
+
+ObjectT = TypeVar("ObjectT")
+
+_LARGEST_ANSWER_BYTES = 16 * 1024 * 1024
+
+
+class _Details(msgspec.Struct, frozen=True):
+    name: str = ""
+    kind: str = ""
+
+
+class _Status(msgspec.Struct, frozen=True):
+    """What the API answers where it does not give an object."""
+
+    kind: str
+    reason: str = ""
+    message: str = ""
+    details: _Details | None = None
+
+
+# Made here, in one thread: msgspec 0.22 crashes the process where two threads are the first to decode a type.
+_POD = msgspec.json.Decoder(PodObject)
+_NODE = msgspec.json.Decoder(NodeObject)
+_STATUS = msgspec.json.Decoder(_Status)
+
+
+class Orchestrator(ABC):
+    """What knows which pods and nodes there are. May be asked from several threads at once."""
+
+    @abstractmethod
+    def pod(self, pod: PodIdentity) -> PodObject | None:
+        """Returns the object of a pod's name, whichever pod that is now; None if there is none.
+
+        Raises:
+            OrchestratorError: if it cannot be asked, or does not say.
+        """
+
+    @abstractmethod
+    def node(self, name: str) -> NodeObject | None:
+        """Returns a node; None if there is none of that name.
+
+        Raises:
+            OrchestratorError: if it cannot be asked, or does not say.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes connections: what is being asked fails. May be called again."""
+
+
+class KubernetesClient(Orchestrator):
+    """A client of the Kubernetes API, with a service account's token.
+
+    Args:
+        url: the API's address.
+        token_file: the token; read for every request, since it changes.
+        ca_file: certificates that vouch for the API; not read where the url is http.
+        timeout_s: how long each step of a request may take.
+    """
+
+    def __init__(self, url: str, *, token_file: Path, ca_file: Path, timeout_s: float) -> None:
+        self._url = url.rstrip("/")
+        self._token_file = token_file
+        self._ca_file = ca_file
+        self._timeout_s = timeout_s
+        # Guards the connections, which are made by whoever asks first.
+        self._lock = threading.Lock()
+        self._http: httpx.Client | None = None
+        self._is_closed = False
+
+    def pod(self, pod: PodIdentity) -> PodObject | None:
+        """See `Orchestrator.pod`."""
+        path = f"/api/v1/namespaces/{quote(pod.namespace, safe='')}/pods/{quote(pod.name, safe='')}"
+        return self._object(path, "pods", pod.name, _POD)
+
+    def node(self, name: str) -> NodeObject | None:
+        """See `Orchestrator.node`."""
+        return self._object(f"/api/v1/nodes/{quote(name, safe='')}", "nodes", name, _NODE)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        with self._lock:
+            http, self._http, self._is_closed = self._http, None, True
+        if http is not None:
+            http.close()
+
+    def _object(self, path: str, kind: str, name: str, decoder: msgspec.json.Decoder[ObjectT]) -> ObjectT | None:
+        status, body = self._get(path)
+        try:
+            if status == 200:
+                return decoder.decode(body)
+            said = _STATUS.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise OrchestratorError(
+                f"what answers at {self._url}{path} is not the Kubernetes API (status {status}, {quoted(error)}): "
+                "check KVFERRY_KUBERNETES_URL"
+            ) from error
+        details = said.details or _Details()
+        # A proxy's 404 must not count: only the API's own word that it has no such object.
+        is_its_word = said.kind == "Status" and (details.kind, details.name) == (kind, name)
+        if status == 404 and said.reason == "NotFound" and is_its_word:
+            return None
+        remedy = ""
+        if status in (401, 403):
+            remedy = ": the service account needs `get` on pods and nodes (docs/kubernetes.md)"
+        raise OrchestratorError(
+            f"the Kubernetes API at {self._url}{path} answers with status {status}, "
+            f"{said.reason[:100]} {said.message[:300]}{remedy}"
+        )
+
+    def _get(self, path: str) -> tuple[int, bytes]:
+        import httpx
+
+        deadline = time.monotonic() + 2 * self._timeout_s
+        try:
+            token = self._token_file.read_text().strip()
+            with self._connections().stream(
+                "GET", self._url + path, headers={"authorization": f"Bearer {token}"}
+            ) as answer:
+                body = bytearray()
+                for piece in answer.iter_bytes():
+                    body += piece
+                    if len(body) > _LARGEST_ANSWER_BYTES or time.monotonic() > deadline:
+                        raise OrchestratorError(f"the answer of {self._url}{path} does not end")
+                return answer.status_code, bytes(body)
+        except OSError as error:
+            raise OrchestratorError(
+                f"the service account's token {self._token_file} (KVFERRY_KUBERNETES_TOKEN_FILE) cannot be read: "
+                f"{error.strerror or error}"
+            ) from error
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            raise OrchestratorError(
+                f"the Kubernetes API at {self._url} (KVFERRY_KUBERNETES_URL) cannot be asked: {type(error).__name__}: "
+                f"{quoted(error)}"
+            ) from error
+
+    def _connections(self) -> httpx.Client:
+        # Imported at the first request: it would take most of the time that `import kvferry` takes.
+        import httpx
+
+        with self._lock:
+            if self._is_closed:
+                raise OrchestratorError("the client of the Kubernetes API was closed")
+            if self._http is None:
+                has_tls = self._url.lower().startswith("https:")
+                self._http = httpx.Client(
+                    timeout=self._timeout_s, trust_env=False, verify=self._context() if has_tls else False
+                )
+            return self._http
+
+    def _context(self) -> ssl.SSLContext:
+        try:
+            return ssl.create_default_context(cafile=str(self._ca_file))
+        except (OSError, ValueError) as error:
+            raise OrchestratorError(
+                f"the certificates in {self._ca_file} (KVFERRY_KUBERNETES_CA_FILE) cannot be used: {error}"
+            ) from error
+
+
+def create_kubernetes_client(settings: Settings) -> KubernetesClient:
+    """Makes the client that the settings ask for. It connects when it is first used."""
+    return KubernetesClient(
+        settings.kubernetes_url,
+        token_file=settings.kubernetes_token_file,
+        ca_file=settings.kubernetes_ca_file,
+        timeout_s=settings.kubernetes_timeout_s,
+    )

@@ -1,0 +1,181 @@
+"""A prefill rank in a namespace of process numbers of its own is killed hard: what is kept, and what frees it.
+
+So it is between containers: no process here has a number there, and nobody here can look.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.caches import Model, Shape, pool
+from tests.support.engines import new_engine_name
+from tests.support.kubernetes import KubernetesApi
+from tests.support.namespaces import unshare
+from tests.support.waiting import PATIENCE_S, eventually
+
+from kvferry import DecodeEndpoint, RankCoordinates, Receiver, Settings
+from kvferry.control.registry_client import RegistryClient
+from kvferry.control.registry_server import RegistryServer
+from kvferry.observe.status import LostPeerStatus
+
+pytest.importorskip("nixl_cu13")
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = 4
+TIMES = {"heartbeat_interval_s": 0.1, "peer_timeout_s": 1.5, "quarantine_s": 0.2, "registry_lease_s": 1.0}
+
+
+@dataclass(slots=True)
+class Container:
+    """A process in a namespace of process numbers of its own."""
+
+    process: subprocess.Popen[str]
+    inside: int  # the number that its first process has here
+
+    def kill(self) -> None:
+        """Ends all of it at once, as the kernel does."""
+        os.kill(self.inside, signal.SIGKILL)
+        self.process.wait()
+
+    def say(self, line: str) -> str:
+        """Writes a line to it, and returns its answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+
+@contextmanager
+def container(engine: str, settings: dict[str, Any]) -> Iterator[Container]:
+    """Runs a prefill rank in namespaces of its own until the end."""
+    variables = {f"KVFERRY_{name.upper()}": str(value) for name, value in settings.items()}
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    program = [*unshare("--pid", "--fork", "--mount-proc", "--kill-child"), sys.executable]
+    with subprocess.Popen(
+        [*program, "-m", "tests.support.lonely_prefill", engine],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **variables, "PYTHONPATH": paths},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == "registered"
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            yield Container(process, int(children[0]))
+        finally:
+            process.kill()
+
+
+class Scene:
+    """A decode rank here, and a prefill rank in a container that has crashed with a room half-way."""
+
+    def __init__(self, api: KubernetesApi, registry: RegistryServer, scratch: Path, **settings: Any) -> None:
+        (scratch / "token").write_text(api.token)
+        api.run("prefill-0", uid="uid-0")
+        self.api = api
+        self.log = scratch / "termination-log"
+        self.registry_url = registry.url
+        self._settings = {"registry_url": registry.url, **TIMES, **settings}
+        self._pod = {
+            "pod_uid": "uid-0",
+            "pod_name": "prefill-0",
+            "pod_namespace": "serving",
+            "pod_termination_log": self.log,
+        }
+        self._engine = new_engine_name("contained")
+        decodes = {"end_proofs": "process,rank,kubernetes,operator", "kubernetes_url": api.url, "close_timeout_s": 0.5}
+        self._memory = pool(Model(), Shape(), RankCoordinates())  # it must outlive the endpoint
+        self.decode = DecodeEndpoint(
+            self._memory.layout,
+            settings=Settings(**self._settings, **decodes, kubernetes_token_file=scratch / "token"),
+        )
+
+    def crash(self) -> Receiver:
+        """Starts the prefill rank, and kills it with a room half-way; returns the room once the rank is lost."""
+        with container(self._engine, {**self._settings, **self._pod}) as prefill:
+            receiver = self.decode.open(1, np.arange(PAGES), engine=self._engine)
+            assert prefill.say("1") == "1"
+            prefill.kill()
+        eventually("the rank is lost", lambda: receiver.state.is_final)
+        return receiver
+
+    @property
+    def lost(self) -> LostPeerStatus:
+        (lost,) = self.decode.status().quarantine
+        return lost
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
+    with KubernetesApi() as api, RegistryServer(port=0, lease_s=1.0) as registry:
+        made: list[Scene] = []
+
+        def make(**settings: Any) -> Scene:
+            made.append(Scene(api, registry, tmp_path, **settings))
+            return made[-1]
+
+        yield make
+        for each in made:
+            each.decode.close()
+
+
+def operator(scene: Scene) -> None:
+    scene.decode.release(scene.lost.endpoint)
+
+
+def operator_at_the_registry(scene: Scene) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    with RegistryClient(scene.registry_url) as client:
+        while any(engine.registrations for engine in client.engines()):
+            assert time.monotonic() < deadline, "the lease of a dead rank runs out"
+            time.sleep(0.05)
+        client.release(scene.lost.endpoint)
+
+
+def kubelet(scene: Scene) -> None:
+    scene.api.end("prefill-0")
+
+
+def restart_in_place(scene: Scene) -> None:
+    scene.api.restart("prefill-0", scene.log.read_text())
+
+
+def lost_node(scene: Scene) -> None:
+    scene.api.pods.clear()
+    scene.api.nodes.clear()
+
+
+@pytest.mark.parametrize("prove", [operator, operator_at_the_registry, kubelet, restart_in_place, lost_node])
+def test_pages_are_kept_until_the_end_is_proved(scene: Callable[..., Scene], prove: Callable[[Scene], None]):
+    its = scene(path="direct")
+    receiver = its.crash()
+    assert (its.lost.pages, its.lost.proof) == (PAGES, "")
+    assert [each.split()[0] for each in its.lost.frees] == ["the", "a", "an"], its.lost.frees
+    asked = len(its.api.asked)
+    eventually("everybody was asked in vain", lambda: len(its.api.asked) > asked + 4)
+    assert not receiver.pages_reusable
+    prove(its)
+    eventually("the pages come back", lambda: receiver.pages_reusable)
+    eventually("nothing is in quarantine", lambda: not its.decode.status().quarantine)
+
+
+def test_staged_pages_come_back_at_once_and_the_ring_by_proof(scene: Callable[..., Scene]):
+    its = scene(path="staged", staging_ring_mib=0.25, staging_chunk_mib=0.125)
+    receiver = its.crash()
+    assert receiver.pages_reusable
+    assert (its.lost.pages, its.lost.ring_bytes) == (0, 2**18)
+    kubelet(its)
+    eventually("nothing is in quarantine", lambda: not its.decode.status().quarantine)
