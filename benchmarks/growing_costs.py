@@ -38,6 +38,7 @@ from kvferry.settings import Settings
 from kvferry.testing.pools import Pool
 from kvferry.testing.simulation.control_network import ControlNetwork
 from kvferry.testing.simulation.machines import RegistryProcess, SimulatedPlatform
+from kvferry.testing.simulation.pods import SimulatedPods
 from kvferry.transport import InProcessNetwork, InProcessTransport, PreparedList, TransferHandle, TransferReport
 
 WRITES = (1, 10, 100, 1_000, 10_000)
@@ -263,6 +264,8 @@ class Machine(SimulatedPlatform):
             cluster.registry,
             address=f"tcp://127.0.0.1:{self.port}",
             pid=number,
+            pods=SimulatedPods(number),
+            pod=None,
             see=lambda process: Sight(is_in_use=True, started=process.started),
             copying_fails=lambda: None,
         )

@@ -67,7 +67,14 @@ def layout_of(coordinates: RankCoordinates, page_tokens: int, num_pages: int) ->
 def ready_link(receiver: RankCoordinates, layout: RankLayout, sources: dict[RankCoordinates, RankLayout]) -> Link:
     """The link of a decode rank to prefill ranks that have all answered."""
     identity = Identity(f"d{receiver.engine_rank}", "decode", receiver, layout, "none", "host")
-    link = Link(LinkKey("prefill", 0), identity, NoRings(), next_attempt=itertools.count(1).__next__, deadline=60.0)
+    link = Link(
+        LinkKey("prefill", 0),
+        identity,
+        NoRings(),
+        next_attempt=itertools.count(1).__next__,
+        can_prove_end=lambda process: True,
+        deadline=60.0,
+    )
     registrations = tuple(
         RankRegistration(
             engine="prefill",

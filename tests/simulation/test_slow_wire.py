@@ -29,6 +29,7 @@ from kvferry.layout import (
 )
 from kvferry.testing.simulation.control_network import ControlNetwork
 from kvferry.testing.simulation.machines import RegistryProcess, SimulatedPlatform
+from kvferry.testing.simulation.pods import SimulatedPods
 from kvferry.transport.simulated import SimulatedHandle, SimulatedTransport, SimulatedWire
 
 GIB = 2**30
@@ -113,7 +114,9 @@ class Machines:
             self._registry,
             address=f"tcp://127.0.0.1:{1000 + len(self._platforms)}",
             pid=len(self._platforms),
-            see=lambda process: Sight(is_in_use=True),
+            pods=SimulatedPods(0),
+            pod=None,
+            see=lambda process: Sight(is_in_use=True, started=process.started),
             copying_fails=lambda: None,
         )
         self._platforms.append(platform)

@@ -85,7 +85,7 @@ class DecodeEndpoint:
             TransportError: if the transport is missing or the memory cannot be registered.
         """
         check_engine_name(engine)
-        self._process = OwningProcess()
+        self._owning_process = OwningProcess()
         self.layout = layout
         self.engine = engine
         self.coordinates = coordinates or RankCoordinates()
@@ -184,7 +184,7 @@ class DecodeEndpoint:
             SettingsError: if no engine can have that name.
             EndpointClosedError: if the endpoint was closed.
         """
-        self._process.check(_OWNED)
+        self._owning_process.check(_OWNED)
         try:
             return self._open(checked_room(room), pages, engine, prefill_dp_rank, prefix_tokens, tokens, share_tokens)
         except KVFerryError as error:
@@ -261,7 +261,7 @@ class DecodeEndpoint:
             UsageError: if the process was forked from the endpoint's.
             EndpointClosedError: if the endpoint was closed.
         """
-        self._process.check(_OWNED)
+        self._owning_process.check(_OWNED)
         check_engine_name(engine)
         with self._lock:
             if self._is_closed:
@@ -334,7 +334,7 @@ class DecodeEndpoint:
         May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
         Does nothing in a process that was forked from the endpoint's: all of it is the parent's.
         """
-        if not self._process.is_this:
+        if not self._owning_process.is_this:
             return
         with self._closers:
             for holds, until in self._closing():

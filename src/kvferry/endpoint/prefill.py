@@ -115,7 +115,7 @@ class PrefillEndpoint:
             TransportError: if the transport is missing or the memory cannot be registered.
         """
         check_engine_name(engine)  # before anything is taken: the registration would check it last
-        self._process = OwningProcess()
+        self._owning_process = OwningProcess()
         self.layout = layout
         self.engine = engine
         self.coordinates = coordinates or RankCoordinates()
@@ -190,7 +190,7 @@ class PrefillEndpoint:
 
     def _start(self, host_registry: bool | None) -> None:
         settings = self.settings
-        self._process = self._platform.identity(settings)
+        self._process_identity = self._platform.identity(settings)
         self._staging = SendingStaging(settings, self.layout, self.transport, self._platform)
         self.transport.register(self.layout.regions(), self.layout.device)
         self._channel = self._platform.listen(settings)
@@ -317,7 +317,7 @@ class PrefillEndpoint:
             PageError: if the layout gives this rank another number of tokens than share_tokens.
             EndpointClosedError: if the endpoint was closed.
         """
-        self._process.check(_OWNED)
+        self._owning_process.check(_OWNED)
         try:
             return self._open(checked_room(room), tokens, share_tokens)
         except KVFerryError as error:
@@ -370,7 +370,7 @@ class PrefillEndpoint:
         May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
         Does nothing in a process that was forked from the endpoint's: all of it is the parent's.
         """
-        if not self._process.is_this:
+        if not self._owning_process.is_this:
             return
         with self._closers:
             for holds, until in self._closing():
@@ -625,7 +625,7 @@ class PrefillEndpoint:
             coordinates=self.coordinates,
             layout=self.layout,
             transport=self.transport.name,
-            process=self._process,
+            process=self._process_identity,
         )
 
     def _attach(self, identity: str, message: messages.Attach) -> None:
