@@ -18,6 +18,7 @@ from tests.simulation.planted import PLANTED
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, Receiver, Sender, Settings
 from kvferry.endpoint.process_identity import Sight
+from kvferry.endpoint.sending import SendingRoom
 from kvferry.errors import KVFerryError
 from kvferry.layout import (
     RankCoordinates,
@@ -90,8 +91,9 @@ class Machines:
         now: the time, in seconds.
     """
 
-    def __init__(self, bytes_per_s: float, seed: int) -> None:
+    def __init__(self, bytes_per_s: float, seed: int, **settings: Any) -> None:
         self.now = 0.0
+        self._settings = Settings(registry_url="http://registry:1", path="direct", workers=2, queues=2, **settings)
         self.wire = SlowWire(bytes_per_s)
         self._chance = random.Random(seed)
         self._network = ControlNetwork(lambda: False)
@@ -122,7 +124,7 @@ class Machines:
         self._platforms.append(platform)
         self._transports.append(SimulatedTransport(self.wire, name))
         return {
-            "settings": Settings(registry_url="http://registry:1", path="direct", workers=2, queues=2),
+            "settings": self._settings,
             "transport": self._transports[-1],
             "platform": platform,
         }
@@ -234,3 +236,21 @@ def test_a_room_whose_writes_get_on_does_not_time_out_on_the_wire(monkeypatch: p
         transfers = list(send_all(machines, range(16), rooms=1))
         machines.run(transfers, until=600.0)
         assert outcomes(transfers) == {"WRITE_TIMEOUT" if is_planted else "success": 2}
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_write_has_time_as_long_as_others_to_the_same_rank_end(is_known: bool, monkeypatch: pytest.MonkeyPatch):
+    """Sixteen rooms share the wire: every 2 to 28 s one is through, and the last after 240 s."""
+    if not is_known:
+        monkeypatch.setattr(SendingRoom, "_take_over_progress", lambda room: None)
+    most_mib = sum(range(1, ROOM_PAGES + 1)) * PAGE_BYTES / 2**20
+    machines = Machines(most_mib * 2**20 / 240, seed=1, direct_mib=most_mib, direct_receiver_mib=most_mib)
+    transfers: list[Sender | Receiver] = []
+    for room in range(ROOM_PAGES):
+        sender = machines.prefill.open(room)
+        sender.submit(np.arange(room + 1) + room * ROOM_PAGES, last=True, aux=b"token")
+        receiver = machines.decodes[0].open(room, np.arange(room + 1) + room * ROOM_PAGES, engine="prefill")
+        transfers += [sender, receiver]
+    machines.run(transfers, until=600.0)
+    found = outcomes(transfers)
+    assert found == {"success": 2 * ROOM_PAGES} if is_known else found["WRITE_TIMEOUT"] > ROOM_PAGES
