@@ -72,7 +72,7 @@ def ready_link(receiver: RankCoordinates, layout: RankLayout, sources: dict[Rank
         identity,
         NoRings(),
         next_attempt=itertools.count(1).__next__,
-        can_prove_end=lambda process: True,
+        can_prove_end=lambda _: True,
         deadline=60.0,
     )
     registrations = tuple(
