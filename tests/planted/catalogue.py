@@ -50,16 +50,30 @@ CATALOGUE = (
     PlantedFault(
         "the rest of a request that is no multiple of the parts is lost",
         "layout/tokens.py",
-        "return max(1, -(-request_tokens // len(self.pattern)))",
-        "return max(1, request_tokens // len(self.pattern))",
+        "BlockLength(max(1, -(-request_tokens // blocks)))",
+        "BlockLength(max(1, request_tokens // blocks))",
         "tests/unit/layout",
     ),
     PlantedFault(
         "a range of tokens that goes on behind the request",
         "layout/tokens.py",
-        "np.minimum(starts + block, high)",
-        "np.minimum(starts + block, high + 1)",
+        "np.minimum(stops, high)",
+        "np.minimum(stops, high + 1)",
         "tests/unit/layout tests/unit/plan/test_routes.py",
+    ),
+    PlantedFault(
+        "the last parts get the page more of whole pages that do not divide evenly",
+        "layout/tokens.py",
+        "return BlockLength(pages * self.page_tokens, longer, self.page_tokens)",
+        "return BlockLength((pages + (longer > 0)) * self.page_tokens, blocks - longer, -self.page_tokens)",
+        "tests/unit/layout/test_tokens.py",
+    ),
+    PlantedFault(
+        "a rank's own blocks are counted as if all of them were longer",
+        "layout/tokens.py",
+        "longer=int(np.searchsorted(self._owned(), block.longer))",
+        "longer=min(block.longer, len(self._owned()))",
+        "tests/unit/layout/test_tokens.py",
     ),
     # ---- plan
     PlantedFault(
@@ -75,6 +89,13 @@ CATALOGUE = (
         "unit = gcd(source.page_tokens, destination.page_tokens)",
         "unit = source.page_tokens",
         "tests/unit/plan",
+    ),
+    PlantedFault(
+        "a rank that holds other tokens than its layout says goes on",
+        "plan/compatibility.py",
+        "if share_tokens != expected:",
+        "if share_tokens > tokens:",
+        "tests/unit/endpoint/test_layouts.py",
     ),
     PlantedFault(
         "the cached prefix is overwritten up to its unit's start",

@@ -54,6 +54,16 @@ def test_checksums_are_measured_beside_what_goes_without():
         assert found[path]["off_ms"] > 0 < found[path]["on_ms"]
 
 
+def test_the_bytes_of_open_requests_depend_on_how_pages_lie_and_go_to_one_rank_each():
+    found = printed("open_requests.py", "--ranks", "4", "--tokens", "16384")
+    for each in found.values():
+        assert (each["messages"], each["with pages"]) == (16, 4)
+    pages = 16384 // 16
+    assert 4 * 8 * pages < found["scattered"]["bytes"] < 4 * 8 * pages + 16 * 250
+    assert found["together"]["bytes"] < 16 * 250
+    assert found["runs of 64"]["bytes"] < 16 * 250 + 4 * 16 * pages / 64
+
+
 @pytest.mark.parametrize("flags", [("memory_growth.py", "--transfers", "3"), ("first_transfer.py", "--pairs", "0")])
 def test_too_few_are_refused(flags: tuple[str, ...]):
     script, *rest = flags

@@ -114,6 +114,7 @@ def test_the_same_plan_gives_the_same_file(tmp_path: Path):
     [
         (TokenPartition(), TokenPartition(), 1),
         (contiguous(4), TokenPartition(), 4),
+        (contiguous(4, 16), contiguous(2, 8), 64),
         (zigzag(2), contiguous(3), 12),
         (interleaved(2, 16), TokenPartition(), 32),
         (interleaved(2, 16), interleaved(4), 32),

@@ -28,6 +28,7 @@ def test_uneven_stages_say_how_many_there_are():
     [
         ("cp=4", contiguous(4)),
         ("cp=4:contiguous", contiguous(4)),
+        ("cp=4:contiguous:16", contiguous(4, 16)),
         ("cp=4:zigzag", zigzag(4)),
         ("cp=4:interleaved", interleaved(4, 1)),
         ("cp=4:interleaved:16", interleaved(4, 16)),
@@ -63,7 +64,7 @@ def test_draft_layers_are_asked_for_by_name():
         ("stages=", "'stages='"),
         ("cp=2:sideways", "'cp=2:sideways'"),
         ("cp=2:interleaved:0", "'cp=2:interleaved:0'"),
-        ("cp=2:contiguous:4", "'cp=2:contiguous:4'"),
+        ("cp=2:zigzag:4", "'cp=2:zigzag:4'"),
         ("draft=1", "'draft=1'"),
     ],
 )

@@ -14,7 +14,7 @@ from kvferry.applications.plan import study as study_module
 from kvferry.applications.plan.counting import PageNumbers, units_in_request
 from kvferry.applications.plan.report import as_json, numbers_in_words, verdict
 from kvferry.applications.plan.study import Pair, RequestOptions, SideOptions, Study, bulk_writes, study
-from kvferry.errors import IncompatiblePeerError, ModelError, SettingsError
+from kvferry.errors import IncompatiblePeerError, LayoutError, ModelError, SettingsError
 from kvferry.layout import PageOrder
 from kvferry.plan import PairPlan, SourceGroup, Unit, places, selectors
 from kvferry.settings import Settings
@@ -281,6 +281,14 @@ def test_windows_that_differ_are_refused(case: Case):
     case.decode_components = [ATTENTION["k"] | {"window_tokens": 4}]
     with pytest.raises(IncompatiblePeerError, match="the last 3 tokens, decode rank 0 the last 4 tokens"):
         case.study()
+
+
+def test_whole_pages_that_are_not_the_pools_are_refused(case: Case):
+    case.prefill, case.page_tokens = "cp=2:contiguous:4", (8, 4)
+    with pytest.raises(LayoutError, match=r"prefill rank 0: .* whole pages of 4 tokens, but pages of group 'kv' have 8"):
+        case.study()
+    case.prefill = "cp=2:contiguous:8"
+    assert sum(delivery.travelling.num_bytes for delivery in case.study().deliveries)
 
 
 def test_draft_layers_on_one_side_do_not_travel(case: Case):

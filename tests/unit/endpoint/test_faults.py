@@ -464,6 +464,23 @@ def test_too_many_rooms_in_advance_are_refused(pair: Callable[..., Requests]):
         request.wait()
 
 
+def test_too_many_page_numbers_in_advance_are_refused_by_the_name_of_their_setting(pair: Callable[..., Requests]):
+    requests = pair(max_pending_opens_mib=100 / 2**20)
+    requests.connect()
+    all_requests = [requests.new(room, 6) for room in range(4)]  # in no order, so that a room takes 48 bytes
+    for request in all_requests:
+        requests.open_decode(request)
+    eventually("two are refused", lambda: sum(each.receivers[0].state is S.FAILED for each in all_requests) == 2)
+    for request in all_requests[2:]:
+        error = str(request.receivers[0].error)
+        assert "have 96 bytes of page numbers already" in error
+        assert "more than 100 (KVFERRY_MAX_PENDING_OPENS_MIB)" in error
+    for request in all_requests[:2]:
+        requests.open_prefill(request)
+        requests.submit(request)
+        request.wait()
+
+
 def test_rooms_that_failed_alone_are_forgotten_in_time(pair: Callable[..., Requests]):
     requests = pair(bootstrap_timeout_s=2.0, max_pending_opens=5)
     endpoint = requests.prefill.endpoints[0]

@@ -116,8 +116,12 @@ def test_whole_pages_are_given_out_evenly_and_the_first_parts_get_one_more(
     assert -(-tokens // 4) == pages
     block = partition.block(tokens)
     for part, (start, stop) in enumerate(ranges):
-        held = TokenShare(partition, part).holds(np.arange(tokens, dtype=np.int64), block=block)
-        assert np.flatnonzero(held).tolist() == list(range(start, stop))
+        share = TokenShare(partition, part)
+        assert np.flatnonzero(share.holds(np.arange(tokens), block=block)).tolist() == list(range(start, stop))
+        before = [min(max(position - start, 0), stop - start) for position in range(tokens + 1)]
+        assert share.local(np.arange(tokens + 1), block=block).tolist() == before
+        assert [share.position(local, block=block) for local in range(stop - start)] == list(range(start, stop))
+        assert share.position(stop - start, block=block) >= tokens
     assert partition.depends_on_length
     assert partition != contiguous(size)
 

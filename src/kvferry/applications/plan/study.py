@@ -15,7 +15,7 @@ from kvferry.errors import ConfigurationError, IncompatiblePeerError, LayoutErro
 from kvferry.layout import Entry, PageOrder, RankCoordinates, RankLayout, ShardedComponent, VirtualPools, virtual_layout
 from kvferry.layout.interval import volume
 from kvferry.models import ModelCache, read_model_cache
-from kvferry.plan import Piece, SourceGroup, check_exchangeable, elect_writer, prove_receiver
+from kvferry.plan import Piece, SourceGroup, check_exchangeable, check_token_share, elect_writer, prove_receiver
 from kvferry.plan.cost import Choice, PathCosts, TransferPath, WriteSize, choose
 from kvferry.plan.proof import ProofError
 from kvferry.settings import Settings
@@ -334,7 +334,9 @@ def _with_layouts(side: Side, request_tokens: int) -> Side:
 
 def _layout(side: Side, rank: RankCoordinates, pools: VirtualPools) -> RankLayout:
     try:
-        return virtual_layout(side.components, rank, pools)
+        layout = virtual_layout(side.components, rank, pools)
+        check_token_share(layout, rank)
+        return layout
     except ConfigurationError as error:
         raise LayoutError(f"{side.name} rank {rank.group_rank}: {error}") from error
 
