@@ -199,6 +199,20 @@ CATALOGUE = (
         "tests/unit/endpoint/test_writes.py",
     ),
     PlantedFault(
+        "rooms go on that a lost decode rank had opened",
+        "protocol/room_table.py",
+        "return [self.rooms[room] for room in self._rooms_given.get(receiver, ())]",
+        "return []",
+        "tests/unit/endpoint/test_costs.py tests/unit/endpoint/test_links.py",
+    ),
+    PlantedFault(
+        "what came while a message was sent is not found",
+        "control/ends.py",
+        "            self._on_sent(self)\n",
+        "            pass\n",
+        "tests/unit/control/test_channel.py",
+    ),
+    PlantedFault(
         "pages in quarantine are not shown",
         "endpoint/receiving.py",
         "machine.state is TransferState.FAILED and not machine.are_pages_reusable",

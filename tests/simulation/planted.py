@@ -703,16 +703,6 @@ def _deadlines_put_off_for_good(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Timers, "due", due)
 
 
-def _rooms_of_lost_ranks_go_on(patch: pytest.MonkeyPatch) -> None:
-    right = RoomTable.forget_receiver
-
-    def forget(table: RoomTable[Any], receiver: str) -> list[Any]:
-        right(table, receiver)
-        return []
-
-    patch.setattr(RoomTable, "forget_receiver", forget)
-
-
 def _late_receivers_not_told(patch: pytest.MonkeyPatch) -> None:
     """A room that failed before every decode rank had opened it is forgotten."""
     right = RoomTable.remove
@@ -789,7 +779,6 @@ PLANTED: dict[str, Plant] = {
     "an open request taken after its end": _opens_taken_twice,
     "receivers that come late not told": _late_receivers_not_told,
     "a deadline that moved is forgotten": _deadlines_put_off_for_good,
-    "rooms of a lost decode rank go on": _rooms_of_lost_ranks_go_on,
 }
 
 SEEN_WITH: dict[str, frozenset[str]] = {
