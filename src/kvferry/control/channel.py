@@ -12,9 +12,11 @@ answer no client is let in.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import re
 import socket
+from collections.abc import Iterator
 
 import zmq
 from zmq.utils import z85
@@ -74,6 +76,21 @@ def _configured(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     created.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + 1024)
     created.setsockopt(zmq.HANDSHAKE_IVL, _LONGEST_HANDSHAKE_MS)
     return created
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns ZMQ's errors into one that begins with `what` and, if a limit was reached, says which."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        hint = ""
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            hint = (
+                ". This process may have no more open files or sockets, and each connection takes three: raise the "
+                "limit (ulimit -n, LimitNOFILE= of a service)"
+            )
+        raise PeerDisconnectedError(f"{what}: {error.strerror}{hint}") from error
 
 
 class _Doorkeeper:
@@ -237,11 +254,16 @@ class ConnectedChannel:
         """
         self.address = address
         self._has_secret = credentials is not None
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(_explained(f"cannot connect to {address!r}"))
             self.socket = _configured(context, zmq.DEALER)
-        except zmq.ZMQError as error:
-            raise PeerDisconnectedError(f"cannot connect to {address!r}: {error.strerror}") from error
-        self.socket.setsockopt(zmq.IDENTITY, f"{identity}{_NUMBER_MARK}{number}".encode())
+            undo.callback(self.socket.close, linger=0)  # ends what monitors it, too
+            self._prepare(f"{identity}{_NUMBER_MARK}{number}", credentials)
+            self.socket.connect(address)
+            undo.pop_all()
+
+    def _prepare(self, identity: str, credentials: Credentials | None) -> None:
+        self.socket.setsockopt(zmq.IDENTITY, identity.encode())
         # Links to a successor at this address may use this connection, and must not wait for it long.
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -251,11 +273,6 @@ class ConnectedChannel:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, credentials.listening.public)
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, credentials.connecting.public)
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, credentials.connecting.secret)
-        try:
-            self.socket.connect(address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise PeerDisconnectedError(f"cannot connect to {address!r}: {error.strerror}") from error
 
     def receive(self) -> list[bytes]:
         """Returns the messages that have arrived, only so many at a time."""

@@ -5,6 +5,7 @@ An end belongs to one thread. `wake` may be called from any other.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import selectors
 from abc import ABC, abstractmethod
@@ -224,8 +225,12 @@ class ZmqConnectingEnd(ConnectingEnd):
             credentials=self._credentials,
         )
         connection = ZmqConnection(channel, self._sent)
-        for socket in connection.sockets:
-            self._selector.register(socket.fileno(), selectors.EVENT_READ, connection)
+        try:
+            for socket in connection.sockets:
+                self._selector.register(socket.fileno(), selectors.EVENT_READ, connection)
+        except BaseException:
+            self._forget(connection)
+            raise
         return connection
 
     def _sent(self, connection: ZmqConnection) -> None:
@@ -233,8 +238,12 @@ class ZmqConnectingEnd(ConnectingEnd):
 
     def disconnect(self, connection: Connection) -> None:
         assert isinstance(connection, ZmqConnection)
+        self._forget(connection)
+
+    def _forget(self, connection: ZmqConnection) -> None:
         for socket in connection.sockets:
-            self._selector.unregister(socket.fileno())
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(socket.fileno())
         self._to_ask.pop(connection, None)
         connection.channel.close()
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import resource
 import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
+import psutil
 import pytest
 import zmq
 from tests.support.waiting import PATIENCE_S
@@ -14,7 +20,7 @@ from tests.support.waiting import PATIENCE_S
 from kvferry.control.channel import ConnectedChannel, ListeningChannel
 from kvferry.control.credentials import Credentials, KeyPair
 from kvferry.control.ends import Connection, ZmqConnectingEnd, ZmqListeningEnd
-from kvferry.errors import SettingsError
+from kvferry.errors import PeerDisconnectedError, SettingsError
 
 FRIENDS = Credentials.derived_from("the secret of this test")
 STRANGERS = Credentials.derived_from("another secret than that")
@@ -201,6 +207,46 @@ def ends() -> Iterator[Ends]:
     opened = Ends()
     yield opened
     opened.close()
+
+
+@contextmanager
+def only_descriptors(spare: int) -> Iterator[None]:
+    """Leaves this process so many file descriptors and no more."""
+    with ExitStack() as opened:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+        files = []
+        with contextlib.suppress(OSError):
+            while True:
+                files.append(opened.enter_context(open(os.devnull)))
+        for file in files[:spare]:
+            file.close()
+        yield
+
+
+@pytest.mark.parametrize("credentials", [None, FRIENDS], ids=["open", "secret"])
+def test_running_out_of_descriptors_anywhere_is_said_and_leaks_nothing(credentials: Credentials | None, ends: Ends):
+    end, process = ZmqConnectingEnd("decode", credentials), psutil.Process()
+    address = f"tcp://127.0.0.1:{ends.listening.port}"
+    end.disconnect(end.connect(address))  # what ZMQ takes for all connections together
+    before, problems = process.num_fds(), []
+    try:
+        for spare in itertools.count():
+            with only_descriptors(spare):
+                try:
+                    connection = end.connect(address)
+                    break
+                except PeerDisconnectedError as error:
+                    problems.append(str(error))
+            assert process.num_fds() <= before
+        assert len(problems) > 2, "a socket was to be had at last, but not what monitors it"
+        for problem in problems:
+            assert f"cannot connect to {address!r}: Too many open files" in problem
+            assert "ulimit -n" in problem
+        end.disconnect(connection)
+    finally:
+        end.close()
 
 
 def test_a_look_at_which_nothing_has_come_asks_no_connection(ends, monkeypatch: pytest.MonkeyPatch):
