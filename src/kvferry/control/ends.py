@@ -108,13 +108,16 @@ class ConnectingEnd(ABC):
 class ZmqListeningEnd(ListeningEnd):
     """A listening end over ZMQ."""
 
-    def __init__(self, *, host: str, port: int, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self, *, host: str, port: int, credentials: Credentials | None = None, max_connections: int | None = None
+    ) -> None:
         """Binds the port; messages are received from then on.
 
         Args:
             host: address to bind to; IPv6 addresses in brackets.
             port: 0 takes any free one.
             credentials: only peers with the same come in; None lets everyone in.
+            max_connections: how many there may be; None is no bound.
 
         Raises:
             SettingsError: if the address cannot be bound, saying why.
@@ -122,7 +125,9 @@ class ZmqListeningEnd(ListeningEnd):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
         try:
-            self._channel = ListeningChannel(self._context, host=host, port=port, credentials=credentials)
+            self._channel = ListeningChannel(
+                self._context, host=host, port=port, credentials=credentials, max_connections=max_connections
+            )
         except BaseException:
             self._give_back()
             raise

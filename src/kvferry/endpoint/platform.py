@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from kvferry.control.channel import most_connections
 from kvferry.control.construction import create_registry, create_registry_client, credentials_of
 from kvferry.control.ends import ConnectingEnd, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
@@ -177,7 +178,10 @@ class SystemPlatform(Platform):
 
     def listen(self, settings: Settings) -> ListeningEnd:
         return ZmqListeningEnd(
-            host=bracketed(settings.host), port=settings.control_port, credentials=credentials_of(settings)
+            host=bracketed(settings.host),
+            port=settings.control_port,
+            credentials=credentials_of(settings),
+            max_connections=most_connections(settings.max_decode_ranks),
         )
 
     def connect_as(self, endpoint: str, settings: Settings) -> ConnectingEnd:

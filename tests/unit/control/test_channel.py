@@ -17,7 +17,7 @@ import pytest
 import zmq
 from tests.support.waiting import PATIENCE_S
 
-from kvferry.control.channel import ConnectedChannel, ListeningChannel
+from kvferry.control.channel import ConnectedChannel, ListeningChannel, most_connections
 from kvferry.control.credentials import Credentials, KeyPair
 from kvferry.control.ends import Connection, ZmqConnectingEnd, ZmqListeningEnd
 from kvferry.errors import PeerDisconnectedError, SettingsError
@@ -207,6 +207,84 @@ def ends() -> Iterator[Ends]:
     opened = Ends()
     yield opened
     opened.close()
+
+
+@pytest.mark.parametrize("credentials", [None, FRIENDS], ids=["open", "secret"])
+def test_connections_beyond_the_bound_are_refused_and_friends_inside_stay(
+    credentials: Credentials | None, caplog: pytest.LogCaptureFixture
+):
+    end = ZmqListeningEnd(host="127.0.0.1", port=0, credentials=credentials, max_connections=4)
+    connecting = ZmqConnectingEnd("decode", credentials)
+    opened = ExitStack()
+    try:
+        friend = connecting.connect(f"tcp://127.0.0.1:{end.port}")
+        assert answered(end, friend, b"in")
+        strangers = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", end.port), PATIENCE_S)) for _ in range(12)
+        ]
+        refused = eventually_closed(end, strangers, 9)
+        assert refused == strangers[3:], "those that came when there were four"
+        assert answered(end, friend, b"still in")
+        assert caplog.text.count("KVFERRY_MAX_DECODE_RANKS, ulimit -n") == 1
+        opened.close()
+        another = connecting.connect(f"tcp://127.0.0.1:{end.port}")  # tries again until there is room
+        assert answered(end, another, b"in, too")
+        connecting.disconnect(another)
+        connecting.disconnect(friend)
+    finally:
+        opened.close()
+        connecting.close()
+        end.close()
+
+
+def test_strangers_that_never_greet_make_room_at_the_deadline(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvferry.control.channel._LONGEST_HANDSHAKE_MS", 300)
+    end = ZmqListeningEnd(host="127.0.0.1", port=0, max_connections=2)
+    connecting = ZmqConnectingEnd("decode")
+    try:
+        with ExitStack() as opened:
+            for _ in range(2):
+                opened.enter_context(socket.create_connection(("127.0.0.1", end.port), PATIENCE_S))
+            friend = connecting.connect(f"tcp://127.0.0.1:{end.port}")
+            assert answered(end, friend, b"in")
+            connecting.disconnect(friend)
+    finally:
+        connecting.close()
+        end.close()
+
+
+def answered(end: ZmqListeningEnd, connection: Connection, message: bytes) -> bool:
+    """Whether a message comes through a connection."""
+    connection.send(message)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        end.wait(20)
+        if message in [data for _, data in end.receive()]:
+            return True
+    return False
+
+
+def eventually_closed(end: ZmqListeningEnd, connections: list[socket.socket], count: int) -> list[socket.socket]:
+    """Lets an end have turns until it has closed so many connections. Returns these, in order."""
+    closed: set[socket.socket] = set()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(closed) < count and time.monotonic() < deadline:
+        end.wait(20)
+        end.receive()
+        for each in select.select([each for each in connections if each not in closed], [], [], 0)[0]:
+            try:
+                is_closed = not each.recv(65536)
+            except ConnectionResetError:
+                is_closed = True
+            if is_closed:
+                closed.add(each)
+    return [each for each in connections if each in closed]
+
+
+def test_a_process_with_few_files_has_fewer_connections(monkeypatch: pytest.MonkeyPatch):
+    for soft, expected in ((1024, 768), (1 << 20, 4608), (resource.RLIM_INFINITY, 4608)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert most_connections(4096) == expected
 
 
 @contextmanager
