@@ -7,26 +7,39 @@ With credentials both ends speak CURVE: everything is encrypted, and each end pr
 shared secret, before a single message passes. ZMQ asks a handler in the same context (ZAP, ZeroMQ's RFC 27) whether a
 client's key is allowed; the listening channel answers in the thread that polls it, whenever it receives. Without an
 answer no client is let in.
+
+ZMQ accepts every connection, from strangers too, and has no bound of its own. But it reports each to a socket that
+monitors it: those beyond the bound are shut down by the thread that polls, as soon as it has a turn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
+import logging
+import os
 import re
+import resource
 import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.control.credentials import Credentials, secret_hint
 from kvferry.errors import PeerDisconnectedError, SettingsError
 from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.messages import MAX_MESSAGE_BYTES
 
+log = logging.getLogger(__name__)
+
 _LINGER_MS = 500
 _QUEUED_MESSAGES = 100_000
 _MOST_AT_A_TIME = 1000
+_SPARE_CONNECTIONS = 512
 _LONGEST_HANDSHAKE_MS = 10_000
 _NUMBER_MARK = "~"  # between the name of a decode rank's endpoint and the number of its connection
 _MOST_ROUTES = 1 << 16
@@ -76,6 +89,108 @@ def _configured(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     return created
 
 
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns ZMQ's errors into one that begins with `what` and, if a limit was reached, says which."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        raise PeerDisconnectedError(f"{what}: {error.strerror}{_limit_hint(error)}") from error
+
+
+def _limit_hint(error: zmq.ZMQError) -> str:
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return ""
+    return (
+        ". This process may have no more open files or sockets, and each connection takes three: raise the limit "
+        "(ulimit -n, LimitNOFILE= of a service)"
+    )
+
+
+class _Connections:
+    """The connections of a listening socket, as ZMQ reports them; those beyond a bound are refused.
+
+    Attributes:
+        monitors: what to poll for input; empty without a bound.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        """Begins with none.
+
+        Args:
+            most: how many there may be; None for any number.
+        """
+        self.monitors: list[zmq.Socket[bytes]] = []
+        self._most = most
+        self._open: set[int] = set()  # file descriptors
+        self._is_full = False
+
+    def watch(self, listening: zmq.Socket[bytes]) -> None:
+        """Counts the connections of a socket that is not bound yet."""
+        if self._most is None:
+            return
+        address = f"inproc://connections-of-{id(self)}"
+        listening.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        monitor = listening.context.socket(zmq.PAIR)
+        self.monitors.append(monitor)
+        monitor.setsockopt(zmq.RCVHWM, 0)  # ZMQ's thread would wait for room, and `close` for that thread
+        monitor.connect(address)
+
+    def refuse_surplus(self, port: int) -> None:
+        """Shuts down the connections beyond the bound that have come since the last call.
+
+        Args:
+            port: on which the socket listens.
+        """
+        for monitor in self.monitors:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._take(recv_monitor_message(monitor, zmq.NOBLOCK), port)
+
+    def _take(self, event: Mapping[str, Any], port: int) -> None:
+        assert self._most is not None
+        descriptor = int(event["value"])
+        if event["event"] == zmq.EVENT_DISCONNECTED:
+            self._open.discard(descriptor)
+            self._is_full = self._is_full and len(self._open) >= self._most
+            return
+        self._open.add(descriptor)
+        if len(self._open) <= self._most:
+            return
+        if not self._is_full:
+            self._is_full = True
+            log.warning(
+                "the peer channel has %d connections, as many as it may (KVFERRY_MAX_DECODE_RANKS, ulimit -n): more "
+                "are refused until some have gone",
+                self._most,
+            )
+        _shut_down(descriptor, port)
+
+    def close(self, listening: zmq.Socket[bytes]) -> None:
+        """Counts no more."""
+        for monitor in self.monitors:
+            listening.disable_monitor()
+            monitor.close(linger=0)
+
+
+def most_connections(decode_ranks: int) -> int:
+    """Returns how many connections a peer channel may have for so many decode ranks.
+
+    Some more for those that connect anew and for handshakes, and no more than three of four files that the process may
+    open: if there are none left, nothing else of the process works either.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = decode_ranks + _SPARE_CONNECTIONS
+    return most if soft == resource.RLIM_INFINITY else min(most, soft * 3 // 4)
+
+
+def _shut_down(descriptor: int, port: int) -> None:
+    """Shuts a connection to this port down; ZMQ closes it. The descriptor may be something else by now."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == port:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
 class _Doorkeeper:
     """Answers ZMQ's requests whether to let a client in (ZAP)."""
 
@@ -115,6 +230,7 @@ class ListeningChannel:
         host: str,
         port: int,
         credentials: Credentials | None = None,
+        max_connections: int | None = None,
     ) -> None:
         """Binds the port; messages are received from then on.
 
@@ -123,11 +239,14 @@ class ListeningChannel:
             host: address to bind to; IPv6 addresses in brackets.
             port: 0 takes any free one.
             credentials: only peers with the same come in; None lets everyone in.
+            max_connections: how many there may be, half-open ones included; the last ones to come are refused. None
+                is no bound.
 
         Raises:
             SettingsError: if the address cannot be bound, saying why.
         """
         self._routes: dict[str, tuple[int, str]] = {}  # by name: the youngest connection's number and identity
+        self._connections = _Connections(max_connections)
         self.socket = _configured(context, zmq.ROUTER)
         # Makes a message without a route an error, and lets a reconnecting peer keep its identity.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -140,12 +259,14 @@ class ListeningChannel:
             self.socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
             self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer no client is let in
         try:
+            self._connections.watch(self.socket)
             self.socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
+            remedy = _limit_hint(error) or ". Choose another port, or 0 for any free one"
             raise SettingsError(
                 f"the peer channel cannot listen on {host} port {port} (KVFERRY_HOST, KVFERRY_CONTROL_PORT): "
-                f"{error.strerror}. Choose another port, or 0 for any free one"
+                f"{error.strerror}{remedy}"
             ) from error
         endpoint = self.socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
@@ -154,7 +275,8 @@ class ListeningChannel:
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """What to poll for input; `receive` takes care of all of them."""
-        return [self.socket] if self._doorkeeper is None else [self.socket, self._doorkeeper.socket]
+        doorkeeper = [] if self._doorkeeper is None else [self._doorkeeper.socket]
+        return [self.socket, *self._connections.monitors, *doorkeeper]
 
     def wait(self, timeout_ms: int) -> None:
         """Waits until there may be something to receive, for so many milliseconds at most."""
@@ -168,6 +290,7 @@ class ListeningChannel:
 
         Returns only so many at a time, so that the thread that polls has time for other things.
         """
+        self._connections.refuse_surplus(self.port)
         if self._doorkeeper is not None:
             self._doorkeeper.answer()
         received = []
@@ -205,6 +328,7 @@ class ListeningChannel:
 
     def close(self) -> None:
         """Closes the socket; what was sent has half a second to leave."""
+        self._connections.close(self.socket)
         self.socket.close()
         if self._doorkeeper is not None:
             self._doorkeeper.socket.close()
@@ -237,11 +361,16 @@ class ConnectedChannel:
         """
         self.address = address
         self._has_secret = credentials is not None
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(_explained(f"cannot connect to {address!r}"))
             self.socket = _configured(context, zmq.DEALER)
-        except zmq.ZMQError as error:
-            raise PeerDisconnectedError(f"cannot connect to {address!r}: {error.strerror}") from error
-        self.socket.setsockopt(zmq.IDENTITY, f"{identity}{_NUMBER_MARK}{number}".encode())
+            undo.callback(self.socket.close, linger=0)  # ends what monitors it, too
+            self._prepare(f"{identity}{_NUMBER_MARK}{number}", credentials)
+            self.socket.connect(address)
+            undo.pop_all()
+
+    def _prepare(self, identity: str, credentials: Credentials | None) -> None:
+        self.socket.setsockopt(zmq.IDENTITY, identity.encode())
         # Links to a successor at this address may use this connection, and must not wait for it long.
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -251,11 +380,6 @@ class ConnectedChannel:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, credentials.listening.public)
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, credentials.connecting.public)
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, credentials.connecting.secret)
-        try:
-            self.socket.connect(address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise PeerDisconnectedError(f"cannot connect to {address!r}: {error.strerror}") from error
 
     def receive(self) -> list[bytes]:
         """Returns the messages that have arrived, only so many at a time."""

@@ -5,6 +5,7 @@ An end belongs to one thread. `wake` may be called from any other.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import selectors
 from abc import ABC, abstractmethod
@@ -107,13 +108,16 @@ class ConnectingEnd(ABC):
 class ZmqListeningEnd(ListeningEnd):
     """A listening end over ZMQ."""
 
-    def __init__(self, *, host: str, port: int, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self, *, host: str, port: int, credentials: Credentials | None = None, max_connections: int | None = None
+    ) -> None:
         """Binds the port; messages are received from then on.
 
         Args:
             host: address to bind to; IPv6 addresses in brackets.
             port: 0 takes any free one.
             credentials: only peers with the same come in; None lets everyone in.
+            max_connections: how many there may be; None is no bound.
 
         Raises:
             SettingsError: if the address cannot be bound, saying why.
@@ -121,7 +125,9 @@ class ZmqListeningEnd(ListeningEnd):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
         try:
-            self._channel = ListeningChannel(self._context, host=host, port=port, credentials=credentials)
+            self._channel = ListeningChannel(
+                self._context, host=host, port=port, credentials=credentials, max_connections=max_connections
+            )
         except BaseException:
             self._give_back()
             raise
@@ -224,8 +230,12 @@ class ZmqConnectingEnd(ConnectingEnd):
             credentials=self._credentials,
         )
         connection = ZmqConnection(channel, self._sent)
-        for socket in connection.sockets:
-            self._selector.register(socket.fileno(), selectors.EVENT_READ, connection)
+        try:
+            for socket in connection.sockets:
+                self._selector.register(socket.fileno(), selectors.EVENT_READ, connection)
+        except BaseException:
+            self._forget(connection)
+            raise
         return connection
 
     def _sent(self, connection: ZmqConnection) -> None:
@@ -233,8 +243,12 @@ class ZmqConnectingEnd(ConnectingEnd):
 
     def disconnect(self, connection: Connection) -> None:
         assert isinstance(connection, ZmqConnection)
+        self._forget(connection)
+
+    def _forget(self, connection: ZmqConnection) -> None:
         for socket in connection.sockets:
-            self._selector.unregister(socket.fileno())
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(socket.fileno())
         self._to_ask.pop(connection, None)
         connection.channel.close()
 

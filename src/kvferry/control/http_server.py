@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from kvferry.control.silent_clients import Listener, SilentClients
 from kvferry.errors import KVFerryError, SettingsError, UsageError
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BACKLOG = 1024
-# How long a client may take to send a request's head, and how many may at once: connections take file descriptors of
-# the whole process.
+# How long a client may take to send a request's head, its TLS handshake included, and how many may at once: connections
+# take file descriptors of the whole process.
 _LONGEST_HEAD_S = 10
 _MOST_SILENT = 512
 # Longer than the time between renewals, so that a rank's connection lives as long as the rank.
@@ -185,14 +186,14 @@ class HttpServer(ABC):
     ) -> None:
         self.close()
 
-    def _prepare(self, on_up: Callable[[], None]) -> tuple[uvicorn.Server, socket.socket]:
+    def _prepare(self, on_up: Callable[[], None]) -> tuple[uvicorn.Server, Listener]:
         if self._is_used:
             raise UsageError(f"{self.title} was started or closed before: make a new {type(self).__name__}")
         # The port is taken here, so that a failure is raised in the caller's thread.
         listener = self._listen()
         try:
             host, port = listener.getsockname()[:2]
-            server = _quiet_server(self.app(), on_up, tls=self._tls)
+            server = _quiet_server(self.app(), listener, on_up, tls=self._tls)
         except BaseException:
             listener.close()
             raise
@@ -201,7 +202,7 @@ class HttpServer(ABC):
         self._is_used = True
         return server, listener
 
-    def _listen(self) -> socket.socket:
+    def _listen(self) -> Listener:
         """Opens a listening socket. Binding is not enough: until one of them listens, two servers can share a port."""
         host, port = self._host, self._port
         try:
@@ -214,7 +215,7 @@ class HttpServer(ABC):
             # Accepted connections inherit it. asyncio would set it, but not on what such a listener accepts: each
             # answer would wait 40 ms for the acknowledgement of its own headers.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return listener
+            return Listener.of(listener)
         # A name that cannot be encoded raises UnicodeError, one that cannot be resolved an OSError.
         except (OSError, UnicodeError) as error:
             raise SettingsError(
@@ -241,7 +242,9 @@ def _url(address: tuple[str, int], *, has_tls: bool) -> str:
     return f"{scheme}://{host}:{port}" if ip.version == 4 else f"{scheme}://[{host}]:{port}"
 
 
-def _quiet_server(app: ASGIApp, on_up: Callable[[], None], *, tls: ssl.SSLContext | None) -> uvicorn.Server:
+def _quiet_server(
+    app: ASGIApp, listener: Listener, on_up: Callable[[], None], *, tls: ssl.SSLContext | None
+) -> uvicorn.Server:
     # Imported late: processes that only use a registry need not load a web server.
     import h11
     import uvicorn
@@ -249,8 +252,8 @@ def _quiet_server(app: ASGIApp, on_up: Callable[[], None], *, tls: ssl.SSLContex
 
     logger = logging.getLogger(f"{__name__}.requests")
     logger.setLevel(logging.ERROR)
-    silent: dict[H11Protocol, asyncio.TimerHandle] = {}
-    """Connections that have not sent a request's head, oldest first. Used by the server's one event loop."""
+    silent = SilentClients(most=_MOST_SILENT, longest_s=_LONGEST_HEAD_S)
+    listener.on_accept = silent.accepted
 
     class QuietProtocol(H11Protocol):
         """Writes no logs of requests, and waits only so long for the head of one.
@@ -266,17 +269,17 @@ def _quiet_server(app: ASGIApp, on_up: Callable[[], None], *, tls: ssl.SSLContex
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._expect_head()
+            self.number = silent.connected(transport.get_extra_info("socket").fileno(), transport.abort)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
-                self._expect_nothing()
-            elif self not in silent and self.timeout_keep_alive_task is None:
-                self._expect_head()  # it began another request on a connection that was kept
+                silent.forget(self.number)
+            elif not silent.expects(self.number) and self.timeout_keep_alive_task is None:
+                silent.expect(self.number, self.transport.abort)  # it began another request on a connection it kept
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._expect_nothing()
+            silent.forget(self.number)
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
@@ -288,20 +291,6 @@ def _quiet_server(app: ASGIApp, on_up: Callable[[], None], *, tls: ssl.SSLContex
                 super().send_400_response(msg)
             except h11.LocalProtocolError:
                 self.transport.abort()
-
-        def _expect_head(self) -> None:
-            silent[self] = self.loop.call_later(_LONGEST_HEAD_S, self._give_up)
-            if len(silent) > _MOST_SILENT:
-                next(iter(silent))._give_up()  # type: ignore[attr-defined]
-
-        def _expect_nothing(self) -> None:
-            timer = silent.pop(self, None)
-            if timer is not None:
-                timer.cancel()
-
-        def _give_up(self) -> None:
-            self._expect_nothing()
-            self.transport.abort()
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -389,6 +389,11 @@ class Links:
                 self._through[channel] = [*(each for each in self.through(channel) if each is not link), link]
         except KVFerryError as error:
             self.fail(link, error, now)
+        except Exception as error:  # else it would stay half greeted
+            log.exception("connecting to %r met an unexpected error", link.key.engine)
+            problem = PeerDisconnectedError(f"connecting to {link.key.engine!r} met {type(error).__name__}: {error}")
+            problem.__cause__ = error
+            self.fail(link, problem, now)
 
     # ---- connections --------------------------------------------------------------------------------------------
 

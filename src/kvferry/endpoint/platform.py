@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import structs
 
+from kvferry.control.channel import most_connections
 from kvferry.control.construction import create_registry, create_registry_client, credentials_of
 from kvferry.control.ends import ConnectingEnd, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
 from kvferry.control.kubernetes import Orchestrator, create_kubernetes_client
@@ -199,7 +200,10 @@ class SystemPlatform(Platform):
 
     def listen(self, settings: Settings) -> ListeningEnd:
         return ZmqListeningEnd(
-            host=bracketed(settings.host), port=settings.control_port, credentials=credentials_of(settings)
+            host=bracketed(settings.host),
+            port=settings.control_port,
+            credentials=credentials_of(settings),
+            max_connections=most_connections(settings.max_decode_ranks),
         )
 
     def connect_as(self, endpoint: str, settings: Settings) -> ConnectingEnd:

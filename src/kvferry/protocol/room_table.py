@@ -17,7 +17,7 @@ from kvferry.protocol.messages import AbortRoom, OpenRoom
 from kvferry.protocol.pending_opens import PendingMessage, PendingOpens
 
 REMEMBERED = 1 << 12
-"""Most finished uses of numbers that are remembered."""
+"""Of how many finished rooms the uses of their numbers are remembered at most, one for each decode rank of a room."""
 
 
 class TableEntry(Protocol):
@@ -95,6 +95,7 @@ class RoomTable(Generic[RoomT]):
         # Finished uses of numbers, by receiver and number: where a connection broke, an open request may come
         # twice, or later than the abort that takes it back.
         self._over: dict[tuple[str, int], _Over] = {}
+        self._most_receivers = 1  # that any room had
         self._opens = OpenDeduplicator()
         self._given: dict[int, dict[str, int]] = {}  # generations of the open requests that each open room was given
         self._rooms_given: dict[str, dict[int, None]] = {}  # the same rooms, by receiver
@@ -212,6 +213,7 @@ class RoomTable(Generic[RoomT]):
             del given[room.room]
             if not given:
                 del self._rooms_given[receiver]
+        self._most_receivers = max(self._most_receivers, len(room.generations))
         for receiver, generation in room.generations.items():
             self._is_over(receiver, room.room, generation, room.error, now)
         if room.failed_alone and room.error is not None:
@@ -222,7 +224,7 @@ class RoomTable(Generic[RoomT]):
     def _is_over(self, receiver: str, room: int, generation: int, error: KVFerryError | None, now: float) -> None:
         self._over.pop((receiver, room), None)  # so that it is the youngest
         self._over[receiver, room] = _Over(generation, error, now + self._keep_s)
-        forget_oldest(self._over, REMEMBERED)
+        forget_oldest(self._over, REMEMBERED * self._most_receivers)
 
     def forget_receiver(self, receiver: str) -> list[RoomT]:
         """Drops the pending opens of a decode rank that is gone. Returns the open rooms that it had opened."""

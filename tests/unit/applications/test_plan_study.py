@@ -285,7 +285,9 @@ def test_windows_that_differ_are_refused(case: Case):
 
 def test_whole_pages_that_are_not_the_pools_are_refused(case: Case):
     case.prefill, case.page_tokens = "cp=2:contiguous:4", (8, 4)
-    with pytest.raises(LayoutError, match=r"prefill rank 0: .* whole pages of 4 tokens, but pages of group 'kv' have 8"):
+    with pytest.raises(
+        LayoutError, match=r"prefill rank 0: .* whole pages of 4 tokens, but pages of group 'kv' have 8"
+    ):
         case.study()
     case.prefill = "cp=2:contiguous:8"
     assert sum(delivery.travelling.num_bytes for delivery in case.study().deliveries)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import resource
 import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 from tests.support.waiting import PATIENCE_S
 
-from kvferry.control.channel import ConnectedChannel, ListeningChannel
+from kvferry.control.channel import ConnectedChannel, ListeningChannel, most_connections
 from kvferry.control.credentials import Credentials, KeyPair
 from kvferry.control.ends import Connection, ZmqConnectingEnd, ZmqListeningEnd
-from kvferry.errors import SettingsError
+from kvferry.errors import PeerDisconnectedError, SettingsError
 
 FRIENDS = Credentials.derived_from("the secret of this test")
 STRANGERS = Credentials.derived_from("another secret than that")
@@ -203,6 +209,124 @@ def ends() -> Iterator[Ends]:
     opened = Ends()
     yield opened
     opened.close()
+
+
+@pytest.mark.parametrize("credentials", [None, FRIENDS], ids=["open", "secret"])
+def test_connections_beyond_the_bound_are_refused_and_friends_inside_stay(
+    credentials: Credentials | None, caplog: pytest.LogCaptureFixture
+):
+    end = ZmqListeningEnd(host="127.0.0.1", port=0, credentials=credentials, max_connections=4)
+    connecting = ZmqConnectingEnd("decode", credentials)
+    opened = ExitStack()
+    try:
+        friend = connecting.connect(f"tcp://127.0.0.1:{end.port}")
+        assert answered(end, friend, b"in")
+        strangers = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", end.port), PATIENCE_S)) for _ in range(12)
+        ]
+        refused = eventually_closed(end, strangers, 9)
+        assert refused == strangers[3:], "those that came when there were four"
+        assert answered(end, friend, b"still in")
+        assert caplog.text.count("KVFERRY_MAX_DECODE_RANKS, ulimit -n") == 1
+        opened.close()
+        another = connecting.connect(f"tcp://127.0.0.1:{end.port}")  # tries again until there is room
+        assert answered(end, another, b"in, too")
+        connecting.disconnect(another)
+        connecting.disconnect(friend)
+    finally:
+        opened.close()
+        connecting.close()
+        end.close()
+
+
+def test_strangers_that_never_greet_make_room_at_the_deadline(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvferry.control.channel._LONGEST_HANDSHAKE_MS", 300)
+    end = ZmqListeningEnd(host="127.0.0.1", port=0, max_connections=2)
+    connecting = ZmqConnectingEnd("decode")
+    try:
+        with ExitStack() as opened:
+            for _ in range(2):
+                opened.enter_context(socket.create_connection(("127.0.0.1", end.port), PATIENCE_S))
+            friend = connecting.connect(f"tcp://127.0.0.1:{end.port}")
+            assert answered(end, friend, b"in")
+            connecting.disconnect(friend)
+    finally:
+        connecting.close()
+        end.close()
+
+
+def answered(end: ZmqListeningEnd, connection: Connection, message: bytes) -> bool:
+    """Whether a message comes through a connection."""
+    connection.send(message)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        end.wait(20)
+        if message in [data for _, data in end.receive()]:
+            return True
+    return False
+
+
+def eventually_closed(end: ZmqListeningEnd, connections: list[socket.socket], count: int) -> list[socket.socket]:
+    """Lets an end have turns until it has closed so many connections. Returns these, in order."""
+    closed: set[socket.socket] = set()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(closed) < count and time.monotonic() < deadline:
+        end.wait(20)
+        end.receive()
+        for each in select.select([each for each in connections if each not in closed], [], [], 0)[0]:
+            try:
+                is_closed = not each.recv(65536)
+            except ConnectionResetError:
+                is_closed = True
+            if is_closed:
+                closed.add(each)
+    return [each for each in connections if each in closed]
+
+
+def test_a_process_with_few_files_has_fewer_connections(monkeypatch: pytest.MonkeyPatch):
+    for soft, expected in ((1024, 768), (1 << 20, 4608), (resource.RLIM_INFINITY, 4608)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert most_connections(4096) == expected
+
+
+@contextmanager
+def only_descriptors(spare: int) -> Iterator[None]:
+    """Leaves this process so many file descriptors and no more."""
+    with ExitStack() as opened:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+        files = []
+        with contextlib.suppress(OSError):
+            while True:
+                files.append(opened.enter_context(open(os.devnull)))
+        for file in files[:spare]:
+            file.close()
+        yield
+
+
+@pytest.mark.parametrize("credentials", [None, FRIENDS], ids=["open", "secret"])
+def test_running_out_of_descriptors_anywhere_is_said_and_leaks_nothing(credentials: Credentials | None, ends: Ends):
+    end, process = ZmqConnectingEnd("decode", credentials), psutil.Process()
+    address = f"tcp://127.0.0.1:{ends.listening.port}"
+    end.disconnect(end.connect(address))  # what ZMQ takes for all connections together
+    before, problems = process.num_fds(), []
+    try:
+        for spare in itertools.count():
+            with only_descriptors(spare):
+                try:
+                    connection = end.connect(address)
+                    break
+                except PeerDisconnectedError as error:
+                    problems.append(str(error))
+            assert process.num_fds() <= before
+        assert len(problems) > 2, "a socket was to be had at last, but not what monitors it"
+        for problem in problems:
+            assert f"cannot connect to {address!r}: Too many open files" in problem
+            assert "ulimit -n" in problem
+        end.disconnect(connection)
+    finally:
+        end.close()
 
 
 def test_a_look_at_which_nothing_has_come_asks_no_connection(ends, monkeypatch: pytest.MonkeyPatch):

@@ -247,6 +247,48 @@ class TestTls:
                 assert client.register(RANK) == 10.0
                 assert client.engine("prefill").registrations == (RANK,)
 
+    @pytest.fixture
+    def _patient_asyncio(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Else its own deadline would end handshakes, after a minute."""
+        monkeypatch.setattr("asyncio.constants.SSL_HANDSHAKE_TIMEOUT", 3600)
+
+    @pytest.mark.usefixtures("_patient_asyncio")
+    def test_handshakes_count_among_the_connections_that_ask_nothing(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr("kvferry.control.http_server._MOST_SILENT", 4)
+        with create_registry(settings) as server, create_registry_client(settings, server.url) as client:
+            assert client.health()
+            silent = [socket.create_connection(server.address, PATIENCE_S) for _ in range(12)]
+            assert all(ended(connection) for connection in silent[:8])
+            assert client.register(RANK) == 10.0
+            with create_registry_client(settings, server.url) as another:
+                assert another.health()
+            for connection in silent:
+                connection.close()
+
+    def test_handshakes_that_failed_do_not_count(self, settings: Settings, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("kvferry.control.http_server._MOST_SILENT", 4)
+        with create_registry(settings) as server, create_registry_client(settings, server.url) as client:
+            patient = socket.create_connection(server.address, PATIENCE_S)
+            for _ in range(12):
+                with socket.create_connection(server.address, PATIENCE_S) as connection:
+                    connection.sendall(b"this is no handshake")
+                    assert ended(connection)
+            patient.settimeout(0.05)
+            with pytest.raises(TimeoutError):
+                patient.recv(1)
+            patient.close()
+            assert client.health()
+
+    @pytest.mark.usefixtures("_patient_asyncio")
+    @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half of a hello"])
+    def test_a_handshake_has_a_deadline(self, settings: Settings, said: bytes, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("kvferry.control.http_server._LONGEST_HEAD_S", 0.5)
+        with create_registry(settings) as server, socket.create_connection(server.address, PATIENCE_S) as connection:
+            connection.sendall(said)
+            assert ended(connection)
+
     def test_a_certificate_that_nobody_vouches_for_is_refused(self, settings: Settings, files: dict[str, Path]):
         with create_registry(settings) as server:
             for authority in (files["other-ca"], None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from tests.support.caches import Model, Shape, pool
 from tests.support.engines import WAIT_S, Engines, PrefillEngine, Requests, new_engine_name
 from tests.support.proxy import ControlProxy
@@ -133,6 +135,28 @@ def test_a_data_parallel_group_that_cannot_be_is_refused_before_all_ranks_are_th
     prefill = both.prefill(Model(), Shape(dp=2), ranks=[1])
     with pytest.raises(IncompatiblePeerError, match="has no dp_rank 2: its dp_size is 2"):
         both.decode(Model()).endpoints[0].connect(prefill.name, prefill_dp_rank=2, timeout_s=WAIT_S)
+
+
+def test_a_link_for_which_there_are_not_enough_descriptors_fails_and_the_next_is_made(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    requests = pair(Model(), Shape(tp=2))
+    get, asked = zmq.Socket.get_monitor_socket, []
+
+    def lacks_one(self: Any, *arguments: Any) -> Any:
+        asked.append(self)
+        if len(asked) == 2:
+            raise zmq.ZMQError(errno.EMFILE)
+        return get(self, *arguments)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", lacks_one)
+    with pytest.raises(PeerDisconnectedError, match=r"Too many open files.*ulimit -n"):
+        requests.connect()
+    links = requests.decode.endpoints[0]._driver._links
+    eventually("nothing is left of it", lambda: not (links.current or links.retired or links._channels))
+    assert asked[1].closed
+    requests.run(1)
+    assert requests.decode.endpoints[0].health[0].failures == 0
 
 
 @pytest.fixture

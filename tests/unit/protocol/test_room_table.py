@@ -171,6 +171,37 @@ def test_what_is_remembered_is_bounded():
 FOREVER = 1e9
 
 
+def test_how_many_rooms_are_remembered_does_not_depend_on_how_many_receivers_each_has():
+    """A retransmitted open request of a room that was forgotten is not answered, and its decode rank waits in vain."""
+    rooms, receivers = table(), [f"d{number}" for number in range(64)]
+
+    def ends(number: int, error: KVFerryError | None = None) -> None:
+        room = Room(number, generations=dict.fromkeys(receivers, 7), error=error)
+        rooms.add(room)
+        for receiver in receivers:
+            assert rooms.is_new(receiver, open_request(room=number, serial=number))
+            rooms.open_request(receiver, open_request(room=number, serial=number), now=0.0)
+        rooms.remove(room, now=0.0)
+
+    ends(1, TransferFailedError("broken"))
+    for number in range(2, 66):
+        ends(number)
+    again = open_request(room=1, serial=1)
+    for receiver in receivers:
+        assert rooms.is_new(receiver, again)
+        with pytest.raises(TransferFailedError, match="broken"):
+            rooms.open_request(receiver, again, now=1.0)
+
+
+def test_what_is_remembered_of_wide_rooms_is_bounded():
+    rooms = table()
+    for number in range(REMEMBERED + 50):
+        room = Room(number, generations={"d0": 7, "d1": 7, "d2": 7})
+        rooms.add(room)
+        rooms.remove(room, now=0.0)
+    assert len(rooms._over) == 3 * REMEMBERED
+
+
 def test_a_open_request_that_comes_again_long_after_its_use_is_over_is_nobodys():
     """The number stands for another request by then, and its pages for another still."""
     rooms, first = table(), Room(1)
