@@ -173,8 +173,8 @@ CATALOGUE = (
     PlantedFault(
         "a missing pod proves its end",
         "protocol/pods.py",
-        "if node is None:\n        return \"\"",
-        "if node is None:\n        return \"\" if found is not None else \"it is not there\"",
+        'if node is None:\n        return ""',
+        'if node is None:\n        return "" if found is not None else "it is not there"',
         "tests/unit/protocol/test_pods.py",
     ),
     PlantedFault(
