@@ -6,6 +6,7 @@ second process (one that dies, above all) is in `tests/processes`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
@@ -38,6 +39,7 @@ from kvferry.transport import (
     NixlTransport,
     PeerMetadata,
     PreparedList,
+    Promises,
     TransferHandle,
     TransferReport,
     Transport,
@@ -831,6 +833,42 @@ def test_one_thread_connects_and_disconnects_while_another_writes(kit: Kit):
 
 
 # --- what is particular to one transport
+
+
+# ---- what is promised beyond the contract ----------------------------------------------------------------------------
+
+
+def test_nothing_is_promised_that_was_not_measured(kit: Kit):
+    """Whoever promises more extends the checks below: what holds pages relies on it."""
+    promised = kit.make("promises").promises
+    assert promised == Promises(
+        can_abort=False,
+        fenced_by_deregistration=kit.kind == "inprocess",
+        fenced_by_death=True,  # of NIXL: tests/processes; of the others, whose writes are their process's own steps
+        keeps_order=False,
+    )
+
+
+def test_another_backend_of_nixl_promises_nothing(kit: Kit):
+    if not kit.kind.startswith("nixl"):
+        pytest.skip("only NIXL has backends")
+    transport = NixlTransport(f"posix-{uuid.uuid4().hex[:8]}", backend="POSIX")
+    kit.made.append(transport)
+    assert transport.promises == Promises(
+        can_abort=False, fenced_by_deregistration=False, fenced_by_death=False, keeps_order=False
+    )
+
+
+def test_memory_that_was_given_back_is_written_to_only_by_whoever_does_not_promise_otherwise(pair: Pair):
+    """NIXL writes there all the same where processes share memory: kvferry must not take deregistration for a fence."""
+    lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+    is_promised = pair.there.transport.promises.fenced_by_deregistration
+    pair.there.transport.close()
+    pair.here.memory[:64] = 1
+    with contextlib.suppress(TransportError):
+        pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0), b"")
+    if is_promised:
+        assert set(pair.there.memory.tolist()) == {POISON}
 
 
 class TestInProcess:

@@ -185,6 +185,20 @@ CATALOGUE = (
         "tests/unit/endpoint/test_process_identity.py",
     ),
     PlantedFault(
+        "without a proof in reach bytes go directly",
+        "endpoint/paths.py",
+        "if forced is None and message.staging.unproven:",
+        "if forced is None and False:",
+        "tests/unit/endpoint/test_ends.py",
+    ),
+    PlantedFault(
+        "a missing pod proves its end",
+        "protocol/pods.py",
+        'if node is None:\n        return ""',
+        'if node is None:\n        return "" if found is not None else "it is not there"',
+        "tests/unit/protocol/test_pods.py",
+    ),
+    PlantedFault(
         "a worker that stops forgets the writes that it started",
         "endpoint/workers.py",
         "if self._is_stopping and not self._writes:",
@@ -215,8 +229,8 @@ CATALOGUE = (
     PlantedFault(
         "pages in quarantine are not shown",
         "endpoint/receiving.py",
-        "machine.state is TransferState.FAILED and not machine.are_pages_reusable",
-        "machine.state is TransferState.FAILED and machine.are_pages_reusable",
+        "self.machine.state is TransferState.FAILED and not self.machine.are_pages_reusable",
+        "self.machine.state is TransferState.FAILED and self.machine.are_pages_reusable",
         "tests/unit/endpoint/test_observed.py",
     ),
     # ---- engines

@@ -39,7 +39,7 @@ TRANSFER = {"room", "state", "stats", "error", "pages_reusable", "wait", "comple
 PUBLIC = {
     kvferry.PrefillEndpoint: ENDPOINT
     | {"sender", "control_address", "registry_url", "registry_error", "wait_registered"},
-    kvferry.DecodeEndpoint: ENDPOINT | {"receiver", "connect"},
+    kvferry.DecodeEndpoint: ENDPOINT | {"receiver", "connect", "release"},
     kvferry.Sender: TRANSFER | {"submit", "is_at_rest"},
     kvferry.Receiver: TRANSFER | {"aux"},
 }

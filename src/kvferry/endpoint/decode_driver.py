@@ -97,7 +97,15 @@ class DecodeDriver(Loop):
         self._end = platform.connect_as(identity.endpoint, settings)
         self._inbox: deque[Callable[[float], None]] = deque()
         self._links = Links(
-            identity, registry, settings, staging, end=self._end, platform=platform, observer=observer, user=self
+            identity,
+            registry,
+            settings,
+            staging,
+            end=self._end,
+            platform=platform,
+            promises=transport.promises,
+            observer=observer,
+            user=self,
         )
         self._waiting: dict[Link, dict[ReceivingRoom, None]] = {}
         self._awaited: dict[ReceivingRoom, Link] = {}  # the same, by room

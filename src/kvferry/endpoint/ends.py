@@ -19,6 +19,7 @@ from kvferry.protocol.ends import Proof, Reach
 from kvferry.protocol.messages import PodIdentity, ProcessIdentity
 from kvferry.protocol.pods import KnownPods, NodeAnswer, why_ended
 from kvferry.settings import Settings
+from kvferry.transport import Promises
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +40,19 @@ class EndProofs:
         platform: Platform,
         registry: RegistryClient,
         *,
+        promises: Promises,
         submit: Callable[[Callable[[float], None]], None],
         ended: Ended,
     ) -> None:
         """Asks nobody yet.
 
         Args:
+            promises: of the transport: where a death does not end its writes, nothing proves that they have ended.
             submit: runs work on the endpoint's thread.
             ended: takes a proof: the endpoint that has ended, the source, the time. Called on the endpoint's thread.
         """
-        self.reach = Reach(settings.proofs, platform.process.machine)
+        declared = settings.proofs if promises.fenced_by_death else frozenset()
+        self.reach = Reach(declared, platform.process.machine)
         self.problem = ""
         self._does_without = settings.unproven_path == "auto"
         self._platform = platform
@@ -56,7 +60,7 @@ class EndProofs:
         self._submit = submit
         self._ended = ended
         self._orchestrator: Orchestrator | None = None
-        if Proof.KUBERNETES in settings.proofs:
+        if Proof.KUBERNETES in declared:
             self._orchestrator = platform.orchestrator(settings)
         self._background = platform.background_executor("kvferry-decode-ends")
         # Guards what is known of pods: two threads may ask.

@@ -40,6 +40,7 @@ from kvferry.protocol.lost_ranks import LostRanks
 from kvferry.protocol.registrations import EngineView, RankRegistration
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
+from kvferry.transport import Promises
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class Links:
         *,
         end: ConnectingEnd,
         platform: Platform,
+        promises: Promises,
         observer: Observer,
         user: LinkUser,
     ) -> None:
@@ -97,6 +99,7 @@ class Links:
         Args:
             end: what connections are made with; it stays the caller's.
             platform: the machine.
+            promises: of the transport.
             observer: is told what happens.
             user: whose rooms rely on the links.
         """
@@ -116,7 +119,7 @@ class Links:
         self._callers: list[_Caller] = []
         self._is_closed = False
         self._lost = LostRanks(settle_s=settings.quarantine_s)
-        self._ends = EndProofs(settings, platform, registry, submit=user.submit, ended=self._ended)
+        self._ends = EndProofs(settings, platform, registry, promises=promises, submit=user.submit, ended=self._ended)
         self._channels: dict[str, Connection] = {}  # by address; links to the same rank share one
         self._next_attempt = partial(next, itertools.count(1))
         self._attempts: dict[str, int] = {}  # by address, the last that was begun there

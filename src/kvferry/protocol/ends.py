@@ -69,7 +69,9 @@ class Reach:
             ways.append("a prefill rank in the same namespace of process numbers, if one connects")
         if Proof.OPERATOR in self.declared:
             ways.append(f"an operator's word: kvferry release {endpoint}")
-        return tuple(ways) or ("nothing that is declared (KVFERRY_END_PROOFS)",)
+        return tuple(ways) or (
+            "nothing: no source counts here (KVFERRY_END_PROOFS), or the transport does not stop with its process",
+        )
 
 
 def parse_proofs(text: str) -> frozenset[Proof]:

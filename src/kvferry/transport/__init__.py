@@ -1,6 +1,6 @@
 """Moves bytes between endpoints. `base` is the contract; every transport has a file."""
 
-from kvferry.transport.base import PeerMetadata, PreparedList, TransferHandle, TransferReport, Transport
+from kvferry.transport.base import PeerMetadata, PreparedList, Promises, TransferHandle, TransferReport, Transport
 from kvferry.transport.inprocess import InProcessNetwork, InProcessTransport
 from kvferry.transport.nixl import NixlTransport
 
@@ -10,6 +10,7 @@ __all__ = [
     "NixlTransport",
     "PeerMetadata",
     "PreparedList",
+    "Promises",
     "TransferHandle",
     "TransferReport",
     "Transport",

@@ -67,6 +67,26 @@ class TransferReport:
     transfer_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promises:
+    """What a transport promises beyond the contract: each measured before it is claimed, and False where it was not.
+
+    What holds pages and staging memory follows from these.
+
+    Attributes:
+        can_abort: a write can be taken back: from then on neither memory is used, whether it had ended or not.
+        fenced_by_deregistration: once its owner has deregistered memory, no peer's write changes it any more.
+        fenced_by_death: once the process that writes has ended, and what the network had for us has arrived
+            (KVFERRY_QUARANTINE_S), nothing more of its writes does. Without this no proof of an end gives pages back.
+        keeps_order: writes to one peer arrive in the order in which they were posted.
+    """
+
+    can_abort: bool
+    fenced_by_deregistration: bool
+    fenced_by_death: bool
+    keeps_order: bool
+
+
 class TransferHandle:
     """One write on its way. Each transport has its own kind."""
 
@@ -116,6 +136,9 @@ class Transport(ABC):
 
     name: str
     """Name of this kind of transport in settings and handshakes."""
+
+    promises: Promises
+    """What this kind of transport promises."""
 
     endpoint_name: str
     """Name of this endpoint among all peers: unique, and new at every start."""

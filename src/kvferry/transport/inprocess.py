@@ -21,6 +21,7 @@ from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.transport.base import (
     PeerMetadata,
     PreparedList,
+    Promises,
     TransferHandle,
     TransferReport,
     Transport,
@@ -84,6 +85,7 @@ class InProcessTransport(Transport):
     """Moves bytes within the process."""
 
     name = "inprocess"
+    promises = Promises(can_abort=False, fenced_by_deregistration=True, fenced_by_death=True, keeps_order=False)
 
     def __init__(self, network: InProcessNetwork, endpoint_name: str | None = None) -> None:
         """Joins a network.

@@ -33,6 +33,7 @@ from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.transport.base import (
     PeerMetadata,
     PreparedList,
+    Promises,
     TransferHandle,
     TransferReport,
     Transport,
@@ -78,7 +79,13 @@ class _NixlHandle(TransferHandle):
 
 
 class NixlTransport(Transport):
-    """Moves bytes with NIXL."""
+    """Moves bytes with NIXL.
+
+    What it promises is what NIXL 1.5.1 was measured to do on UCX's shared memory and TCP. Release is no abort: over TCP
+    213 of 268 MB arrived afterwards. A write into memory that its owner had deregistered was done all the same, by
+    shared memory. Several threads share a write, and nothing orders them. After a process was killed in the middle of a
+    write, its last bytes arrived within 8 ms. Of other backends nothing was measured.
+    """
 
     name = "nixl"
 
@@ -104,6 +111,9 @@ class NixlTransport(Transport):
             TransportUnavailableError: if NIXL or the backend is missing.
         """
         self.endpoint_name = endpoint_name
+        self.promises = Promises(
+            can_abort=False, fenced_by_deregistration=False, fenced_by_death=backend == "UCX", keeps_order=False
+        )
         self._nixl = load_bindings()
         self._in_progress, self._success = self._nixl.NIXL_IN_PROG, self._nixl.NIXL_SUCCESS
         config = self._nixl.nixlAgentConfig()

@@ -18,6 +18,7 @@ from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.transport.base import (
     PeerMetadata,
     PreparedList,
+    Promises,
     TransferHandle,
     TransferReport,
     Transport,
@@ -164,6 +165,7 @@ class SimulatedTransport(Transport):
     """
 
     name = "simulated"
+    promises = Promises(can_abort=False, fenced_by_deregistration=False, fenced_by_death=True, keeps_order=False)
 
     def __init__(self, wire: SimulatedWire, endpoint_name: str) -> None:
         """Joins a wire.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvferry import DecodeEndpoint, PrefillEndpoint, RankCoordinates, Receiver, 
 from kvferry.cli.app import app
 from kvferry.errors import RegistrationRefusedError, UsageError
 from kvferry.observe.status import LostPeerStatus
-from kvferry.testing import LocalNetwork
+from kvferry.testing import FaultyTransport, LocalNetwork
 
 PAGES = 4
 QUICK = {"heartbeat_interval_s": 0.05, "peer_timeout_s": 0.8, "quarantine_s": 0.0, "close_timeout_s": 0.2}
@@ -116,7 +117,7 @@ def test_an_operators_word_does_not_count_where_it_is_not_declared(scene: Callab
     its = scene(end_proofs="process")
     its.struck()
     (lost,) = its.lost
-    assert lost.frees == ("nothing that is declared (KVFERRY_END_PROOFS)",)
+    assert [each.partition(":")[0] for each in lost.frees] == ["nothing"]
     with pytest.raises(UsageError, match="KVFERRY_END_PROOFS"):
         its.decode.release(lost.endpoint)
 
@@ -234,6 +235,19 @@ def test_a_proof_in_reach_leaves_the_choice_to_the_cost_model(
     assert not receiver.pages_reusable, "it might have written directly"
     api.end("prefill-0")
     frees(its, receiver)
+
+
+def test_nothing_proves_an_end_where_the_transport_goes_on_without_its_process(
+    scene: Callable[..., Scene], api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    unfenced = replace(FaultyTransport.promises, fenced_by_death=False)
+    monkeypatch.setattr(FaultyTransport, "promises", unfenced)
+    its = scene(**{**STAGED, **in_a_pod(api, tmp_path)})
+    receiver = its.struck()
+    assert receiver.pages_reusable, "all was staged"
+    (lost,) = its.lost
+    assert [each.partition(":")[0] for each in lost.frees] == ["nothing"]
+    assert not api.asked
 
 
 # ---- capacity -------------------------------------------------------------------------------------------------------
