@@ -45,7 +45,7 @@ def default_scatter_workers(cpus: int) -> int:
 
 
 def default_nixl_threads(cpus: int) -> int:
-    """Returns how many threads of NIXL's suit a machine: a few copy as fast as its memory is."""
+    """Returns how many threads share a write: a few copy as fast as a machine's memory is."""
     return min(cpus, 4)
 
 
@@ -106,8 +106,8 @@ class Settings(BaseSettings):
         default_factory=lambda: default_nixl_threads(usable_cpus()),
         ge=0,
         le=256,
-        description="NIXL's own threads, which share the descriptors of a prefill rank's direct writes; without any, "
-        "the workers write, one at a time. They spin while a write is on its way, and sleep otherwise.",
+        description="Threads that share a prefill rank's large direct writes, each with a NIXL connection of its own "
+        "to every decode rank; with 0 or 1 the workers write, one at a time.",
     )
     nixl_progress_delay_us: int = Field(
         50_000, ge=1000, le=1_000_000, description="Longest sleep of NIXL's progress thread, in microseconds."

@@ -64,6 +64,15 @@ def test_the_bytes_of_open_requests_depend_on_how_pages_lie_and_go_to_one_rank_e
     assert found["runs of 64"]["bytes"] < 16 * 250 + 4 * 16 * pages / 64
 
 
+@pytest.mark.full
+def test_sharing_a_write_is_measured_beside_what_goes_without():
+    found = printed("shared_writes.py", "--rounds", "1", "--block-bytes", "4096", "--counts", "2", "256")
+    assert [each["blocks"] for each in found["writes"]] == [2, 256]
+    for each in found["writes"]:
+        assert all(0 < each["fastest_ms"][name] <= each["slowest_ms"][name] for name in each["median_ms"])
+        assert each["shared_to_caller"] > 0 < each["shared_to_nixls_own"]
+
+
 @pytest.mark.parametrize("flags", [("memory_growth.py", "--transfers", "3"), ("first_transfer.py", "--pairs", "0")])
 def test_too_few_are_refused(flags: tuple[str, ...]):
     script, *rest = flags

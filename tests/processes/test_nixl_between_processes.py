@@ -6,12 +6,16 @@ line that it reads.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 import uuid
@@ -94,6 +98,11 @@ def second_process(name: str, size: int) -> None:
         if order["do"] == "wait":  # and hash at once: the bytes must all be there
             taken = notifications(order["count"])
             answer(notifications=taken, digest=digest(memory))
+        elif order["do"] == "fill":
+            memory[:] = order["value"]
+            answer()
+        elif order["do"] == "count":
+            answer(count=int((memory == order["value"]).sum()))
         elif order["do"] == "write back":
             peer = transport.connect(bytes.fromhex(order["metadata"]))
             local = transport.prepare(rows(memory.ctypes.data, (0, size, size, 1)), None)
@@ -119,7 +128,8 @@ class Peer:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._lines.put(line)
+            if line.startswith("{"):  # UCX logs there, too
+                self._lines.put(line)
 
     def answer(self) -> Any:
         try:
@@ -135,6 +145,15 @@ class Peer:
     def wait(self, count: int) -> Any:
         self.order("wait", count=count)
         return self.answer()
+
+    def fill(self, value: int) -> None:
+        self.order("fill", value=value)
+        self.answer()
+
+    def count(self, value: int) -> int:
+        """How many bytes of its memory have a value."""
+        self.order("count", value=value)
+        return int(self.answer()["count"])
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
@@ -208,8 +227,7 @@ class Here:
 def _options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How our process writes."""
     if request.param != "plain":
-        threads = {"num_threads": "2", "split_batch_size": "2"}
-        monkeypatch.setattr(Here, "options", {"backend_parameters": threads, "only_writes": True})
+        monkeypatch.setattr(Here, "options", {"threads": 2, "only_writes": True})
 
 
 @contextmanager
@@ -380,6 +398,77 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_write_ends_it(monkeypatch: pyt
             first.transport.poll(transfer)  # and it stays so
         first.transport.release(transfer)
         first.transport.disconnect(name)
+
+
+def unsent_bytes(connection: socket.socket) -> int:
+    """What our side of a connection has not sent, or the other has not acknowledged."""
+    answer = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)
+
+
+@contextmanager
+def tcp_connections() -> Iterator[list[socket.socket]]:
+    """Every TCP connection of this process, with what it has to send; the fullest come first."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.append(socket.socket(fileno=os.dup(int(name))))
+    connections = []
+    for each in found:
+        with contextlib.suppress(OSError):
+            if each.family == socket.AF_INET and each.getpeername():
+                connections.append(each)
+    try:
+        yield sorted(connections, key=unsent_bytes, reverse=True)
+    finally:
+        for each in found:
+            each.close()
+
+
+def test_a_connection_that_breaks_between_two_threads_shares_ends_no_write_that_still_moves(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Over TCP to a frozen peer, one connection of those that share a write breaks, and both processes live.
+
+    The write goes on as long as a share of it does, and once it is said to have ended, nothing reads our memory.
+    """
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")  # so that every thread has one connection
+    size, name = 64 * MIB, unique("second")
+    before, written, after = 1, 2, 3
+    order = np.random.default_rng(0).permutation(size >> 15).astype(np.int32)
+    with here(size) as first, peer(name, size) as second:
+        first.transport.connect(second.metadata)
+        lists = first.lists(name, second, [(0, 1 << 15, 1 << 15, len(order))], [(0, 1 << 15, 1 << 15, len(order))])
+        first.memory[:] = before
+        first.write(lists, order, order, b"alive")
+        second.wait(1)
+        first.memory[:] = written
+        os.kill(second.process.pid, signal.SIGSTOP)
+        transfer = first.transport.post(lists[0], order, lists[1], order, b"broken")
+        for _ in range(100):
+            assert first.transport.poll(transfer) is None
+            time.sleep(1e-3)
+        with tcp_connections() as connections:
+            if first.options:
+                assert unsent_bytes(connections[1]) > 0  # both have a share
+            connections[0].shutdown(socket.SHUT_RDWR)
+        if first.options:
+            for _ in range(100):
+                assert first.transport.poll(transfer) is None
+                time.sleep(1e-3)
+        os.kill(second.process.pid, signal.SIGCONT)
+        fails(lambda: first.transport.poll(transfer))
+        first.memory.reshape(len(order), -1)[order[4:]] = after
+        with contextlib.suppress(PeerDisconnectedError):
+            first.transport.release(transfer)
+        second.fill(before)
+        for _ in range(20):  # gives every thread something to do
+            with contextlib.suppress(TransportError):
+                finish(first.transport, first.transport.post(lists[0], order[:4], lists[1], order[:4], b"next"))
+            first.transport.take_notifications()
+        assert second.count(after) == 0
 
 
 if __name__ == "__main__":

@@ -39,10 +39,9 @@ def create_transport(settings: Settings, name: str, *, writes: bool = True) -> T
         TransportUnavailableError: if it is not installed.
     """
     parameters = {}
-    if writes and settings.nixl_threads and settings.forced_path is not TransferPath.STAGED:
-        # Writes of several descriptors go to the threads; one of a single descriptor is a bulk write from staging
-        # memory, or small. Where all are such, threads do harm: an idle one leaks a socket for every peer that dies.
-        parameters = {"num_threads": str(settings.nixl_threads), "split_batch_size": "2"}
+    # A write of several descriptors is shared by the threads; one of a single descriptor is a bulk write from staging
+    # memory, or small. Where all are such, the threads would only cost a connection each to every peer.
+    is_shared = writes and settings.forced_path is not TransferPath.STAGED
     if settings.used_nixl_device is not None and settings.nixl_backend == "UCX":
         # By default UCX listens on every interface of the machine. NIXL's device_list takes InfiniBand's only.
         parameters["engine_config"] = f"NET_DEVICES={settings.used_nixl_device}"
@@ -52,6 +51,7 @@ def create_transport(settings: Settings, name: str, *, writes: bool = True) -> T
         backend_parameters=parameters,
         progress_delay_us=settings.nixl_progress_delay_us,
         only_writes=writes,
+        threads=settings.nixl_threads if is_shared else 0,
     )
 
 

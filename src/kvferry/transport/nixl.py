@@ -8,6 +8,11 @@ fast as at 1 ms.
 A side that only writes is better off without it. Between two processes of one machine a post copies all bytes itself,
 under a lock of UCX's that spins: the thread, and everyone else who posts or polls, would burn a core until the copy is
 done (a third of the prefill side's CPU time, measured). Polling makes the progress there, one caller at a time.
+
+A large write is shared by several threads, each with a connection of its own. They are ours, and each share is a
+request of its own, with a status of its own: the write has ended when all of them have. NIXL's own threads
+(num_threads) are not used. The first error of one of them is the error of the whole write, and what the others had not
+sent stays queued, is read when they next have work, and lands then: any time later, in pages that are somebody else's.
 """
 
 from __future__ import annotations
@@ -16,9 +21,12 @@ import contextlib
 import importlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -44,6 +52,9 @@ from kvferry.transport.registered import RegisteredMemory
 
 log = logging.getLogger(__name__)
 
+_Argument = TypeVar("_Argument")
+_Answer = TypeVar("_Answer")
+
 BINDINGS = ("nixl_cu13._bindings", "nixl_cu12._bindings", "nixl._bindings")
 """Where NIXL's bindings are looked for, in this order. Each of the wheels carries its own."""
 
@@ -66,16 +77,42 @@ def load_bindings() -> ModuleType:
     )
 
 
+@dataclass(slots=True, eq=False)
+class _Share:
+    """A part of a write, with a request and a status of its own.
+
+    Attributes:
+        handle: NIXL's request.
+        report: what NIXL measured, once it has ended well.
+        has_ended: whether nothing of it can move any more.
+    """
+
+    handle: int
+    report: TransferReport | None = None
+    has_ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class _NixlHandle(TransferHandle):
-    """A posted transfer request."""
+    """A write.
 
-    __slots__ = ("handle", "peer", "problem", "report")
+    Attributes:
+        shares: its parts; one, where it is not shared by several threads.
+        notification: what is sent once all shares have ended; b"" where that is none, or a request carries it.
+        problem: the first error of a share.
+        report: that of the whole write, once it has ended well.
+    """
 
-    def __init__(self, handle: int, peer: str) -> None:
-        self.handle = handle
-        self.peer = peer
-        self.report: TransferReport | None = None
-        self.problem: Exception | None = None
+    peer: str
+    shares: list[_Share] = field(default_factory=list)
+    notification: bytes = b""
+    problem: BaseException | None = None
+    report: TransferReport | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it can move any more."""
+        return all(share.has_ended for share in self.shares)
 
 
 class NixlTransport(Transport):
@@ -97,15 +134,20 @@ class NixlTransport(Transport):
         backend_parameters: Mapping[str, str] | None = None,
         progress_delay_us: int = 50_000,
         only_writes: bool = False,
+        threads: int = 0,
+        smallest_share: int = 64,
     ) -> None:
         """Starts a NIXL agent with one backend.
 
         Args:
             endpoint_name: the agent's name, unique among all endpoints and new at every start.
             backend: NIXL's backend.
-            backend_parameters: the backend's own parameters, such as num_threads for UCX.
+            backend_parameters: the backend's own parameters.
             progress_delay_us: the longest that the progress thread sleeps, in microseconds.
             only_writes: whether peers never write to this endpoint, which then goes without that thread.
+            threads: how many of ours share a large write; with 0 or 1 its caller posts all of it.
+            smallest_share: fewest descriptors, before any are merged, that are worth handing to another thread, which
+                takes a tenth of a millisecond.
 
         Raises:
             TransportUnavailableError: if NIXL or the backend is missing.
@@ -129,8 +171,17 @@ class NixlTransport(Transport):
         available = self._agent.getAvailPlugins()
         if backend not in available:
             raise TransportUnavailableError(f"NIXL has no backend {backend!r} here (KVFERRY_NIXL_BACKEND): {available}")
-        with self._translated(f"creating NIXL backend {backend!r} with {dict(backend_parameters or {})}"):
-            self._backend: int = self._agent.createBackend(backend, dict(backend_parameters or {}))
+        parameters = dict(backend_parameters or {})
+        if threads > 1:
+            parameters["num_workers"] = str(threads)  # UCX's, each with a connection to every peer
+        with self._translated(f"creating NIXL backend {backend!r} with {parameters}"):
+            self._backend: int = self._agent.createBackend(backend, parameters)
+        # Each of one thread, since NIXL ties a thread to one of UCX's workers.
+        self._lanes = tuple(
+            ThreadPoolExecutor(1, f"{endpoint_name}-lane") for _ in range(threads if threads > 1 else 0)
+        )
+        self._smallest_share = smallest_share
+        self._are_lanes_tied = False
         self._memory = RegisteredMemory("this endpoint")
         self._registered: list[Any] = []
         # Guards the tables of regions, peers and lists: endpoints register and connect from several worker threads.
@@ -201,8 +252,22 @@ class NixlTransport(Transport):
             self._invalidate(peer.name)  # NIXL keeps what it loaded before it failed, and would refuse the next try
             raise
         with self._lock:
-            self._peers[peer.name] = RegisteredMemory(peer.name, peer.device, peer.regions)
+            theirs = RegisteredMemory(peer.name, peer.device, peer.regions)
+            self._tie_lanes(peer.name, theirs)
+            self._peers[peer.name] = theirs
         return peer.name
+
+    def _tie_lanes(self, peer: str, theirs: RegisteredMemory) -> None:
+        """Makes each lane's first request, one after the other: NIXL gives threads UCX's workers in that order.
+
+        Called before any other thread can have made one, so that no two lanes have the same.
+        """
+        if self._are_lanes_tied or not len(self._memory) or not len(theirs):
+            return
+        self._are_lanes_tied = True
+        source, address = Region(self._memory.regions[0].address, 1), theirs.regions[0].address
+        for lane in self._lanes:
+            self._agent.releaseXferReq(lane.submit(self._request, source, peer, theirs, address).result())
 
     def disconnect(self, peer: str) -> None:
         with self._lock:
@@ -265,49 +330,70 @@ class NixlTransport(Transport):
         peer = peer_written_to(local, remote)
         with self._lock:
             check_lists(local, remote, self._lists)  # NIXL would follow the pointer of a released one
-        with self._translated(f"posting {len(local_indices)} descriptors to {peer}", peer):
-            handle = self._agent.makeXferReq(
+
+        def request(which: slice) -> int:
+            handle: int = self._agent.makeXferReq(
                 self._nixl.NIXL_WRITE,
                 local.handle,
-                local_indices,
+                local_indices[which],
                 remote.handle,
-                remote_indices,
+                remote_indices[which],
                 "",
                 [self._backend],
                 False,
             )
-            return self._start(handle, peer, notification)
+            return handle
+
+        with self._translated(f"posting {len(local_indices)} descriptors to {peer}", peer):
+            num_shares = min(len(self._lanes), len(local_indices) // self._smallest_share)
+            if num_shares < 2 or len(local_indices) != len(remote_indices):  # the latter NIXL refuses
+                return self._start(request(slice(None)), peer, notification)
+            requests = self._on_lanes(request, _parts(len(local_indices), num_shares))
+            problem = next((each for each in requests if isinstance(each, BaseException)), None)
+            handles = [each for each in requests if not isinstance(each, BaseException)]
+            if problem is not None:
+                for handle in handles:
+                    self._release_unposted(handle, peer)
+                raise problem
+            return self._start_shares(handles, peer, notification)
+
+    def _on_lanes(
+        self, call: Callable[[_Argument], _Answer], arguments: Sequence[_Argument]
+    ) -> list[_Answer | BaseException]:
+        """Calls a function once for each argument, every time on another lane. Returns what it returned, or raised."""
+        futures = [lane.submit(call, argument) for lane, argument in zip(self._lanes, arguments, strict=False)]
+        return [future.exception() or future.result() for future in futures]
 
     def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
         theirs = self._memory_of(peer)
         # NIXL finds the memory itself, but says no more than "not found".
         self._memory.check_range(source)
         theirs.check_range(Region(address, source.length))
-        descriptors, ours = self._nixl.nixlXferDList, self._memory.device
         with self._translated(f"writing {source.length} bytes to {peer}", peer):
-            handle = self._agent.createXferReq(
-                self._nixl.NIXL_WRITE,
-                descriptors(self._memory_type(ours), [(source.address, source.length, ours.index)]),
-                descriptors(self._memory_type(theirs.device), [(address, source.length, theirs.device.index)]),
-                peer,
-                "",
-                [self._backend],
-            )
-            return self._start(handle, peer, notification)
+            return self._start(self._request(source, peer, theirs, address), peer, notification)
+
+    def _request(self, source: Region, peer: str, theirs: RegisteredMemory, address: int) -> int:
+        """Makes a request to write one range."""
+        descriptors, ours = self._nixl.nixlXferDList, self._memory.device
+        handle: int = self._agent.createXferReq(
+            self._nixl.NIXL_WRITE,
+            descriptors(self._memory_type(ours), [(source.address, source.length, ours.index)]),
+            descriptors(self._memory_type(theirs.device), [(address, source.length, theirs.device.index)]),
+            peer,
+            "",
+            [self._backend],
+        )
+        return handle
 
     def _start(self, handle: int, peer: str, notification: bytes) -> _NixlHandle:
-        transfer = _NixlHandle(handle, peer)
+        transfer = _NixlHandle(peer, [_Share(handle)])
         with self._progress:
             try:
                 self._is_done(self._agent.postXferReq(handle, notification), peer)
             except BaseException:
                 self._release_unposted(handle, peer)
                 raise
-            try:
-                # Before another thread takes the lock, perhaps for long: the notification leaves now.
-                self._look(transfer)
-            except Exception as error:  # it was posted: `poll` raises this
-                transfer.problem = error
+            self._look_first(transfer)
         return transfer
 
     def _release_unposted(self, handle: int, peer: str) -> None:
@@ -317,29 +403,74 @@ class NixlTransport(Transport):
         except Exception as error:
             log.warning("a write to %s that was not posted could not be released: %s", peer, error)
 
+    def _start_shares(self, handles: Sequence[int], peer: str, notification: bytes) -> _NixlHandle:
+        """Posts the requests of one write, each on its lane. The notification leaves when all of them have ended."""
+
+        def post(handle: int) -> None:
+            with self._translated(f"posting a share of a write to {peer}", peer):
+                self._is_done(self._agent.postXferReq(handle, b""), peer)
+
+        transfer = _NixlHandle(peer, [_Share(handle) for handle in handles], notification)
+        with self._progress:
+            for share, answer in zip(transfer.shares, self._on_lanes(post, handles), strict=True):
+                if answer is not None:
+                    share.has_ended = True
+                    transfer.problem = transfer.problem or answer
+            if transfer.has_ended and transfer.problem is not None:
+                for handle in handles:
+                    self._release_unposted(handle, peer)
+                raise transfer.problem
+            self._look_first(transfer)
+        return transfer
+
+    def _look_first(self, transfer: _NixlHandle) -> None:
+        """Looks at a write that was just posted, before another thread takes the lock, perhaps for long."""
+        with contextlib.suppress(Exception):  # it was posted: `poll` meets this again
+            self._look(transfer)
+
     def poll(self, transfer: TransferHandle) -> TransferReport | None:
         assert isinstance(transfer, _NixlHandle)
-        if transfer.problem is not None:
-            problem, transfer.problem = transfer.problem, None
-            raise problem
-        if transfer.report is None:
+        if transfer.report is None and (transfer.problem is None or not transfer.has_ended):
             with self._progress:
                 self._look(transfer)
+        if transfer.problem is not None and transfer.has_ended:
+            raise transfer.problem
         return transfer.report
 
     def _look(self, transfer: _NixlHandle) -> None:
-        """Makes progress, and takes the report of a write that has ended. Raises as `poll` does."""
-        try:
-            if not self._is_done(self._agent.getXferStatus(transfer.handle), transfer.peer):
+        """Makes progress, and takes the report, or the problem, of a write of which nothing moves any more."""
+        for share in transfer.shares:
+            if not share.has_ended:
+                self._look_at(share, transfer)
+        if not transfer.has_ended or transfer.problem is not None:
+            return
+        if transfer.notification:
+            try:
+                with self._translated(f"notifying {transfer.peer}", transfer.peer):
+                    self._agent.genNotif(transfer.peer, transfer.notification, [self._backend])
+            except TransportError as error:
+                transfer.problem = error
                 return
-            telemetry = self._agent.getXferTelemetry(transfer.handle)
+        transfer.report = _sum_of([share.report for share in transfer.shares if share.report is not None])
+
+    def _look_at(self, share: _Share, transfer: _NixlHandle) -> None:
+        try:
+            if not self._is_done(self._agent.getXferStatus(share.handle), transfer.peer):
+                return
+            telemetry = self._agent.getXferTelemetry(share.handle)
         except self._nixl.nixlNotFoundError as error:
             # NIXL forgot the peer, not the write, which may go on: this must not pass for an end.
             raise RuntimeError(f"a write to {transfer.peer} is not known to NIXL any more, and may go on") from error
         except Exception as error:  # translated here, not around all of it: this runs many times for every write
-            with self._translated(f"writing to {transfer.peer}", transfer.peer):
-                raise error
-        transfer.report = TransferReport(
+            try:
+                with self._translated(f"writing to {transfer.peer}", transfer.peer):
+                    raise error
+            except TransportError as problem:
+                share.has_ended = True
+                transfer.problem = transfer.problem or problem
+                return
+        share.has_ended = True
+        share.report = TransferReport(
             total_bytes=telemetry.totalBytes,
             descriptors=telemetry.descCount,
             post_s=_seconds(telemetry.postDuration),
@@ -357,7 +488,9 @@ class NixlTransport(Transport):
     def release(self, transfer: TransferHandle) -> None:
         assert isinstance(transfer, _NixlHandle)
         with self._translated(f"releasing a write to {transfer.peer}", transfer.peer):
-            self._agent.releaseXferReq(transfer.handle)
+            with contextlib.ExitStack() as stack:  # all of them, whichever raises
+                for share in transfer.shares:
+                    stack.callback(self._agent.releaseXferReq, share.handle)
 
     def notify(self, peer: str, notification: bytes) -> None:
         with self._lock:
@@ -378,6 +511,8 @@ class NixlTransport(Transport):
     def close(self) -> None:
         if self._agent is None:
             return
+        for lane in self._lanes:
+            lane.shutdown()
         for peer in list(self._peers):
             self.disconnect(peer)
         for prepared in self._lists.pop(None, set()):
@@ -391,3 +526,19 @@ class NixlTransport(Transport):
 def _seconds(duration: Any) -> float:
     """Converts NIXL's telemetry, which is microseconds or a timedelta depending on its version."""
     return duration.total_seconds() if hasattr(duration, "total_seconds") else float(duration) * 1e-6
+
+
+def _parts(count: int, num_parts: int) -> list[slice]:
+    """Divides a number of descriptors into parts of nearly the same size."""
+    edges = [count * part // num_parts for part in range(num_parts + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
+
+
+def _sum_of(reports: Sequence[TransferReport]) -> TransferReport:
+    """Returns the report of a write from those of its shares, which moved at the same time."""
+    return TransferReport(
+        total_bytes=sum(report.total_bytes for report in reports),
+        descriptors=sum(report.descriptors for report in reports),
+        post_s=max(report.post_s for report in reports),
+        transfer_s=max(report.transfer_s for report in reports),
+    )

@@ -12,12 +12,13 @@ from kvferry.settings import Settings
 
 @pytest.mark.parametrize(
     ("path", "writes", "threads"),
-    [("auto", True, "3"), ("direct", True, "3"), ("staged", True, None), ("auto", False, None)],
+    [("auto", True, 3), ("direct", True, 3), ("staged", True, 0), ("auto", False, 0)],
 )
-def test_nixl_has_threads_where_they_have_work(
-    monkeypatch: pytest.MonkeyPatch, path: Any, writes: bool, threads: str | None
+def test_writes_are_shared_where_there_is_something_to_share(
+    monkeypatch: pytest.MonkeyPatch, path: Any, writes: bool, threads: int
 ):
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(construction, "NixlTransport", lambda name, **options: made.append(options))
     construction.create_transport(Settings(path=path, nixl_threads=3), "endpoint", writes=writes)
-    assert made[0]["backend_parameters"].get("num_threads") == threads
+    assert made[0]["threads"] == threads
+    assert "num_threads" not in made[0]["backend_parameters"]  # with NIXL's own an end is no end

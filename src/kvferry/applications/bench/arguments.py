@@ -57,5 +57,5 @@ class BenchArguments(Workload, Shape):
     """What is measured. Two machines that measure together are given the same."""
 
     nixl_threads: Annotated[
-        int | None, typer.Option(help="NIXL's worker threads of every endpoint [KVFERRY_NIXL_THREADS].")
+        int | None, typer.Option(help="Threads that share a large direct write [KVFERRY_NIXL_THREADS].")
     ] = None

@@ -113,7 +113,7 @@ class BenchOptions(Workload):
         variants: names of those that are measured.
         device: where the pools lie.
         is_scattered: whether a request's pages lie in random order, as in a pool in use, or side by side.
-        nixl_threads: NIXL's worker threads of every endpoint.
+        nixl_threads: threads that share a large direct write.
     """
 
     model: Model
