@@ -1,9 +1,9 @@
 """What sharing a large direct write between threads gains, and what it costs where the write is small.
 
 Two processes of this machine, scattered blocks, in turn with everything posted by the caller
-(`KVFERRY_NIXL_THREADS=0`), with kvferry's threads, and with NIXL's own (`num_threads`), which kvferry does not use: with
-them a write that failed may go on. Ratios are of medians; the rounds alternate, so that what else the machine does meets
-all three.
+(`KVFERRY_NIXL_THREADS=0`), with kvferry's threads, and with NIXL's own (`num_threads`), which kvferry does not use:
+with them a write that failed may go on. Ratios are of medians; the rounds alternate, so that what else the machine does
+meets all three.
 
     python benchmarks/shared_writes.py --block-bytes 32768 --counts 16 1024 16384
     UCX_TLS=tcp python benchmarks/shared_writes.py

@@ -209,7 +209,8 @@ class Settings(BaseSettings):
     quarantine_s: float = Field(
         2.0,
         ge=0,
-        description="How long after a prefill rank's process has ended the network may still deliver what it wrote.",
+        description="How long after a prefill rank's process has ended, or a write has failed, the network may still "
+        "deliver what was sent.",
     )
     end_proofs: str = Field(
         "process,rank,operator",

@@ -162,7 +162,14 @@ class DecodePeer(Actor):
             )
         except WriteHangsError as error:
             self._hanging = TransportError(str(error))
-            worker.watch(error.transfer, self._hanging_ended, self._hanging_ended, self._hanging_broke, peer=self.name)
+            worker.watch(
+                error.transfer,
+                self._hanging_ended,
+                self._hanging_failed,
+                self._hanging_broke,
+                self._hanging_ended,
+                peer=self.name,
+            )
             self._refuse(self._hanging)
         except Exception as error:
             self._refuse(error)
@@ -171,6 +178,9 @@ class DecodePeer(Actor):
 
     def _hanging_ended(self, _: TransferReport | Exception) -> None:
         self.post(HangingWriteEnded())
+
+    def _hanging_failed(self, _: Exception) -> None:
+        """Does nothing: what was sent of it may still arrive, so that it counts as hanging."""
 
     def _hanging_broke(self, _: Exception) -> None:
         """Does nothing: the write may not have ended, so that it counts as hanging."""

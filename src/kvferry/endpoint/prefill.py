@@ -210,6 +210,7 @@ class PrefillEndpoint:
             self.settings.used_queues,
             self.transport,
             self._staging.source_memories,
+            settle_s=self.settings.quarantine_s,
             platform=self._platform,
             name=name,
         )

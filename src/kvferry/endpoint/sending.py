@@ -240,6 +240,7 @@ class SendingRoom(Actor):
         self._staged: dict[str, StagedQueue] = {}  # by receiver
         self._accounts: dict[tuple[str, int], _Account] = {}  # of staged writes, by receiver and sequence
         self._direct: dict[str, _DirectQueue] = {}  # by receiver
+        self._failed_writes: set[tuple[str, int]] = set()  # those that were reported, by receiver and sequence
         self._last_submitted_at: float | None = None
         self._handled_chunks = self._settled_chunks = 0
         self._pages = 0  # that were handed in
@@ -386,7 +387,8 @@ class SendingRoom(Actor):
         self._handle(event, worker)
 
     def _handle(self, event: SenderEvent, worker: Worker) -> None:
-        if isinstance(event, WriteFailed):
+        if isinstance(event, WriteFailed) and (event.receiver, event.sequence) not in self._failed_writes:
+            self._failed_writes.add((event.receiver, event.sequence))
             self._observer.write_failed(self.room, event.receiver, event.error)
             self._context.write_failed(self._attachments[event.receiver], event.error)
         now = self._context.now()
@@ -596,13 +598,17 @@ class SendingRoom(Actor):
             self.post(WriteDone(command.receiver, command.sequence))
 
         def failed(error: Exception) -> None:
-            ended()
+            context.admission.give_back(admitted)  # nothing more is sent
+            self.post(WriteFailed(command.receiver, command.sequence, error, may_arrive=True))
+
+        def settled(error: Exception) -> None:
+            attachment.end_write()
             self.post(WriteFailed(command.receiver, command.sequence, error))
 
         def broke(error: Exception) -> None:
             self.post(SenderBroke(error))
 
-        worker.watch(transfer, done, failed, broke, peer=command.receiver)
+        worker.watch(transfer, done, failed, broke, settled, peer=command.receiver)
 
     def _keep(self, record: WriteRecord) -> None:
         self._writes.append(record)
@@ -669,6 +675,9 @@ class SendingRoom(Actor):
 
         def failed(error: Exception) -> None:
             posted.memory.give_back(posted.slot)
+            self.post(WriteFailed(receiver, sequence, error, may_arrive=True))
+
+        def settled(error: Exception) -> None:
             queue.packing.give_up(posted.span)
             ended(error)
 
@@ -683,7 +692,7 @@ class SendingRoom(Actor):
         def broke(error: Exception) -> None:
             self.post(SenderBroke(error))
 
-        worker.watch(posted.transfer, done, failed, broke, peer=receiver)
+        worker.watch(posted.transfer, done, failed, broke, settled, peer=receiver)
         is_posting = False
         for event in landed:  # ended at once, as on shared memory: no need for a turn of its own
             self._part_landed(event, worker)

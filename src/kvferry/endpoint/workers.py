@@ -9,9 +9,11 @@ import queue
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvferry.endpoint.actors import RunQueue
 from kvferry.endpoint.platform import Platform
+from kvferry.endpoint.settling import Settling
 from kvferry.endpoint.threads import Loop, RunningLoop
 from kvferry.endpoint.writes import WritesInFlight
 from kvferry.staging.slots import SourceMemory
@@ -24,17 +26,22 @@ _LONGEST_SLEEP_S = 1e-3
 class Worker(Loop):
     """Runs the actors of one queue and polls the writes that they started, on a thread of its own."""
 
-    def __init__(self, run_queue: RunQueue, transport: Transport, memory: SourceMemory | None = None) -> None:
+    def __init__(
+        self, run_queue: RunQueue, transport: Transport, settling: Settling, memory: SourceMemory | None = None
+    ) -> None:
         """Takes a queue; the worker runs nothing before its thread does.
 
         Args:
             run_queue: whose actors it runs.
             transport: polls the writes.
+            settling: the writes that failed, until they settle.
             memory: staging memory of its own, if it gathers.
         """
         self._run_queue = run_queue
         self._memory = memory
+        self._transport = transport
         self._writes = WritesInFlight(transport)
+        self._settling = settling
         self._is_stopping = False
         self._sleep_s = _SHORTEST_SLEEP_S
 
@@ -50,26 +57,42 @@ class Worker(Loop):
         on_done: Callable[[TransferReport], None],
         on_failed: Callable[[Exception], None],
         on_broke: Callable[[Exception], None],
+        on_settled: Callable[[Exception], None],
         *,
         peer: str,
     ) -> None:
         """Polls a write until it ends, then calls `on_done` or `on_failed`. For actors that run on this worker.
 
         Args:
+            on_failed: called when nothing reads our memory any more.
+            on_settled: called after that, when nothing can arrive in the peer's memory any more, either.
             on_broke: called, once, if polling raises what no transport should; whether the write has ended is not
                 known then, and polling goes on.
             peer: whose memory is written.
         """
-        self._writes.add(transfer, peer, on_done, on_failed, on_broke)
+
+        def failed(error: Exception) -> None:
+            on_failed(error)
+            if self._transport.may_deliver_late:
+                self._settling.add(partial(on_settled, error))
+            else:
+                on_settled(error)
+
+        self._writes.add(transfer, peer, on_done, failed, on_broke)
 
     def has_work(self) -> bool:
-        return self._run_queue.has_any or bool(self._writes) or self._is_stopping
+        return self._run_queue.has_any or self._has_writes or self._is_stopping
+
+    @property
+    def _has_writes(self) -> bool:
+        return bool(self._writes or self._settling)
 
     def turn(self, *, may_wait: bool) -> bool:
-        if self._is_stopping and not self._writes:
+        if self._is_stopping and not self._has_writes:
             return False
         has_taken = self._take_one(may_wait=may_wait)
-        if self._writes.look(has_time=not has_taken) or has_taken:
+        has_settled = bool(self._settling) and self._settling.look()
+        if self._writes.look(has_time=not has_taken) or has_settled or has_taken:
             self._sleep_s = _SHORTEST_SLEEP_S
         else:
             self._sleep_s = min(2 * self._sleep_s, _LONGEST_SLEEP_S)
@@ -82,7 +105,7 @@ class Worker(Loop):
                 time.sleep(self._sleep_s)
             return False
         try:
-            actor = self._run_queue.take((self._sleep_s if self._writes else None) if may_wait else 0.0)
+            actor = self._run_queue.take((self._sleep_s if self._has_writes else None) if may_wait else 0.0)
         except queue.Empty:
             return False
         if actor is None:
@@ -108,6 +131,7 @@ class WorkerPool:
         transport: Transport,
         memories: Sequence[SourceMemory],
         *,
+        settle_s: float,
         platform: Platform,
         name: str,
     ) -> None:
@@ -116,6 +140,7 @@ class WorkerPool:
         Args:
             count: workers for rooms and peers, spread over num_queues queues in turn.
             memories: staging memory of every worker that gathers.
+            settle_s: how long after a write has failed something of it may still arrive.
         """
         self.queues = tuple(RunQueue() for _ in range(num_queues))
         self.gathering = RunQueue()
@@ -124,10 +149,12 @@ class WorkerPool:
         threads: list[RunningLoop] = []
         try:
             for index, run_queue in enumerate(queues):
-                threads.append(platform.start(f"{name}-worker-{index}", Worker(run_queue, transport)))
+                worker = Worker(run_queue, transport, Settling(settle_s, platform.now))
+                threads.append(platform.start(f"{name}-worker-{index}", worker))
                 self._stops.append(run_queue)
             for index, memory in enumerate(memories):
-                threads.append(platform.start(f"{name}-gather-{index}", Worker(self.gathering, transport, memory)))
+                worker = Worker(self.gathering, transport, Settling(settle_s, platform.now), memory)
+                threads.append(platform.start(f"{name}-gather-{index}", worker))
                 self._stops.append(self.gathering)
         except BaseException:
             self.stop()

@@ -30,7 +30,7 @@ class Waits:
         write_s: likewise.
         peer_s: silence after which a peer counts as lost.
         heartbeat_s: time between two heartbeats.
-        quarantine_s: how long the network may deliver what a dead process wrote.
+        quarantine_s: how long the network may deliver what a dead process wrote, or a write that failed.
     """
 
     bootstrap_s: float
@@ -79,8 +79,9 @@ HOLDINGS: Sequence[Holding] = (
     Holding(
         Side.PREFILL,
         _S.FAILED,
-        "the transport reports that every write has ended",
-        (),
+        "the transport reports that every write has ended and, where one failed, what was sent of it has had time to "
+        "arrive",
+        ("quarantine_s",),
         unless="a write is on its way: to a rank that is frozen it may be for as long as that lasts, and nothing that "
         "this side can do makes the transport let go of the pages",
     ),

@@ -102,11 +102,17 @@ class WriteProgressed:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """A write ended with an error, and the transport no longer uses its memory."""
+    """A write ended with an error, and our memory is no longer read for it.
+
+    Attributes:
+        may_arrive: whether what was sent of it may still land in the receiver's memory; the same event without this
+            follows when it cannot.
+    """
 
     receiver: str
     sequence: int
     error: Exception
+    may_arrive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,8 +392,9 @@ class SenderMachine:
             case WriteProgressed(name):
                 self._receivers[name].progressed(now)
                 commands = []
-            case WriteFailed(name, sequence, error):
-                self._receivers[name].writes_in_flight.discard(sequence)
+            case WriteFailed(name, sequence, error, may_arrive):
+                if not may_arrive:
+                    self._receivers[name].writes_in_flight.discard(sequence)
                 commands = self._fail(caused(f"writing chunk {sequence} of room {self.room} to {name} failed", error))
             case FinishSent(name):
                 self._receivers[name].finish_sent = True

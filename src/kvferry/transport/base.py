@@ -8,7 +8,9 @@ The contract, which `tests/contract` checks for every transport:
 ** `post` starts a write. It may complete at once. The caller must `poll` until `poll` returns a report or raises: a
   notification may leave only when its sender polls.
 * After `poll` returned a report, all bytes are in the peer's memory and ours is no longer read; then, and not before,
-  the peer receives the notification. After `poll` raised, the transport no longer uses either memory.
+  the peer receives the notification. After `poll` raised, the transport reads our memory no more and sends nothing
+  more of the write. What it had sent may still arrive for a moment where the transport says so (`may_deliver_late`):
+  the peer's memory is its own again when that is over.
 * `release` frees a transfer's resources. It does not stop it; only a finished transfer may be released.
 * Notifications from one peer may arrive in any order.
 * `take_notifications` must be called now and then, by a side that only writes too: what connections have to do may
@@ -142,6 +144,9 @@ class Transport(ABC):
 
     endpoint_name: str
     """Name of this endpoint among all peers: unique, and new at every start."""
+
+    may_deliver_late: bool = True
+    """Whether what was sent of a write may still arrive after `poll` raised: from a socket's buffers, or a network."""
 
     @abstractmethod
     def register(self, regions: Sequence[Region], device: Device) -> None:

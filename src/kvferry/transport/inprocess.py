@@ -86,6 +86,7 @@ class InProcessTransport(Transport):
 
     name = "inprocess"
     promises = Promises(can_abort=False, fenced_by_deregistration=True, fenced_by_death=True, keeps_order=False)
+    may_deliver_late = False
 
     def __init__(self, network: InProcessNetwork, endpoint_name: str | None = None) -> None:
         """Joins a network.

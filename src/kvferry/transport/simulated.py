@@ -2,7 +2,8 @@
 
 The contract is kept to the letter and not beyond. Bytes land piece by piece in any order, are read only when they land,
 and go on landing after the writer was frozen, or for a moment after it was killed. Notifications come late, in any
-order and more than once. A write may fail half done. Nothing fences: closing or forgetting a peer stops no write.
+order and more than once. A write may fail half done, and what was sent of it before lands after the error was
+reported. Nothing fences: closing or forgetting a peer stops no write.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.errors import PeerDisconnectedError, RegistrationError
 from kvferry.layout import Device, MemoryKind, Region
@@ -36,11 +37,13 @@ class Piece:
     Attributes:
         source: the address that it is read from.
         destination: the address that it is written to.
+        sent: what was read, once it was sent and lies in some buffer; None if it is read when it lands.
     """
 
     source: int
     destination: int
     num_bytes: int
+    sent: bytes | None = None
 
 
 class SimulatedHandle(TransferHandle):
@@ -52,7 +55,7 @@ class SimulatedHandle(TransferHandle):
         left: pieces that have not landed.
         notification: what the target gets at the end.
         problem: why it failed, once it has.
-        has_ended: whether nothing of it moves any more.
+        has_ended: whether nothing of it is read or sent any more; what was sent before an error may be left.
     """
 
     __slots__ = (
@@ -105,7 +108,7 @@ class SimulatedWire:
 
     Attributes:
         members: transports by name.
-        transfers: writes that have not ended.
+        transfers: writes of which something may land.
         notifications: those that have not arrived.
         on_post: called with every write that was posted.
         on_piece: called with every piece that is about to land, and its write.
@@ -131,23 +134,34 @@ class SimulatedWire:
         piece = transfer.left.pop(index)
         if transfer.target.is_mapped:
             self.on_piece(transfer, piece)
-            ctypes.memmove(piece.destination, piece.source, piece.num_bytes)
+            ctypes.memmove(piece.destination, piece.source if piece.sent is None else piece.sent, piece.num_bytes)
         if not transfer.left:
             self._end(transfer)
 
-    def fail(self, transfer: SimulatedHandle, problem: Exception | None) -> None:
+    def fail(self, transfer: SimulatedHandle, problem: Exception | None, *, sent: int = 0) -> None:
         """Ends a write as it is.
 
         Args:
             problem: the exception that its writer's `poll` raises; None if the writer is dead.
+            sent: how many of the pieces that are left were sent before, and land yet.
         """
-        transfer.problem = problem
-        transfer.left.clear()
-        self._end(transfer)
+        transfer.problem = problem if transfer.problem is None else transfer.problem
+        transfer.left[:] = [
+            replace(piece, sent=ctypes.string_at(piece.source, piece.num_bytes)) for piece in transfer.left[:sent]
+        ]
+        if transfer.left:
+            transfer.has_ended = True
+        else:
+            self._end(transfer)
 
     def _end(self, transfer: SimulatedHandle) -> None:
         transfer.has_ended = True
         self.transfers.remove(transfer)
+
+    @property
+    def moving(self) -> list[SimulatedHandle]:
+        """Writes that have not ended, and go on."""
+        return [transfer for transfer in self.transfers if not transfer.has_ended]
 
     def deliver(self, notification: Notification) -> None:
         """Delivers a notification, and takes it off the wire."""
@@ -205,7 +219,7 @@ class SimulatedTransport(Transport):
         return peer.name
 
     def disconnect(self, peer: str) -> None:
-        if any(transfer.source is self and transfer.target.endpoint_name == peer for transfer in self._wire.transfers):
+        if any(transfer.source is self and transfer.target.endpoint_name == peer for transfer in self._wire.moving):
             self._wire.breaches.append(f"{self.endpoint_name} forgets {peer}, to which it still writes")
         self._peers.pop(peer, None)
         self._lists.pop(peer, None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.errors import TransportError
+from kvferry.errors import PeerDisconnectedError, TransportError
 from kvferry.testing.simulation.circumstances import LINGER_S, Engine
 from kvferry.testing.simulation.control_network import Line
 from kvferry.testing.simulation.processes import Process
@@ -42,6 +43,7 @@ class Adversary:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._lingering = random.Random(world.seed + 3)  # what becomes of a write that fails
         self.faults = 0
         self.doomed: dict[SimulatedHandle, float] = {}
         self.held: dict[SimulatedHandle, float] = {}
@@ -111,7 +113,7 @@ class Adversary:
     def _someone(self) -> Process | None:
         """A process to strike: half of the time one that is in the middle of a write."""
         running = [process for process in self._world.processes if process.runs and process.closing is None]
-        writing = {transfer.source for transfer in self._world.wire.transfers}
+        writing = {transfer.source for transfer in self._world.wire.moving}
         busy = [process for process in running if process.transport in writing]
         if busy and self._world.fate.random() < 0.5:
             return self._world.fate.choice(busy)
@@ -141,7 +143,7 @@ class Adversary:
                 line.is_closed = True
                 self._world.network.break_line(line, self._world.fate.randint(0, len(line.up)), 0)
         for transfer in list(self._world.wire.transfers):
-            if transfer.source is process.transport:
+            if transfer.source is process.transport and not transfer.has_ended:
                 if self._world.fate.random() < 0.5:
                     self._world.wire.fail(transfer, None)
                 else:
@@ -186,7 +188,7 @@ class Adversary:
             process.begin_closing()
             self._restart_later(process)
             if self._world.fate.random() < 0.3:  # perhaps it is closed since its writes hang
-                for transfer in self._world.wire.transfers:
+                for transfer in self._world.wire.moving:
                     if transfer.source is process.transport:
                         self._hold_up(transfer)
 
@@ -232,14 +234,23 @@ class Adversary:
             transfer.abort("the simulation says so")
 
     def _fail_write(self) -> None:
-        if self._world.wire.transfers:
-            transfer = self._world.fate.choice(self._world.wire.transfers)
+        if self._world.wire.moving:
+            transfer = self._world.fate.choice(self._world.wire.moving)
             self._excuse_all("a write failed")
-            self._world.wire.fail(transfer, TransportError("the simulation lets it fail"))
+            # Sometimes the connection broke, so that the receiver is given up; what was sent lands all the same.
+            kind = self._lingering.choice([TransportError, PeerDisconnectedError])
+            if kind is PeerDisconnectedError:
+                self._upset_until(self._world.now + RECOVERY_S)
+            sent = self._lingering.randint(0, len(transfer.left))
+            self._lingering.shuffle(transfer.left)
+            self._world.wire.fail(transfer, kind("the simulation lets it fail"), sent=sent)
+            # Sooner than after a death: whoever waits for it has a clock that may jump meanwhile, many times.
+            self.held[transfer] = self._world.now + self._lingering.random() * LINGER_S / 2
+            self.doomed[transfer] = self._world.now + LINGER_S / 2
 
     def _delay_write(self) -> None:
-        if self._world.wire.transfers:
-            self._hold_up(self._world.fate.choice(self._world.wire.transfers))
+        if self._world.wire.moving:
+            self._hold_up(self._world.fate.choice(self._world.wire.moving))
 
     def _hold_up(self, transfer: SimulatedHandle) -> None:
         self.held[transfer] = self._world.now + self._world.fate.choice([0.5, 3.0, 8.0])

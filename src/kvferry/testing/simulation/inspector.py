@@ -181,7 +181,7 @@ class Inspector:
             message = decode_notification(transfer.notification)
             about = self._about[transfer] = message.room, message.generation
         source, target = self._world.process_of(transfer.source), self._world.process_of(transfer.target)
-        if source.died_at is None and source.pool.holds(piece.source):
+        if piece.sent is None and source.died_at is None and source.pool.holds(piece.source):
             page, owner = source.pool.owner_at(piece.source)
             demand(
                 isinstance(owner, SendSide) and owner.request.room == about[0],

@@ -340,6 +340,8 @@ class World:
     def _gets_on(self, transfer: SimulatedHandle) -> bool:
         if self.now < self.adversary.held.get(transfer, 0.0):
             return False
+        if transfer.has_ended:
+            return True  # it was sent: nothing holds it up
         owner = self.process_of(transfer.source)
         return self.circumstances.wire_runs_alone or owner.thaws_at is None or owner.died_at is not None
 
