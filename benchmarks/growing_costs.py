@@ -28,6 +28,7 @@ import kvferry as kf
 from kvferry.control.ends import ConnectingEnd, Connection, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
 from kvferry.endpoint.actors import Actor, RunQueue
 from kvferry.endpoint.process_identity import Sight
+from kvferry.endpoint.settling import Settling
 from kvferry.endpoint.threads import Loop
 from kvferry.endpoint.workers import Worker
 from kvferry.errors import PeerDisconnectedError
@@ -96,9 +97,9 @@ def turns() -> list[dict[str, Any]]:
     rows = []
     for writes in WRITES:
         transport, run_queue = Unfinished(InProcessNetwork()), RunQueue()
-        worker, actor = Worker(run_queue, transport), Idle(run_queue)
+        worker, actor = Worker(run_queue, transport, Settling(2.0, time.monotonic)), Idle(run_queue)
         for number in range(writes):
-            worker.watch(TransferHandle(), ignore, ignore, ignore, peer=f"decode-{number % 64}")
+            worker.watch(TransferHandle(), ignore, ignore, ignore, ignore, peer=f"decode-{number % 64}")
         transport.polls = 0
         count = 0
 

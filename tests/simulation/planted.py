@@ -440,14 +440,14 @@ def _failed_writes_keep_their_leave(patch: pytest.MonkeyPatch) -> None:
     right = Worker.watch
 
     def watch(
-        worker: Worker, transfer: Any, on_done: Any, on_failed: Callable[[Exception], None], broke: Any, *, peer: str
+        worker: Worker, transfer: Any, on_done: Any, on_failed: Callable[[Exception], None], *others: Any, peer: str
     ) -> None:
         def failed(error: Exception) -> None:
             with pytest.MonkeyPatch.context() as inner:
                 inner.setattr(Admission, "give_back", lambda *arguments: None)
                 on_failed(error)
 
-        right(worker, transfer, on_done, failed, broke, peer=peer)
+        right(worker, transfer, on_done, failed, *others, peer=peer)
 
     patch.setattr(Worker, "watch", watch)
 
@@ -660,6 +660,30 @@ def _places_kept_in_the_queue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StagedQueue, "_stop_waiting", stop_waiting)
 
 
+def _settled_at_once(kind: str) -> Plant:
+    """What was sent of a write that failed is taken for arrived."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        right = Worker.watch
+
+        def watch(
+            worker: Worker, transfer: Any, done: Any, failed: Any, broke: Any, settled: Any, *, peer: str
+        ) -> None:
+            if kind not in settled.__qualname__:
+                right(worker, transfer, done, failed, broke, settled, peer=peer)
+                return
+
+            def both(error: Exception) -> None:
+                failed(error)
+                settled(error)
+
+            right(worker, transfer, done, both, broke, lambda error: None, peer=peer)
+
+        patch.setattr(Worker, "watch", watch)
+
+    return plant
+
+
 def _failed_rooms_wait_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SendingRoom, "_cancel_staged", lambda room, worker: None)
 
@@ -728,6 +752,8 @@ PLANTED: dict[str, Plant] = {
     "abort that overtakes its open forgotten": _aborts_that_come_first_forgotten,
     "a successor speaks for the dead": _successors_speak_for_the_dead,
     "no time to settle after a death": _no_time_to_settle,
+    "no time to settle after a failed write": _settled_at_once("_write_directly"),
+    "a failed write's span given back at once": _settled_at_once("_watch_part"),
     "a silent rank is taken for dead": _lost_is_dead,
     "a process that is hidden is taken for dead": _hidden_is_dead,
     "a pod without an object is taken for dead": _missing_pod_is_dead,

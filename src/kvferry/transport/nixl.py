@@ -487,10 +487,10 @@ class NixlTransport(Transport):
 
     def release(self, transfer: TransferHandle) -> None:
         assert isinstance(transfer, _NixlHandle)
-        with self._translated(f"releasing a write to {transfer.peer}", transfer.peer):
-            with contextlib.ExitStack() as stack:  # all of them, whichever raises
-                for share in transfer.shares:
-                    stack.callback(self._agent.releaseXferReq, share.handle)
+        releasing = f"releasing a write to {transfer.peer}"
+        with self._translated(releasing, transfer.peer), contextlib.ExitStack() as stack:
+            for share in transfer.shares:  # all of them, whichever raises
+                stack.callback(self._agent.releaseXferReq, share.handle)
 
     def notify(self, peer: str, notification: bytes) -> None:
         with self._lock:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.endpoint.actors import Actor, RunQueue
+from kvferry.endpoint.settling import Settling
 from kvferry.endpoint.workers import Worker
 from kvferry.endpoint.writes import LOOKS_AROUND, MOST_POLLS, WritesInFlight
 from kvferry.errors import TransportError
@@ -59,6 +60,7 @@ class Room(Actor):
             lambda _: self.done.append(transfer),
             lambda _: self.failed.append(transfer),
             lambda _: self.broke_.append(transfer),
+            lambda _: None,
             peer=peer,
         )
 
@@ -76,7 +78,7 @@ class Bench:
     def __init__(self, count: int, peers: int = 1) -> None:
         self.transport = Ends()
         run_queue = RunQueue()
-        self.worker = Worker(run_queue, self.transport)
+        self.worker = Worker(run_queue, self.transport, Settling(0.0, lambda: 0.0))
         self.room = Room(run_queue)
         self.writes = [TransferHandle() for _ in range(count)]
         for number, write in enumerate(self.writes):

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvferry.endpoint import DecodeEndpoint
 from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import KVFerryError
+from kvferry.protocol.credits import Span
 from kvferry.protocol.holding import Side, holding
-from kvferry.protocol.messages import ChunkArrived, decode_notification
+from kvferry.protocol.messages import ChunkArrived, Notification, StagedArrived, decode_notification
 from kvferry.protocol.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, TransferState
 from kvferry.testing.simulation.circumstances import WAITS
 from kvferry.testing.simulation.laws import Law, ViolationError, demand
@@ -77,7 +79,7 @@ class Inspector:
         self._all_in_reach_since = 0.0
         self._exceeded: list[str] = []
         self._posted_at: dict[SimulatedHandle, float] = {}
-        self._about: dict[SimulatedHandle, tuple[int, int]] = {}  # room and generation
+        self._about: dict[SimulatedHandle, Notification] = {}  # what each write notifies its receiver of
 
     def look(self, process: Process) -> None:
         """What a process's callers see after it did something, and what its memory holds."""
@@ -155,7 +157,7 @@ class Inspector:
         if not isinstance(decode_notification(transfer.notification), ChunkArrived):
             return
         by_target: dict[SimulatedTransport, list[SimulatedHandle]] = {}
-        for each in self._world.wire.transfers:
+        for each in self._world.wire.moving:
             if each.source is transfer.source and isinstance(decode_notification(each.notification), ChunkArrived):
                 by_target.setdefault(each.target, []).append(each)
         settings = source.endpoint.settings
@@ -178,23 +180,29 @@ class Inspector:
         """A piece is about to land: whose is what it reads and what it overwrites?"""
         about = self._about.get(transfer)
         if about is None:
-            message = decode_notification(transfer.notification)
-            about = self._about[transfer] = message.room, message.generation
+            about = self._about[transfer] = decode_notification(transfer.notification)
         source, target = self._world.process_of(transfer.source), self._world.process_of(transfer.target)
         if piece.sent is None and source.died_at is None and source.pool.holds(piece.source):
             page, owner = source.pool.owner_at(piece.source)
             demand(
-                isinstance(owner, SendSide) and owner.request.room == about[0],
+                isinstance(owner, SendSide) and owner.request.room == about.room,
                 Law.NO_REUSE_UNDER_A_READ,
-                f"{source.name}: page {page} is read for room {about[0]}, but belongs to {_owner_name(owner)}",
+                f"{source.name}: page {page} is read for room {about.room}, but belongs to {_owner_name(owner)}",
             )
         if target.pool.holds(piece.destination):
             page, owner = target.pool.owner_at(piece.destination)
             demand(
-                isinstance(owner, ReceiveSide) and owner.generation == about[1],
+                isinstance(owner, ReceiveSide) and owner.generation == about.generation,
                 Law.NO_WRITE_AFTER_RELEASE if owner is None else Law.OWN_PAGES_ONLY,
-                f"{target.name}: page {page} is written to by {source.name} for room {about[0]}, but belongs to "
+                f"{target.name}: page {page} is written to by {source.name} for room {about.room}, but belongs to "
                 f"{_owner_name(owner)}",
+            )
+        elif isinstance(about, StagedArrived) and isinstance(target.endpoint, DecodeEndpoint):
+            ring = target.endpoint._driver._staging.ring(transfer.source.endpoint_name, about.epoch)
+            demand(
+                ring is None or ring._reading.can_hold(Span(about.start, about.begin, about.stop)),
+                Law.NO_WRITE_AFTER_RELEASE,
+                f"{target.name}: {source.name} writes for room {about.room} to a span of the ring that was given back",
             )
 
     def check_holdings(self) -> None:

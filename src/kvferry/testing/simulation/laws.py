@@ -9,7 +9,7 @@ class Law(Enum):
     """The laws of `docs/reliability.md`."""
 
     EXACT = "after success every byte is the one that was sent"
-    NO_WRITE_AFTER_RELEASE = "no byte of a page changes after the page was given back"
+    NO_WRITE_AFTER_RELEASE = "no byte of a page or of a span changes after it was given back"
     NO_REUSE_UNDER_A_READ = "nothing reads a page after it was given back"
     OWN_PAGES_ONLY = "a write touches pages of the transfer that it belongs to, and nothing else"
     BOUNDED = "no more bytes of direct writes are on their way than the settings allow"

@@ -1,0 +1,116 @@
+"""What was sent of a write that failed has time to arrive, and that time must have passed for this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from kvferry.endpoint.actors import RunQueue
+from kvferry.endpoint.settling import Settling
+from kvferry.endpoint.workers import Worker
+from kvferry.errors import TransportError
+
+SETTLE_S = 0.2
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def looked(settling: Settling, clock: Clock, seconds: float, *, every_s: float = 0.01) -> None:
+    for _ in range(round(seconds / every_s)):
+        clock.now += every_s
+        settling.look()
+
+
+def test_each_write_settles_by_itself_once(clock: Clock):
+    settling, settled = Settling(SETTLE_S, clock), list[str]()
+    settling.add(lambda: settled.append("first"))
+    looked(settling, clock, 0.1)
+    settling.add(lambda: settled.append("second"))
+    looked(settling, clock, 0.09)
+    assert settled == []
+    looked(settling, clock, 0.02)
+    assert settled == ["first"]
+    assert settling
+    looked(settling, clock, 0.5)
+    assert settled == ["first", "second"]
+    assert not settling
+
+
+@pytest.mark.parametrize("jump_s", [10.0, 1e9, -10.0])
+def test_time_that_this_process_did_not_see_pass_hardly_counts(clock: Clock, jump_s: float):
+    settling, settled = Settling(SETTLE_S, clock), list[str]()
+    clock.now += 1e6  # nobody looked before, either
+    settling.add(lambda: settled.append("first"))
+    clock.now += jump_s
+    assert not settling.look()
+    looked(settling, clock, 0.1)
+    assert settled == []
+    looked(settling, clock, 0.2)
+    assert settled == ["first"]
+
+
+def test_a_write_that_fails_while_others_settle_does_not_count_their_time(clock: Clock):
+    settling, times = Settling(SETTLE_S, clock), list[float]()
+    for _ in range(5):
+        settling.add(lambda: times.append(clock.now))
+        looked(settling, clock, 0.05)
+    looked(settling, clock, 1.0)
+    assert [later - earlier for earlier, later in pairwise(times)] == pytest.approx([0.05] * 4)
+    assert times[0] == pytest.approx(100.0 + SETTLE_S, abs=0.02)
+
+
+class Failing:
+    """A transport whose writes fail when they are polled."""
+
+    def __init__(self, *, may_deliver_late: bool) -> None:
+        self.may_deliver_late = may_deliver_late
+        self.released = 0
+
+    def poll(self, transfer: Any) -> None:
+        raise TransportError("broken")
+
+    def release(self, transfer: Any) -> None:
+        self.released += 1
+
+
+def unexpected(what: object) -> None:
+    raise AssertionError(what)
+
+
+def noted(notes: list[tuple[str, str]], what: str) -> Callable[[Exception], None]:
+    return lambda error: notes.append((what, str(error)))
+
+
+@pytest.mark.parametrize("may_deliver_late", [True, False])
+def test_a_worker_says_at_once_that_a_write_failed_and_later_that_nothing_of_it_arrives(
+    clock: Clock, may_deliver_late: bool
+):
+    transport, notes = Failing(may_deliver_late=may_deliver_late), list[tuple[str, str]]()
+    queue = RunQueue()
+    worker = Worker(queue, transport, Settling(SETTLE_S, clock))  # type: ignore[arg-type]
+    failed, settled = noted(notes, "failed"), noted(notes, "settled")
+    worker.watch(object(), unexpected, failed, unexpected, settled, peer="peer")  # type: ignore[arg-type]
+    assert notes == [("failed", "broken")] if may_deliver_late else [("failed", "broken"), ("settled", "broken")]
+    assert transport.released == 1
+    assert worker.has_work() is may_deliver_late
+    queue.put(None)  # it is to stop, and does not as long as something may arrive
+    turns = 0
+    while worker.turn(may_wait=False):
+        clock.now += 0.01
+        turns += 1
+    assert notes == [("failed", "broken"), ("settled", "broken")]
+    assert transport.released == 1
+    assert turns >= 20 if may_deliver_late else turns <= 1
