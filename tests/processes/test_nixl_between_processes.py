@@ -471,5 +471,35 @@ def test_a_connection_that_breaks_between_two_threads_shares_ends_no_write_that_
         assert second.count(after) == 0
 
 
+@pytest.mark.full
+def test_what_was_sent_before_an_error_lands_after_it_and_nothing_more_is_read(monkeypatch: pytest.MonkeyPatch):
+    """Why endpoints wait after a write has failed, over one TCP connection to a frozen peer."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    size, name = 64 * MIB, unique("second")
+    before, written, after = 1, 2, 3
+    zero = np.zeros(1, np.int32)
+    with here(size) as first, peer(name, size) as second:
+        first.transport.connect(second.metadata)
+        lists = first.lists(name, second, [(0, size, size, 1)], [(0, size, size, 1)])
+        first.memory[:] = before
+        first.write(lists, [0], [0], b"alive")
+        second.wait(1)
+        first.memory[:] = written
+        os.kill(second.process.pid, signal.SIGSTOP)
+        transfer = first.transport.post(lists[0], zero, lists[1], zero, b"broken")
+        with tcp_connections() as connections:
+            until("bytes on their way", lambda: first.transport.poll(transfer) or unsent_bytes(connections[0]) > MIB)
+            connections[0].shutdown(socket.SHUT_RDWR)
+        fails(lambda: first.transport.poll(transfer))
+        first.memory[:] = after
+        first.transport.release(transfer)
+        os.kill(second.process.pid, signal.SIGCONT)
+        until("bytes that land", lambda: second.count(written))
+        first.transport.take_notifications()
+        assert second.count(after) == 0
+        assert first.transport.may_deliver_late
+
+
 if __name__ == "__main__":
     second_process(sys.argv[1], int(sys.argv[2]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -325,6 +326,38 @@ def test_an_unexpected_error_while_polling_is_no_proof_that_the_write_has_ended(
     is_broken = False
     for transfer in (*request.senders, *request.receivers):
         assert transfer.wait_pages_reusable(WAIT_S)
+    assert transport.misused == []
+
+
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_what_a_failed_write_may_still_reach_is_nobodys_until_it_has_had_time_to_arrive(
+    pair: Callable[..., Requests], path: str
+):
+    """The room fails at once. Neither its pages nor, on the staged path, the ring's span come back before."""
+    requests = pair(quarantine_s=1.0, path=path)
+    transport = requests.prefill.transports[0]
+    transport.may_deliver_late = True
+    requests.run(1)
+    failed_at: list[float] = []
+
+    def fail(_: str) -> None:
+        failed_at.append(time.monotonic())
+        raise TransportError("broken")
+
+    transport.on_poll = fail
+    request = requests.new(2)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request)
+    request.wait_ended()
+    transport.on_poll = None
+    assert not request.senders[0].pages_reusable
+    if path == "direct":
+        assert not request.receivers[0].pages_reusable
+    for transfer in (*request.senders, *request.receivers):
+        assert transfer.wait_pages_reusable(WAIT_S)
+    assert time.monotonic() - failed_at[0] >= 1.0
+    requests.run(3)
     assert transport.misused == []
 
 

@@ -406,6 +406,20 @@ def test_a_failed_write_fails_the_room_and_keeps_the_cause():
     assert drained_of(run(sender, WriteDone("d0", 1))) == [("d0", 1)]
 
 
+def test_a_receiver_is_not_drained_while_what_was_sent_of_a_failed_write_may_arrive():
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2), opened("d1", expected_receivers=2), chunk(1))
+    run(sender, WriteDone("d1", 0))
+    commands = run(sender, WriteFailed("d0", 0, OSError("link down"), may_arrive=True))
+    assert sender.state is FAILED
+    assert failed_of(commands) == [("d0", 1), ("d1", 1)]
+    assert drained_of(commands) == [("d1", 1)]
+    assert not sender.is_done
+    assert run(sender, ReceiverAborted("d0", 1, "it failed")) == []
+    assert run(sender, WriteFailed("d0", 0, OSError("link down"))) == [SendDrained("d0", 1)]
+    assert sender.is_done
+
+
 def test_a_finish_that_cannot_be_told_fails_the_room():
     sender = machine()
     run(sender, opened("d0", expected_receivers=2, pages=[]), opened("d1", expected_receivers=2, pages=[]))
