@@ -5,13 +5,14 @@ So it is between containers: no process here has a number there, and nobody here
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,15 @@ PAGES = 4
 TIMES = {"heartbeat_interval_s": 0.1, "peer_timeout_s": 1.5, "quarantine_s": 0.2, "registry_lease_s": 1.0}
 
 
+OWN = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
 @dataclass(slots=True)
 class Container:
     """A process in a namespace of process numbers of its own."""
 
     process: subprocess.Popen[str]
-    inside: int  # the number that its first process has here
+    inside: int  # the number that the prefill rank has here
 
     def kill(self) -> None:
         """Ends all of it at once, as the kernel does."""
@@ -58,13 +62,18 @@ class Container:
 
 
 @contextmanager
-def container(engine: str, settings: dict[str, Any]) -> Iterator[Container]:
-    """Runs a prefill rank in namespaces of its own until the end."""
+def container(engine: str, settings: dict[str, Any], begin: Sequence[str] = OWN) -> Iterator[Container]:
+    """Runs a prefill rank in a container until the end.
+
+    Args:
+        begin: how its command line begins: with what makes the container, or enters one. Without any it runs here.
+    """
     variables = {f"KVFERRY_{name.upper()}": str(value) for name, value in settings.items()}
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    program = [*unshare("--pid", "--fork", "--mount-proc", "--kill-child"), sys.executable]
+    if begin:
+        unshare("--pid", "--fork", "--mount-proc")  # skips where it must not be made
     with subprocess.Popen(
-        [*program, "-m", "tests.support.lonely_prefill", engine],
+        [*begin, sys.executable, "-m", "tests.support.lonely_prefill", engine],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -74,7 +83,7 @@ def container(engine: str, settings: dict[str, Any]) -> Iterator[Container]:
             assert process.stdout is not None
             assert process.stdout.readline().strip() == "registered"
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            yield Container(process, int(children[0]))
+            yield Container(process, int(children[0]) if begin else process.pid)
         finally:
             process.kill()
 
@@ -89,13 +98,13 @@ class Scene:
         self.log = scratch / "termination-log"
         self.registry_url = registry.url
         self._settings = {"registry_url": registry.url, **TIMES, **settings}
-        self._pod = {
+        self.pod: dict[str, Any] = {
             "pod_uid": "uid-0",
             "pod_name": "prefill-0",
             "pod_namespace": "serving",
             "pod_termination_log": self.log,
         }
-        self._engine = new_engine_name("contained")
+        self.engine = ""
         decodes = {"end_proofs": "process,rank,kubernetes,operator", "kubernetes_url": api.url, "close_timeout_s": 0.5}
         self._memory = pool(Model(), Shape(), RankCoordinates())  # it must outlive the endpoint
         self.decode = DecodeEndpoint(
@@ -103,10 +112,15 @@ class Scene:
             settings=Settings(**self._settings, **decodes, kubernetes_token_file=scratch / "token"),
         )
 
-    def crash(self) -> Receiver:
+    def contained(self, begin: Sequence[str] = OWN, **pod: Any) -> AbstractContextManager[Container]:
+        """Runs a prefill rank of an engine of its own."""
+        self.engine = new_engine_name("contained")
+        return container(self.engine, {**self._settings, **pod}, begin)
+
+    def crash(self, begin: Sequence[str] = OWN, **pod: Any) -> Receiver:
         """Starts the prefill rank, and kills it with a room half-way; returns the room once the rank is lost."""
-        with container(self._engine, {**self._settings, **self._pod}) as prefill:
-            receiver = self.decode.open(1, np.arange(PAGES), engine=self._engine)
+        with self.contained(begin, **pod) as prefill:
+            receiver = self.decode.open(1, np.arange(PAGES), engine=self.engine)
             assert prefill.say("1") == "1"
             prefill.kill()
         eventually("the rank is lost", lambda: receiver.state.is_final)
@@ -130,6 +144,19 @@ def scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
         yield make
         for each in made:
             each.decode.close()
+
+
+def counted_rounds(scene: Scene) -> Callable[[], int]:
+    """Counts how often the registry is asked whom operators have released: once in every round of asking."""
+    client, asked = scene.decode._registry_client, itertools.count()
+    right, rounds = client.released, [0]
+
+    def released() -> tuple[str, ...]:
+        rounds[0] = next(asked) + 1
+        return right()
+
+    client.released = released  # type: ignore[method-assign]
+    return lambda: rounds[0]
 
 
 def operator(scene: Scene) -> None:
@@ -161,7 +188,7 @@ def lost_node(scene: Scene) -> None:
 @pytest.mark.parametrize("prove", [operator, operator_at_the_registry, kubelet, restart_in_place, lost_node])
 def test_pages_are_kept_until_the_end_is_proved(scene: Callable[..., Scene], prove: Callable[[Scene], None]):
     its = scene(path="direct")
-    receiver = its.crash()
+    receiver = its.crash(**its.pod)
     assert (its.lost.pages, its.lost.proof) == (PAGES, "")
     assert [each.split()[0] for each in its.lost.frees] == ["the", "a", "an"], its.lost.frees
     asked = len(its.api.asked)
@@ -174,8 +201,40 @@ def test_pages_are_kept_until_the_end_is_proved(scene: Callable[..., Scene], pro
 
 def test_staged_pages_come_back_at_once_and_the_ring_by_proof(scene: Callable[..., Scene]):
     its = scene(path="staged", staging_ring_mib=0.25, staging_chunk_mib=0.125)
-    receiver = its.crash()
+    receiver = its.crash(**its.pod)
     assert receiver.pages_reusable
     assert (its.lost.pages, its.lost.ring_bytes) == (0, 2**18)
     kubelet(its)
+    eventually("nothing is in quarantine", lambda: not its.decode.status().quarantine)
+
+
+def test_a_rank_beside_it_proves_its_end(scene: Callable[..., Scene]):
+    its = scene(path="direct")
+    with its.contained() as beside:
+        its.decode.connect(its.engine)
+        enter = ("nsenter", "--pid", "--mount", f"--target={beside.inside}")
+        receiver = its.crash(enter)
+        eventually("the pages come back", lambda: receiver.pages_reusable)
+        assert not its.api.asked
+    eventually("nothing is in quarantine", lambda: not its.decode.status().quarantine)
+
+
+def test_nothing_proves_the_end_of_a_rank_in_no_pod_but_an_operator(scene: Callable[..., Scene]):
+    its = scene(path="direct")
+    receiver = its.crash()
+    with its.contained() as elsewhere:
+        its.decode.connect(its.engine)  # it is in another namespace: what it does not see proves nothing
+        assert elsewhere.process.poll() is None
+        rounds = counted_rounds(its)
+        eventually("everybody was asked in vain", lambda: rounds() >= 5)
+        assert not receiver.pages_reusable
+        assert not its.api.asked
+        operator(its)
+        eventually("the pages come back", lambda: receiver.pages_reusable)
+
+
+def test_this_machine_proves_the_end_of_a_rank_beside_us(scene: Callable[..., Scene]):
+    its = scene(path="direct")
+    receiver = its.crash(())
+    eventually("the pages come back", lambda: receiver.pages_reusable)
     eventually("nothing is in quarantine", lambda: not its.decode.status().quarantine)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.support.kubernetes import KubernetesApi
 
 from kvferry.applications.doctor import configuration, machine, others, wire
 from kvferry.applications.doctor import run as doctor
@@ -161,3 +162,18 @@ def test_what_cannot_be_looked_at_hides_nothing_else(
         "could not be looked at: OSError: no /sys"
     ]
     assert said[-1]["about"] == "registry"
+
+
+def test_the_kubernetes_api_is_asked_where_it_is_declared(tmp_path: Path):
+    assert list(others.orchestrator(Settings())) == []
+    with KubernetesApi() as api:
+        (tmp_path / "token").write_text(api.token)
+        given = {"kubernetes_url": api.url, "kubernetes_token_file": tmp_path / "token"}
+        settings = Settings(end_proofs="process,kubernetes", **given)
+        (finding,) = others.orchestrator(settings)
+        assert finding.severity is Severity.GOOD
+        api.token = "another"
+        (finding,) = others.orchestrator(settings)
+    assert finding.severity is Severity.ERROR
+    assert "401" in finding.what
+    assert "docs/kubernetes.md" in finding.remedy

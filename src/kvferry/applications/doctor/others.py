@@ -12,11 +12,15 @@ from kvferry.applications.doctor.findings import Finding, error, good, warning
 from kvferry.applications.top.asking import Sample, ask_once
 from kvferry.applications.top.view import troubles
 from kvferry.control.construction import create_registry_client
-from kvferry.errors import KVFerryError
+from kvferry.control.kubernetes import create_kubernetes_client
+from kvferry.errors import KVFerryError, OrchestratorError
 from kvferry.observe.logs import clock_time
+from kvferry.protocol.ends import Proof
+from kvferry.protocol.messages import PodIdentity
 from kvferry.settings import Settings
 
 _MOST_SKEW_S = 1.0
+_NOBODY = "kvferry-doctor-asks-for-nobody"
 
 
 def registry(settings: Settings) -> Iterator[Finding]:
@@ -41,6 +45,26 @@ def registry(settings: Settings) -> Iterator[Finding]:
             yield good("registry", f"engine {engine.engine!r}: {ranks}")
         else:
             yield warning("registry", f"engine {engine.engine!r}: {ranks}", "start the others; look at their logs")
+
+
+def orchestrator(settings: Settings) -> Iterator[Finding]:
+    """Whether the Kubernetes API answers what a decode rank would ask it."""
+    if Proof.KUBERNETES not in settings.proofs:
+        return
+    client = create_kubernetes_client(settings)
+    namespace = settings.pod_namespace or "default"
+    try:
+        # The API says that there is no such object only to those who may ask for it.
+        client.pod(PodIdentity(uid=_NOBODY, name=_NOBODY, namespace=namespace))
+        client.node(_NOBODY)
+    except OrchestratorError as problem:
+        yield error("kubernetes", str(problem), "docs/kubernetes.md has the role, and what to mount")
+    else:
+        yield good(
+            "kubernetes", f"{settings.kubernetes_url} says which pods in {namespace!r} and which nodes there are"
+        )
+    finally:
+        client.close()
 
 
 def endpoints(targets: Sequence[str], *, are_expected: bool) -> Iterator[Finding]:

@@ -99,6 +99,7 @@ def _everything(
     yield from _safely("limits", lambda: machine.limits(settings))
     yield from _safely("devices", lambda: machine.devices(settings))
     yield from _safely("registry", lambda: others.registry(settings))
+    yield from _safely("kubernetes", lambda: others.orchestrator(settings))
     running = targets or (present(settings.observe_port) if settings.observe_port else [])
     yield from _safely("endpoints", lambda: others.endpoints(running, are_expected=bool(targets)))
     for each in peers:
