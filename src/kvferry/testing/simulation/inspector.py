@@ -229,13 +229,14 @@ class Inspector:
             )
 
     def _is_anyone_out_of_reach(self) -> bool:
-        """Whether somebody is frozen, cut off or not replaced, or a write does not get on: then pages may be held."""
+        """Whether somebody is frozen, cut off or not replaced, or a write is slow: then pages may be held."""
         world = self._world
         delays = (*world.adversary.held.values(), *world.adversary.doomed.values())
         return (
             any(process.thaws_at is not None for process in world.processes)
             or any(line.is_cut for line in world.network.lines)
             or any(until > world.now for until in delays)
+            or (world.circumstances.wire_bytes_per_s is not None and bool(world.wire.transfers))
             or any(not process.is_alive for engine in world.circumstances.engines.values() for process in engine.ranks)
             or not world.registry.answers
         )
