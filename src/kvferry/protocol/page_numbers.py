@@ -77,9 +77,14 @@ class PageNumbers(msgspec.Struct, frozen=True, array_like=True, gc=False):
             return np.empty(0, np.int64)
         firsts, counts = self._runs
         stops = np.cumsum(counts)
-        low, high = np.searchsorted(stops, [order.min(), order.max()], side="right")
-        between = ascending_ranges(firsts[low : high + 1], counts[low : high + 1])
-        pages = between[order - (stops[low] - counts[low])]
+        lowest, highest = order.min(), order.max()
+        low, high = np.searchsorted(stops, [lowest, highest], side="right")
+        before, behind = lowest - (stops[low] - counts[low]), stops[high] - 1 - highest
+        firsts, counts = firsts[low : high + 1].copy(), counts[low : high + 1].copy()
+        firsts[0] += before
+        counts[0] -= before
+        counts[-1] -= behind
+        pages = ascending_ranges(firsts, counts)[order - lowest]
         return pages
 
     def numbers(self) -> Pages:

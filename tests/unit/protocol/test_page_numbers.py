@@ -89,7 +89,8 @@ def test_only_what_lies_between_the_positions_is_written_out(monkeypatch: pytest
 
     monkeypatch.setattr("kvferry.protocol.page_numbers.ascending_ranges", counted)
     assert made[np.array([2049, 2050])].tolist() == [4049, 4100]
-    assert asked == [100], "two runs of fifty, of a hundred"
+    assert made[np.array([120, 130])].tolist() == [220, 230]
+    assert asked == [2, 11], "of the ends of two runs, and of the middle of one"
 
 
 @given(lists_of_pages(), st.integers(0, 70))
