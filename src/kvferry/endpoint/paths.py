@@ -59,7 +59,14 @@ class PathChooser:
     """
 
     def __init__(
-        self, plan: PairPlan, *, forced: TransferPath | None, staged: StagedPath | None, problem: str, why: str = ""
+        self,
+        plan: PairPlan,
+        *,
+        forced: TransferPath | None,
+        staged: StagedPath | None,
+        problem: str,
+        why: str = "",
+        why_not_tokens: str = "",
     ) -> None:
         """Takes the paths that there are to one receiver.
 
@@ -67,7 +74,9 @@ class PathChooser:
             plan: what is sent.
             problem: why there are no staged writes, if so.
             why: why a path is forced; empty where KVFERRY_PATH says so.
+            why_not_tokens: why single tokens cannot be written directly; empty if they can, or there is no other path.
         """
+        self._why_not_tokens = why_not_tokens
         self.forced = forced
         self.staged = staged
         self._why = why
@@ -89,6 +98,8 @@ class PathChooser:
             return Choice(self.forced, 0.0, 0.0, self._why or f"KVFERRY_PATH is {self.forced.value}")
         if self.staged is None:
             return Choice(TransferPath.DIRECT, 0.0, 0.0, f"there is no staged path: {self._problem}")
+        if unit is Unit.TOKEN and self._why_not_tokens:
+            return Choice(TransferPath.STAGED, 0.0, 0.0, self._why_not_tokens)
         packed = self._plan.packed_pieces(unit)
         loads = moved_blocks(elected, moves, packed)
         return choose(write_size_of(loads, moves, packed, chunk_bytes=self.staged.chunk_bytes), self.staged.costs)
@@ -212,8 +223,20 @@ class SendingStaging:
                 )
             else:
                 forced, why = TransferPath.STAGED, UNPROVEN
+        why_not_tokens = ""
+        if forced is None and not problem:
+            why, why_not_tokens = plan.why_not_direct(Unit.WHOLE), plan.why_not_direct(Unit.TOKEN)
+            if why:
+                forced = TransferPath.STAGED
+            if why or why_not_tokens:
+                log.warning(
+                    "%s to %s can only go through staging memory: %s",
+                    "bytes" if why else "parts of pages",
+                    message.endpoint,
+                    why or why_not_tokens,
+                )
         staged = None if problem else self._staged(message, plan, is_forced=forced is TransferPath.STAGED)
-        return PathChooser(plan, forced=forced, staged=staged, problem=problem, why=why)
+        return PathChooser(plan, forced=forced, staged=staged, problem=problem, why=why, why_not_tokens=why_not_tokens)
 
     def digest_memory(self) -> DigestMemory:
         """Returns what digests are computed with, made when a decode rank first asks for them.

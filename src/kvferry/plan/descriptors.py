@@ -98,15 +98,26 @@ def descriptor_rows(pieces: Sequence[tuple[Runs, Shard, Shard]]) -> DescriptorRo
     Raises:
         LayoutError: if a side has more descriptors than a 32-bit index can number, or too many rows to prepare.
     """
-    # Counted before any row is made, since a peer decides how many there are.
-    _check_counts("source", [(runs.count, runs.source_steps, shard) for runs, shard, _ in pieces])
-    _check_counts("receiver", [(runs.count, runs.destination_steps, shard) for runs, _, shard in pieces])
+    check_descriptors(pieces)  # before any row is made, since a peer decides how many there are
     source, here = _side_rows([(runs.source, runs.length, runs.source_steps, shard) for runs, shard, _ in pieces])
     destination, there = _side_rows(
         [(runs.destination, runs.length, runs.destination_steps, shard) for runs, _, shard in pieces]
     )
     lengths = [runs.length for runs, _, _ in pieces]
     return DescriptorRows(source, destination, tuple(map(PieceNumbers, here, there, lengths)))
+
+
+def check_descriptors(pieces: Sequence[tuple[Runs, Shard, Shard]]) -> None:
+    """Checks that the rows of several pieces can be made, without making them.
+
+    Args:
+        pieces: as for `descriptor_rows`.
+
+    Raises:
+        LayoutError: if a side has more descriptors than a 32-bit index can number, or too many rows to prepare.
+    """
+    _check_counts("source", [(runs.count, runs.source_steps, shard) for runs, shard, _ in pieces])
+    _check_counts("receiver", [(runs.count, runs.destination_steps, shard) for runs, _, shard in pieces])
 
 
 def _rows_of_run(steps: PageSteps) -> int:

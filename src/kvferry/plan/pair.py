@@ -9,9 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
-from kvferry.errors import IncompatiblePeerError
+from kvferry.errors import IncompatiblePeerError, LayoutError
 from kvferry.layout import Entry, Interval, RankLayout, Shard
-from kvferry.plan.descriptors import DescriptorRows, descriptor_rows
+from kvferry.plan.descriptors import DescriptorRows, check_descriptors, descriptor_rows
 from kvferry.plan.lowering import Runs, lower
 from kvferry.plan.packing import PackedPiece, packed_piece
 from kvferry.plan.pieces import Piece, elect_writer
@@ -120,6 +120,14 @@ class PairPlan:
             LayoutError: if there are more descriptors than can be numbered.
         """
         return descriptor_rows([(runs, *shards) for runs, shards in zip(self._runs(unit), self._shards, strict=True)])
+
+    def why_not_direct(self, unit: Unit) -> str:
+        """Says why there can be no descriptor rows for all pieces; empty if there can be."""
+        try:
+            check_descriptors([(runs, *shards) for runs, shards in zip(self._runs(unit), self._shards, strict=True)])
+        except LayoutError as error:
+            return str(error)
+        return ""
 
     def packed_pieces(self, unit: Unit) -> tuple[PackedPiece, ...]:
         """Returns how every piece is packed into staging memory, unit by unit; worked out at the first call."""

@@ -16,13 +16,14 @@ from kvferry import TransferState, interleaved
 from kvferry.endpoint.calibration import Calibration
 from kvferry.errors import (
     IncompatiblePeerError,
+    LayoutError,
     SettingsError,
     TransferAbortedError,
     TransferFailedError,
     TransportError,
     TransportUnavailableError,
 )
-from kvferry.plan import PathCosts, TransferPath
+from kvferry.plan import PathCosts, TransferPath, Unit
 from kvferry.staging import Kernels, resources
 
 pytest.importorskip("torch")
@@ -325,6 +326,46 @@ def test_auto_takes_what_the_measured_costs_make_faster(
     monkeypatch.setattr(Calibration, "costs", lambda *arguments, **named: measured)
     requests = pair(SMALL_RUNS, Shape(tp=2, pages=256), Shape(pages=256), path="auto")
     assert paths_of(requests.run(1, 100)) == {path}
+
+
+def test_a_pool_with_too_many_descriptors_is_served_through_staging_memory(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("kvferry.plan.descriptors._MOST_DESCRIPTORS", 100)
+    requests = pair(ATTENTION, Shape(tp=2), Shape(), path="auto")
+    request = requests.run(1)
+    assert paths_of(request) == {TransferPath.STAGED}
+    assert "runs a page of the source" in caplog.text
+    assert "can only go through staging memory" in caplog.text
+    links = requests.decode.endpoints[0]._driver._links.current
+    assert [rank.only_staged for link in links for rank in link._ranks.values()] == [True, True]
+
+
+def test_only_parts_of_pages_are_where_single_tokens_are_too_many(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Calibration, "costs", lambda *arguments, **named: PathCosts(seconds_per_descriptor=1e-12))
+    first = pair(ATTENTION, Shape(), Shape(), path="auto")
+    first.run(1)
+    attachment = first.prefill.endpoints[0]._peers.all()[0].attachment
+    assert attachment is not None
+    whole = attachment.prepare(Unit.WHOLE)
+    monkeypatch.setattr("kvferry.plan.descriptors._MOST_DESCRIPTORS", max(whole.local.count, whole.remote.count))
+    requests = pair(ATTENTION, Shape(), Shape(), path="auto")
+    assert paths_of(requests.run(1)) == {TransferPath.DIRECT}
+    cut = requests.run_tokens(2, 5 * ATTENTION.page_tokens, prefix_tokens=1)
+    assert TransferPath.STAGED in paths_of(cut)
+
+
+@pytest.mark.parametrize("path", ["auto", "direct"])
+def test_a_pool_with_too_many_descriptors_is_refused_where_there_is_no_staged_path(
+    engines: Callable[..., Engines], path: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvferry.plan.descriptors._MOST_DESCRIPTORS", 100)
+    both = engines(path=path)
+    requests = Requests(both.prefill(ATTENTION, path="direct"), both.decode(ATTENTION))
+    with pytest.raises(LayoutError, match="are more than can be prepared"):
+        requests.connect()
 
 
 def test_one_sides_setting_forces_the_path_on_both(engines: Callable[..., Engines]):
