@@ -34,7 +34,8 @@ pytest.importorskip("nixl_cu13")
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = 4
-TIMES = {"heartbeat_interval_s": 0.1, "peer_timeout_s": 1.5, "quarantine_s": 0.2, "registry_lease_s": 1.0}
+TIMES = {"heartbeat_interval_s": 0.1, "peer_timeout_s": 2.5, "quarantine_s": 0.2, "registry_lease_s": 1.0}
+"""A busy machine must not have a living rank taken for lost: it would come back, and say that it is through."""
 
 
 OWN = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -105,6 +106,7 @@ class Scene:
             "pod_termination_log": self.log,
         }
         self.engine = ""
+        self.namespaces: list[int] = []
         decodes = {"end_proofs": "process,rank,kubernetes,operator", "kubernetes_url": api.url, "close_timeout_s": 0.5}
         self._memory = pool(Model(), Shape(), RankCoordinates())  # it must outlive the endpoint
         self.decode = DecodeEndpoint(
@@ -120,6 +122,8 @@ class Scene:
     def crash(self, begin: Sequence[str] = OWN, **pod: Any) -> Receiver:
         """Starts the prefill rank, and kills it with a room half-way; returns the room once the rank is lost."""
         with self.contained(begin, **pod) as prefill:
+            # As long as it is open no other namespace gets its number, which would prove that this one is gone.
+            self.namespaces.append(os.open(f"/proc/{prefill.inside}/ns/pid", os.O_RDONLY))
             receiver = self.decode.open(1, np.arange(PAGES), engine=self.engine)
             assert prefill.say("1") == "1"
             prefill.kill()
@@ -144,6 +148,8 @@ def scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
         yield make
         for each in made:
             each.decode.close()
+            for namespace in each.namespaces:
+                os.close(namespace)
 
 
 def counted_rounds(scene: Scene) -> Callable[[], int]:
@@ -222,6 +228,7 @@ def test_a_rank_beside_it_proves_its_end(scene: Callable[..., Scene]):
 def test_nothing_proves_the_end_of_a_rank_in_no_pod_but_an_operator(scene: Callable[..., Scene]):
     its = scene(path="direct")
     receiver = its.crash()
+    assert its.lost.pages == PAGES
     with its.contained() as elsewhere:
         its.decode.connect(its.engine)  # it is in another namespace: what it does not see proves nothing
         assert elsewhere.process.poll() is None

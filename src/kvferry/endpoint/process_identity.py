@@ -59,7 +59,10 @@ def is_gone(process: ProcessIdentity) -> bool:
 
 
 def _machine() -> str:
-    """Returns the machine since its boot, and the namespaces of this process's number and time; empty if unknown."""
+    """Returns the machine since its boot, and the namespaces of this process's number and time; empty if unknown.
+
+    A namespace's number is used again only once it is gone, with all processes that had numbers in it.
+    """
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         numbers = os.stat(_PROC / "self/ns/pid").st_ino
