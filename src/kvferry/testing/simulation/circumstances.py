@@ -39,8 +39,9 @@ LINGER_S = 2.5
 LEASE_S = 1.0
 WAITS = Waits(bootstrap_s=3.0, waiting_s=4.0, write_s=2.0, peer_s=1.5, heartbeat_s=0.5, quarantine_s=1.2 * LINGER_S)
 
-_LONGEST_WRITE_S = 1.0  # on a slow wire, alone
-_ALL_WRITES_S = 2.5  # likewise, of all requests together
+_LONGEST_WRITE_S = 0.6  # on a slow wire, alone
+_ALL_WRITES_S = 1.5  # likewise, of all requests together: less than the deadline of a write, however it is shared
+_STAGED_PADDING = 3  # at most so many times the bytes cross where segments are aligned
 
 _PAGES = 16
 _MOST_RINGS = 8
@@ -89,7 +90,7 @@ class Circumstances:
         mail_odds: how often a step is about messages.
         wire_runs_alone: whether writes go on while their process is frozen, as on a network card.
         wire_bytes_per_s: what the wire carries, of all writes together; None if that takes no time. No deadline passes
-            for it: all that there is to write takes less, and so does as much as may be on its way.
+            for it: all that there is to write takes less.
         layers: of the model.
         engines: by name.
         machines: how many there are.
@@ -124,7 +125,7 @@ def drawn(draw: random.Random, limits: Limits) -> Circumstances:
     requests = draw.randint(1, 5)
     # The most bytes of a write, and what may be on its way in all.
     write_bytes = MOST_TOKENS * layers * KINDS * HEADS * HEAD_DIM
-    wire_bytes_per_s = max(write_bytes / _LONGEST_WRITE_S, requests * write_bytes / _ALL_WRITES_S)
+    wire_bytes_per_s = max(write_bytes / _LONGEST_WRITE_S, requests * write_bytes * _STAGED_PADDING / _ALL_WRITES_S)
     is_slow = draw.random() < 0.25
     most_bytes = draw.choice([64, 128, _LONGEST_WRITE_S / 2 * wire_bytes_per_s])
     path = draw.choice(["auto", "direct", "staged"])
