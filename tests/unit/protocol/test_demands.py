@@ -302,7 +302,11 @@ def believed(
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[RankLayout, Any, int, int | None]:
-    share = draw(st.sampled_from([WHOLE, TokenShare(contiguous(2), 1), TokenShare(interleaved(3, 2), 0)]))
+    share = draw(
+        st.sampled_from(
+            [WHOLE, *(TokenShare(each, 1) for each in (contiguous(2), contiguous(2, 8), interleaved(3, 2)))]
+        )
+    )
     layout = RankLayout(shards=HYBRID.shards, tokens=share)
     tokens = draw(st.integers(0, 200))
     prefix = draw(st.integers(0, tokens))

@@ -228,7 +228,7 @@ def exchanges(draw: st.DrawFn) -> tuple[Route, WantedGroup, TokenShare, int | No
     """A route, what a receiver wants, and everything that the sender would write."""
     sizes = draw(st.tuples(st.integers(1, 8), st.integers(1, 8)))
     partitions = [st.just((WHOLE, WHOLE))]
-    kinds = [interleaved(2, 3), interleaved(3, 2), contiguous(2), zigzag(2)]
+    kinds = [interleaved(2, 3), interleaved(3, 2), contiguous(2), contiguous(3, 4), zigzag(2)]
     partitions += [st.just((TokenShare(kind, part), TokenShare(kind, part))) for kind in kinds for part in (0, 1)]
     partitions += [st.just((TokenShare(one, 0), TokenShare(other, 1))) for one, other in product(kinds, kinds)]
     shares = draw(st.one_of(partitions))
