@@ -143,7 +143,7 @@ format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix .
 
 docs: $(INSTALLED)
-	$(VENV)/bin/python docs/generate.py
+	$(VENV)/bin/python -m docs.generate
 
 # The variable silences a notice of MkDocs Material about its successor.
 site: $(INSTALLED)

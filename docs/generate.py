@@ -13,11 +13,13 @@ from pathlib import Path
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic_core import PydanticUndefined
+from tests.simulation import pins
 
 from kvferry.errors import UsageError
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.status import EndpointStatus, PeerStatus, Side, StagingStatus
-from kvferry.protocol.holding import Waits, markdown
+from kvferry.protocol import holding
+from kvferry.protocol.holding import Waits
 from kvferry.protocol.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, mermaid
 from kvferry.settings import PREFIX, Settings
 
@@ -25,7 +27,7 @@ DOCS = Path(__file__).parent
 
 
 def reliability_page() -> str:
-    """docs/reliability.md with its table of what holds pages made anew."""
+    """docs/reliability.md with its tables of what holds pages, and of what finds planted faults, made anew."""
     settings = Settings()
     waits = Waits(
         bootstrap_s=settings.bootstrap_timeout_s,
@@ -35,9 +37,12 @@ def reliability_page() -> str:
         heartbeat_s=settings.heartbeat_interval_s,
         quarantine_s=settings.quarantine_s,
     )
-    before, rest = (DOCS / "reliability.md").read_text().split("<!-- holding -->\n")
-    _, after = rest.split("<!-- /holding -->")
-    return f"{before}<!-- holding -->\n{markdown(waits)}\n<!-- /holding -->{after}"
+    text = (DOCS / "reliability.md").read_text()
+    for mark, table in (("holding", holding.markdown(waits)), ("planted", pins.markdown(pins.pinned()))):
+        before, rest = text.split(f"<!-- {mark} -->\n")
+        _, after = rest.split(f"<!-- /{mark} -->")
+        text = f"{before}<!-- {mark} -->\n{table}\n<!-- /{mark} -->{after}"
+    return text
 
 
 def protocol_page() -> str:

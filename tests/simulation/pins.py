@@ -3,7 +3,8 @@
     python -m tests.simulation.pins              # searches anew for all faults, from seed 0 on, and writes the pins
     python -m tests.simulation.pins 'no dead'    # only for those whose names hold this
 
-A change of the simulation, or of what it runs, makes other schedules of the same seeds; then pins are to be renewed.
+A change of the simulation, or of what it runs, makes other schedules of the same seeds; then pins are to be renewed,
+and `make docs` writes docs/reliability.md's table of them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import json
 import multiprocessing
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tests.simulation.planted import PLANTED, SEEN_WITH
 
 from kvferry.testing.simulation.circumstances import Limits, drawn
+from kvferry.testing.simulation.laws import Law
 from kvferry.testing.simulation.memory import Arena
 from kvferry.testing.simulation.search import Violation, run_one
 
@@ -27,10 +30,34 @@ MOST_SEEDS = 16_000
 RENEW = "python -m tests.simulation.pins"
 
 
-def pinned() -> dict[str, int]:
-    """The seed that finds each fault."""
-    pins: dict[str, int] = json.loads(PINS.read_text())
-    return pins
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What finds a fault: the seed of a schedule, and the law that breaks there."""
+
+    seed: int
+    law: Law
+
+
+def pinned() -> dict[str, Pin]:
+    """What finds each fault."""
+    pins: dict[str, tuple[int, str]] = json.loads(PINS.read_text())
+    return {fault: Pin(seed, Law[law]) for fault, (seed, law) in pins.items()}
+
+
+def write(pins: Mapping[str, Pin]) -> None:
+    """Writes the pins, one a line."""
+    lines = [f"  {json.dumps(fault)}: {json.dumps([pin.seed, pin.law.name])}" for fault, pin in pins.items()]
+    PINS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def markdown(pins: Mapping[str, Pin]) -> str:
+    """Renders the pins as a table, by the law that broke."""
+    lines = ["| law that broke | what was planted, and by which schedule it was found |", "|---|---|"]
+    for law in Law:
+        found = sorted((pin.seed, fault) for fault, pin in pins.items() if pin.law is law)
+        if found:
+            lines.append(f"| {law.value} | {'; '.join(f'{fault} ({seed + 1:,})' for seed, fault in found)} |")
+    return "\n".join(lines)
 
 
 def candidates(fault: str) -> Iterator[int]:
@@ -53,7 +80,7 @@ def _search_alone(fault: str) -> tuple[str, Violation | None]:
 
 def renew(faults: list[str]) -> bool:
     """Searches for some faults on all cores and writes their pins; whether all were found."""
-    found: dict[str, int] = pinned() if PINS.exists() else {}
+    found = pinned() if PINS.exists() else {}
     is_complete = True
     with multiprocessing.get_context("spawn").Pool() as pool:
         for fault, violation in pool.imap_unordered(_search_alone, faults):
@@ -61,9 +88,9 @@ def renew(faults: list[str]) -> bool:
                 is_complete = False
                 sys.stdout.write(f"{fault}: not found in {MOST_SEEDS} schedules\n")
                 continue
-            found[fault] = violation.seed
+            found[fault] = Pin(violation.seed, violation.law)
             sys.stdout.write(f"{fault}: found by schedule {violation.seed + 1}, {violation.law.name}\n")
-            PINS.write_text(json.dumps({name: found[name] for name in PLANTED if name in found}, indent=2) + "\n")
+            write({name: found[name] for name in PLANTED if name in found})
     return is_complete
 
 

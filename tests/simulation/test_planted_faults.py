@@ -23,7 +23,7 @@ def test_every_fault_has_a_pinned_seed():
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_missing_guard_is_found_at_its_pinned_seed(fault: str, arena: Arena, monkeypatch: pytest.MonkeyPatch):
-    seed = pinned()[fault]
+    seed = pinned()[fault].seed
     _, violation = run_one(seed, arena)
     assert violation is None, f"nothing is missing, but schedule {seed} breaks a law: {violation}"
     PLANTED[fault](monkeypatch)

@@ -74,7 +74,7 @@ def test_what_breaks_a_law_is_shrunken_to_what_it_takes(fault: str, monkeypatch:
     """The first fault needs no trouble to break a law, the second some."""
     PLANTED[fault](monkeypatch)
     arena = Arena()
-    _, violation = run_one(pinned()[fault], arena)
+    _, violation = run_one(pinned()[fault].seed, arena)
     assert violation is not None
     whole = World(violation.seed, traces=True)
     with pytest.raises(ViolationError):

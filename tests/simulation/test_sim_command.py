@@ -53,7 +53,7 @@ def test_a_broken_law_is_shown_with_a_trace_and_the_way_to_replay_it(
 ):
     fault = "acknowledgement before the last handle"
     PLANTED[fault](monkeypatch)
-    seed = pinned()[fault]
+    seed = pinned()[fault].seed
     assert not replay(seed, shows_steps=False, trace=None, console=Console(width=200))
     shown = capsys.readouterr().out
     broken = re.search(rf"Seed {seed} breaks a law: ([^:]+)", shown)

@@ -66,6 +66,10 @@ LOOK_UPS = 1
 """Threads, and their connections to the registry, that a survivor may have more of after a cell that begins with a
 decode rank that knows nobody: two look engines up at most, and the second is made when both are wanted at once."""
 
+PROOFS = 1
+"""The thread, and its connection to the registry, with which a survivor asks whether an operator has released a rank that
+it lost: made when it first does."""
+
 FAILED_CONNECT_SOCKETS = 2
 """What a survivor may have more of where a process dies: whether it tries to connect to the agent that has just gone is
 chance, and NIXL keeps what it had made until then, one socket for each of its workers."""
@@ -427,7 +431,7 @@ class Cluster:
         Args:
             sockets: how many more may be open.
         """
-        threads = LOOK_UPS if step in BEGIN_ANEW else 0
+        threads = PROOFS + (LOOK_UPS if step in BEGIN_ANEW else 0)
         sockets += threads
         self.served()  # a link that was lost between two tests, since the machine was busy, must not be missing here
         before = {each.name: each.do(Rank.resources) for each in survivors}

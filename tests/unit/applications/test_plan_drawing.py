@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from kvferry.applications.plan.counting import PageNumbers
+from kvferry.applications.plan.counting import PagePlacement
 from kvferry.applications.plan.drawing import draw, drawn_tokens, kinds_of, stretches
 from kvferry.applications.plan.study import RequestOptions, SideOptions, Study, study
 from kvferry.layout import PageOrder, TokenPartition, contiguous, interleaved, zigzag
@@ -27,7 +27,7 @@ def planned(config: Path, prefill: str, decode: str) -> Study:
         )
         for name, specification in (("prefill", prefill), ("decode", decode))
     )
-    return study(source, destination, RequestOptions(tokens=100, room=1, pages=PageNumbers.SCATTERED))
+    return study(source, destination, RequestOptions(tokens=100, room=1, pages=PagePlacement.SCATTERED))
 
 
 def svg(result: Study, directory: Path) -> str:

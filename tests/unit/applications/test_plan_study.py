@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.applications.plan import study as study_module
-from kvferry.applications.plan.counting import PageNumbers, units_in_request
+from kvferry.applications.plan.counting import PagePlacement, units_in_request
 from kvferry.applications.plan.report import as_json, numbers_in_words, verdict
 from kvferry.applications.plan.study import Pair, RequestOptions, SideOptions, Study, bulk_writes, study
 from kvferry.errors import IncompatiblePeerError, LayoutError, ModelError, SettingsError
@@ -70,7 +70,7 @@ class Case:
                 )
             )
         )
-        return study(prefill, decode, RequestOptions(tokens=self.tokens, room=self.room, pages=PageNumbers.SCATTERED))
+        return study(prefill, decode, RequestOptions(tokens=self.tokens, room=self.room, pages=PagePlacement.SCATTERED))
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def case(tmp_path: Path) -> Case:
 def counts(pair: Pair) -> tuple[int, int, int]:
     """Runs, and descriptors of scattered and of adjacent pages."""
     descriptors = pair.travelling.descriptors
-    return pair.travelling.runs, descriptors[PageNumbers.SCATTERED], descriptors[PageNumbers.ADJACENT]
+    return pair.travelling.runs, descriptors[PagePlacement.SCATTERED], descriptors[PagePlacement.ADJACENT]
 
 
 # ---- by hand --------------------------------------------------------------------------------------------------------
@@ -168,11 +168,11 @@ def test_replicas_take_turns(case: Case):
 def test_the_path_is_that_of_the_cost_model(case: Case):
     case.tokens, case.page_tokens = 1000, (8, 8)
     result = case.study()
-    assert result.path(PageNumbers.ADJACENT) == "direct"  # four descriptors
+    assert result.path(PagePlacement.ADJACENT) == "direct"  # four descriptors
     case.decode = "tp=2"
-    assert case.study().path(PageNumbers.ADJACENT) == "staged"  # eight bytes each
+    assert case.study().path(PagePlacement.ADJACENT) == "staged"  # eight bytes each
     case.prefill, case.components = "", [ATTENTION["k"], {**STATE, "axes": {"head": 4, "dim": 8}}]
-    assert case.study().path(PageNumbers.SCATTERED) == "staged"
+    assert case.study().path(PagePlacement.SCATTERED) == "staged"
 
 
 def test_bulk_writes_are_of_the_size_that_endpoints_write():
@@ -183,7 +183,7 @@ def test_bulk_writes_are_of_the_size_that_endpoints_write():
 # ---- by expanding descriptors ---------------------------------------------------------------------------------------
 
 
-def expanded(result: Study, pair: Pair, pages: PageNumbers) -> int:
+def expanded(result: Study, pair: Pair, pages: PagePlacement) -> int:
     """Descriptors after merging, from the rows that a transport would prepare, over all layers."""
     source, destination = result.prefill.layouts[pair.source], result.decode.layouts[pair.receiver]
     pieces = [
@@ -230,7 +230,7 @@ def expanded(result: Study, pair: Pair, pages: PageNumbers) -> int:
         ("pp=2", "tp=4", (4, 12), ("nhd", "hnd"), 24),
     ],
 )
-@pytest.mark.parametrize("pages", list(PageNumbers))
+@pytest.mark.parametrize("pages", list(PagePlacement))
 def test_merging_is_counted_as_the_descriptors_lie(
     case: Case,
     prefill: str,
@@ -238,7 +238,7 @@ def test_merging_is_counted_as_the_descriptors_lie(
     page_tokens: tuple[int, int],
     order: tuple[str, str],
     tokens: int,
-    pages: PageNumbers,
+    pages: PagePlacement,
 ):
     case.components.append(ATTENTION["k"] | {"name": "window", "window_tokens": 8})
     case.prefill, case.decode, case.page_tokens, case.tokens = prefill, decode, page_tokens, tokens

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvferry import testing
 from kvferry.applications.bench.options import BenchOptions, Side
 from kvferry.applications.bench.storage import Storage
-from kvferry.applications.plan.counting import PageNumbers, RoutedPiece, total
+from kvferry.applications.plan.counting import PagePlacement, RoutedPiece, total
 from kvferry.layout import (
     Entry,
     RankCoordinates,
@@ -106,7 +106,7 @@ def block_bytes(options: BenchOptions) -> float:
         for receiver in receivers.values()
         for piece in pieces_for_receiver(sources, receiver)
     )
-    lie = PageNumbers.SCATTERED if options.is_scattered else PageNumbers.ADJACENT
+    lie = PagePlacement.SCATTERED if options.is_scattered else PagePlacement.ADJACENT
     return travelling.num_bytes / travelling.descriptors[lie]
 
 

@@ -17,7 +17,7 @@ from kvferry.plan.lowering import PageSteps
 Numbers = NDArray[np.int64]
 
 
-class PageNumbers(str, Enum):
+class PagePlacement(str, Enum):
     """Which pages of a pool a request gets: any, of which no two are neighbours, or one after the other."""
 
     SCATTERED = "scattered"
@@ -26,7 +26,7 @@ class PageNumbers(str, Enum):
     @property
     def step(self) -> int:
         """From one page of a request to the next."""
-        return 1 if self is PageNumbers.ADJACENT else 2
+        return 1 if self is PagePlacement.ADJACENT else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Travelling:
     tokens: int
     num_bytes: int
     runs: int
-    descriptors: dict[PageNumbers, int]
+    descriptors: dict[PagePlacement, int]
 
 
 class RoutedPiece:
@@ -95,7 +95,8 @@ class RoutedPiece:
             num_bytes=sum(len(units) * runs.bytes_per_unit for units, runs in counted),
             runs=sum(len(units) * runs.count for units, runs in counted),
             descriptors={
-                pages: sum(_merged(self.route, units, runs, pages) for units, runs in counted) for pages in PageNumbers
+                pages: sum(_merged(self.route, units, runs, pages) for units, runs in counted)
+                for pages in PagePlacement
             },
         )
 
@@ -114,7 +115,7 @@ def units_in_request(route: Route, window_tokens: int | None, request_tokens: in
     return units_of(segments, route.unit_tokens)
 
 
-def _merged(route: Route, units: Units, runs: Runs, pages: PageNumbers) -> int:
+def _merged(route: Route, units: Units, runs: Runs, pages: PagePlacement) -> int:
     """Descriptors that are left when those that follow each other on both sides become one.
 
     In the order of `descriptor_indices`. All layers look alike, and lie apart: one is counted.
@@ -133,7 +134,7 @@ def _merged(route: Route, units: Units, runs: Runs, pages: PageNumbers) -> int:
     return layers * (1 + int(np.count_nonzero(~ends)))
 
 
-def _unit_offsets(numbers: Numbers, steps: PageSteps, units_per_page: int, pages: PageNumbers) -> Numbers:
+def _unit_offsets(numbers: Numbers, steps: PageSteps, units_per_page: int, pages: PagePlacement) -> Numbers:
     order, within = np.divmod(numbers, units_per_page)
     offsets: Numbers = order * pages.step * steps.page_stride + within * steps.unit_stride
     return offsets
@@ -146,5 +147,5 @@ def total(parts: Iterable[Travelling]) -> Travelling:
         tokens=max((part.tokens for part in parts), default=0),
         num_bytes=sum(part.num_bytes for part in parts),
         runs=sum(part.runs for part in parts),
-        descriptors={pages: sum(part.descriptors[pages] for part in parts) for pages in PageNumbers},
+        descriptors={pages: sum(part.descriptors[pages] for part in parts) for pages in PagePlacement},
     )

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.applications.plan.counting import PageNumbers
+from kvferry.applications.plan.counting import PagePlacement
 from kvferry.applications.plan.study import BALANCED_ROOMS, Pair, Side, Study
 from kvferry.layout import Entry, ShardedComponent
 from kvferry.plan.cost import TransferPath
@@ -65,7 +65,7 @@ def as_json(study: Study) -> str:
     )
 
 
-def _by_pages(counts: dict[PageNumbers, int]) -> dict[str, int]:
+def _by_pages(counts: dict[PagePlacement, int]) -> dict[str, int]:
     return {pages.value: count for pages, count in counts.items()}
 
 
@@ -98,7 +98,7 @@ def _side_data(side: Side) -> dict[str, Any]:
     }
 
 
-def _pair_data(pair: Pair, pages: PageNumbers) -> dict[str, Any]:
+def _pair_data(pair: Pair, pages: PagePlacement) -> dict[str, Any]:
     return {
         "src": pair.source,
         "dst": pair.receiver,
@@ -286,7 +286,7 @@ def _paths(study: Study) -> Table:
     table.add_column("path")
     for column in ("bytes", "pieces before merging", "after merging", "if pages lie", "estimate"):
         table.add_column(column, justify="left" if column == "if pages lie" else "right")
-    for pages in PageNumbers:
+    for pages in PagePlacement:
         table.add_row(
             "direct",
             f"{totals.num_bytes:,}",
@@ -313,7 +313,7 @@ def why(study: Study) -> Iterator[str]:
     if slowest is None:
         yield "path: none, since nothing travels"
         return
-    others = [each for each in PageNumbers if study.path(each) != study.path(pages)]
+    others = [each for each in PagePlacement if study.path(each) != study.path(pages)]
     yield (
         f"path: {study.path(pages)}, if pages lie {pages.value}. The slowest pair, prefill {slowest.source} to decode "
         f"{slowest.receiver}: {slowest.choices[pages].reason}"

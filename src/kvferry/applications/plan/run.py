@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kvferry.applications.checks import check_picture, one_of
 from kvferry.applications.plan import report
-from kvferry.applications.plan.counting import PageNumbers
+from kvferry.applications.plan.counting import PagePlacement
 from kvferry.applications.plan.study import RequestOptions, SideOptions, study
 from kvferry.layout import PageOrder
 
@@ -45,7 +45,7 @@ def run(
     result = study(
         _side(*prefill),
         _side(*decode),
-        RequestOptions(tokens=tokens, room=room, pages=one_of(PageNumbers, pages, option="--pages")),
+        RequestOptions(tokens=tokens, room=room, pages=one_of(PagePlacement, pages, option="--pages")),
     )
     if wants_json:
         typer.echo(report.as_json(result))

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvferry.applications.plan.counting import PageNumbers, RoutedPiece, Travelling, total
+from kvferry.applications.plan.counting import PagePlacement, RoutedPiece, Travelling, total
 from kvferry.applications.plan.specification import SideSpecification, parse_side
 from kvferry.errors import ConfigurationError, IncompatiblePeerError, LayoutError, ModelError, SettingsError
 from kvferry.layout import Entry, PageOrder, RankCoordinates, RankLayout, ShardedComponent, VirtualPools, virtual_layout
@@ -60,7 +60,7 @@ class RequestOptions:
 
     tokens: int
     room: int
-    pages: PageNumbers
+    pages: PagePlacement
 
     def __post_init__(self) -> None:
         if not 1 <= self.tokens <= 1 << 24:
@@ -146,7 +146,7 @@ class Pair:
     runs_per_page: int
     runs_per_slot: int
     travelling: Travelling
-    choices: Mapping[PageNumbers, Choice]
+    choices: Mapping[PagePlacement, Choice]
 
     @property
     def bulk_writes(self) -> int:
@@ -218,7 +218,7 @@ class Study:
         """All that the request takes."""
         return total(pair.travelling for pair in self.pairs)
 
-    def slowest(self, pages: PageNumbers) -> Pair | None:
+    def slowest(self, pages: PagePlacement) -> Pair | None:
         """The two ranks that take longest on the path that is chosen for them."""
         return max(
             self.pairs,
@@ -226,7 +226,7 @@ class Study:
             default=None,
         )
 
-    def seconds(self, path: TransferPath, pages: PageNumbers) -> float:
+    def seconds(self, path: TransferPath, pages: PagePlacement) -> float:
         """What the request takes on a path, by the rank that sends longest."""
         by_source: dict[int, float] = {}
         for pair in self.pairs:
@@ -240,7 +240,7 @@ class Study:
         """All writes on the staged path."""
         return sum(pair.bulk_writes for pair in self.pairs)
 
-    def path(self, pages: PageNumbers) -> str:
+    def path(self, pages: PagePlacement) -> str:
         """The path that is chosen: "direct", "staged", or "mixed" if it is not the same for all ranks."""
         paths = {pair.choices[pages].path.value for pair in self.pairs}
         return paths.pop() if len(paths) == 1 else "mixed" if paths else "none"
@@ -415,7 +415,7 @@ def _pair(source: int, receiver: int, deliveries: Sequence[Delivery]) -> Pair:
             descriptors=travelling.descriptors[pages],
             bulk_writes=bulk_writes(travelling.num_bytes),
         )
-        for pages in PageNumbers
+        for pages in PagePlacement
     }
     return Pair(
         source=source,
