@@ -201,7 +201,7 @@ CATALOGUE = (
     PlantedFault(
         "a worker that stops forgets the writes that it started",
         "endpoint/workers.py",
-        "if self._is_stopping and not self._writes:",
+        "if self._is_stopping and not self._has_writes:",
         "if self._is_stopping:",
         "tests/unit/endpoint/test_closing.py tests/unit/endpoint/test_faults.py",
     ),
