@@ -67,8 +67,8 @@ LOOK_UPS = 1
 decode rank that knows nobody: two look engines up at most, and the second is made when both are wanted at once."""
 
 PROOFS = 1
-"""The thread, and its connection to the registry, with which a survivor asks whether an operator has released a rank that
-it lost: made when it first does."""
+"""The thread, and its connection to the registry, with which a survivor asks whether an operator has released a rank
+that it lost: made when it first does."""
 
 FAILED_CONNECT_SOCKETS = 2
 """What a survivor may have more of where a process dies: whether it tries to connect to the agent that has just gone is
