@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ssl
 import threading
-import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +14,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from kvferry.control.answers import request
 from kvferry.errors import OrchestratorError, quoted
 from kvferry.protocol.messages import PodIdentity
 from kvferry.protocol.pods import NodeObject, PodObject
@@ -135,18 +135,16 @@ class KubernetesClient(Orchestrator):
     def _get(self, path: str) -> tuple[int, bytes]:
         import httpx
 
-        deadline = time.monotonic() + 2 * self._timeout_s
         try:
             token = self._token_file.read_text().strip()
-            with self._connections().stream(
-                "GET", self._url + path, headers={"authorization": f"Bearer {token}"}
-            ) as answer:
-                body = bytearray()
-                for piece in answer.iter_bytes():
-                    body += piece
-                    if len(body) > _LARGEST_ANSWER_BYTES or time.monotonic() > deadline:
-                        raise OrchestratorError(f"the answer of {self._url}{path} does not end")
-                return answer.status_code, bytes(body)
+            answer = request(
+                self._connections(),
+                self._url + path,
+                most_bytes=_LARGEST_ANSWER_BYTES,
+                timeout_s=self._timeout_s,
+                headers={"authorization": f"Bearer {token}"},
+            )
+            return answer.status, answer.body
         except OSError as error:
             raise OrchestratorError(
                 f"the service account's token {self._token_file} (KVFERRY_KUBERNETES_TOKEN_FILE) cannot be read: "

@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from kvferry.control.answers import request
 from kvferry.control.credentials import client_context
 from kvferry.control.owning_process import OwningProcess
 from kvferry.control.registry_messages import UNKNOWN_ENGINE, EngineList, Health, Lease, Problem, Released, Removal
@@ -87,9 +88,7 @@ class RegistryClient:
                 "see docs/security.md",
                 self._url,
             )
-        self._headers = {"accept-encoding": "identity"}
-        if token is not None:
-            self._headers["authorization"] = f"Bearer {token}"
+        self._headers = {"authorization": f"Bearer {token}"} if token is not None else {}
         self._lock = threading.Lock()
         self._http: httpx.Client | None = None
         self._is_closed = False
@@ -237,17 +236,22 @@ class RegistryClient:
         import httpx
 
         try:
-            with connections.stream(method, self._url + path, **arguments) as response:
-                if response.status_code == 401:
-                    raise self._no_access()
-                return response.status_code, self._read(response)
+            answer = request(
+                connections,
+                self._url + path,
+                method=method,
+                most_bytes=_LARGEST_ANSWER_BYTES,
+                timeout_s=self._timeout_s,
+                **arguments,
+            )
         except httpx.RemoteProtocolError as error:
             # A registry that is stopped between request and answer looks like this. httpx has no class for
             # it.
             if "disconnected" in str(error):
                 raise self._unreachable(error) from error
             raise RegistryError(
-                f"what answers at {self._url} does not speak HTTP ({error}): check the registry's url"
+                f"what answers at {self._url} is no registry ({error}): check the registry's url, and any proxy in "
+                "between"
             ) from error
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
@@ -258,27 +262,9 @@ class RegistryClient:
             if self._is_closed:
                 raise UsageError(f"the client of the registry at {self._url} was closed") from error
             raise
-
-    def _read(self, response: httpx.Response) -> bytes:
-        """Reads the body, up to a size and a time."""
-        # Nothing is decoded: two kilobytes of nested gzip can become a gigabyte in one step.
-        encoding = response.headers.get("content-encoding", "identity")
-        if encoding.strip().lower() != "identity":
-            raise RegistryError(
-                f"what answers at {self._url} is no registry: it encodes its answers ({encoding[:60]!r}), which this "
-                "client does not accept. Check the registry's url, and any proxy in between"
-            )
-        deadline = time.monotonic() + self._timeout_s
-        body = bytearray()
-        for piece in response.iter_raw():
-            body += piece
-            if len(body) > _LARGEST_ANSWER_BYTES:
-                raise RegistryError(f"what answers at {self._url} is no registry: its answer does not end")
-            if time.monotonic() > deadline:
-                raise RegistryUnreachableError(
-                    f"the registry at {self._url} did not finish its answer within {self._timeout_s:g} s"
-                )
-        return bytes(body)
+        if answer.status == 401:
+            raise self._no_access()
+        return answer.status, answer.body
 
     def _unreachable(self, error: Exception) -> RegistryUnreachableError:
         cause = str(error) or type(error).__name__

@@ -11,6 +11,7 @@ from kvferry._version import __version__
 from kvferry.applications.doctor.findings import Finding, error, good, warning
 from kvferry.applications.top.asking import Sample, ask_once
 from kvferry.applications.top.view import troubles
+from kvferry.control.answers import request
 from kvferry.control.construction import create_registry_client
 from kvferry.control.kubernetes import create_kubernetes_client
 from kvferry.errors import KVFerryError, OrchestratorError
@@ -20,6 +21,8 @@ from kvferry.protocol.messages import PodIdentity
 from kvferry.settings import Settings
 
 _MOST_SKEW_S = 1.0
+_ANSWER_S = 2.0
+_LARGEST_ANSWER_BYTES = 64 * 1024
 _NOBODY = "kvferry-doctor-asks-for-nobody"
 
 
@@ -132,11 +135,11 @@ def peer(address: str) -> Iterator[Finding]:
 
 def _round_trip(address: str) -> Iterator[Finding]:
     times = []
-    with httpx.Client(trust_env=False, timeout=2.0) as client:
+    with httpx.Client(trust_env=False, timeout=_ANSWER_S) as client:
         for _ in range(10):
             begun_at = time.monotonic()
             try:
-                client.get(f"http://{address}/health")
+                request(client, f"http://{address}/health", most_bytes=_LARGEST_ANSWER_BYTES, timeout_s=_ANSWER_S)
             except httpx.HTTPError as problem:
                 yield error("peer", f"{address} answers at times only: {problem}", "look at the network in between")
                 return

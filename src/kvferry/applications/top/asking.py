@@ -13,11 +13,13 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry._version import __version__
+from kvferry.control.answers import request
 from kvferry.errors import ConfigurationError
 from kvferry.observe.server import PORTS
 from kvferry.observe.status import EndpointStatus
 
 _ANSWER_S = 2.0
+_LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 _MOST_PORTS = 256
 _ADDRESS = re.compile(r"(?:(?P<host>\[[^\]]+\]|[^:\[\]]*):)?(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
 _STATUS = msgspec.json.Decoder(EndpointStatus)
@@ -102,15 +104,21 @@ class Asker:
 
     def _ask(self, address: str) -> Sample:
         try:
-            status = self._client.get(f"http://{address}/status").raise_for_status()
-            metrics = self._client.get(f"http://{address}/metrics").raise_for_status()
-            found = _STATUS.decode(status.content)
-            sent_bytes = _sent_bytes(metrics.text)
+            found = _STATUS.decode(self._get(address, "status"))
+            sent_bytes = _sent_bytes(self._get(address, "metrics").decode())
         except httpx.HTTPError as error:
             return Sample(address, time.monotonic(), None, f"does not answer: {error}")
         except (msgspec.MsgspecError, ValueError) as error:
             return Sample(address, time.monotonic(), None, f"is no endpoint of kvferry {__version__}: {error}")
         return Sample(address, time.monotonic(), found, sent_bytes=sent_bytes)
+
+    def _get(self, address: str, page: str) -> bytes:
+        answer = request(
+            self._client, f"http://{address}/{page}", most_bytes=_LARGEST_ANSWER_BYTES, timeout_s=_ANSWER_S
+        )
+        if answer.status != 200:
+            raise ValueError(f"status {answer.status} for /{page}")
+        return answer.body
 
 
 def _sent_bytes(text: str) -> float:

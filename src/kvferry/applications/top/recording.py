@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvferry.applications.top.asking import addresses
+from kvferry.control.answers import request
 from kvferry.observe.tracing import Window, chrome_trace
 
 _LONGER_S = 10.0
+_LARGEST_TRACE_BYTES = 1024 * 1024 * 1024
 _LONGEST_REASON = 200  # whoever answers may be anybody
 _WINDOW = msgspec.json.Decoder(Window)
 
@@ -51,13 +53,12 @@ def record(given: Sequence[str], *, seconds: float, output: Path, console: Conso
 
 def _ask(address: str, *, seconds: float) -> Window | str:
     try:
-        answer = httpx.get(
-            f"http://{address}/trace", params={"seconds": seconds}, timeout=seconds + _LONGER_S, trust_env=False
-        )
-        answer.raise_for_status()
-        return _WINDOW.decode(answer.content)
-    except httpx.HTTPStatusError as error:
-        return f"refuses: {error.response.text[:_LONGEST_REASON]} ({error.response.status_code})"
+        with httpx.Client(timeout=seconds + _LONGER_S, trust_env=False) as client:
+            url = f"http://{address}/trace?seconds={seconds}"
+            answer = request(client, url, most_bytes=_LARGEST_TRACE_BYTES, timeout_s=_LONGER_S)
+        if answer.status != 200:
+            return f"refuses: {answer.body.decode(errors='replace')[:_LONGEST_REASON]} ({answer.status})"
+        return _WINDOW.decode(answer.body)
     except httpx.HTTPError as error:
         return f"does not answer: {error}"
     except msgspec.MsgspecError as error:
