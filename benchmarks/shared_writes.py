@@ -89,8 +89,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "median_ms": {name: round(value * 1e3, 3) for name, value in medians.items()},
                 "fastest_ms": {name: round(min(values[1:]) * 1e3, 3) for name, values in times.items()},
                 "slowest_ms": {name: round(max(values[1:]) * 1e3, 3) for name, values in times.items()},
-                "shared_to_caller": round(medians["shared"] / medians["caller"], 2),
-                "shared_to_nixls_own": round(medians["shared"] / medians["nixls_own"], 2),
+                "shared_to_caller": round(medians["shared"] / medians["caller"], 4),
+                "shared_to_nixls_own": round(medians["shared"] / medians["nixls_own"], 4),
             }
         )
     for writer in writers.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import random
 import shlex
 import signal
 import socket
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -22,18 +23,24 @@ _STOP_S = 20
 _POLL_S = 0.25
 _LOG_BYTES = "32MB"
 _TOGETHER = "kvferry.applications.up.together"
+_BELOW_CHANCE = range(20_000, 32_000)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody has at present."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports of loopback that nobody has at present, below those that systems give to connections by chance.
+
+    Raises:
+        ConfigurationError: if there are not so many.
+    """
+    found: list[int] = []
+    with ExitStack() as probes:
+        for port in random.sample(_BELOW_CHANCE, len(_BELOW_CHANCE)):
+            with suppress(OSError):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise ConfigurationError(f"there are no {count} free ports from {_BELOW_CHANCE.start} to {_BELOW_CHANCE.stop - 1}")
 
 
 def refuse_taken(host: str, port: int) -> None:
