@@ -260,7 +260,7 @@ def test_capacity_is_the_same_after_crashes(
 ):
     """Staging memory is enough for two rings beside the one that is in use: it would not last for three crashes."""
     its = scene(**{**STAGED, "path": path, **in_a_pod(api, tmp_path), "end_proofs": proof})
-    for number in range(tier.amount(quick=4, full=100, long=100)):
+    for number in range(tier.amount(quick=4, full=30, long=100)):
         name = f"prefill-{number}"
         api.run(name, uid=f"uid of {name}")
         receiver = its.struck(pod_name=name, pod_uid=f"uid of {name}")
