@@ -191,7 +191,16 @@ def lost_node(scene: Scene) -> None:
     scene.api.nodes.clear()
 
 
-@pytest.mark.parametrize("prove", [operator, operator_at_the_registry, kubelet, restart_in_place, lost_node])
+@pytest.mark.parametrize(
+    "prove",
+    [
+        kubelet,
+        *(
+            pytest.param(each, marks=pytest.mark.full)  # tests/unit/endpoint/test_ends.py has them in one process
+            for each in (operator, operator_at_the_registry, restart_in_place, lost_node)
+        ),
+    ],
+)
 def test_pages_are_kept_until_the_end_is_proved(scene: Callable[..., Scene], prove: Callable[[Scene], None]):
     its = scene(path="direct")
     receiver = its.crash(**its.pod)
@@ -214,6 +223,7 @@ def test_staged_pages_come_back_at_once_and_the_ring_by_proof(scene: Callable[..
     eventually("nothing is in quarantine", lambda: not its.decode.status().quarantine)
 
 
+@pytest.mark.full
 def test_a_rank_beside_it_proves_its_end(scene: Callable[..., Scene]):
     its = scene(path="direct")
     with its.contained() as beside:
@@ -225,6 +235,7 @@ def test_a_rank_beside_it_proves_its_end(scene: Callable[..., Scene]):
     eventually("nothing is in quarantine", lambda: not its.decode.status().quarantine)
 
 
+@pytest.mark.full
 def test_nothing_proves_the_end_of_a_rank_in_no_pod_but_an_operator(scene: Callable[..., Scene]):
     its = scene(path="direct")
     receiver = its.crash()
