@@ -678,8 +678,9 @@ class TestLeaseKeeper:
             assert old.registered.wait(PATIENCE_S)
             new.start()
             assert new.registered.wait(PATIENCE_S)
-            eventually("the old start was told", lambda: bool(problems))
-            assert isinstance(old.last_error, RegistrationRefusedError)
+            # Whatever else a busy machine brings between two leases of 0.6 s is not what this waits for.
+            eventually("the old start was told", lambda: isinstance(old.last_error, RegistrationRefusedError))
+            assert problems
             assert not old.registered.is_set()
             assert old.close()
             assert client.engine("prefill").registrations == (rank(0, incarnation="new"),)
