@@ -17,7 +17,6 @@ import argparse
 import json
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -37,7 +36,12 @@ from kvferry.layout.sharding import ShardedComponent
 from kvferry.plan.descriptors import DescriptorIndices
 from kvferry.settings import Settings
 from kvferry.testing.pools import Pool
-from kvferry.testing.simulation.control_network import ControlNetwork
+from kvferry.testing.simulation.control_network import (
+    ControlNetwork,
+    Line,
+    SimulatedConnectingEnd,
+    SimulatedListeningEnd,
+)
 from kvferry.testing.simulation.machines import RegistryProcess, SimulatedPlatform
 from kvferry.testing.simulation.pods import SimulatedPods
 from kvferry.transport import InProcessNetwork, InProcessTransport, PreparedList, TransferHandle, TransferReport
@@ -172,26 +176,17 @@ def registrations() -> list[dict[str, Any]]:
 # ---- whole ranks ------------------------------------------------------------------------------------------------
 
 
-class Line(Connection):
-    """A connection without a network: what is sent has arrived."""
+class Straight(Line):
+    """A connection without a network between: what is sent has arrived."""
 
     def __init__(self, address: str, end: Connecting) -> None:
-        self.address = address
-        self.arrived: deque[bytes] = deque()
+        super().__init__(address, end.identity, end.network)
         self._end = end
 
-    def receive(self) -> list[bytes]:
-        taken = list(self.arrived)
-        self.arrived.clear()
-        return taken
-
-    def take_break(self) -> bool:
-        return False
-
     def send(self, message: bytes) -> None:
-        listening = self._end.lines_to[self.address]
-        listening.lines[self._end.identity] = self
-        listening.arrived.append((self._end.identity, message))
+        listening = self.network.listening[self.address]
+        listening.lines[self.identity] = self
+        listening.arrived.append((self.identity, message))
 
     def came(self, message: bytes) -> None:
         """Takes a message from the prefill rank."""
@@ -199,57 +194,33 @@ class Line(Connection):
         self._end.ready.add(self)
 
 
-class Listening(ListeningEnd):
+class Listening(SimulatedListeningEnd):
     """A prefill rank's end."""
 
-    def __init__(self, port: int) -> None:
-        self.port = port
-        self.arrived: deque[tuple[str, bytes]] = deque()
-        self.lines: dict[str, Line] = {}
-
-    def wait(self, timeout_ms: int) -> None:
-        pass
-
-    def wake(self) -> None:
-        pass
-
-    def receive(self) -> list[tuple[str, bytes]]:
-        taken = list(self.arrived)
-        self.arrived.clear()
-        return taken
-
     def send(self, identity: str, message: bytes) -> None:
-        if identity not in self.lines:
+        line = self.lines.get(identity)
+        if not isinstance(line, Straight):
             raise PeerDisconnectedError(f"no connection to {identity}")
-        self.lines[identity].came(message)
-
-    def close(self) -> None:
-        pass
+        line.came(message)
 
 
-class Connecting(ConnectingEnd):
-    """A decode rank's end."""
+class Connecting(SimulatedConnectingEnd):
+    """A decode rank's end: it knows what has news, so that a look costs nothing but the product's own."""
 
-    def __init__(self, identity: str, lines_to: dict[str, Listening]) -> None:
+    def __init__(self, network: ControlNetwork, identity: str) -> None:
+        super().__init__(network, identity)
+        self.network = network
         self.identity = identity
-        self.lines_to = lines_to
         self.ready: set[Line] = set()
 
     def connect(self, address: str) -> Connection:
-        return Line(address, self)
-
-    def disconnect(self, connection: Connection) -> None:
-        pass
+        line = Straight(address, self)
+        self.lines.append(line)
+        return line
 
     def wait(self, timeout_ms: int) -> Collection[Connection]:
         ready, self.ready = self.ready, set()
         return ready
-
-    def wake(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Machine(SimulatedPlatform):
@@ -261,7 +232,7 @@ class Machine(SimulatedPlatform):
             "machine",
             lambda: cluster.now,
             random.Random(number),
-            ControlNetwork(lambda: False),
+            cluster.control,
             cluster.registry,
             address=f"tcp://127.0.0.1:{self.port}",
             pid=number,
@@ -270,14 +241,13 @@ class Machine(SimulatedPlatform):
             see=lambda process: Sight(is_in_use=True, started=process.started),
             copying_fails=lambda: None,
         )
-        self._cluster = cluster
+        self._control = cluster.control
 
     def listen(self, settings: Settings) -> ListeningEnd:
-        listening = self._cluster.listening[f"tcp://127.0.0.1:{self.port}"] = Listening(self.port)
-        return listening
+        return Listening(self._control, f"tcp://127.0.0.1:{self.port}")
 
     def connect_as(self, endpoint: str, settings: Settings) -> ConnectingEnd:
-        return Connecting(endpoint, self._cluster.listening)
+        return Connecting(self._control, endpoint)
 
 
 class Wire(InProcessTransport):
@@ -320,7 +290,7 @@ class Cluster:
     def __init__(self, prefill_ranks: int, decode_ranks: int, *, pages: int) -> None:
         self.now = 1.0
         self.network = InProcessNetwork()
-        self.listening: dict[str, Listening] = {}
+        self.control = ControlNetwork(lambda: False)
         self.registry = RegistryProcess(1e9)
         self.cpu_s = {"prefill": 0.0, "decode": 0.0}
         self.decoders: list[kf.DecodeEndpoint] = []

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import httpx
 
-AS_IT_IS = {"accept-encoding": "identity"}
-"""The header that asks for an answer that is not encoded."""
+_AS_IT_IS = {"accept-encoding": "identity"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ def request(
         httpx.HTTPError: if nothing answers in time.
         httpx.RemoteProtocolError: if the answer is encoded, longer, or no HTTP.
     """
-    headers = {**AS_IT_IS, **arguments.pop("headers", {})}
+    headers = {**_AS_IT_IS, **arguments.pop("headers", {})}
     with client.stream(method, url, headers=headers, **arguments) as response:
         return Answer(response.status_code, _body(response, most_bytes, timeout_s))
 

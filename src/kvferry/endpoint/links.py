@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -304,10 +304,7 @@ class Links:
         dropped = [link for link in self._retired if link not in in_use and not self._has_ring_in_doubt(link)]
         for link in dropped:
             self._retired.remove(link)
-        for channel in dict.fromkeys(channel for link in dropped for channel in link.channels):
-            known = self._channels.get(channel.address)
-            if known is channel and not self.through(channel):
-                self._close_channel(known)
+        self._close_unused(dict.fromkeys(channel for link in dropped for channel in link.channels))
 
     def close(self) -> None:
         """Sends a close message to every peer, after the endpoint's thread has ended."""
@@ -345,7 +342,7 @@ class Links:
         while link.left_behind:
             peer = link.left_behind.pop()
             self._lost.add(peer.endpoint, peer.process, now)
-        self._close_unused_channels()
+        self._close_unused(list(self._channels.values()))
 
     def _rank_closed(self, endpoint: str, now: float) -> None:
         """Handles a prefill rank's close message: it serves no requests any more, and will not write again."""
@@ -414,10 +411,12 @@ class Links:
             self._channels[address] = self._end.connect(address)
         return self._channels[address]
 
-    def _close_unused_channels(self) -> None:
-        in_use = {channel.address for link in self._all for channel in link.channels}
-        for channel in [channel for address, channel in self._channels.items() if address not in in_use]:
-            self._close_channel(channel)
+    def _close_unused(self, channels: Iterable[Channel]) -> None:
+        """Closes those of some connections that no link uses any more."""
+        for channel in channels:
+            known = self._channels.get(channel.address)
+            if known is channel and not self.through(channel):
+                self._close_channel(known)
 
     def _close_channel(self, channel: Connection) -> None:
         """Sends a close message and closes the connection."""

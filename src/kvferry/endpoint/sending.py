@@ -24,7 +24,6 @@ from kvferry.plan import Choice, ElectedRoute, TransferPath, Unit
 from kvferry.protocol import messages
 from kvferry.protocol.chunks import ChunkSequence, HandedIn
 from kvferry.protocol.credits import Span
-from kvferry.protocol.moved_blocks import bytes_of, moved_blocks
 from kvferry.protocol.moves import request_of
 from kvferry.protocol.sender import (
     AwaitTurn,
@@ -504,8 +503,7 @@ class SendingRoom(Actor):
 
     def _apply(self, queue: _DirectQueue, command: Write) -> Admitted | None:
         receiver = command.receiver
-        packed = self._attachments[receiver].plan.packed_pieces(command.unit)
-        num_bytes = bytes_of(moved_blocks(self._elected[receiver], command.moves, packed))
+        num_bytes = self._attachments[receiver].bytes_of(command.unit, self._elected[receiver], command.moves)
         return self._context.admission.admit(receiver, num_bytes, queue)
 
     def _admitted(self, admitted: Admitted, worker: Worker) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvferry.protocol.time_awake import TimeAwake
+
 _MOST_AT_ONCE_S = 0.05
 """Of the time between two looks. A worker looks every millisecond unless it is busy; a clock that jumps, or a machine
 that stood still, must not add up to what is waited for."""
@@ -33,7 +35,7 @@ class Settling:
         self._settle_s = settle_s
         self._now = now
         self._failed: list[_Failed] = []
-        self._looked_at = 0.0
+        self._awake = TimeAwake(most_at_once_s=_MOST_AT_ONCE_S)
 
     def __bool__(self) -> bool:
         return bool(self._failed)
@@ -48,8 +50,7 @@ class Settling:
 
         Of a longer time between two calls only a part counts: this process was frozen, or its clock jumped.
         """
-        now = self._now()
-        passed_s, self._looked_at = min(max(0.0, now - self._looked_at), _MOST_AT_ONCE_S), now
+        passed_s = self._awake.passed_s(self._now())
         for each in self._failed:
             each.counted_s += passed_s
         settled = [each for each in self._failed if each.counted_s >= self._settle_s]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.protocol.ends import Proof
 from kvferry.protocol.messages import ProcessIdentity
+from kvferry.protocol.time_awake import TimeAwake
 
 _MOST_AT_ONCE_S = 0.5
 
@@ -42,7 +43,7 @@ class LostRanks:
         """
         self._settle_s = settle_s
         self._lost: dict[str, LostRank] = {}
-        self._looked_at = 0.0
+        self._awake = TimeAwake(most_at_once_s=_MOST_AT_ONCE_S)
 
     def __len__(self) -> int:
         return len(self._lost)
@@ -91,7 +92,7 @@ class LostRanks:
         Of a longer time between two calls only half a second counts: this process was frozen or suspended, and what the
         network had for it did not arrive.
         """
-        passed_s, self._looked_at = min(max(0.0, now - self._looked_at), _MOST_AT_ONCE_S), now
+        passed_s = self._awake.passed_s(now)
         for lost in self._lost.values():
             if lost.proof is not None:  # the time before this was found out does not count
                 lost.gone_for_s = 0.0 if lost.gone_for_s is None else lost.gone_for_s + passed_s

@@ -22,7 +22,7 @@ from kvferry.plan import ElectedRoute, PairPlan, Unit
 from kvferry.plan.packing import PackedPiece, Segment, digested_together
 from kvferry.protocol.digests import DIGEST_BYTES, row_bounds, row_bytes_of
 from kvferry.protocol.messages import ChunkArrived, Digests, StagedSegment
-from kvferry.protocol.moved_blocks import moved_blocks, pack_units
+from kvferry.protocol.moved_blocks import bytes_of, moved_blocks, pack_units
 from kvferry.protocol.moves import Move
 from kvferry.protocol.placing import UnitPlaces
 from kvferry.staging.addressing import array_at
@@ -124,7 +124,7 @@ class DigestMemory:
             RegistrationError: if a page lies outside the pool.
         """
         loads = moved_blocks(elected, moves, pieces)
-        row_bytes = row_bytes_of(sum(load.num_bases * load.num_units * load.block_bytes for load in loads))
+        row_bytes = row_bytes_of(bytes_of(loads))
         found = []
         for segment in digested_together(loads, DIGESTED_BYTES):
             move, piece = moves[segment.move], pieces[segment.piece]

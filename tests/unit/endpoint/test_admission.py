@@ -333,3 +333,23 @@ def test_a_write_that_waits_does_so_longer_than_one_may_be_on_its_way(pair: Call
     assert not first.senders[0].pages_reusable
     transport.held = False
     assert first.senders[0].wait_pages_reusable(10)
+
+
+def test_a_write_asks_for_as_many_bytes_as_it_moves(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):
+    requests = pair(SMALL, Shape(tp=2, pages=64), Shape(pages=64), path="direct")
+    asked: list[int] = []
+    right = Admission.admit
+
+    def admit(admission: Admission, receiver: str, num_bytes: int, applicant: Room) -> Admitted | None:
+        asked.append(num_bytes)
+        return right(admission, receiver, num_bytes, applicant)
+
+    monkeypatch.setattr(Admission, "admit", admit)
+    request = requests.new(1, 5)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    for start, stop in ((0, 1), (1, 5)):
+        requests.submit(request, start, stop, last=stop == 5)
+    request.wait()
+    moved = [write.total_bytes for sender in request.senders for write in sender.stats.writes]
+    assert sorted(asked) == sorted(moved) == [PAGE_BYTES // 2] * 2 + [4 * PAGE_BYTES // 2] * 2

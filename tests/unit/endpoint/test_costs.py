@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from benchmarks.growing_costs import Cluster, Line
+from benchmarks.growing_costs import Cluster, Straight
 from tests.support.steps import steps_of
 
 from kvferry.errors import PeerDisconnectedError
@@ -67,7 +67,7 @@ def test_a_message_takes_as_many_steps_from_the_last_of_fifty_ranks_as_from_the_
         driver = made.decoders[0]._driver
         link = driver._links._current[LinkKey("prefill", 0)]
         channel = link.channels[-1]
-        assert isinstance(channel, Line)
+        assert isinstance(channel, Straight)
         endpoint = made.prefillers[-1].transport.endpoint_name
         channel.arrived.append(messages.encode(messages.Pong(endpoint=endpoint, attached=True)))
         taken[ranks] = steps_of(partial(driver._receive, channel, made.now))

@@ -1,0 +1,25 @@
+"""Time during which this process ran: what may arrive late arrives then, and not while it stands still."""
+
+from __future__ import annotations
+
+
+class TimeAwake:
+    """Counts the time between looks; of a long one only a part, since the process was frozen, or its clock jumped."""
+
+    def __init__(self, *, most_at_once_s: float) -> None:
+        """Counts from the first look on.
+
+        Args:
+            most_at_once_s: the most that counts between two looks; longer than they are apart while all is well.
+        """
+        self._most_at_once_s = most_at_once_s
+        self._looked_at = 0.0
+
+    def passed_s(self, now: float) -> float:
+        """Returns how much time counts since the last look, in seconds.
+
+        Args:
+            now: the time, in seconds of a steady clock.
+        """
+        passed_s, self._looked_at = min(max(0.0, now - self._looked_at), self._most_at_once_s), now
+        return passed_s
