@@ -193,6 +193,8 @@ class TokenShare(msgspec.Struct, frozen=True):
 
     def held_before(self, position: int, *, block: BlockLength) -> int:
         """Returns how many positions before `position` the rank holds: the local position of the next that it holds."""
+        if self.partition.is_whole:
+            return position
         return int(self.local(np.array([position], np.int64), block=block)[0])
 
     def local(self, positions: Positions, *, block: BlockLength) -> Positions:

@@ -24,6 +24,7 @@ class RankSide(ABC):
         is_released: whether these are its caller's again, or nobody's.
         state: where it was seen to stand.
         held_since: since when it has stood there.
+        longest_s: how long it may.
         last_state: where the law of states last saw it.
     """
 
@@ -33,12 +34,18 @@ class RankSide(ABC):
     is_released: bool = field(default=False, kw_only=True)
     state: TransferState | None = field(default=None, kw_only=True)
     held_since: float = field(default=0.0, kw_only=True)
+    longest_s: float = field(default=0.0, kw_only=True)
     last_state: TransferState = field(default=TransferState.BOOTSTRAPPING, kw_only=True)
 
     @property
     @abstractmethod
     def is_known(self) -> bool:
         """Whether the endpoint has a use for the room's number still: nobody may use it for another request."""
+
+    @property
+    @abstractmethod
+    def is_handed_in(self) -> bool:
+        """Whether its caller has nothing more to give to the endpoint."""
 
     @property
     @abstractmethod
@@ -67,6 +74,10 @@ class SendSide(RankSide):
         if self.sender is None or not self.process.is_alive or not isinstance(endpoint, PrefillEndpoint):
             return False
         return self.request.room in endpoint._table.failed_alone
+
+    @property
+    def is_handed_in(self) -> bool:
+        return self.sender is not None and not self.chunks
 
     @property
     def transfer(self) -> Sender | None:
@@ -103,6 +114,10 @@ class ReceiveSide(RankSide):
             return endpoint.receiver(self.request.room) is self.receiver
         except UnknownRoomError:
             return False
+
+    @property
+    def is_handed_in(self) -> bool:
+        return self.receiver is not None
 
     @property
     def transfer(self) -> Receiver | None:
