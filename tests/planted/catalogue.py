@@ -153,7 +153,7 @@ CATALOGUE = (
         "staging/scattering.py",
         "if ends != span.num_bytes:",
         "if ends > span.num_bytes:",
-        "tests/unit/staging tests/unit/endpoint/test_staged_faults.py",
+        "tests/property/test_staged_equals_direct.py",
     ),
     PlantedFault(
         "segments are packed without alignment",
