@@ -324,6 +324,7 @@ class DecodeDriver(Loop):
                     tokens=room.tokens,
                     groups=tuple(group for group in room.groups if group.name in filled),
                     trace=room.trace,
+                    depends_on=room.depends_on,
                 )
             case SendAbort(rank, reason, error):
                 message = messages.AbortRoom(
