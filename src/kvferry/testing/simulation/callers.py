@@ -89,7 +89,10 @@ class Callers:
             request.senders[0].chunks[-1] += draw.choice([-1, 1])
             request.excused("one side miscounts")
         # Chance of its own, so that other requests are as they were without it.
-        if random.Random(f"{self._world.seed} prompt of request {number}").random() < _ANOTHER_PROMPT_ODDS:
+        if (
+            random.Random(f"{self._world.seed} prompt that was computed for request {number}").random()
+            < _ANOTHER_PROMPT_ODDS
+        ):
             request.is_another_prompt = True
             request.excused("the two sides have different prompts")
 
