@@ -60,7 +60,9 @@ def test_who_was_refused_is_called_back_when_there_is_room(pair: Callable[..., R
         nonlocal refusals
         try:
             while left:
-                sender.submit(pages[left[0] : left[0] + 1], last=len(left) == 1, aux=b"token" if len(left) == 1 else None)
+                sender.submit(
+                    pages[left[0] : left[0] + 1], last=len(left) == 1, aux=b"token" if len(left) == 1 else None
+                )
                 del left[0]
         except QueueFullError:
             refusals += 1

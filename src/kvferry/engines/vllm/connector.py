@@ -232,8 +232,8 @@ def fence() -> Fence | None:
     if current_platform.is_cpu():
         return None
     # A thread waits for it: it is to sleep meanwhile, not to spin.
-    event = (
-        torch.cuda.Event(blocking=True)
+    event: Any = (
+        torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         if current_platform.is_cuda_alike()
         else torch.Event(current_platform.device_type)
     )
