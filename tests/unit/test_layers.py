@@ -124,17 +124,23 @@ def test_a_plug_in_uses_the_front_door_and_no_other_engine(engine: str):
     """What everyone else is told to use must be enough for our own engines."""
     open_to_all = {"kvferry", "kvferry.errors", *(f"kvferry.{name}" for name in kvferry.__all__)}
     open_to_all |= {f"kvferry.errors.{name}" for name in vars(kvferry.errors)}
+    shared = "kvferry.engines.contract"  # what all plug-ins check their engines with
     for file in layer_files(f"engines/{engine}"):
         for module in imports(file):
             package = module.split(".")[0]
             assert package not in ENGINES - {engine}, f"{file.relative_to(ROOT)} imports {module}, of another engine"
-            if package == "kvferry" and not f"{module}.".startswith(f"kvferry.engines.{engine}."):
+            if package == "kvferry" and not f"{module}.".startswith((f"kvferry.engines.{engine}.", f"{shared}.")):
                 assert module in open_to_all, f"{file.relative_to(ROOT)} imports {module}, which is no front door"
 
 
 def test_engines_share_nothing():
     assert {"vllm", "sglang"} <= ENGINES
     assert imports(PACKAGE / "engines" / "__init__.py") == set()
+
+
+def test_what_checks_engines_knows_none():
+    ours = {module for module in imports(PACKAGE / "engines" / "contract.py") if module.startswith("kvferry")}
+    assert ours == {"kvferry.errors", "kvferry.errors.EngineContractError"}
 
 
 def test_only_settings_read_the_environment():
