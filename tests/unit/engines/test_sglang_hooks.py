@@ -45,11 +45,13 @@ class FakeSGLang:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
+        self._made: set[str] = set()
         self.limits = SimpleNamespace(is_set=lambda: False)
         self.backend = "kvferry"
         self.choices = ["nixl"]
         self.utils = self._module("sglang.srt.disaggregation.utils")
-        self.utils.TransferBackend = Enum("TransferBackend", {"NIXL": "nixl", "FAKE": "fake"})
+        backends = Enum("TransferBackend", {"NIXL": "nixl", "FAKE": "fake"})
+        self.utils.TransferBackend = backends
         self.utils.KVClassType = KVClassType
 
         def get_kv_class(transfer_backend: Any, class_type: Any) -> str:
@@ -80,10 +82,6 @@ class FakeSGLang:
         self._made.add(name)
         self._patch.setitem(sys.modules, name, module)
         return module
-
-    @property
-    def _made(self) -> set[str]:
-        return self.__dict__.setdefault("made", set())
 
     @staticmethod
     def _queue_class() -> type:

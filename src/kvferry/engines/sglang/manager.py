@@ -8,6 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
@@ -23,7 +24,7 @@ from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
 from kvferry.engines.sglang.layouts import Buffers, Caches, StateBuffer, describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.settings import settings_beside
-from kvferry.errors import IncompatiblePeerError, LayoutError, RegistryError, UsageError
+from kvferry.errors import IncompatiblePeerError, LayoutError, RegistryError, UsageError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -190,9 +191,10 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         """Looks up the prefill server behind a bootstrap server. Runs in the background."""
         announcement = ask(address)
         answer = get(address, f"/route?{_ANY_RANK}")
-        if answer.status_code != 200:
-            raise RegistryError(f"the bootstrap server at {address} is not ready: {answer.text[:200]}")
-        info = PrefillServerInfo(**answer.json())
+        if answer.status != 200:
+            said = quoted(RegistryError(answer.body[:200].decode(errors="replace")))
+            raise RegistryError(f"the bootstrap server at {address} is not ready (status {answer.status}): {said}")
+        info = PrefillServerInfo(**msgspec.json.decode(answer.body))
         self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings))
         self._servers[address] = PrefillServer(announcement.engine, info.attn_tp_size, self._refusal(info, address))
         return info
