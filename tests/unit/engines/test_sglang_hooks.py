@@ -40,6 +40,11 @@ class KVClassType(Enum):
     BOOTSTRAP_SERVER = "bootstrap_server"
 
 
+class Backends(Enum):
+    NIXL = "nixl"
+    FAKE = "fake"
+
+
 class FakeSGLang:
     """As much of SGLang's plug-in framework as the plug-in meets, with SGLang's names and its way with errors."""
 
@@ -50,8 +55,7 @@ class FakeSGLang:
         self.backend = "kvferry"
         self.choices = ["nixl"]
         self.utils = self._module("sglang.srt.disaggregation.utils")
-        backends = Enum("TransferBackend", {"NIXL": "nixl", "FAKE": "fake"})
-        self.utils.TransferBackend = backends
+        self.utils.TransferBackend = Backends
         self.utils.KVClassType = KVClassType
 
         def get_kv_class(transfer_backend: Any, class_type: Any) -> str:
