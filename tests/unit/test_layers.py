@@ -147,6 +147,11 @@ def test_the_fingerprint_of_engines_is_pure():
     assert not packages & FORBIDDEN_WITHOUT_IO
 
 
+def test_what_checks_engines_knows_none():
+    ours = {module for module in imports(PACKAGE / "engines" / "contract.py") if module.startswith("kvferry")}
+    assert ours == {"kvferry.errors", "kvferry.errors.EngineContractError"}
+
+
 def test_only_settings_read_the_environment():
     for file in PACKAGE.rglob("*.py"):
         if file != PACKAGE / "settings.py":
