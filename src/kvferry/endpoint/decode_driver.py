@@ -324,6 +324,7 @@ class DecodeDriver(Loop):
                     tokens=room.tokens,
                     groups=tuple(group for group in room.groups if group.name in filled),
                     trace=room.trace,
+                    held=max((group.held for group in room.groups), default=0),
                 )
             case SendAbort(rank, reason, error):
                 message = messages.AbortRoom(

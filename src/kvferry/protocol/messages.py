@@ -16,7 +16,7 @@ from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Piece, TransferPath, Unit
 from kvferry.protocol.page_numbers import MAX_PAGES, PageNumbers
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAGIC = b"kvfy"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 MAX_AUX_BYTES = 1024 * 1024
@@ -278,6 +278,8 @@ class OpenRoom(Message, frozen=True):
         groups: what is requested of the groups of pages that this prefill rank fills in the room; none where it sends
             nothing to this decode rank.
         trace: the decode side's trace context, as W3C's `traceparent`; empty without tracing.
+        held: tokens at the start of the request that this decode rank holds already, in groups that this prefill rank
+            does not fill as well.
     """
 
     room: Random
@@ -288,6 +290,7 @@ class OpenRoom(Message, frozen=True):
     tokens: Position | None
     groups: Annotated[tuple[OpenGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     trace: ShortText = ""
+    held: Position = 0
 
 
 class AbortRoom(Message, frozen=True):
