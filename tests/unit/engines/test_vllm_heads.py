@@ -89,6 +89,12 @@ def test_the_module_around_knows_where_no_head_is_on_several_ranks():
     assert heads(SelfAttention(total_num_kv_heads=4, num_kv_heads=1), CachedHeads(1), 5, 8) is None
 
 
+def test_a_number_of_something_else_is_no_witness():
+    around = SelfAttention(Projection(8, 5, 8), total_num_kv_heads=8, num_kv_heads=8)
+    assert heads(around, CachedHeads(1), 5, 8) == HeldHeads(8, Interval(5, 6))
+    assert heads(SelfAttention(total_num_kv_heads=8, num_kv_heads=8), CachedHeads(1), 5, 8) is None
+
+
 def test_a_projection_in_the_decoder_layer_is_found_and_that_of_another_layer_is_not():
     """Whoever asks is not given the modules: they are found among all that live in the process."""
     place = RankCoordinates(tp_rank=5, tp_size=8)

@@ -14,6 +14,7 @@ from kvferry.errors import IncompatiblePeerError, LayoutError
 from kvferry.layout import Entry, Interval, RankCoordinates, split
 from kvferry.layout.shard import RankLayout, Shard
 from kvferry.plan import check_exchangeable
+from kvferry.plan.pair import PairPlan, Unit
 from kvferry.plan.pieces import SourceGroup
 from kvferry.plan.proof import prove
 
@@ -330,6 +331,28 @@ def test_any_order_tensor_parallel_size_and_block_size_can_be_exchanged(
     """Every byte is written once, by the byte that belongs there."""
     found = prove(engine(here, prefill_tp, 4), engine(there, decode_tp, decode_tokens), room=3)
     assert found.receivers == decode_tp
+
+
+def descriptors(order: str, prefill_tp: int, decode_tp: int) -> int:
+    """How many a request in every block takes on the direct path, over all ranks."""
+    sources = engine(order, prefill_tp, BLOCK_TOKENS)
+    group_of_sources, count = SourceGroup(sources), 0
+    for receiver in engine(order, decode_tp, BLOCK_TOKENS).values():
+        pieces = group_of_sources.pieces_for(receiver)
+        for rank, source in sources.items():
+            if mine := [piece for piece in pieces if piece.holders == (rank,)]:
+                count += int(PairPlan(source, receiver, mine).descriptor_rows(Unit.WHOLE).source[:, 4].sum())
+    return count
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (2, 4), (4, 2), (1, 8)])
+def test_blocks_with_heads_outside_take_a_descriptor_a_block_whatever_the_number_of_ranks(
+    prefill_tp: int, decode_tp: int
+):
+    """This is what the connector asks vLLM for. With tokens outside, every token of a part of the heads takes one."""
+    blocks = LAYERS * BLOCKS * max(prefill_tp, decode_tp)
+    assert descriptors("LBHNC", prefill_tp, decode_tp) == blocks
+    assert descriptors("LBNHC", prefill_tp, decode_tp) == blocks * (1 if prefill_tp == decode_tp else BLOCK_TOKENS)
 
 
 def test_packed_blocks_of_another_size_are_refused():

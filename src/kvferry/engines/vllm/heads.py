@@ -121,32 +121,43 @@ def _witnesses(
         yield _Witness("its cache", layer.count, Interval(0, layer.count))
     for module in near:
         total, own = getattr(module, "total_num_kv_heads", None), getattr(module, "num_kv_heads", None)
-        if isinstance(total, int) and isinstance(own, int):
-            kind = type(module).__name__
+        replicas = getattr(module, "num_kv_head_replicas", None)
+        if not isinstance(total, int) or not isinstance(own, int):
+            continue
+        kind = type(module).__name__
+        if isinstance(replicas, int):
             if own != layer.count:
                 raise _contradiction(name, f"its cache has {layer.count} on this rank, its {kind} makes {own}")
-            yield _Witness(f"its {kind}", total, _held(name, module, total, own, coordinates))
+            yield _Witness(f"its {kind}", total, _projected(name, module, total, own, replicas, coordinates))
+        elif own == layer.count:  # otherwise the number means something else there
+            yield _Witness(f"its {kind}", total, _divided(total, own, coordinates))
 
 
-def _held(name: str, module: Module, total: int, own: int, coordinates: RankCoordinates) -> Interval | None:
-    """Returns the heads of this rank, as a module divides them; None if it does not say which."""
+def _projected(
+    name: str, projection: Module, total: int, own: int, replicas: int, coordinates: RankCoordinates
+) -> Interval:
+    """Returns the heads that a projection makes on this rank: neighbouring ranks make the same, if several do."""
     if own == total:
         return Interval(0, total)
-    replicas = getattr(module, "num_kv_head_replicas", None)
-    if isinstance(replicas, int):
-        rank, size = getattr(module, "tp_rank", None), getattr(module, "tp_size", None)
-        is_here = (rank, size) == (coordinates.tp_rank, coordinates.tp_size)
-        if not is_here or own * coordinates.tp_size != total * replicas:
-            raise _contradiction(
-                name,
-                f"its {type(module).__name__} makes {own} of {total}, each on {replicas} ranks, as rank {rank} of "
-                f"{size}, and this is rank {coordinates.tp_rank} of {coordinates.tp_size}",
-            )
-        first = coordinates.tp_rank // replicas * own
-        return Interval(first, first + own)
+    rank, size = getattr(projection, "tp_rank", None), getattr(projection, "tp_size", None)
+    is_here = (rank, size) == (coordinates.tp_rank, coordinates.tp_size)
+    if not is_here or own * coordinates.tp_size != total * replicas:
+        raise _contradiction(
+            name,
+            f"its {type(projection).__name__} makes {own} of {total}, each on {replicas} ranks, as rank {rank} of "
+            f"{size}, and this is rank {coordinates.tp_rank} of {coordinates.tp_size}",
+        )
+    first = coordinates.tp_rank // replicas * own
+    return Interval(first, first + own)
+
+
+def _divided(total: int, own: int, coordinates: RankCoordinates) -> Interval | None:
+    """Returns the heads of this rank where no other has them, or all have all; None where only a loader knows."""
+    if own == total:
+        return Interval(0, total)
     if own * coordinates.tp_size == total:
         return Interval(coordinates.tp_rank * own, (coordinates.tp_rank + 1) * own)
-    return None  # several ranks have the same head, and only its loader knows which
+    return None
 
 
 class _Surroundings:
