@@ -40,6 +40,7 @@ def heads_pool(
 ) -> Any:
     """A MHATokenToKVPool with so many heads on a rank."""
     given = {
+        "model_layer_ids": (),
         "head_num": held,
         "head_dim": head_bytes // item,
         "v_head_dim": (head_bytes if value_bytes is None else value_bytes) // item,

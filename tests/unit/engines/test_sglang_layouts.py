@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer
-from kvferry.engines.sglang.layouts import SHARE, describe, uncut
+from kvferry.engines.sglang.layouts import SHARE, describe
 from kvferry.errors import LayoutError
 from kvferry.layout import Device, Entry, Interval, MemoryKind, RankCoordinates, Shard
 
@@ -123,8 +123,6 @@ def test_what_nobody_describes_is_the_share_of_its_rank():
     assert shards["k"].box == (Interval(0, 3), Interval(3, 4), Interval(0, 2 * HEAD_BYTES))
     assert shards["state 0"].box == (Interval(0, 1), Interval(0, 2), Interval(3, 4), Interval(0, 48))
     assert {shards[name].component.axes[-2].name for name in shards} == {SHARE}
-    layout = describe(caches, RankCoordinates(tp_size=4, tp_rank=3), Device())
-    assert uncut(layout) == ("k", "v", "state 0")
 
 
 def test_the_device_is_kept():

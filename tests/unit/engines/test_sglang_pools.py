@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.support.sglang_pools import Lists, StateType, heads_pool, mamba_pool, model_config, named
+from torch.nn import Module, Sequential
 
 from kvferry import Device, Entry, Interval, RankCoordinates, Shard
 from kvferry.engines.sglang.cache_kinds import KINDS
 from kvferry.engines.sglang.caches import Block, Caches
-from kvferry.engines.sglang.layouts import SHARE, describe, uncut
+from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
+from kvferry.engines.sglang.layouts import SHARE, describe
 from kvferry.engines.sglang.pools import caches_of
 from kvferry.errors import LayoutError, UsageError
 
@@ -35,8 +38,16 @@ def assert_refused(name: str, error: LayoutError) -> None:
     assert "It transfers MHATokenToKVPool, " in str(error)
 
 
-def read(args: Any, model: Any, *, recurrent: Any = None, tp: int = 1, rank: int = 0) -> Caches:
-    return caches_of(args, model, recurrent, place=RankCoordinates(tp_rank=rank, tp_size=tp))
+def read(
+    args: Any,
+    model: Any,
+    *,
+    recurrent: Any = None,
+    totals: Mapping[int, frozenset[int]] | None = None,
+    tp: int = 1,
+    rank: int = 0,
+) -> Caches:
+    return caches_of(args, model, recurrent, totals or {}, place=RankCoordinates(tp_rank=rank, tp_size=tp))
 
 
 def shards(caches: Caches, *, tp: int = 1, rank: int = 0) -> dict[str, Shard]:
@@ -93,9 +104,9 @@ def test_heads_that_pool_and_configuration_do_not_agree_on_are_their_ranks(
     with caplog.at_level(logging.WARNING):
         caches = read(plain(held), model_config(claimed), tp=tp, rank=1)
     assert f"SGLang's pool of layers with full attention has {held} KV heads on rank 1 of {tp}" in caplog.text
-    layout = describe(caches, RankCoordinates(tp_rank=1, tp_size=tp), Device())
-    assert uncut(layout) == ("k", "v")
-    for shard in layout.shards:
+    described = shards(caches, tp=tp, rank=1)
+    assert described.keys() == {"k", "v"}
+    for shard in described.values():
         assert [axis.name for axis in shard.component.axes] == ["layer", SHARE, "byte"]
         assert shard.box[1:] == (Interval(1, 2), Interval(0, held * HEAD_BYTES))
 
@@ -105,6 +116,49 @@ def test_layers_of_two_kinds_in_one_pool_are_their_ranks():
     caches = read(plain(1), model_config(1, 2), tp=2)
     assert caches.kv.heads is not None
     assert caches.kv.heads.total is None
+
+
+def test_what_projections_say_counts_more_than_the_configuration():
+    # Four heads by the configuration, eight by the layers themselves: on eight ranks each has one of its own.
+    totals = {0: frozenset({8}), 1: frozenset({8})}
+    caches = read(plain(1), model_config(4), totals=totals, tp=8, rank=5)
+    assert shards(caches, tp=8, rank=5)["k"].box[1] == Interval(5, 6)
+
+
+def test_projections_of_one_pool_that_differ_leave_it_open():
+    caches = read(plain(1), model_config(4), totals={0: frozenset({4}), 1: frozenset({8})}, tp=8)
+    assert caches.kv.heads is not None
+    assert caches.kv.heads.total is None
+
+
+def test_each_pool_is_asked_for_its_own_layers():
+    args = windowed(1, 1)
+    pool = args.kvferry_pools.target
+    pool.full_kv_pool.model_layer_ids, pool.swa_kv_pool.model_layer_ids = (0, 3), (1, 2)
+    totals = {layer: frozenset({2 if layer in (1, 2) else 1}) for layer in range(4)}
+    caches = read(args, model_config(4), totals=totals, tp=2)
+    assert caches.kv.heads is not None
+    assert caches.window is not None
+    assert caches.window.heads is not None
+    assert (caches.kv.heads.total, caches.window.heads.total) == (1, 2)
+
+
+class Attention(Module):
+    """As a model of SGLang's makes it: a projection, and the attention itself."""
+
+    def __init__(self, layer: int, total: int, *, says_itself: bool = False) -> None:
+        super().__init__()
+        self.attn, self.qkv_proj = Module(), Module()
+        self.attn.layer_id, self.attn.tp_k_head_num = layer, 1  # type: ignore[assignment]
+        (self if says_itself else self.qkv_proj).total_num_kv_heads = total  # type: ignore[assignment]
+
+
+def test_projections_are_found_from_their_layers():
+    model = Sequential(Attention(0, 1), Attention(1, 2, says_itself=True))
+    assert totals_by_layer(model.modules()) == {0: {1}, 1: {2}}
+    draft = Attention(0, 4)  # numbered from 0 again
+    assert totals_by_layer([*model.modules(), *draft.modules()]) == {0: {1, 4}, 1: {2}}
+    assert draft in list(loaded_modules())
 
 
 def test_heads_that_fill_other_bytes_are_refused():

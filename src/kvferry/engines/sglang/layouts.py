@@ -47,15 +47,6 @@ def describe(caches: Caches, coordinates: RankCoordinates, device: Device) -> Ra
     return RankLayout(shards=tuple(shards))
 
 
-def uncut(layout: RankLayout) -> tuple[str, ...]:
-    """Returns the names of the components that need as many tensor-parallel ranks on the other side."""
-    return tuple(
-        component.name
-        for component in layout.components
-        if not component.is_optional and any(axis.name == SHARE for axis in component.axes)
-    )
-
-
 class _Pools:
     """Describes one pool after the other."""
 

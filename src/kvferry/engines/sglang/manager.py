@@ -20,8 +20,9 @@ from sglang.srt.utils.network import NetworkAddress
 
 from kvferry import DecodeEndpoint, Device, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
 from kvferry.engines.sglang.directory import Directory, ask, get, registry_url
+from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
 from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
-from kvferry.engines.sglang.layouts import describe, uncut
+from kvferry.engines.sglang.layouts import describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.options import check_options
 from kvferry.engines.sglang.pools import caches_of
@@ -99,9 +100,9 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         )
         model = ModelConfig.from_server_args(server_args)
-        caches = caches_of(args, model, mambaish_config(model), place=self._coordinates)
+        totals = totals_by_layer(loaded_modules()) if self.attn_tp_size > 1 else {}  # one rank has all heads
+        caches = caches_of(args, model, mambaish_config(model), totals, place=self._coordinates)
         layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
-        self._uncut = uncut(layout)
         if disaggregation_mode is DisaggregationMode.PREFILL:
             address = self._own_bootstrap_address()
             announcement = ask(address)
@@ -215,12 +216,6 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             for name, theirs, ours in pairs
             if theirs is not None and ours is not None and theirs != ours
         ]
-        if self._uncut and info.attn_tp_size != self.attn_tp_size:
-            problems.append(
-                f"there are {info.attn_tp_size} tensor-parallel ranks there and {self.attn_tp_size} here, and kvferry "
-                f"cannot cut {', '.join(self._uncut)}: SGLang does not say what their parts are. Give both the same "
-                "--tp-size"
-            )
         return f"the prefill server at {address} and this one differ: {'; '.join(problems)}" if problems else None
 
     # ---- rooms of a decode rank -------------------------------------------------------------------------------------

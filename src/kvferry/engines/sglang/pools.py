@@ -1,20 +1,21 @@
 """Reads from SGLang's pools and its model's configuration what a rank caches.
 
 Its list of buffers says where bytes lie, not what they are. How many heads a layer has on this rank is what its pool
-was made for; how many the model has there is what the configuration says of layers of that kind, and counts only if
-the pool confirms it.
+was made for; how many the model has there is what the projections of these layers say, or else the configuration, and
+counts only if the pool confirms it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry import RankCoordinates
 from kvferry.engines.sglang.cache_kinds import check_order, check_pool, check_states
 from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer
+from kvferry.engines.sglang.heads import total_of
 from kvferry.errors import LayoutError, UsageError
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,9 @@ def remember_pools(
     kv_args.kvferry_pools = EnginePools(token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool)
 
 
-def caches_of(args: Any, model: Any, recurrent: Any, *, place: RankCoordinates) -> Caches:
+def caches_of(
+    args: Any, model: Any, recurrent: Any, totals: Mapping[int, frozenset[int]], *, place: RankCoordinates
+) -> Caches:
     """Reads what a rank caches.
 
     Args:
@@ -65,6 +68,7 @@ def caches_of(args: Any, model: Any, recurrent: Any, *, place: RankCoordinates) 
         model: its ModelConfig.
         recurrent: the configuration of its layers with recurrent state, as `mambaish_config` finds it; None if it has
             none.
+        totals: what projections say of each layer's KV heads, as `totals_by_layer` finds it.
         place: where the rank stands.
 
     Raises:
@@ -81,7 +85,7 @@ def caches_of(args: Any, model: Any, recurrent: Any, *, place: RankCoordinates) 
     name = check_pool(pools.target, "layers of this model")
     main = pools.target if name in ("MHATokenToKVPool", "MLATokenToKVPool") else pools.target.full_kv_pool
     windowed = pools.target.swa_kv_pool if name == "SWAKVPool" else None
-    claims = _claimed_heads(model, has_windows=windowed is not None)
+    claims = _claimed_heads(model, totals, main, windowed)
     drafts = getattr(args, "num_draft_entries", 0)
     kv = Buffers(tuple(args.kv_data_ptrs), tuple(args.kv_data_lens), tuple(args.kv_item_lens))
     window: Attention | None = None
@@ -112,22 +116,26 @@ def caches_of(args: Any, model: Any, recurrent: Any, *, place: RankCoordinates) 
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def _claimed_heads(model: Any, *, has_windows: bool) -> tuple[int | None, int | None]:
-    """Returns how many heads the whole model has by its configuration, with full attention and in windows.
+def _claimed_heads(
+    model: Any, totals: Mapping[int, frozenset[int]], main: Any, windowed: Any
+) -> tuple[int | None, int | None]:
+    """Returns how many heads the whole model has by all that is said, in the main pool and in that of windows.
 
-    None stands for layers of both kinds in one pool, where there are two numbers.
+    Where layers of one pool differ, or nobody knows, it is None.
     """
     full, windows = model.get_total_num_kv_heads(), model.get_swa_num_kv_heads(1)
-    if not has_windows and full and full != windows:
-        return None, None
-    return full, windows
+    if windowed is None:
+        return total_of(totals, None, full if not full or full == windows else None), None
+    of_each = ((main, full), (windowed, windows))
+    first, second = (total_of(totals, getattr(pool, "model_layer_ids", ()), claimed) for pool, claimed in of_each)
+    return first, second
 
 
 def _heads_of(pool: Any, claimed: int | None, place: RankCoordinates, which: str) -> Heads | None:
     """Returns the heads of a pool's layers; None for latents.
 
     Args:
-        claimed: how many the whole model has by its configuration.
+        claimed: how many the whole model has by all that is said.
         which: the layers, in words.
 
     Raises:
@@ -143,9 +151,8 @@ def _heads_of(pool: Any, claimed: int | None, place: RankCoordinates, which: str
     total = _total(claimed, pool.head_num, place)
     if total is None:
         log.warning(
-            "SGLang's pool of %s has %d KV heads on rank %d of %d, and the model's configuration does not say how "
-            "many there are in all of these layers (%s): caches can be exchanged with as many tensor-parallel ranks "
-            "only",
+            "SGLang's pool of %s has %d KV heads on rank %d of %d, and the model does not say how many there are in "
+            "each of these layers (%s): caches can be exchanged with as many tensor-parallel ranks only",
             which,
             pool.head_num,
             place.tp_rank,
