@@ -267,9 +267,21 @@ class Consensus(dict[int, int]):
 
 @contextmanager
 def place(
-    patch: pytest.MonkeyPatch, port: int, model: Model, *, tp: int, tp_rank: int, pp: int, pp_rank: int
+    patch: pytest.MonkeyPatch,
+    port: int,
+    model: Model,
+    *,
+    tp: int,
+    tp_rank: int,
+    pp: int,
+    pp_rank: int,
+    **changed: Any,
 ) -> Iterator[None]:
-    """What SGLang's code is told about the rank that it runs on."""
+    """What SGLang's code is told about the rank that it runs on.
+
+    Args:
+        changed: options that are different.
+    """
     parallel = SimpleNamespace(
         attn_tp_size=tp,
         attn_tp_rank=tp_rank,
@@ -298,6 +310,8 @@ def place(
         enable_pd_role_switch=False,
     )
     memory = SimpleNamespace(enable_hisparse=False, enable_unified_memory=False)
+    for options in (parallel, disagg, memory):
+        vars(options).update({name: value for name, value in changed.items() if name in vars(options)})
     config = model_config(model.heads, model.window_heads, window_tokens=model.window_tokens, layers=model.layers)
     with patch.context() as within:
         for module in (conn, options_module):
