@@ -91,9 +91,13 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         return self._conclude(self.kv_mgr.check_status)
 
     def poll_pp_consensus(self) -> int:
-        """Returns the state on which all pipeline stages agree."""
-        self._look()
-        return self._conclude(self.kv_mgr.check_status_pp_consensus)
+        """Returns the state of the first pipeline stage, which SGLang hands on to the others.
+
+        SGLang would have the least of all stages, as their own threads report it, since its senders cannot take pages
+        before the decode side has given its own. Ours can, and nothing polls the other stages here: each begins when
+        the decode side has opened the room there, and one that fails fails on the decode side, which tells all.
+        """
+        return self.poll()
 
     def abort(self) -> None:
         """Aborts the transfer. SGLang reuses the pages at once: what is still read from them is discarded."""
