@@ -195,6 +195,15 @@ class TestReceiving:
         ]
         assert scheduler.step().receive == []
 
+    def test_a_window_that_begins_within_a_block_needs_all_of_it(self):
+        scheduler, request = (
+            Scheduler(FULL, CacheGroup("window", ("layers.1",), 4, window_tokens=6)),
+            decode_request(14),
+        )
+        scheduler.allocate(request, external=13)
+        (wanted,) = scheduler.step().receive
+        assert wanted.groups["window"] == GroupBlocks(1, (151, 152, 153))
+
     def test_of_a_window_only_its_blocks_are_wanted(self):
         scheduler, request = Scheduler(FULL, WINDOW), decode_request(14)
         scheduler.allocate(request, external=13)
