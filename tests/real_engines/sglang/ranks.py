@@ -35,6 +35,7 @@ class Model:
         head_bytes: of one head and token, or of a latent.
         state_layers: with recurrent state, which has `heads` times 4 channels of 6 bytes, and a convolution whose
             channels are three blocks.
+        weights: identifies them.
     """
 
     layers: int = 3
@@ -44,6 +45,7 @@ class Model:
     window_layers: int = 0
     window_tokens: int = 8
     state_layers: int = 0
+    weights: str = "the same"
 
     @property
     def channels(self) -> int:
@@ -243,6 +245,7 @@ def place(
         sliding_window_size=model.window_tokens,
         num_hidden_layers=model.layers,
     )
+    identity = SimpleNamespace(fingerprint=lambda: {"weights": model.weights})
     with patch.context() as within:
         for module in (conn, manager_module):
             within.setattr(module, "get_parallel", lambda: parallel)
@@ -253,6 +256,7 @@ def place(
         within.setattr(conn, "linear_attn_tp_size", lambda: tp)
         within.setattr(conn, "PPConsensusStore", lambda *_: {})
         within.setattr(ModelConfig, "from_server_args", lambda _: config)
+        within.setattr(manager_module, "_identity", lambda *_: identity)
         yield
 
 

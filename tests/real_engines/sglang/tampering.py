@@ -84,8 +84,9 @@ def let_checksums_run_on_cpus(note: Callable[..., None]) -> None:
 
 
 def _pages_behind_the_prefix(scheduler: Any, req: Any) -> int:
-    page_tokens = scheduler.token_to_kv_pool_allocator.page_size
-    return -(-(len(req.origin_input_ids) - req.kv.cache_protected_len) // page_tokens)
+    page_tokens: int = scheduler.token_to_kv_pool_allocator.page_size
+    tokens: int = len(req.origin_input_ids) - req.kv.cache_protected_len
+    return -(-tokens // page_tokens)
 
 
 def register() -> None:

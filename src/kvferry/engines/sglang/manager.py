@@ -14,15 +14,18 @@ from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_parallel
+from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
 from kvferry import DecodeEndpoint, Device, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
+from kvferry.engines.fingerprint import CacheIdentity
 from kvferry.engines.sglang.directory import Directory, ask, get, registry_url
 from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
+from kvferry.engines.sglang.identity import cache_identity
 from kvferry.engines.sglang.layouts import Buffers, Caches, StateBuffer, describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
+from kvferry.engines.sglang.plugin import engine_version
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.errors import IncompatiblePeerError, LayoutError, RegistryError, UsageError, quoted
 
@@ -96,16 +99,21 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         settings = settings_beside(
             envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         )
-        caches = caches_of(
-            args, ModelConfig.from_server_args(server_args), is_latent=bool(is_mla_backend), place=self._coordinates
-        )
+        model = ModelConfig.from_server_args(server_args)
+        caches = caches_of(args, model, is_latent=bool(is_mla_backend), place=self._coordinates)
+        fingerprint = _identity(args, model).fingerprint()
         layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
         if disaggregation_mode is DisaggregationMode.PREFILL:
             address = self._own_bootstrap_address()
             announcement = ask(address)
             where = settings.model_copy(update={"registry_url": registry_url(address, announcement, settings)})
             self._prefill = PrefillEndpoint(
-                layout, engine=announcement.engine, coordinates=self._coordinates, settings=where, host_registry=False
+                layout,
+                engine=announcement.engine,
+                coordinates=self._coordinates,
+                settings=where,
+                host_registry=False,
+                fingerprint=fingerprint,
             )
             return
         self._directory = Directory(settings)
@@ -115,6 +123,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             coordinates=self._coordinates,
             settings=settings,
             registry=self._directory,
+            fingerprint=fingerprint,
         )
         self._helper = ThreadPoolExecutor(4, "kvferry-sglang-look-up")
         self._look_ups: dict[str, Future[PrefillServerInfo]] = {}
@@ -300,6 +309,17 @@ def caches_of(args: KVArgs, model: Any, *, is_latent: bool, place: RankCoordinat
         state=state,
         first_layer=args.prefill_start_layer if place.pp_size > 1 else 0,
         layers=model.num_hidden_layers if place.pp_size > 1 else None,
+    )
+
+
+def _identity(args: KVArgs, model: Any) -> CacheIdentity:
+    return cache_identity(
+        args,
+        model,
+        given=get_model(),
+        speculative=get_spec(),
+        execution=get_exec(),
+        version=engine_version(),
     )
 
 
