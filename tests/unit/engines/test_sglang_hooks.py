@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from kvferry.engines.sglang import hooks
-from kvferry.engines.sglang.names import BACKENDS, CREATE_RECEIVER, CREATE_SENDER, KV_CLASS, TRANSFER_QUEUE
+from kvferry.engines.sglang.names import BACKENDS, CREATE_RECEIVER, CREATE_SENDER, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE
 from kvferry.engines.sglang.plugin import register
 from kvferry.errors import EngineContractError
 
 log = logging.getLogger("sglang")
 
-ALL = [BACKENDS, KV_CLASS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER]
+ALL = [BACKENDS, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER]
 
 
 class HookType(Enum):
@@ -64,6 +64,7 @@ class FakeSGLang:
             return f"SGLang's own {class_type.value} of {transfer_backend.value}"
 
         self.utils.get_kv_class = get_kv_class
+        self.utils.setup_state_kv_args = lambda *_: None
         self.queue = self._queue_class()
         decode = self._module("sglang.srt.disaggregation.decode")
         decode.DecodeTransferQueue, decode.DecodePreallocQueue = self.queue, self._making_queue_class()
