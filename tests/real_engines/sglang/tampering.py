@@ -113,6 +113,7 @@ def register() -> None:
 
     from kvferry.endpoint import DecodeEndpoint, Sender
     from kvferry.engines.sglang.metadata_rows import MetadataRows
+    from kvferry.engines.sglang.sender import KVFerrySender
 
     directory = Path(os.environ[DIRECTORY])
 
@@ -124,6 +125,7 @@ def register() -> None:
         return (directory / "fault").read_text()
 
     submit, open_room, read = Sender.submit, DecodeEndpoint.open, MetadataRows.read
+    pop = KVFerrySender.pop_decode_prefix_len
 
     def submitting(sender: Any, pages: Mapping[str, Any], **more: Any) -> None:
         if fault() == "no end" and more["last"]:
@@ -153,6 +155,11 @@ def register() -> None:
         lambda _, scheduler, *__, **___: watch_tokens(scheduler, note),
         HookType.AFTER,
     )
+
+    def popping(sender: Any) -> int:
+        return 0 if fault() == "no prefix" else pop(sender)
+
+    KVFerrySender.pop_decode_prefix_len = popping  # type: ignore[method-assign]
     Sender.submit = submitting  # type: ignore[method-assign, assignment]
     DecodeEndpoint.open = opening  # type: ignore[method-assign, assignment]
     MetadataRows.read = reading  # type: ignore[method-assign, assignment]

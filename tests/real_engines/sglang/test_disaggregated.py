@@ -74,6 +74,15 @@ def test_what_the_decode_side_has_does_not_travel(pair: Pair, undivided: EngineP
     assert compared == [{"room": room, "pages": 6, "mismatch": False}]
 
 
+def test_sglangs_checksum_would_differ_if_the_prefill_side_did_not_know_the_prefix(pair: Pair):
+    """As it was: every request of which the decode side had the first pages failed."""
+    (prompt,) = prompts(14, 1, shortest=320)
+    assert [each.error for each in pair.run([prompt])] == [None]
+    pair.tampering.plant("no prefix")
+    (found,) = pair.run([prompt + prompts(15, 1, shortest=90)[0]])
+    assert found.error == "KV checksum mismatch"
+
+
 def test_sglangs_checksum_finds_another_page_behind_a_prefix(pair: Pair, undivided: EngineProcess):
     (prompt,) = prompts(11, 1, shortest=320)
     assert_equal(pair.run([prompt]), undivided.generate([prompt], TOKENS))
