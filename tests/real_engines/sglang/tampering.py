@@ -159,7 +159,7 @@ def register() -> None:
     def popping(sender: Any) -> int:
         return 0 if fault() == "no prefix" else pop(sender)
 
-    KVFerrySender.pop_decode_prefix_len = popping  # type: ignore[method-assign]
+    KVFerrySender.pop_decode_prefix_len = popping  # type: ignore[method-assign, assignment]
     Sender.submit = submitting  # type: ignore[method-assign, assignment]
     DecodeEndpoint.open = opening  # type: ignore[method-assign, assignment]
     MetadataRows.read = reading  # type: ignore[method-assign, assignment]
