@@ -129,7 +129,7 @@ def test_tokens_are_equal_behind_sglangs_server_in_rust(model: Path, undivided: 
         rooms = [next(ROOMS) for _ in given]
         pair.decode.submit(given, TOKENS, rooms=rooms, port=port)
         with ThreadPoolExecutor(len(given)) as threads:
-            answers = list(threads.map(lambda each: server.generate(*each, port), zip(given, rooms, strict=True)))
+            answers = list(threads.map(server.generate, given, rooms, [port] * len(given)))
         assert [each.status_code for each in answers] == [200] * len(given)
         assert_equal(pair.decode.outputs(), undivided.generate(given, TOKENS))
     finally:
