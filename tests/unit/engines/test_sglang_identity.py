@@ -42,7 +42,9 @@ def identity(**changes: Any) -> Any:
             speculative_algorithm=None, speculative_draft_model_path=None, speculative_draft_model_revision=None
         ),
         "execution": SimpleNamespace(
-            attention_backend="fa3", prefill_attention_backend="fa3", decode_attention_backend="flashinfer"
+            kernel=SimpleNamespace(
+                attention_backend="fa3", prefill_attention_backend="fa3", decode_attention_backend="flashinfer"
+            )
         ),
     }
     for name, value in changes.items():
@@ -61,8 +63,8 @@ def test_a_server_says_what_its_caches_are():
         "scales": "none",
         "attention_backend": "fa3, flashinfer",
         "content_order": "tokens, heads, numbers",
-        "rope": "[('rope_theta', 1000000.0)]",
-        "attention_window": "512 tokens, [('layer_types', ['sliding_attention', 'full_attention'])]",
+        "rope": '{"rope_theta": 1000000.0}',
+        "attention_window": '512 tokens, {"layer_types": ["sliding_attention", "full_attention"]}',
         "quantization": "none",
     }
 
