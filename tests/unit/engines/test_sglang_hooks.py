@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 
 from kvferry.engines.sglang import hooks
-from kvferry.engines.sglang.names import BACKENDS, KV_CLASS, TRANSFER_QUEUE
+from kvferry.engines.sglang.names import BACKENDS, CREATE_RECEIVER, CREATE_SENDER, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE
 from kvferry.engines.sglang.plugin import register
 from kvferry.errors import EngineContractError
 
 log = logging.getLogger("sglang")
+
+ALL = [BACKENDS, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER]
 
 
 class HookType(Enum):
@@ -62,8 +64,11 @@ class FakeSGLang:
             return f"SGLang's own {class_type.value} of {transfer_backend.value}"
 
         self.utils.get_kv_class = get_kv_class
+        self.utils.setup_state_kv_args = lambda *_: None
         self.queue = self._queue_class()
-        self._module("sglang.srt.disaggregation.decode").DecodeTransferQueue = self.queue
+        decode = self._module("sglang.srt.disaggregation.decode")
+        decode.DecodeTransferQueue, decode.DecodePreallocQueue = self.queue, self._making_queue_class()
+        self._module("sglang.srt.disaggregation.prefill").PrefillBootstrapQueue = self._making_queue_class()
         self.registry = self._registry_class()
         module = self._module("sglang.srt.plugins.hook_registry")
         module.HookRegistry, module.HookType = self.registry, HookType
@@ -94,6 +99,16 @@ class FakeSGLang:
                 self.deferred_kv_release_timeout = 30.0
 
         return DecodeTransferQueue
+
+    @staticmethod
+    def _making_queue_class() -> type:
+        class Queue:
+            def create_sender(self, req: Any, num_kv_heads: int) -> bool:
+                return True
+
+            def _create_receiver_and_enqueue(self, req: Any, is_rebootstrap: bool = False) -> None: ...
+
+        return Queue
 
     @staticmethod
     def _registry_class() -> Any:
@@ -189,7 +204,7 @@ def test_without_its_plug_in_nothing_is_served(sglang: FakeSGLang, caplog: pytes
         hooks.check_hooks()
 
 
-@pytest.mark.parametrize("lost", [BACKENDS, KV_CLASS, TRANSFER_QUEUE])
+@pytest.mark.parametrize("lost", ALL)
 def test_a_hook_that_sglang_could_not_apply_is_named(sglang: FakeSGLang, caplog: pytest.LogCaptureFixture, lost: str):
     sglang.registry.refused.add(lost)
     sglang.start()
@@ -200,7 +215,7 @@ def test_a_hook_that_sglang_could_not_apply_is_named(sglang: FakeSGLang, caplog:
         hooks.check_hooks()
 
 
-@pytest.mark.parametrize("lost", [BACKENDS, KV_CLASS, TRANSFER_QUEUE])
+@pytest.mark.parametrize("lost", ALL)
 def test_nixl_does_not_run_in_our_place_where_a_hook_is_lost(
     sglang: FakeSGLang, monkeypatch: pytest.MonkeyPatch, lost: str
 ):
