@@ -46,14 +46,14 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 """Architecture, and what is different in its configuration. The hybrid attends to a window in five layers of six."""
 
 
-def write(name: str, directory: Path) -> Path:
-    """Writes one of `MODELS` where an engine can load it."""
+def write(name: str, directory: Path, *, seed: int = 11) -> Path:
+    """Writes one of `MODELS` where an engine can load it; its weights are as the seed says."""
     architecture, changes = MODELS[name]
     words = {f"w{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(directory)
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **_SIZES | changes))
     network.to(torch.float32).save_pretrained(directory)
     return directory

@@ -39,6 +39,8 @@ class Shape:
         pool_mib: of the KV cache on every rank.
         step_tokens: the most that one step computes: a longer prompt comes in chunks.
         policy: what happens to a request whose cache does not come: fail or recompute.
+        cache_dtype: of the KV cache.
+        adapters: LoRA adapters that requests may name, by name.
         settings: of kvferry's.
     """
 
@@ -52,6 +54,8 @@ class Shape:
     step_tokens: int = 2048
     prefix_cache: bool = False
     policy: str = "fail"
+    cache_dtype: str = "auto"
+    adapters: Mapping[str, Path] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -102,9 +106,12 @@ class _Engine:
                 enforce_eager=True,
                 enable_prefix_caching=shape.prefix_cache,
                 kv_transfer_config=transfer,
+                kv_cache_dtype=shape.cache_dtype,
+                **_lora(shape),
                 disable_log_stats=False,
             )
         )
+        self.adapters = {name: (number, path) for number, (name, path) in enumerate(shape.adapters.items(), start=1)}
         self.outputs: dict[str, Output] = {}
         self.messages = Messages()
         logging.getLogger("kvferry").addHandler(self.messages)
@@ -132,12 +139,19 @@ class _Engine:
                 )
         return True
 
-    def submit(self, name: str, prompt: Sequence[int], count: int, parameters: dict[str, Any] | None) -> None:
+    def submit(
+        self, name: str, prompt: Sequence[int], count: int, parameters: dict[str, Any] | None, adapter: str = ""
+    ) -> None:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         extra = None if parameters is None else {"kv_transfer_params": parameters}
         sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, extra_args=extra)
-        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+        lora = None
+        if adapter:
+            number, path = self.adapters[adapter]
+            lora = LoRARequest(adapter, number, str(path))
+        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling, lora_request=lora)
 
     def take(self, name: str) -> Output | None:
         return self.outputs.pop(name, None)
@@ -190,6 +204,11 @@ class _Engine:
 
     def heal(self) -> None:
         self.faults.heal()
+
+
+def _lora(shape: Shape) -> dict[str, Any]:
+    """What an engine with adapters is started with."""
+    return {"enable_lora": True, "max_loras": len(shape.adapters), "max_lora_rank": 8} if shape.adapters else {}
 
 
 class Messages(logging.Handler):
@@ -358,9 +377,16 @@ class EngineProcess:
             raise EngineError(value)
         return value
 
-    def submit(self, name: str, prompt: Sequence[int], count: int, parameters: dict[str, Any] | None = None) -> None:
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        count: int,
+        parameters: dict[str, Any] | None = None,
+        adapter: str = "",
+    ) -> None:
         """Hands a request in."""
-        self.ask("submit", name, list(prompt), count, parameters)
+        self.ask("submit", name, list(prompt), count, parameters, adapter)
 
     def output(self, name: str, limit_s: float = ANSWER_S) -> Output:
         """Waits for the end of a request."""

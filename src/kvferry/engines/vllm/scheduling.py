@@ -46,6 +46,10 @@ BlockTables = Callable[[str], "Sequence[Sequence[Block]]"]
 """The blocks of a request, group by group."""
 
 
+Conditions = Callable[[Any, int], dict[str, bytes]]
+"""What the cache of a request depends on; see `identity.Conditions`."""
+
+
 class BlockPool(Protocol):
     """What keeps blocks from being given to others."""
 
@@ -65,6 +69,7 @@ class _Sending:
         is_begun: whether the workers have got any.
         is_complete: whether they have got all.
         kept: blocks that vLLM would give away though they are still being read.
+        depends_on: digests of what its cache depends on.
     """
 
     request: Request
@@ -74,18 +79,30 @@ class _Sending:
     is_begun: bool = False
     is_complete: bool = False
     kept: list[Block] = field(default_factory=list)
+    depends_on: dict[str, bytes] = field(default_factory=dict)
 
 
 class SchedulerSide:
     """The connector in the scheduler, owned by its thread. No method waits for anything."""
 
-    def __init__(self, groups: Sequence[CacheGroup], *, engine: str, may_send: bool, may_receive: bool) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        *,
+        engine: str,
+        may_send: bool,
+        may_receive: bool,
+        conditions: Conditions | None = None,
+    ) -> None:
         """Begins with no requests.
 
         Args:
             groups: in the order of the block tables. Those that are not transferred are not among them.
             engine: this engine's name.
+            conditions: returns what the cache of a request depends on, given how many of its tokens are exchanged;
+                nothing if None.
         """
+        self._conditions = conditions or (lambda *_: {})
         self._groups = tuple(groups)
         self._engine = engine
         self._may_send, self._may_receive = may_send, may_receive
@@ -132,7 +149,8 @@ class SchedulerSide:
             log.error("request %s is not transferred: %s", name, error)
             return
         if sending is not None and _sent_tokens(request):
-            self._sending[name] = _Sending(request, sending, _sent_tokens(request))
+            tokens = _sent_tokens(request)
+            self._sending[name] = _Sending(request, sending, tokens, depends_on=self._conditions(request, tokens))
 
     def _receive_parameters(self, request: Request) -> ReceiveParameters | None:
         return receive_parameters(request.kv_transfer_params) if self._may_receive else None
@@ -148,7 +166,16 @@ class SchedulerSide:
             if len(groups[group.name].blocks) < stop - first:
                 problem = f"vLLM keeps no block for some of the tokens before token {there} in group {group.name!r}"
         self._step.receive.append(
-            BlocksToReceive(name, params.room, params.engine, there - tokens, there, groups, problem)
+            BlocksToReceive(
+                name,
+                params.room,
+                params.engine,
+                there - tokens,
+                there,
+                groups,
+                problem,
+                depends_on=self._conditions(request, there),
+            )
         )
         if tokens:
             self._receiving.add(name)
@@ -202,7 +229,9 @@ class SchedulerSide:
                 elif group.window_tokens is not None:
                     self._keep(sending, table[first:stop])
         if groups or is_last:
-            step.send.append(BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last))
+            step.send.append(
+                BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last, sending.depends_on)
+            )
             sending.is_begun = True
         sending.is_complete = is_last
 

@@ -31,6 +31,7 @@ class BlocksToSend:
         tokens: how many tokens are sent in all.
         groups: its blocks, by group.
         is_last: whether these are the last ones.
+        depends_on: digests of what the request's cache depends on.
     """
 
     request: str
@@ -38,6 +39,7 @@ class BlocksToSend:
     tokens: int
     groups: dict[str, GroupBlocks]
     is_last: bool
+    depends_on: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class BlocksToReceive:
         tokens: how many there will be.
         groups: where they go, by group. Without any blocks the prefill engine only learns that none are needed.
         problem: why it cannot be received, if so.
+        depends_on: digests of what the request's cache depends on.
     """
 
     request: str
@@ -61,6 +64,7 @@ class BlocksToReceive:
     tokens: int
     groups: dict[str, GroupBlocks]
     problem: str = ""
+    depends_on: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def is_wanted(self) -> bool:
