@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
 from tests.real_engines.vllm.adapters import write_adapter
 from tests.real_engines.vllm.engine import Output
 from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
 
+from kvferry.engines.vllm.identity import content_order
 from kvferry.engines.vllm.parameters import ROOM
 
 pytestmark = pytest.mark.timeout(600)
@@ -90,6 +92,22 @@ def test_two_types_of_fp8_are_refused_with_both_named(engines: Engines):
     expected = "cache_dtype is 'float8_e4m3fn' on prefill engine 'prefill-e4m3', 'float8_e5m2' on this decode rank"
     assert expected in pair.said
     pair.prefill.wait_idle()
+
+
+def test_backends_of_vllms_give_one_shape_to_two_orders_and_these_are_told_apart():
+    """They need GPUs to run, and none to say what they make of a layer's cache."""
+    from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    plain = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    backends = (FlashAttentionBackend, TritonAttentionBackend, B12xPagedAttentionBackend)
+    kept = [(backend.customize_spec(plain), backend.get_name()) for backend in backends]
+    assert len({(spec.num_heads, spec.num_states, spec.state_content_size_bytes) for spec, _ in kept}) == 1
+    flash, triton, b12x = (content_order(spec, name, None) for spec, name in kept)
+    assert (flash, triton) == ("a slot a head: K, V",) * 2
+    assert b12x == "a slot for K of all heads, a slot for V: as B12X orders them"
 
 
 # ---- requests ------------------------------------------------------------------------------------------------------

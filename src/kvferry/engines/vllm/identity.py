@@ -128,7 +128,8 @@ def content_order(spec: Any, backend: str, packing: str | None) -> str:
             return "one latent"
         return "a slot a head: K, V" if backend in _K_THEN_V else f"a slot a head: as {backend} orders it"
     if content is not None and slots == 2 and content == spec.num_kv_heads * spec.head_size * spec.dtype.itemsize:
-        return "a slot for K of all heads, a slot for V"
+        # Not the same for all that do so: ROCM_ATTN keeps K by groups of elements.
+        return f"a slot for K of all heads, a slot for V: as {backend} orders them"
     if slots is not None and slots == 2 * spec.num_kv_heads:
         return f"a slot for K of each head, then a slot for V of each: as {backend} packs it"
     return f"as {backend} packs it"
