@@ -254,9 +254,10 @@ class Faults:
             "swapped pages": self._swap,
             "a head is missing": self._drop_head,
             "the last chunk is missing": self._skip_last,
+            "requests are not compared": self._compare_nothing,
         }[fault]()
 
-    def _replace(self, owner: type, name: str, replacement: Callable[..., Any]) -> None:
+    def _replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         setattr(owner, name, replacement)
         self._undo.append(lambda: setattr(owner, name, original))
@@ -287,6 +288,11 @@ class Faults:
             return given
 
         self._replace(WorkerSide, "_pages", dropped)
+
+    def _compare_nothing(self) -> None:
+        from kvferry.protocol import sender
+
+        self._replace(sender, "why_different", lambda prefill, decode: "")
 
     def _skip_last(self) -> None:
         from kvferry.engines.vllm.outgoing import OutgoingRequests
