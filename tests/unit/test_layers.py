@@ -147,6 +147,12 @@ def test_the_fingerprint_of_engines_is_pure():
     assert not packages & FORBIDDEN_WITHOUT_IO
 
 
+@pytest.mark.parametrize(("module", "error"), [("contract", "EngineContractError"), ("cache_kinds", "LayoutError")])
+def test_what_checks_engines_knows_none(module: str, error: str):
+    ours = {module for module in imports(PACKAGE / "engines" / f"{module}.py") if module.startswith("kvferry")}
+    assert ours == {"kvferry.errors", f"kvferry.errors.{error}"}
+
+
 def test_only_settings_read_the_environment():
     for file in PACKAGE.rglob("*.py"):
         if file != PACKAGE / "settings.py":

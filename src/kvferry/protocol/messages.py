@@ -285,6 +285,8 @@ class OpenRoom(Message, frozen=True, omit_defaults=True):
         groups: what is requested of the groups of pages that this prefill rank fills in the room; none where it sends
             nothing to this decode rank.
         trace: the decode side's trace context, as W3C's `traceparent`; empty without tracing.
+        held: tokens at the start of the request that this decode rank holds already, in groups that this prefill rank
+            does not fill as well.
         depends_on: what the request's cache depends on; see `protocol.request_conditions`.
     """
 
@@ -296,6 +298,7 @@ class OpenRoom(Message, frozen=True, omit_defaults=True):
     tokens: Position | None
     groups: Annotated[tuple[OpenGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     trace: ShortText = ""
+    held: Position = 0
     depends_on: RequestConditions = {}
 
 

@@ -41,6 +41,7 @@ class ReceiverOpened:
         request: what it requests from this rank.
         sends_aux: whether this rank sends it the aux data.
         verifies: whether it compares digests, and then sends `RoomVerified`.
+        held: tokens at the start of the request that it holds already.
     """
 
     receiver: str
@@ -49,6 +50,7 @@ class ReceiverOpened:
     request: ReceiverRequest
     sends_aux: bool
     verifies: bool = False
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +331,11 @@ class SenderMachine:
         self._chunks: deque[Chunk] = deque()  # submitted before every receiver had opened the room, or behind such
         self._next_pages: dict[str, int] = {}  # by group: the position in the request of the page that comes next
         self._last_chunk: Chunk | None = None
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens at the start of the request that every decode rank which has opened the room holds already."""
+        return min((receiver.opened.held for receiver in self._receivers.values()), default=0)
 
     @property
     def waiting_chunks(self) -> int:

@@ -52,8 +52,8 @@ def ask(
     """
     room, there = next(_rooms), pair.prefill.shape.name
     wants = {"do_remote_prefill": True, "remote_engine_id": there, ROOM: room}
-    pair.decode.submit(name, prompt, COUNT, wants, adapters[1])
-    pair.prefill.submit(name, other or prompt, 1, {"do_remote_decode": True, ROOM: room}, adapters[0])
+    pair.decode.submit(name, prompt, COUNT, wants, adapter=adapters[1])
+    pair.prefill.submit(name, other or prompt, 1, {"do_remote_decode": True, ROOM: room}, adapter=adapters[0])
 
 
 def ended(pair: Pair, name: str) -> Output:
@@ -65,7 +65,7 @@ def alone(engines: Engines, prompt: Sequence[int], adapter: str) -> tuple[int, .
     """Tokens of the undivided engine."""
     engine = engines.alone().started()
     name = f"alone-{next(_rooms)}"
-    engine.submit(name, prompt, COUNT, None, adapter)
+    engine.submit(name, prompt, COUNT, adapter=adapter)
     return engine.output(name).tokens
 
 
