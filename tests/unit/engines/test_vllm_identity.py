@@ -26,9 +26,8 @@ from kvferry.protocol.request_conditions import why_different
 
 def spec(**changes: Any) -> Any:
     """An `AttentionSpec` of two KV heads of 64 elements."""
-    quantized = SimpleNamespace(name=changes.pop("mode", "NONE"))
     usual = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, "num_head_slots": None}
-    return SimpleNamespace(**usual | {"state_content_bytes": None, "kv_quant_mode": quantized} | changes)
+    return SimpleNamespace(**usual | {"state_content_bytes": None} | changes)
 
 
 FLASH = spec(), "FLASH_ATTN"
@@ -130,9 +129,9 @@ def test_layers_that_are_left_out_of_a_cache_dtype_count():
 
 
 def test_scales_are_somewhere():
-    assert scales("auto", [FLASH]) == "none"
-    assert scales("fp8", [(spec(mode="FP8_PER_TENSOR"), "FLASH_ATTN"), FLASH]) == "of the checkpoint, or 1"
-    assert scales("int8_per_token_head", [(spec(mode="INT8_PER_TOKEN_HEAD"), "TRITON_ATTN")]).startswith("in the cache")
+    assert {scales(each) for each in ("auto", "bfloat16")} == {"none"}
+    assert {scales(each) for each in ("fp8", "fp8_e5m2")} == {"of the checkpoint, or 1"}
+    assert {scales(each) for each in ("int8_per_token_head", "fp8_ds_mla", "nvfp4")} == {"in the cache"}
 
 
 @pytest.mark.parametrize(

@@ -208,12 +208,7 @@ def _identity() -> Iterator[Line]:
         "vllm.config.compilation:CompilationConfig": ("static_forward_context",),
         "vllm.config.speculative:SpeculativeConfig": ("method", "draft_model_config"),
         "vllm.config.multimodal:MultiModalConfig": ("mm_processor_cache_gb", "mm_hasher_algorithm"),
-        "vllm.v1.kv_cache_interface:AttentionSpec": (
-            "num_kv_heads",
-            "num_head_slots",
-            "state_content_bytes",
-            "kv_quant_mode",
-        ),
+        "vllm.v1.kv_cache_interface:AttentionSpec": ("num_kv_heads", "num_head_slots", "state_content_bytes"),
         "vllm.multimodal.inputs:MultiModalFeatureSpec": ("identifier", "modality", "mm_position"),
         "vllm.multimodal.inputs:PlaceholderRange": ("offset", "length"),
         "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),

@@ -40,6 +40,9 @@ _K_THEN_V = frozenset(
 )
 """Backends whose kernels split the content of a head into K and, behind it, V; read in their sources of vLLM 0.32."""
 
+_NOT_QUANTIZED = frozenset({"auto", "float16", "bfloat16"})
+_SCALED_BY_TENSOR = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"})
+
 _MOST_ADAPTERS = 1024
 
 
@@ -69,7 +72,7 @@ def cache_identity(
         weights=_weights(model, load),
         architecture=str(model.architecture),
         cache_dtype=cache_dtype(vllm_config.cache_config, str(model.dtype), fp8_dtype),
-        scales=scales(vllm_config.cache_config.cache_dtype, layers),
+        scales=scales(vllm_config.cache_config.cache_dtype),
         attention_backend=", ".join(sorted({backend for _, backend in layers})),
         content_order="; ".join(sorted({content_order(spec, backend, packing) for spec, backend in layers})),
         rope=short_text(_chosen(config, "rope", "rotary")),
@@ -97,17 +100,17 @@ def cache_dtype(cache_config: Any, model_dtype: str, fp8_dtype: str) -> str:
     return (exact + exceptions).replace("torch.", "")
 
 
-def scales(cache_dtype: str, layers: Iterable[tuple[Any, str]]) -> str:
+def scales(cache_dtype: str) -> str:
     """Returns where the scales of quantised numbers are.
 
     Scales of whole tensors are 1 or the checkpoint's, whose identity covers them: vLLM 0.32 computes none itself.
+
+    Args:
+        cache_dtype: as vLLM calls it.
     """
-    modes = {getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") for spec, _ in layers}
-    if modes <= {"NONE"}:
+    if cache_dtype in _NOT_QUANTIZED:
         return NONE
-    if modes <= {"NONE", "FP8_PER_TENSOR"}:
-        return "of the checkpoint, or 1"
-    return f"in the cache ({cache_dtype})"
+    return "of the checkpoint, or 1" if cache_dtype in _SCALED_BY_TENSOR else "in the cache"
 
 
 def content_order(spec: Any, backend: str, packing: str | None) -> str:
