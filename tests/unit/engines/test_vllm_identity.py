@@ -145,13 +145,18 @@ def test_scales_are_somewhere():
         ({"model": {"quantization": "fp8"}}, "quantization"),
         ({"model": {"architecture": "LlamaForCausalLM"}}, "architecture"),
         ({"model": {"model": "/neither/here"}}, "weights"),
-        ({"cache": {"cache_dtype": "fp8_e5m2"}}, "cache_dtype"),
     ],
 )
 def test_what_changes_cached_values_is_refused_by_name(changes: Any, field: str):
     said = refusal(fields(), fields(**changes))
     assert f"KVFERRY_MAY_DIFFER={field}" in said
     assert said.count(" on prefill, ") == 1
+
+
+def test_two_types_of_fp8_are_refused_by_name():
+    said = refusal(*(fields(cache={"cache_dtype": named}) for named in ("fp8", "fp8_e5m2")))
+    assert "cache_dtype is 'float8_e4m3fn' on prefill, 'float8_e5m2' on decode. Start" in said
+    assert said.endswith("KVFERRY_MAY_DIFFER=cache_dtype")
 
 
 def test_what_changes_no_cached_value_is_not_said():
