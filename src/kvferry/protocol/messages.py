@@ -272,7 +272,7 @@ class OpenGroup(msgspec.Struct, frozen=True, array_like=True):
     pages: PageNumbers
 
 
-class OpenRoom(Message, frozen=True):
+class OpenRoom(Message, frozen=True, omit_defaults=True):
     """Decode to prefill: the open request of a room.
 
     Attributes:

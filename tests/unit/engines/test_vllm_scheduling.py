@@ -10,7 +10,7 @@ import pytest
 from kvferry.engines.vllm.choices import MOST_REMEMBERED, FirstChoices
 from kvferry.engines.vllm.layouts import CacheGroup
 from kvferry.engines.vllm.parameters import LARGEST_ROOM, ROOM, receive_parameters, send_parameters
-from kvferry.engines.vllm.scheduling import SchedulerSide
+from kvferry.engines.vllm.scheduling import Conditions, SchedulerSide
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks
 from kvferry.errors import UsageError
 
@@ -48,10 +48,15 @@ class Pool:
 class Scheduler:
     """As much of vLLM's as it takes: block tables, and progress after every step."""
 
-    def __init__(self, *groups: CacheGroup, held_back_tokens: int = 1) -> None:
+    def __init__(self, *groups: CacheGroup, held_back_tokens: int = 1, conditions: Conditions | None = None) -> None:
         self.groups = groups or (FULL,)
         self.side = SchedulerSide(
-            self.groups, engine="here", may_send=True, may_receive=True, held_back_tokens=held_back_tokens
+            self.groups,
+            engine="here",
+            may_send=True,
+            may_receive=True,
+            held_back_tokens=held_back_tokens,
+            conditions=conditions,
         )
         self.tables: dict[str, list[list[Block]]] = {}
         self.pool = Pool()
@@ -474,3 +479,35 @@ class TestParameters:
     def test_an_engine_that_cannot_be_is_refused(self, engine: object):
         with pytest.raises(UsageError, match="remote_engine_id"):
             receive_parameters({"do_remote_prefill": True, "remote_engine_id": engine, ROOM: 1})
+
+
+class TestConditions:
+    """What a request's cache depends on goes with its blocks, of the tokens that are exchanged."""
+
+    def test_every_chunk_that_is_sent_carries_them_and_a_preemption_changes_nothing(self):
+        asked = []
+
+        def conditions(_: Any, tokens: int) -> dict[str, bytes]:
+            asked.append(tokens)
+            return {"prompt": b"1"}
+
+        scheduler = Scheduler(conditions=conditions)
+        request = prefill_request(13)
+        scheduler.allocate(request)
+        assert [each.depends_on for each in scheduler.step(request, 8).send] == [{"prompt": b"1"}]
+        request.num_computed_tokens = 0
+        scheduler.step(preempted=("r",))
+        scheduler.allocate(request)
+        assert [each.depends_on for each in scheduler.step(request, 13).send] == [{"prompt": b"1"}]
+        assert asked == [12], "once, of all tokens but the last"
+
+    @pytest.mark.parametrize("external", [12, 4, 0])
+    def test_a_request_for_a_cache_carries_them_also_where_nothing_is_missing(self, external: int):
+        scheduler = Scheduler(conditions=lambda request, tokens: {"prompt": b"%d" % tokens})
+        scheduler.allocate(decode_request(13), external=external)
+        assert [each.depends_on for each in scheduler.step().receive] == [{"prompt": b"12"}]
+
+    def test_a_request_that_ended_early_is_declined_with_them(self):
+        scheduler = Scheduler(conditions=lambda request, tokens: {"prompt": b"%d" % tokens})
+        scheduler.side.finished(decode_request(13), is_aborted=True)
+        assert [each.depends_on for each in scheduler.step().receive] == [{"prompt": b"12"}]

@@ -51,6 +51,10 @@ BlockTables = Callable[[str], "Sequence[Sequence[Block]]"]
 """The blocks of a request, group by group."""
 
 
+Conditions = Callable[[Any, int], dict[str, bytes]]
+"""What the cache of a request depends on; see `identity.Conditions`."""
+
+
 class BlockPool(Protocol):
     """What keeps blocks from being given to others."""
 
@@ -70,6 +74,7 @@ class _Sending:
         is_begun: whether the workers have got any.
         is_complete: whether they have got all.
         kept: blocks that vLLM would give away though they are still being read.
+        depends_on: digests of what its cache depends on.
     """
 
     request: Request
@@ -79,6 +84,7 @@ class _Sending:
     is_begun: bool = False
     is_complete: bool = False
     kept: list[Block] = field(default_factory=list)
+    depends_on: dict[str, bytes] = field(default_factory=dict)
 
 
 class SchedulerSide:
@@ -92,6 +98,7 @@ class SchedulerSide:
         may_send: bool,
         may_receive: bool,
         held_back_tokens: int = 1,
+        conditions: Conditions | None = None,
     ) -> None:
         """Begins with no requests.
 
@@ -101,7 +108,10 @@ class SchedulerSide:
             may_send: whether it sends caches.
             may_receive: whether it receives caches.
             held_back_tokens: how many of a prompt's last tokens are not sent. The same on both sides.
+            conditions: returns what the cache of a request depends on, given how many of its tokens are exchanged;
+                nothing if None.
         """
+        self._conditions = conditions or (lambda *_: {})
         self._groups = tuple(groups)
         self._held_back_tokens = held_back_tokens
         self._engine = engine
@@ -178,7 +188,8 @@ class SchedulerSide:
                 self._answered_choices[name] = first
                 return
             self._sent_choices.add(key, params)
-        self._sending[name] = _Sending(request, params, self._sent_tokens(request))
+        tokens = self._sent_tokens(request)
+        self._sending[name] = _Sending(request, params, tokens, depends_on=self._conditions(request, tokens))
 
     def _fetch(
         self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int
@@ -213,7 +224,16 @@ class SchedulerSide:
             groups[group.name] = _numbers(first, table[first:stop])
             if len(groups[group.name].blocks) < stop - first:
                 problem = f"vLLM keeps no block for some of the tokens before token {there} in group {group.name!r}"
-        return BlocksToReceive(request.request_id, params.room, params.engine, there - tokens, there, groups, problem)
+        return BlocksToReceive(
+            request.request_id,
+            params.room,
+            params.engine,
+            there - tokens,
+            there,
+            groups,
+            problem,
+            depends_on=self._conditions(request, there),
+        )
 
     # ---- choices of one request ----------------------------------------------------------------------------------
 
@@ -309,7 +329,9 @@ class SchedulerSide:
                 elif group.window_tokens is not None:
                     self._keep(sending, table[first:stop])
         if groups or is_last:
-            step.send.append(BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last))
+            step.send.append(
+                BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last, sending.depends_on)
+            )
             sending.is_begun = True
         sending.is_complete = is_last
 

@@ -43,6 +43,7 @@ class BlocksToSend:
         tokens: how many tokens are sent in all.
         groups: its blocks, by group.
         is_last: whether these are the last ones.
+        depends_on: digests of what the request's cache depends on.
     """
 
     request: str
@@ -50,6 +51,7 @@ class BlocksToSend:
     tokens: int
     groups: dict[str, GroupBlocks]
     is_last: bool
+    depends_on: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class BlocksToReceive:
         problem: why it cannot be received, if so.
         copied_from: by group, the blocks of another choice of the same request that has them already, in the order of
             those that they are copied to. Nothing is asked of the prefill engine then.
+        depends_on: digests of what the request's cache depends on.
     """
 
     request: str
@@ -76,6 +79,7 @@ class BlocksToReceive:
     groups: dict[str, GroupBlocks]
     problem: str = ""
     copied_from: dict[str, GroupBlocks] = field(default_factory=dict)
+    depends_on: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def is_wanted(self) -> bool:
