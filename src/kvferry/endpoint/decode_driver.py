@@ -59,6 +59,7 @@ _SHORTEST_SLEEP_S = 100e-6
 _LONGEST_SLEEP_S = 0.01
 _SLEEP_OF_QUIET = 1 / 16
 """Of the time that nothing has happened: what arrives is noticed that much later than it might be, at the most."""
+_MESSAGES_S = 1e-3
 _LINKS_OPEN_MS = 50
 _IDLE_MS = 500
 _TICK_S = 0.1
@@ -119,6 +120,7 @@ class DecodeDriver(Loop):
         self._unconfirmed: dict[tuple[int, int, int], Link] = {}
         self._arriving: ArrivalTask | None = None  # while its room handles the arrival
         self._last_news_at = 0.0
+        self._next_messages_at = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
         self._is_stopping = threading.Event()
@@ -247,14 +249,15 @@ class DecodeDriver(Loop):
         """Waits for what there is to do; returns the connections that have news."""
         if not self._rooms:
             return self._end.wait(_LINKS_OPEN_MS if self._waiting or self._links.are_awaited else _IDLE_MS)
-        quiet_s = self._platform.now() - self._last_news_at
-        sleep_s = min(max(_SHORTEST_SLEEP_S, quiet_s * _SLEEP_OF_QUIET), _LONGEST_SLEEP_S)
-        if sleep_s >= 1e-3:
-            return self._end.wait(int(sleep_s * 1e3))
-        ready = self._end.wait(0)  # which can wait for whole milliseconds only
-        if not ready and not self._inbox:
-            self._platform.pause(sleep_s)
-        return ready
+        now = self._platform.now()
+        sleep_s = min(max(_SHORTEST_SLEEP_S, (now - self._last_news_at) * _SLEEP_OF_QUIET), _LONGEST_SLEEP_S)
+        if sleep_s < _MESSAGES_S and now < self._next_messages_at:
+            if not self._inbox:
+                self._platform.pause(sleep_s)
+            return ()
+        # Each call to the system hands the interpreter to others, which may keep it: messages come seldom, and wait.
+        self._next_messages_at = now + _MESSAGES_S
+        return self._end.wait(int(sleep_s / _MESSAGES_S))
 
     def _work_inbox(self, now: float) -> bool:
         happened = False

@@ -94,6 +94,7 @@ class SchedulerSide:
         self._tables: BlockTables | None = None
         self._pool: BlockPool | None = None
         self._sending: dict[str, _Sending] = {}
+        self._unfinished: dict[str, _Sending] = {}  # those of which the workers have not got all
         self._receiving: set[str] = set()
         self._step = Step()
 
@@ -134,7 +135,7 @@ class SchedulerSide:
             log.error("request %s is not transferred: %s", name, error)
             return
         if sending is not None and _sent_tokens(request):
-            self._sending[name] = _Sending(request, sending, _sent_tokens(request))
+            self._sending[name] = self._unfinished[name] = _Sending(request, sending, _sent_tokens(request))
 
     def _receive_parameters(self, request: Request) -> ReceiveParameters | None:
         return receive_parameters(request.kv_transfer_params) if self._may_receive else None
@@ -178,9 +179,8 @@ class SchedulerSide:
             if sending is not None:
                 step.preempted.add(name)
                 sending.next_blocks.clear()
-        for name in self._sending.keys() & scheduled_tokens.keys():  # as long as the shorter of both
-            sending = self._sending[name]
-            if not sending.is_complete:
+        for name, sending in list(self._unfinished.items()):
+            if name in scheduled_tokens:
                 self._send(sending, sending.request.num_computed_tokens + scheduled_tokens[name], step)
         return step
 
@@ -206,7 +206,9 @@ class SchedulerSide:
         if groups or is_last:
             step.send.append(BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last))
             sending.is_begun = True
-        sending.is_complete = is_last
+        if is_last:
+            sending.is_complete = True
+            del self._unfinished[name]
 
     def _keep(self, sending: _Sending, blocks: Sequence[Block]) -> None:
         """Keeps blocks of a window: vLLM gives them away as soon as no later token attends to them."""
@@ -230,6 +232,7 @@ class SchedulerSide:
         sending = self._sending.get(name)
         if sending is None:
             return False, None
+        self._unfinished.pop(name, None)
         if not sending.is_begun:
             del self._sending[name]
             return False, None
