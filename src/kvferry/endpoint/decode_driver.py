@@ -231,18 +231,15 @@ class DecodeDriver(Loop):
             return False
         ready = self._wait() if may_wait else self._end.wait(0)
         now = self._platform.now()
-        happened = self._work_inbox(now)
+        self._work_inbox(now)
         if self._rooms:  # before messages: a peer's close must not discard what has arrived from it
-            happened |= self._take_notifications(now)
+            self._take_notifications(now)
         for channel in ready:
             if self._links.owns(channel):
-                happened = True
                 self._receive(channel, now)
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
             self._tick(now)
-        if happened:
-            self._last_news_at = self._platform.now()
         return True
 
     def _wait(self) -> Collection[Connection]:
@@ -259,12 +256,9 @@ class DecodeDriver(Loop):
         self._next_messages_at = now + _MESSAGES_S
         return self._end.wait(int(sleep_s / _MESSAGES_S))
 
-    def _work_inbox(self, now: float) -> bool:
-        happened = False
+    def _work_inbox(self, now: float) -> None:
         while self._inbox:
-            happened = True
             self._inbox.popleft()(now)
-        return happened
 
     # ---- rooms --------------------------------------------------------------------------------------------------
 
@@ -286,6 +280,7 @@ class DecodeDriver(Loop):
 
     def _handle(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
         """Passes an event to a room's machine, executes its commands, and forgets the room once it is done."""
+        self._last_news_at = now  # heartbeats' answers do not count: nothing follows them
         try:
             commands = room.handle(event, now)
         except Exception as error:
@@ -353,8 +348,8 @@ class DecodeDriver(Loop):
         except KVFerryError as error:
             self._handle(room, SenderLost(rank, error), now)
 
-    def _take_notifications(self, now: float) -> bool:
-        """Handles the transport's notifications; returns whether there were any."""
+    def _take_notifications(self, now: float) -> None:
+        """Handles the transport's notifications."""
         try:
             notifications = self._transport.take_notifications()
         except Exception as error:
@@ -363,10 +358,9 @@ class DecodeDriver(Loop):
                 log.exception("notifications could not be taken; %d rooms fail", len(running))
             for room in running:
                 self._handle(room, ReceiverBroke(error), now)
-            return False
+            return
         for peer, data in notifications:
             self._notified(peer, data, now)
-        return bool(notifications)
 
     def _notified(self, peer: str, data: bytes, now: float) -> None:
         """Handles a notification, if its room is open and it comes from the rank that it names."""
