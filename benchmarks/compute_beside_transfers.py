@@ -13,9 +13,9 @@ two steps it opens, submits and looks at rooms as an engine would; that time is 
 the 50th and the 99th percentile of a step and how much computing was done, each compared with `alone` in the same round
 and as the median over rounds, and what kvferry's threads took of the processor. With --json, the same as JSON.
 
-On a machine with other work times lie. "waits" lies less: while the thread that computes neither runs nor stands in
-line for a processor, by the operating system's account, it waits for the lock. It is a share of its time without that
-line; where whoever has the lock must stand in line itself, it is too much.
+A step's time is without what the thread stood in line for a processor, by the operating system's account, so that
+other work on the machine counts less; it counts where kvferry's threads stand in line while they have the lock. "waits"
+is how much of its time the thread that computes neither ran nor stood in line, and so waited for the lock.
 
     python benchmarks/compute_beside_transfers.py [--side prefill] [--path staged] [--rounds 5]
 """
@@ -23,6 +23,7 @@ line; where whoever has the lock must stand in line itself, it is too much.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import logging
@@ -155,7 +156,7 @@ class Measured:
     """One phase.
 
     Attributes:
-        steps: seconds of each.
+        steps: seconds of each, without the line for a processor.
         calls_s: seconds of each look at the requests between two steps.
         requests: how many were done.
         threads: the accounts of all other threads, by name.
@@ -249,15 +250,25 @@ def phase(step: Callable[[], None], seconds: float, look: Callable[[], None]) ->
     """Computes for some seconds."""
     steps, calls = [], []
     others_before = threads()[1]
-    before, begun_at = threads()[0], time.perf_counter()
-    now = begun_at
-    while now - begun_at < seconds:
-        look()
-        called_at = time.perf_counter()
-        calls.append(called_at - now)
-        step()
-        now = time.perf_counter()
-        steps.append(now - called_at)
+    with Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").open("rb") as schedstat:
+        read, descriptor = ctypes.PyDLL(None).pread, schedstat.fileno()  # which keeps the lock, as `os.pread` does not
+        buffer = ctypes.create_string_buffer(100)
+
+        def queued_s() -> float:
+            read(descriptor, buffer, 100, 0)
+            return int(buffer.value.split()[1]) * 1e-9
+
+        before, begun_at = threads()[0], time.perf_counter()
+        now = begun_at
+        while now - begun_at < seconds:
+            look()
+            called_at = time.perf_counter()
+            calls.append(called_at - now)
+            queued = queued_s()
+            step()
+            queued = queued_s() - queued
+            now = time.perf_counter()
+            steps.append(now - called_at - queued)
     mine, others_after = threads()
     mine -= before
     others = {name: each - others_before.get(name, Account()) for name, each in others_after.items()}
