@@ -59,6 +59,7 @@ _SHORTEST_SLEEP_S = 100e-6
 _LONGEST_SLEEP_S = 0.01
 _SLEEP_OF_QUIET = 1 / 16
 """Of the time that nothing has happened: what arrives is noticed that much later than it might be, at the most."""
+_MESSAGES_S = 1e-3
 _LINKS_OPEN_MS = 50
 _IDLE_MS = 500
 _TICK_S = 0.1
@@ -119,6 +120,7 @@ class DecodeDriver(Loop):
         self._unconfirmed: dict[tuple[int, int, int], Link] = {}
         self._arriving: ArrivalTask | None = None  # while its room handles the arrival
         self._last_news_at = 0.0
+        self._next_messages_at = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
         self._is_stopping = threading.Event()
@@ -229,39 +231,34 @@ class DecodeDriver(Loop):
             return False
         ready = self._wait() if may_wait else self._end.wait(0)
         now = self._platform.now()
-        happened = self._work_inbox(now)
+        self._work_inbox(now)
         if self._rooms:  # before messages: a peer's close must not discard what has arrived from it
-            happened |= self._take_notifications(now)
+            self._take_notifications(now)
         for channel in ready:
             if self._links.owns(channel):
-                happened = True
                 self._receive(channel, now)
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
             self._tick(now)
-        if happened:
-            self._last_news_at = self._platform.now()
         return True
 
     def _wait(self) -> Collection[Connection]:
         """Waits for what there is to do; returns the connections that have news."""
         if not self._rooms:
             return self._end.wait(_LINKS_OPEN_MS if self._waiting or self._links.are_awaited else _IDLE_MS)
-        quiet_s = self._platform.now() - self._last_news_at
-        sleep_s = min(max(_SHORTEST_SLEEP_S, quiet_s * _SLEEP_OF_QUIET), _LONGEST_SLEEP_S)
-        if sleep_s >= 1e-3:
-            return self._end.wait(int(sleep_s * 1e3))
-        ready = self._end.wait(0)  # which can wait for whole milliseconds only
-        if not ready and not self._inbox:
-            self._platform.pause(sleep_s)
-        return ready
+        now = self._platform.now()
+        sleep_s = min(max(_SHORTEST_SLEEP_S, (now - self._last_news_at) * _SLEEP_OF_QUIET), _LONGEST_SLEEP_S)
+        if sleep_s < _MESSAGES_S and now < self._next_messages_at:
+            if not self._inbox:
+                self._platform.pause(sleep_s)
+            return ()
+        # Each call to the system hands the interpreter to others, which may keep it: messages come seldom, and wait.
+        self._next_messages_at = now + _MESSAGES_S
+        return self._end.wait(int(sleep_s / _MESSAGES_S))
 
-    def _work_inbox(self, now: float) -> bool:
-        happened = False
+    def _work_inbox(self, now: float) -> None:
         while self._inbox:
-            happened = True
             self._inbox.popleft()(now)
-        return happened
 
     # ---- rooms --------------------------------------------------------------------------------------------------
 
@@ -283,6 +280,7 @@ class DecodeDriver(Loop):
 
     def _handle(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
         """Passes an event to a room's machine, executes its commands, and forgets the room once it is done."""
+        self._last_news_at = now  # heartbeats' answers do not count: nothing follows them
         try:
             commands = room.handle(event, now)
         except Exception as error:
@@ -352,8 +350,8 @@ class DecodeDriver(Loop):
         except KVFerryError as error:
             self._handle(room, SenderLost(rank, error), now)
 
-    def _take_notifications(self, now: float) -> bool:
-        """Handles the transport's notifications; returns whether there were any."""
+    def _take_notifications(self, now: float) -> None:
+        """Handles the transport's notifications."""
         try:
             notifications = self._transport.take_notifications()
         except Exception as error:
@@ -362,10 +360,9 @@ class DecodeDriver(Loop):
                 log.exception("notifications could not be taken; %d rooms fail", len(running))
             for room in running:
                 self._handle(room, ReceiverBroke(error), now)
-            return False
+            return
         for peer, data in notifications:
             self._notified(peer, data, now)
-        return bool(notifications)
 
     def _notified(self, peer: str, data: bytes, now: float) -> None:
         """Handles a notification, if its room is open and it comes from the rank that it names."""

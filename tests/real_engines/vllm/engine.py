@@ -309,9 +309,10 @@ class Faults:
 
         def swapped(side: WorkerSide, *arguments: Any) -> PagesToSend:
             given = original(side, *arguments)
-            first, *middle, last = given.pages
             # Two full ones would change nothing: keys know their positions, and attention sums over all of them.
-            return PagesToSend(given.start, (last, *middle, first))
+            pages = given.pages.copy()
+            pages[[0, -1]] = pages[[-1, 0]]
+            return PagesToSend(given.start, pages)
 
         self._replace(WorkerSide, "_pages", swapped)
 

@@ -89,7 +89,8 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
 
     def poll(self) -> int:
         """Returns the state of the transfer."""
-        self._look()
+        if self._transfer is not None and self._transfer.state is not self._seen:
+            self._look()
         return self._conclude(self.kv_mgr.check_status)
 
     def poll_pp_consensus(self) -> int:

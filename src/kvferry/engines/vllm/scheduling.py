@@ -119,6 +119,7 @@ class SchedulerSide:
         self._tables: BlockTables | None = None
         self._pool: BlockPool | None = None
         self._sending: dict[str, _Sending] = {}
+        self._unfinished: dict[str, _Sending] = {}  # those of which the workers have not got all
         self._receiving: set[str] = set()
         self._sent_choices: FirstChoices[SendParameters] = FirstChoices()
         self._answered_choices: dict[str, SendParameters] = {}  # of choices that the first one is sent for
@@ -189,7 +190,9 @@ class SchedulerSide:
                 return
             self._sent_choices.add(key, params)
         tokens = self._sent_tokens(request)
-        self._sending[name] = _Sending(request, params, tokens, depends_on=self._conditions(request, tokens))
+        self._sending[name] = self._unfinished[name] = _Sending(
+            request, params, tokens, depends_on=self._conditions(request, tokens)
+        )
 
     def _fetch(
         self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int
@@ -303,9 +306,8 @@ class SchedulerSide:
             if sending is not None:
                 step.preempted.add(name)
                 sending.next_blocks.clear()
-        for name in self._sending.keys() & scheduled_tokens.keys():  # as long as the shorter of both
-            sending = self._sending[name]
-            if not sending.is_complete:
+        for name, sending in list(self._unfinished.items()):
+            if name in scheduled_tokens:
                 self._send(sending, sending.request.num_computed_tokens + scheduled_tokens[name], step)
         return step
 
@@ -333,7 +335,9 @@ class SchedulerSide:
                 BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last, sending.depends_on)
             )
             sending.is_begun = True
-        sending.is_complete = is_last
+        if is_last:
+            sending.is_complete = True
+            del self._unfinished[name]
 
     def _keep(self, sending: _Sending, blocks: Sequence[Block]) -> None:
         """Keeps blocks of a window: vLLM gives them away as soon as no later token attends to them."""
@@ -365,6 +369,7 @@ class SchedulerSide:
         sending = self._sending.get(name)
         if sending is None:
             return False, None
+        self._unfinished.pop(name, None)
         if not sending.is_begun:
             del self._sending[name]
             return False, None

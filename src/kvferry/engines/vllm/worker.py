@@ -117,7 +117,7 @@ class WorkerSide:
 
     def before(self, step: Step) -> None:
         """Drops the pages of preempted requests. Called before the step runs, which may write to their blocks."""
-        if self._outgoing is not None:
+        if self._outgoing is not None and step.preempted:
             self._outgoing.preempt(step.preempted)
 
     def receive(self, step: Step) -> None:
