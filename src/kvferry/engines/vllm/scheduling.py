@@ -336,8 +336,9 @@ class SchedulerSide:
             if fetch is not None:
                 fetch.state = FetchState.FAILED
         answered = self._answered_choices.pop(name, None)
-        if answered is not None and not is_aborted:
-            return False, answer(answered, engine=self._engine, request=name, tokens=self._sent_tokens(request))
+        if answered is not None:
+            tokens = self._sent_tokens(request)
+            return False, None if is_aborted else answer(answered, engine=self._engine, request=name, tokens=tokens)
         sending = self._sending.get(name)
         if sending is None:
             return False, None
