@@ -170,7 +170,7 @@ class SchedulerSide:
         name = request.request_id
         whole = whole_request(name)
         if whole is not None:
-            key = (whole, params.room if params.is_known else None)
+            key = (whole, params.room if params.is_known else None, hash(tuple(request.prompt_token_ids or ())))
             first = self._sent_choices.get(key)
             if first is not None:
                 self._answered_choices[name] = first
@@ -188,10 +188,13 @@ class SchedulerSide:
             if tokens:
                 self._copy(fetch, params, request, blocks, tokens)
             return
-        if key is not None:
-            fetch = Fetch(request, FetchState.FETCHING if tokens else FetchState.FETCHED)
-            self._fetched_choices.add(key, fetch)
+        if key is not None and tokens:
+            fetch = Fetch(request, FetchState.FETCHING)
             self._fetches[request.request_id] = fetch
+            self._fetched_choices.add(key, fetch)
+        elif key is not None:
+            # What it has came from elsewhere, and may be on its way: the others have their own prefix, or compute.
+            self._fetched_choices.add(key, Fetch(None, FetchState.FETCHED))
         self._ask(params, request, blocks, tokens)
 
     def _ask(self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
@@ -277,6 +280,9 @@ class SchedulerSide:
         """
         step, self._step = self._step, Step()
         for name in preempted:
+            fetch = self._fetches.pop(name, None)
+            if fetch is not None:
+                fetch.request = None
             sending = self._sending.get(name)
             if sending is not None:
                 step.preempted.add(name)
