@@ -396,12 +396,21 @@ class TestChoicesThatAreFetched:
             scheduler.side.finished(request, is_aborted=True)
         assert [(told.request, told.is_wanted) for told in scheduler.step().receive] == [("0_r", False)]
 
-    def test_where_the_first_has_all_the_others_copy_from_it(self):
+    def test_where_the_first_has_all_from_elsewhere_nothing_is_copied(self):
+        """It may be another connector's, which has not loaded it yet though vLLM counts it as there."""
         scheduler, (first, second, _) = Scheduler(), choices(decode_request(14))
         first.num_computed_tokens = 13
         scheduler.allocate(first)
         assert [told.is_wanted for told in scheduler.step().receive] == [False]
-        assert scheduler.side.tokens_elsewhere(second, 12) == 1
+        assert scheduler.side.tokens_elsewhere(second, 4) == 0
+        scheduler.allocate(second, first=200)
+        assert scheduler.step().receive == []
+
+    def test_nothing_is_copied_from_one_that_was_preempted_and_counts_as_there_again(self):
+        scheduler, (first, second, _) = self.fetched()
+        scheduler.step(preempted=("0_r",))
+        assert first.num_computed_tokens == 13
+        assert scheduler.side.tokens_elsewhere(second, 0) == 0
 
     def test_another_request_of_the_same_name_is_another_one(self):
         """Names are the caller's where vLLM is told not to make them unique."""
@@ -440,6 +449,15 @@ class TestChoicesThatAreSent:
         keeps, parameters = scheduler.side.finished(second, is_aborted=False)
         assert parameters is not None
         assert (keeps, parameters[ROOM]) == (False, sent.room)
+
+    def test_another_prompt_is_another_request_whatever_its_name(self):
+        """Names are the caller's where vLLM is told not to make them unique."""
+        scheduler, (first, second, _) = Scheduler(), choices(prefill_request(14, room=None))
+        second.prompt_token_ids = [2] * 14
+        scheduler.allocate(first)
+        scheduler.allocate(second, first=200)
+        rooms = {scheduler.step(request, 14).send[0].room for request in (first, second)}
+        assert len(rooms) == 2
 
     def test_one_that_is_aborted_answers_nothing(self):
         scheduler, (first, second, _) = Scheduler(), choices(prefill_request(14))

@@ -8,6 +8,7 @@ its own beside this one, and a contract of its own here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvferry.engines.contract import (
     Attributes,
@@ -55,9 +56,14 @@ _CALLED = "vLLM calls ours so"
 _READ = "ours reads it"
 
 
-def _hooks() -> Iterator[Line]:
+_NEW_IN_0_32 = frozenset({"get_loaded_kv_cache_group_ids"})
+"""Which blocks a load overwrites, so that vLLM need not clear them: before, it left out all blocks of the load."""
+
+
+def _hooks(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
     for name, parameters in _HOOKS.items():
-        yield Signature(f"{_BASE}.{name}", parameters, _CALLED)
+        if name not in unknown:
+            yield Signature(f"{_BASE}.{name}", parameters, _CALLED)
     yield Signature(f"{_V1}.base:SupportsHMA.request_finished_all_groups", "self, request, block_ids", _CALLED)
     yield Call(f"{_BASE}._get_connector_metadata", 1, (), "ours gets its step from it")
     yield Mentions(
@@ -264,12 +270,13 @@ def _surroundings() -> Iterator[Line]:
     yield Fields("vllm.platforms.interface:Platform", ("device_type",), "ours asks where it runs")
 
 
-CONTRACT = Contract(
-    engine="vLLM",
-    tried=("0.32.0",),
-    lines=(*_hooks(), *_callers(), *_structures(), *_caches(), *_configuration(), *_identity(), *_surroundings()),
-)
-"""What holds wherever vLLM runs."""
+def _contract(tried: str, unknown: frozenset[str] = frozenset()) -> Contract:
+    others = (*_callers(), *_structures(), *_caches(), *_configuration(), *_identity(), *_surroundings())
+    return Contract("vLLM", (tried,), (*_hooks(unknown), *others))
+
+
+CONTRACTS = (_contract("0.31.0", _NEW_IN_0_32), _contract("0.32.0"))
+"""What holds wherever vLLM runs, in each version that was tried."""
 
 CPU_LINES: tuple[Line, ...] = (
     Call(
@@ -288,13 +295,13 @@ def check() -> None:
     Raises:
         EngineContractError: if something that the connector builds on has changed; names all that has.
     """
-    lines = CONTRACT.lines
+    more: tuple[Line, ...] = ()
     try:
         if find("vllm.platforms:current_platform").is_cpu():
-            lines += CPU_LINES
+            more = CPU_LINES
     except (MissingError, AttributeError):
-        lines += (Present("vllm.platforms:current_platform.is_cpu", "ours asks where it runs"),)
-    enforce((Contract(CONTRACT.engine, CONTRACT.tried, lines),), version())
+        more = (Present("vllm.platforms:current_platform.is_cpu", "ours asks where it runs"),)
+    enforce([replace(contract, lines=contract.lines + more) for contract in CONTRACTS], version())
 
 
 def version() -> str:

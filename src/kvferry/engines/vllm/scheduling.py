@@ -183,7 +183,7 @@ class SchedulerSide:
         name = request.request_id
         whole = whole_request(name)
         if whole is not None:
-            key = (whole, params.room if params.is_known else None)
+            key = (whole, params.room if params.is_known else None, hash(tuple(request.prompt_token_ids or ())))
             first = self._sent_choices.get(key)
             if first is not None:
                 self._answered_choices[name] = first
@@ -204,10 +204,13 @@ class SchedulerSide:
             if tokens:
                 self._copy(fetch, params, request, blocks, tokens)
             return
-        if key is not None:
-            fetch = Fetch(request, FetchState.FETCHING if tokens else FetchState.FETCHED)
-            self._fetched_choices.add(key, fetch)
+        if key is not None and tokens:
+            fetch = Fetch(request, FetchState.FETCHING)
             self._fetches[request.request_id] = fetch
+            self._fetched_choices.add(key, fetch)
+        elif key is not None:
+            # What it has came from elsewhere, and may be on its way: the others have their own prefix, or compute.
+            self._fetched_choices.add(key, Fetch(None, FetchState.FETCHED))
         self._ask(params, request, blocks, tokens)
 
     def _ask(self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
@@ -302,6 +305,9 @@ class SchedulerSide:
         """
         step, self._step = self._step, Step()
         for name in preempted:
+            fetch = self._fetches.pop(name, None)
+            if fetch is not None:
+                fetch.request = None
             sending = self._sending.get(name)
             if sending is not None:
                 step.preempted.add(name)
@@ -364,8 +370,9 @@ class SchedulerSide:
             if fetch is not None:
                 fetch.state = FetchState.FAILED
         answered = self._answered_choices.pop(name, None)
-        if answered is not None and not is_aborted:
-            return False, answer(answered, engine=self._engine, request=name, tokens=self._sent_tokens(request))
+        if answered is not None:
+            tokens = self._sent_tokens(request)
+            return False, None if is_aborted else answer(answered, engine=self._engine, request=name, tokens=tokens)
         sending = self._sending.get(name)
         if sending is None:
             return False, None
