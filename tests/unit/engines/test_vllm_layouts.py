@@ -234,6 +234,9 @@ def test_a_hybrid_has_a_component_for_every_kind_however_its_layers_are_grouped(
     two = hybrid([group([2, 5], "full"), group([0, 1, 3, 4], "a", window_tokens=7)])
     assert one.digest == two.digest
     assert {component.name: component.window_tokens for component in one.components} == {"kv": None, "kv, window 7": 7}
+    assert {(shard.box[0], shard.group) for shard in one.shards if shard.component.window_tokens} == {
+        (Interval(number, number + 1), name) for number, name in ((0, "a"), (1, "b"), (3, "a"), (4, "b"))
+    }
     held = sorted((shard.component.name, shard.box[0], shard.group) for shard in two.shards)
     assert held == [
         ("kv", Interval(2, 3), "full"),
