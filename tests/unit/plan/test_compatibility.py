@@ -182,7 +182,8 @@ def test_shares_of_another_number_of_ranks_are_refused_with_their_layers_and_wha
         check(share(4, Interval(0, 2)), share(2, Interval(0, 2)))
     assert str(raised.value).endswith(
         "prefill (layer 4, tensor-parallel share 4, byte 8), decode (layer 4, tensor-parallel share 2, byte 8); an "
-        "engine does not say which part of 'kv' its ranks have in layer [0, 2): give both sides the same tensor-parallel size"
+        "engine does not say which part of 'kv' its ranks have in layer [0, 2): give both sides the same "
+        "tensor-parallel size"
     )
 
 
