@@ -52,6 +52,8 @@ class BlocksToReceive:
         tokens: how many there will be.
         groups: where they go, by group. Without any blocks the prefill engine only learns that none are needed.
         problem: why it cannot be received, if so.
+        copied_from: by group, the blocks of another choice of the same request that has them already, in the order of
+            those that they are copied to. Nothing is asked of the prefill engine then.
     """
 
     request: str
@@ -61,6 +63,7 @@ class BlocksToReceive:
     tokens: int
     groups: dict[str, GroupBlocks]
     problem: str = ""
+    copied_from: dict[str, GroupBlocks] = field(default_factory=dict)
 
     @property
     def is_wanted(self) -> bool:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvferry import DecodeEndpoint, GroupPages, PrefillEndpoint, RankCoordinates, Receiver, Settings, TransferState
+from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.outgoing import Fence, OutgoingRequests, PagesToSend
 from kvferry.engines.vllm.stats import TransferLog
@@ -48,6 +49,7 @@ class WorkerSide:
     def __init__(
         self,
         described: DescribedCaches,
+        copier: BlockCopier,
         coordinates: RankCoordinates,
         settings: Settings,
         *,
@@ -58,11 +60,18 @@ class WorkerSide:
         """Registers the caches and starts what is needed.
 
         Args:
+            described: the caches.
+            copier: copies blocks of them.
+            coordinates: this worker's place.
+            settings: of kvferry.
             engine: this engine's name.
+            sends: whether it sends caches.
+            receives: whether it receives caches.
 
         Raises:
             KVFerryError: if memory cannot be registered, or a port is taken.
         """
+        self._copier = copier
         self._pages_per_block = described.pages_per_block
         self._page_tokens = {group.name: group.page_tokens for group in described.layout.groups}
         self._prefill: PrefillEndpoint | None = None
@@ -70,6 +79,7 @@ class WorkerSide:
         self._outgoing: OutgoingRequests | None = None
         self._incoming: dict[str, Receiver] = {}
         self._not_begun: set[str] = set()
+        self._copied: set[str] = set()  # requests whose cache another choice had
         self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
         self._log = TransferLog()
         layout = described.layout
@@ -139,7 +149,8 @@ class WorkerSide:
             self._unreported -= refused
             sent = ended.keys() | refused
         failed, self._not_begun = self._not_begun, set()
-        received = set(failed)
+        copied, self._copied = self._copied, set()
+        received = failed | copied
         for request, receiver in list(self._incoming.items()):
             if receiver.pages_reusable:
                 del self._incoming[request]
@@ -173,6 +184,11 @@ class WorkerSide:
         try:
             if receiving.problem:
                 raise KVFerryError(receiving.problem)
+            if receiving.copied_from:
+                for name, blocks in receiving.copied_from.items():
+                    self._copier.copy(name, blocks, receiving.groups[name])
+                self._copied.add(request)
+                return
             pages = {}
             for name, blocks in receiving.groups.items():
                 part = self._pages(name, blocks, receiving.tokens)
