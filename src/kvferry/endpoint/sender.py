@@ -23,6 +23,8 @@ class Sender(Transfer):
         room: the transfer's number.
         state: where it stands.
         stats: what it took: bytes, writes and times.
+        prefix_tokens: tokens at the start of the request that every decode rank holds already, and that need not be
+            handed in. None while `state` is BOOTSTRAPPING.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Sender(Transfer):
         self._most_waiting = most_waiting
         self._taken_up = 0  # chunks that do not wait any more
         self._through = 0  # chunks that had been handed in when last all of them had been read
+        self.prefix_tokens: int | None = None
         self.stats = SenderStats(opened_at=now(), last_submitted_at=None, ended_at=None, writes=())
 
     def submit(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +14,11 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from kvferry.engines.sglang import manager as manager_module
+from kvferry.engines.sglang.hooks import keep_until_proven
+from kvferry.engines.sglang.plugin import register
 
 PAGES = 40
 SLOTS = 6
@@ -189,6 +193,21 @@ def _infos(pools: Sequence[np.ndarray]) -> tuple[list[int], list[int], list[int]
     return [each.ctypes.data for each in pools], [each.nbytes for each in pools], [each[0].nbytes for each in pools]
 
 
+class TransferQueue:
+    """Stands in for SGLang's, of which one is made before a decode rank's manager is."""
+
+
+QUEUE = TransferQueue()
+
+
+@cache
+def plug_in() -> None:
+    """Registers the plug-in in this process, as SGLang does before everything else."""
+    register()
+    HookRegistry.apply_hooks()
+    keep_until_proven(QUEUE, limit_is_users=False)
+
+
 @contextmanager
 def place(
     patch: pytest.MonkeyPatch, port: int, model: Model, *, tp: int, tp_rank: int, pp: int, pp_rank: int
@@ -214,7 +233,11 @@ def place(
         enable_cp_tp_group_sharing=False,
         load_balance_method="round_robin",
     )
-    disagg = SimpleNamespace(disaggregation_bootstrap_port=port, disaggregation_decode_allocation_policy="early")
+    disagg = SimpleNamespace(
+        disaggregation_bootstrap_port=port,
+        disaggregation_decode_allocation_policy="early",
+        disaggregation_enable_kv_checksum=False,
+    )
     config = SimpleNamespace(
         get_total_num_kv_heads=lambda: model.heads,
         sliding_window_size=model.window_tokens,
@@ -223,7 +246,7 @@ def place(
     with patch.context() as within:
         for module in (conn, manager_module):
             within.setattr(module, "get_parallel", lambda: parallel)
-        within.setattr(conn, "get_disagg", lambda: disagg)
+            within.setattr(module, "get_disagg", lambda: disagg)
         within.setattr(conn, "get_serving", lambda: SimpleNamespace(host="127.0.0.1", port=1))
         within.setattr(conn, "get_observability", lambda: SimpleNamespace(enable_trace=False))
         within.setattr(conn, "get_dsv41_spec_layout", lambda _: None)

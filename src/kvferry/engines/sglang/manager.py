@@ -8,21 +8,23 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
 from kvferry import DecodeEndpoint, Device, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
 from kvferry.engines.sglang.directory import Directory, ask, get, registry_url
+from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
 from kvferry.engines.sglang.layouts import Buffers, Caches, StateBuffer, describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.settings import settings_beside
-from kvferry.errors import IncompatiblePeerError, LayoutError, RegistryError, UsageError
+from kvferry.errors import IncompatiblePeerError, LayoutError, RegistryError, UsageError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +41,12 @@ class PrefillServer:
 
     Attributes:
         engine: its name.
+        attn_tp_size: how many tensor-parallel ranks it has.
         refusal: why the two cannot work together; None if they can.
     """
 
     engine: str
+    attn_tp_size: int
     refusal: str | None
 
 
@@ -66,15 +70,27 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         """Registers the caches and starts the endpoint.
 
         Raises:
+            EngineContractError: if a hook of ours in SGLang is not in effect.
             UsageError: if an option is on that kvferry does not do.
             LayoutError: if the caches cannot be described.
             KVFerryError: if memory cannot be registered, or the bootstrap server does not answer.
         """
+        check_hooks()
+        if disaggregation_mode is DisaggregationMode.DECODE:
+            limit = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT
+            check_pages_are_kept(limit_is_users=limit.is_set())
         _refuse_options(args, disaggregation_mode)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.state_types: tuple[StateType, ...] = tuple(args.state_types)
         self.metadata_rows = MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens))
         self._coordinates = self._place()
+        if get_disagg().disaggregation_enable_kv_checksum and self.attn_tp_size > 1 and self.attn_tp_rank == 0:
+            log.warning(
+                "--disaggregation-enable-kv-checksum: SGLang's checksum comes with the first token, from the first "
+                "tensor-parallel rank, so that the first of %d ranks alone is verified, and only where the other side "
+                "has as many. KVFERRY_CHECKSUMS=1 on the decode side verifies all, where caches are in CPU memory",
+                self.attn_tp_size,
+            )
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
         settings = settings_beside(
@@ -164,19 +180,23 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.prefill_info_table.pop(bootstrap_address, None)
 
     def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
-        """Whether SGLang's own checksums of a rank's caches are of the same bytes on both sides."""
-        info = self.prefill_info_table.get(bootstrap_addr)
-        return info is not None and info.attn_tp_size == self.attn_tp_size
+        """Whether SGLang's own checksum of a request is of the bytes that this rank has.
+
+        It comes with the first token, from the first tensor-parallel rank, which digests what itself has.
+        """
+        server = self._servers.get(bootstrap_addr)
+        return server is not None and server.attn_tp_size == self.attn_tp_size and self.attn_tp_rank == 0
 
     def _look_up(self, address: str) -> PrefillServerInfo:
         """Looks up the prefill server behind a bootstrap server. Runs in the background."""
         announcement = ask(address)
         answer = get(address, f"/route?{_ANY_RANK}")
-        if answer.status_code != 200:
-            raise RegistryError(f"the bootstrap server at {address} is not ready: {answer.text[:200]}")
-        info = PrefillServerInfo(**answer.json())
+        if answer.status != 200:
+            said = quoted(RegistryError(answer.body[:200].decode(errors="replace")))
+            raise RegistryError(f"the bootstrap server at {address} is not ready (status {answer.status}): {said}")
+        info = PrefillServerInfo(**msgspec.json.decode(answer.body))
         self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings))
-        self._servers[address] = PrefillServer(announcement.engine, self._refusal(info, address))
+        self._servers[address] = PrefillServer(announcement.engine, info.attn_tp_size, self._refusal(info, address))
         return info
 
     def _refusal(self, info: PrefillServerInfo, address: str) -> str | None:
@@ -322,6 +342,10 @@ def _refuse_options(args: KVArgs, mode: DisaggregationMode) -> None:
         "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
         "pipeline stages on the decode side (they work on the prefill side)": (
             mode is DisaggregationMode.DECODE and parallel.pp_size > 1
+        ),
+        "SGLANG_RUST_SERVER with data-parallel attention on the prefill side (SGLang registers the ranks with its "
+        "server in Rust there, and not with the bootstrap server)": (
+            mode is DisaggregationMode.PREFILL and envs.SGLANG_RUST_SERVER.get() and parallel.attn_dp_size > 1
         ),
         "KV caches in host memory (HiSparse)": "DRAM" in getattr(args, "kv_data_mem_kinds", ()),
     }

@@ -35,6 +35,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._transfer: Sender | None = None
         self._pending: list[np.ndarray[Any, Any]] = []
+        self._prefix_pages = 0
         self.num_kv_indices = 0
         try:
             self._transfer = mgr.prefill.open(bootstrap_room)
@@ -45,8 +46,11 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
             self._transfer.abort(mgr.failure_records.get(bootstrap_room, "SGLang refused the request"))
 
     def pop_decode_prefix_len(self) -> int:
-        """Returns 0, so that SGLang hands all pages in; kvferry sends those that the decode side lacks."""
-        return 0
+        """Returns how many tokens the decode side holds already. SGLang hands in, and digests, only what follows."""
+        held = self._transfer.prefix_tokens if self._transfer is not None else None
+        page_tokens: int = self.kv_mgr.kv_args.page_size
+        self._prefix_pages = (held or 0) // page_tokens
+        return self._prefix_pages * page_tokens
 
     def send(
         self,
@@ -68,10 +72,10 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         self._pending.clear()
         start, self.curr_idx = self.curr_idx, self.curr_idx + len(pages)
         is_last = self.curr_idx == self.num_kv_indices
-        groups = {KV_GROUP: GroupPages(pages, start)}
+        groups = {KV_GROUP: GroupPages(pages, self._prefix_pages + start)}
         aux = None
         if is_last:
-            groups |= state_pages(self.kv_mgr.state_types, state_indices, self.num_kv_indices)
+            groups |= state_pages(self.kv_mgr.state_types, state_indices, self._prefix_pages + self.num_kv_indices)
             aux = self.kv_mgr.metadata_rows.read(self.aux_index)
         try:
             self._transfer.submit(groups, last=is_last, aux=aux)
