@@ -15,7 +15,6 @@ from kvferry.engines.contract import (
     Call,
     Contract,
     Fields,
-    Inherits,
     Line,
     Members,
     Mentions,
@@ -42,6 +41,7 @@ _HOOKS = {
     "get_transfer_results": "self, finished_req_ids",
     "get_kv_connector_stats": "self",
     "build_kv_connector_stats": "cls, data=",
+    "get_required_kvcache_layout": "cls, vllm_config",
     "build_prom_metrics": "cls, vllm_config, metric_types, labelnames, per_engine_labelvalues",
     "bind_kv_cache_manager": "self, kv_cache_manager",
     "get_num_new_matched_tokens": "self, request, num_computed_tokens",
@@ -148,18 +148,37 @@ def _caches() -> Iterator[Line]:
     yield Attributes(
         f"{interface}:KVCacheConfig", ("transfer_groups", "transfer_group_ids", "select_transfer_block_ids"), _READ
     )
-    yield Fields(f"{interface}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec"), _READ)
+    yield Fields(f"{interface}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec", "host_resident"), _READ)
     yield Fields(f"{interface}:FullAttentionSpec", ("block_size", "head_size", "dtype"), "caches are described by it")
     yield Fields(f"{interface}:SlidingWindowSpec", ("block_size", "sliding_window"), "caches are described by it")
-    for latent in ("MLAAttentionSpec", "SlidingWindowMLASpec"):
-        yield Present(f"{interface}:{latent}", "caches that are the same on every rank are known by it")
-    yield Inherits(
-        f"{interface}:MLAAttentionSpec", f"{interface}:FullAttentionSpec", "latents are described as attention"
+    yield Fields(
+        f"{interface}:AttentionSpec",
+        ("num_kv_heads", "num_head_slots", "max_tp_shards", "tokens_per_state"),
+        "it tells how KV heads are kept",
     )
-    yield Inherits(
-        f"{interface}:SlidingWindowMLASpec", f"{interface}:SlidingWindowSpec", "latents are described as attention"
+    yield Members(
+        f"{interface}:SparseCacheRole", {"SPARSE": "sparse", "INDEXER": "indexer"}, "caches of an indexer are refused"
+    )
+    yield Members("vllm.v1.kv_cache_layout:KVCacheLayout", {"LBHNC": (0, 1, 2, 3, 4)}, "ours asks for it")
+    projection = ("total_num_kv_heads", "num_kv_heads", "num_kv_head_replicas")
+    yield Mentions(
+        "vllm.model_executor.layers.linear:QKVParallelLinear.__init__", projection, "it knows how KV heads are divided"
+    )
+    yield Mentions(
+        "vllm.model_executor.layers.linear:ColumnParallelLinear.__init__",
+        ("tp_rank", "tp_size"),
+        "it knows how KV heads are divided",
+    )
+    yield Mentions(
+        "vllm.model_executor.layers.linear:QKVParallelLinear.weight_loader",
+        ("tp_rank", "num_kv_head_replicas"),
+        "ranks that share a KV head are neighbours",
+    )
+    yield Fields(
+        "vllm.config.compilation:CompilationConfig", ("static_forward_context",), "attention layers are listed there"
     )
     yield Attributes(f"{interface}:UniformTypeKVCacheSpecs", ("first_spec",), _READ)
+    yield Fields(f"{interface}:UniformTypeKVCacheSpecs", ("kv_cache_specs",), _READ)
 
 
 def _configuration() -> Iterator[Line]:
@@ -170,6 +189,7 @@ def _configuration() -> Iterator[Line]:
             "model_config",
             "cache_config",
             "parallel_config",
+            "compilation_config",
             "kv_transfer_config",
             "attention_config",
             "aux_output_config",
@@ -187,8 +207,8 @@ def _configuration() -> Iterator[Line]:
     transfer = "vllm.config.kv_transfer:KVTransferConfig"
     yield Fields(transfer, ("engine_id", "kv_connector_extra_config"), _READ)
     yield Attributes(transfer, ("is_kv_producer", "is_kv_consumer"), _READ)
-    for name in ("get_total_num_hidden_layers", "get_total_num_kv_heads"):
-        yield Call(f"vllm.config.model:ModelConfig.{name}", 1, (), "the model's shape")
+    yield Call("vllm.config.model:ModelConfig.get_total_num_hidden_layers", 1, (), "the model's shape")
+    yield Attributes("vllm.config.model:ModelConfig", ("use_mla",), "any order of blocks will do for latents")
     state = "vllm.distributed.parallel_state"
     for name in ("get_tp_group", "get_pp_group"):
         yield Call(f"{state}:{name}", 0, (), "a worker's place")
