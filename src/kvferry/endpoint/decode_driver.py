@@ -325,6 +325,7 @@ class DecodeDriver(Loop):
                     groups=tuple(group for group in room.groups if group.name in filled),
                     trace=room.trace,
                     held=max((group.held for group in room.groups), default=0),
+                    depends_on=room.depends_on,
                 )
             case SendAbort(rank, reason, error):
                 message = messages.AbortRoom(

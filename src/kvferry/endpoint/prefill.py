@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import SupportsIndex
 
@@ -41,9 +41,11 @@ from kvferry.observe.status import EndpointStatus, Side, StagingStatus
 from kvferry.plan import check_share_tokens, check_token_share
 from kvferry.protocol import messages
 from kvferry.protocol.bounded import forget_oldest
+from kvferry.protocol.fingerprint import checked_fingerprint
 from kvferry.protocol.moves import request_of
 from kvferry.protocol.pending_opens import PendingMessage
 from kvferry.protocol.registrations import RankRegistration, check_engine_name
+from kvferry.protocol.request_conditions import checked_conditions
 from kvferry.protocol.room_table import RoomTable
 from kvferry.protocol.sender import (
     OpenRetransmitted,
@@ -77,6 +79,7 @@ class PrefillEndpoint:
         engine: the engine's name.
         coordinates: this rank's place in the engine.
         engine_rank: its number among all ranks of the engine.
+        fingerprint: what its caches are beyond their layout.
         settings: what it was made with.
         transport: moves its bytes.
         control_address: where decode ranks reach it.
@@ -95,6 +98,7 @@ class PrefillEndpoint:
         settings: Settings | None = None,
         transport: Transport | None = None,
         host_registry: bool | None = None,
+        fingerprint: Mapping[str, str] | None = None,
         platform: Platform | None = None,
     ) -> None:
         """Registers the memory, starts the threads and announces the rank; the registry may come up later.
@@ -107,10 +111,15 @@ class PrefillEndpoint:
             transport: made as the settings say if None; closed together with the endpoint.
             host_registry: whether to run the registry in this process. By default the engine's first rank does,
                 unless `registry_url` is set.
+            fingerprint: what the caches are beyond their layout, a short text for every field, such as the weights that
+                compute them and the type of their numbers. Decode ranks that say another of any field are refused,
+                unless the setting may_differ names it. Field names are the caller's own, but for those that need not
+                agree: `engine` and `attention_backend`, and `speculative_model` where only one side says it.
             platform: the machine; this one if None.
 
         Raises:
-            LayoutError: if layout and coordinates disagree on context parallelism.
+            LayoutError: if layout and coordinates disagree on context parallelism, or a field of the fingerprint is
+                impossible.
             SettingsError: if a setting is impossible, no engine can have that name, or a port is taken.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
@@ -120,6 +129,7 @@ class PrefillEndpoint:
         self.engine = engine
         self.coordinates = coordinates or RankCoordinates()
         check_token_share(layout, self.coordinates)
+        self.fingerprint = checked_fingerprint(fingerprint)
         self.settings = settings or Settings()
         self.engine_rank = self.coordinates.engine_rank
         self._platform = platform or SystemPlatform()
@@ -290,6 +300,7 @@ class PrefillEndpoint:
                 waiting_rooms=sum(room.waits_for_memory for room in rooms),
             ),
             threads=self.health,
+            fingerprint=self.fingerprint,
         )
 
     @property
@@ -298,7 +309,14 @@ class PrefillEndpoint:
         with self._rooms_lock:
             return len(self._table.rooms)
 
-    def open(self, room: SupportsIndex, *, tokens: int | None = None, share_tokens: int | None = None) -> Sender:
+    def open(
+        self,
+        room: SupportsIndex,
+        *,
+        tokens: int | None = None,
+        share_tokens: int | None = None,
+        depends_on: Mapping[str, bytes] | None = None,
+    ) -> Sender:
         """Opens a room: this rank will send a request's cache under this number. Does no I/O.
 
         Args:
@@ -309,30 +327,43 @@ class PrefillEndpoint:
                 parallelism divides a request by its length: there another length would mean other tokens.
             share_tokens: how many of these the engine keeps on this rank, by its own count; compared with the layout's.
                 Needed where tokens is, since engines round in more than one way.
+            depends_on: digests of what the request's cache depends on, by name: its prompt, its LoRA adapter, and the
+                like; at most 8, of at most 32 bytes. The room fails on both sides before anything is sent if the decode
+                side's request has another digest of any name, or none. Names are singular and complete the sentence
+                "the decode side's request has another LoRA adapter".
 
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
             QueueFullError: if so many rooms are open that another one would be too many.
-            UsageError: if the number is out of range, tokens or share_tokens is needed and None, or the process was
-                forked from the endpoint's.
+            UsageError: if the number is out of range, tokens or share_tokens is needed and None, a digest is
+                impossible, or the process was forked from the endpoint's.
             PageError: if the layout gives this rank another number of tokens than share_tokens.
             EndpointClosedError: if the endpoint was closed.
         """
         self._owning_process.check(_OWNED)
         try:
-            return self._open(checked_room(room), tokens, share_tokens)
+            return self._open(checked_room(room), tokens, share_tokens, depends_on)
         except KVFerryError as error:
             self._observer.refused(error)
             raise
 
-    def _open(self, room: int, tokens: int | None, share_tokens: int | None) -> Sender:
+    def _open(
+        self, room: int, tokens: int | None, share_tokens: int | None, depends_on: Mapping[str, bytes] | None
+    ) -> Sender:
         if tokens is None and self.layout.tokens.partition.depends_on_length:
             raise UsageError(
                 f"room {room}: this rank's share of a request depends on its length ({self.layout.tokens.partition}): "
                 "say how many tokens it has (tokens=...)"
             )
         check_share_tokens(self.layout.tokens, tokens, share_tokens, where=f"room {room}")
-        machine = SenderMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=self._now(), tokens=tokens)
+        machine = SenderMachine(
+            room,
+            rank=self.engine_rank,
+            deadlines=self._deadlines,
+            now=self._now(),
+            tokens=tokens,
+            depends_on=checked_conditions(depends_on, where=f"room {room}"),
+        )
         with self._rooms_lock:
             if self._is_closed:
                 raise EndpointClosedError(f"room {room}: the endpoint is closed")
@@ -627,6 +658,7 @@ class PrefillEndpoint:
             layout=self.layout,
             transport=self.transport.name,
             process=self._process_identity,
+            fingerprint=self.fingerprint,
         )
 
     def _attach(self, identity: str, message: messages.Attach) -> None:
@@ -665,6 +697,8 @@ class PrefillEndpoint:
             layout=self.layout,
             coordinates=self.coordinates,
             staging=self._staging,
+            fingerprint=self.fingerprint,
+            may_differ=self.settings.fields_that_may_differ,
             send=self._send,
             observer=self._observer,
             now=self._now(),

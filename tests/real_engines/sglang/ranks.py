@@ -42,6 +42,7 @@ class Model:
             channels are three blocks.
         groups: of a mixer of Mamba 2, whose convolution has blocks for them that SGLang does not name; None for blocks
             that it names.
+        weights: identifies them.
     """
 
     layers: int = 3
@@ -53,6 +54,7 @@ class Model:
     window_heads: int | None = None
     state_layers: int = 0
     groups: int | None = None
+    weights: str = "the same"
 
     @property
     def channels(self) -> int:
@@ -313,6 +315,7 @@ def place(
     for options in (parallel, disagg, memory):
         vars(options).update({name: value for name, value in changed.items() if name in vars(options)})
     config = model_config(model.heads, model.window_heads, window_tokens=model.window_tokens, layers=model.layers)
+    identity = SimpleNamespace(fingerprint=lambda: {"weights": model.weights})
     with patch.context() as within:
         for module in (conn, options_module):
             within.setattr(module, "get_parallel", lambda: parallel)
@@ -326,6 +329,7 @@ def place(
         within.setattr(conn, "linear_attn_tp_size", lambda: tp)
         within.setattr(conn, "PPConsensusStore", Consensus)
         within.setattr(ModelConfig, "from_server_args", lambda _: config)
+        within.setattr(manager_module, "_identity", lambda *_: identity)
         yield
 
 

@@ -9,8 +9,10 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from kvferry import GroupPages, Receiver, TransferState
+from kvferry.engines.sglang.conditions import current
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.engines.sglang.names import CREATE_RECEIVER
 from kvferry.engines.sglang.transfers import POLLS, give_up, state_pages
 from kvferry.errors import KVFerryError, UsageError
 
@@ -28,6 +30,11 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._aux_index: int | None = None
         self._engine = ""
         self.bootstrap_infos: list[dict[str, Any]] = []  # SGLang counts the ranks that it waits for: none
+        self._depends_on: dict[str, bytes] = {}
+        try:
+            self._depends_on = current(CREATE_RECEIVER)
+        except KVFerryError as error:
+            self._fail(str(error))
 
     def init(self, prefill_dp_rank: int) -> None:
         """Takes the prefill engine's name from the look-up of its server."""
@@ -65,6 +72,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
                 engine=self._engine,
                 prefill_dp_rank=self.prefill_dp_rank,
                 prefix_tokens=prefix_tokens,
+                depends_on=self._depends_on,
             )
         except KVFerryError as error:
             self._fail(str(error))

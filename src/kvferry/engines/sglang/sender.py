@@ -9,8 +9,10 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from kvferry import GroupPages, Sender, TransferState
+from kvferry.engines.sglang.conditions import current
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.engines.sglang.names import CREATE_SENDER
 from kvferry.engines.sglang.transfers import POLLS, give_up, state_pages
 from kvferry.errors import KVFerryError
 
@@ -38,7 +40,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         self._prefix_pages = 0
         self.num_kv_indices = 0
         try:
-            self._transfer = mgr.prefill.open(bootstrap_room)
+            self._transfer = mgr.prefill.open(bootstrap_room, depends_on=current(CREATE_SENDER))
         except KVFerryError as error:
             self._fail(str(error))
             return
