@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -336,7 +335,7 @@ def test_a_pool_that_is_not_transferred_is_refused(name: str):
 @pytest.mark.parametrize("name", refused(STATE))
 def test_state_that_is_not_transferred_is_refused(name: str):
     args = plain(1)
-    args.state_types = [next(iter(Enum("StateType", {name: name.lower()})))]
+    args.state_types = [type("StateType", (SimpleNamespace,), {})(name=name, value=name.lower())]
     with pytest.raises(LayoutError, match="layers of this model keep ") as error:
         read(args, model_config(1))
     assert_refused(STATE + name, error.value)
