@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import time
@@ -40,6 +41,8 @@ class Shape:
         step_tokens: the most that one step computes: a longer prompt comes in chunks.
         policy: what happens to a request whose cache does not come: fail or recompute.
         settings: of kvferry's.
+        beside: connectors that stand beside it in a MultiConnector, as vLLM's configuration has them; None for none.
+        lacks: what its vLLM's interface of connectors has not got, as if it had been renamed.
     """
 
     model: Path
@@ -54,6 +57,22 @@ class Shape:
     policy: str = "fail"
     settings: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[Mapping[str, Any], ...] | None = None
+    lacks: str = ""
+
+    def connectors(self) -> dict[str, Any]:
+        """The connector, as vLLM's configuration has it."""
+        if self.connector != "kvferry":
+            return {"kv_connector": "NixlConnector", "kv_connector_extra_config": dict(self.settings)}
+        ours: dict[str, Any] = {
+            "kv_connector": "KVFerryConnector",
+            "kv_connector_module_path": "kvferry.engines.vllm",
+            "kv_connector_extra_config": dict(self.settings),
+        }
+        if self.beside is None:
+            return ours
+        each = [{**connector, "kv_role": self.role} for connector in (ours, *self.beside)]
+        return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": each}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +80,16 @@ class Output:
     """What became of a request.
 
     Attributes:
-        tokens: that were generated.
+        tokens: that were generated; where there are several choices, by the first.
         reason: why it ended.
         parameters: for the decode server.
+        choices: the tokens of all choices.
     """
 
     tokens: tuple[int, ...]
     reason: str | None
     parameters: dict[str, Any] | None
+    choices: tuple[tuple[int, ...], ...] = ()
 
 
 class _Engine:
@@ -81,13 +102,11 @@ class _Engine:
         transfer = None
         if shape.connector:
             transfer = KVTransferConfig(
-                kv_connector="KVFerryConnector" if shape.connector == "kvferry" else "NixlConnector",
-                kv_connector_module_path="kvferry.engines.vllm" if shape.connector == "kvferry" else None,
+                **shape.connectors(),
                 kv_role=shape.role,
                 engine_id=shape.name,
                 kv_load_failure_policy=shape.policy,
                 kv_buffer_device="cpu",
-                kv_connector_extra_config=dict(shape.settings),
             )
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
@@ -105,6 +124,10 @@ class _Engine:
                 disable_log_stats=False,
             )
         )
+        client = self.engine.engine_core
+        add_request = client.add_request
+        # As where the core is a process of its own: what one choice of a request does to its parameters stays there.
+        client.add_request = lambda request: add_request(copy.deepcopy(request))
         self.outputs: dict[str, Output] = {}
         self.messages = Messages()
         logging.getLogger("kvferry").addHandler(self.messages)
@@ -129,14 +152,25 @@ class _Engine:
                     tuple(completion.token_ids),
                     completion.finish_reason,
                     output.kv_transfer_params,
+                    tuple(tuple(each.token_ids) for each in output.outputs),
                 )
         return True
 
-    def submit(self, name: str, prompt: Sequence[int], count: int, parameters: dict[str, Any] | None) -> None:
+    def submit(
+        self, name: str, prompt: Sequence[int], count: int, parameters: dict[str, Any] | None, choices: int = 1
+    ) -> None:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        extra = None if parameters is None else {"kv_transfer_params": parameters}
-        sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, extra_args=extra)
+        sampling = SamplingParams(
+            n=choices,
+            temperature=0.0 if choices == 1 else 1.0,
+            seed=7,
+            max_tokens=count,
+            ignore_eos=True,
+            extra_args=None if parameters is None else {"kv_transfer_params": parameters},
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
 
     def take(self, name: str) -> Output | None:
@@ -235,6 +269,7 @@ class Faults:
             "swapped pages": self._swap,
             "a head is missing": self._drop_head,
             "the last chunk is missing": self._skip_last,
+            "choices copy nothing": self._skip_copies,
         }[fault]()
 
     def _replace(self, owner: type, name: str, replacement: Callable[..., Any]) -> None:
@@ -283,10 +318,19 @@ class Faults:
 
         self._replace(OutgoingRequests, "add", skipping)
 
+    def _skip_copies(self) -> None:
+        from kvferry.engines.vllm.copies import BlockCopier
+
+        self._replace(BlockCopier, "copy", lambda copier, group, blocks, copies: None)
+
 
 def _run(pipe: Connection, shape: Shape) -> None:
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | dict(shape.environment))
     try:
+        if shape.lacks:
+            from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+            delattr(KVConnectorBase_V1, shape.lacks)
         engine = _Engine(shape)
     except BaseException:
         pipe.send((False, traceback.format_exc()))
@@ -358,9 +402,16 @@ class EngineProcess:
             raise EngineError(value)
         return value
 
-    def submit(self, name: str, prompt: Sequence[int], count: int, parameters: dict[str, Any] | None = None) -> None:
-        """Hands a request in."""
-        self.ask("submit", name, list(prompt), count, parameters)
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        count: int,
+        parameters: dict[str, Any] | None = None,
+        choices: int = 1,
+    ) -> None:
+        """Hands a request in. Several choices are sampled, with a seed; one is the likeliest."""
+        self.ask("submit", name, list(prompt), count, parameters, choices)
 
     def output(self, name: str, limit_s: float = ANSWER_S) -> Output:
         """Waits for the end of a request."""

@@ -6,10 +6,10 @@ Set `kv_connector` to "KVFerryConnector" and `kv_connector_module_path` to "kvfe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -23,6 +23,8 @@ from vllm.v1.request import RequestStatus
 
 from kvferry import RankCoordinates, Settings
 from kvferry.engines.vllm.cache_kinds import check_on_device, check_transferred
+from kvferry.engines.vllm.copies import BlockCopier
+from kvferry.engines.vllm.guards import held_back_tokens, refuse_what_would_be_wrong
 from kvferry.engines.vllm.heads import CachedHeads, held_heads
 from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
 from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
@@ -30,7 +32,6 @@ from kvferry.engines.vllm.outgoing import Fence
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
-from kvferry.errors import SettingsError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,10 +67,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             kv_cache_config: which layers share block tables.
 
         Raises:
-            SettingsError: if a setting is impossible or unknown.
+            SettingsError: if a setting is impossible or unknown, or vLLM is set up for what would be wrong.
             LayoutError: if the model caches something that cannot be described.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        refuse_what_would_be_wrong(vllm_config)
         transfer = vllm_config.kv_transfer_config
         self._engine: str = transfer.engine_id
         # Defaults follow from the processors that the endpoints' threads may use, not from the main thread's.
@@ -83,6 +85,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 engine=self._engine,
                 may_send=transfer.is_kv_producer,
                 may_receive=transfer.is_kv_consumer,
+                held_back_tokens=held_back_tokens(vllm_config),
             )
 
     def shutdown(self) -> None:
@@ -95,8 +98,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describes and registers this worker's caches and starts its endpoints; at the start, where it may wait."""
-        parallel = self._vllm_config.parallel_config
-        coordinates = coordinates_of(parallel)
+        coordinates = coordinates_of()
         described = describe(
             kv_caches,
             self._groups,
@@ -107,6 +109,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self._worker = WorkerSide(
             described,
+            BlockCopier(kv_caches, self._groups, self._kv_cache_config.num_blocks),
             coordinates,
             self._settings,
             engine=self._engine,
@@ -131,7 +134,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """Lets the pages that this step fills leave as soon as the device has filled them. Does not wait."""
         step = self._bound_step
-        self._worker_side.after(step, fence() if step.send else nothing_to_wait_for)
+        self._worker_side.after(step, fence() if step.send else None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns the requests whose transfers are over, failed or not."""
@@ -182,10 +185,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         self._scheduler_side.bind(tables, kv_cache_manager.block_pool)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Returns how many tokens to fetch, and whether in the background."""
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Returns how many tokens to fetch, None to be asked again later, and whether in the background."""
         tokens = self._scheduler_side.tokens_elsewhere(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Returns the groups whose blocks are fetched: all that are transferred."""
@@ -206,7 +209,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes the requests that all workers are done with."""
-        self._scheduler_side.reported(connector_output.finished_sending or (), connector_output.finished_recving or ())
+        self._scheduler_side.reported(
+            connector_output.finished_sending or (),
+            connector_output.finished_recving or (),
+            connector_output.failed_recving,
+        )
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -214,6 +221,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Returns whether a request's blocks must be kept, and its answer's parameters for the decode server."""
         is_aborted = request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         return self._scheduler_side.finished(request, is_aborted=is_aborted)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Does the same where vLLM's MultiConnector calls it, beside a connector without hybrid caches."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
@@ -234,31 +245,25 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata.step
 
 
-def nothing_to_wait_for() -> bool:
-    """Serves as a fence that has been reached."""
-    return True
-
-
-def fence() -> Fence:
-    """Makes a fence that is reached once the device has done what was queued until now. On CPU it has been."""
+def fence() -> Fence | None:
+    """Makes a fence that is reached once the device has done what was queued until now. None on CPU, where it has."""
     if current_platform.is_cpu():
-        return nothing_to_wait_for
-    event = torch.Event(current_platform.device_type)
+        return None
+    # A thread waits for it: it is to sleep meanwhile, not to spin.
+    event: Any = (
+        torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        if current_platform.is_cuda_alike()
+        else torch.Event(current_platform.device_type)
+    )
     event.record()
-    query: Callable[[], bool] = event.query
-    return query
+    reached: Fence = event
+    return reached
 
 
-def coordinates_of(parallel: Any) -> RankCoordinates:
-    """Returns a worker's place. Each engine of a data-parallel deployment is an engine of its own, with its own name.
-
-    Raises:
-        SettingsError: if context parallelism divides the cache.
-    """
+def coordinates_of() -> RankCoordinates:
+    """Returns a worker's place. Each engine of a data-parallel deployment is one of its own, with its own name."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise SettingsError("kvferry's connector does not describe caches under context parallelism in vLLM yet")
     tensor, pipeline = get_tp_group(), get_pp_group()
     return RankCoordinates(
         tp_rank=tensor.rank_in_group,
@@ -348,3 +353,14 @@ def _group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
         block_tokens=spec.block_size,
         window_tokens=None if window is None else max(1, window - 1),
     )
+
+
+def register() -> None:
+    """Makes the connector known to vLLM by its name, as MultiConnector looks up whose statistics it is given."""
+    try:
+        KVConnectorFactory.get_connector_class_by_name(KVFerryConnector.__name__)
+    except ValueError:
+        KVConnectorFactory.register_connector(KVFerryConnector.__name__, __name__, KVFerryConnector.__name__)
+
+
+register()
