@@ -91,13 +91,13 @@ _MIMO_V2: dict[str, object] = {
 }
 
 
-def write(name: str, directory: Path) -> Path:
-    """Writes `MIMO_V2` or one of `MODELS` where an engine can load it."""
+def write(name: str, directory: Path, *, seed: int = 11) -> Path:
+    """Writes `MIMO_V2` or one of `MODELS` where an engine can load it; its weights are as the seed says."""
     words = {f"w{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(directory)
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     if name == MIMO_V2:
         _write_mimo_v2(directory)
         return directory

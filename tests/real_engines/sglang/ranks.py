@@ -40,9 +40,9 @@ class Model:
         head_bytes: of one head and token, or of a latent.
         state_layers: with recurrent state, which has `heads` times 4 channels of 6 bytes, and a convolution whose
             channels are three blocks.
+        weights: identifies them.
         groups: of a mixer of Mamba 2, whose convolution has blocks for them that SGLang does not name; None for blocks
             that it names.
-        weights: identifies them.
     """
 
     layers: int = 3
@@ -53,8 +53,8 @@ class Model:
     window_tokens: int = 8
     window_heads: int | None = None
     state_layers: int = 0
-    groups: int | None = None
     weights: str = "the same"
+    groups: int | None = None
 
     @property
     def channels(self) -> int:
@@ -311,11 +311,11 @@ def place(
         disaggregation_decode_host_receive_threshold=1.0,
         enable_pd_role_switch=False,
     )
+    identity = SimpleNamespace(fingerprint=lambda: {"weights": model.weights})
     memory = SimpleNamespace(enable_hisparse=False, enable_unified_memory=False)
     for options in (parallel, disagg, memory):
         vars(options).update({name: value for name, value in changed.items() if name in vars(options)})
     config = model_config(model.heads, model.window_heads, window_tokens=model.window_tokens, layers=model.layers)
-    identity = SimpleNamespace(fingerprint=lambda: {"weights": model.weights})
     with patch.context() as within:
         for module in (conn, options_module):
             within.setattr(module, "get_parallel", lambda: parallel)
