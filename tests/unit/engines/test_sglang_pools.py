@@ -160,6 +160,12 @@ def test_projections_are_found_from_their_layers():
     assert draft in list(loaded_modules())
 
 
+def test_a_module_that_is_only_begun_is_passed_over():
+    begun = Module.__new__(Module)
+    assert begun not in list(loaded_modules())
+    assert isinstance(totals_by_layer(loaded_modules()), dict)
+
+
 def test_heads_that_fill_other_bytes_are_refused():
     lists = Lists()
     lists.attention(LAYERS, 3 * HEAD_BYTES)
