@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
-from tests.real_engines.sglang.engine import EngineProcess, Shape
+from tests.real_engines.sglang.engine import EngineProcess, Shape, disaggregated
 from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal
 from tests.support.waiting import eventually
+
+from kvferry.applications.up.supervision import free_ports
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -200,3 +202,19 @@ def test_kvferry_in_the_place_of_nixl(model: Path, undivided: EngineProcess, tmp
         assert len({each["room"] for each in both.tampering.said("submitted")}) == len(given)
     finally:
         both.close()
+
+
+def test_pipeline_stages_on_the_prefill_side(pair: Pair, undivided: EngineProcess, model: Path):
+    (port,) = free_ports(1)
+    options = disaggregated("prefill", port, pp_size=2, chunked_prefill_size=128)
+    prefill = EngineProcess(Shape(model, options, {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}))
+    try:
+        given = prompts(11, 6, shortest=20, longest=400)
+        rooms = [next(ROOMS) for _ in given]
+        prefill.started()
+        for engine in (prefill, pair.decode):
+            engine.submit(given, TOKENS, rooms=rooms, port=port)
+        prefill.outputs()
+        assert_equal(pair.decode.outputs(), undivided.generate(given, TOKENS))
+    finally:
+        prefill.close()

@@ -63,8 +63,9 @@ class FakeSGLang:
         def get_kv_class(transfer_backend: Any, class_type: Any) -> str:
             return f"SGLang's own {class_type.value} of {transfer_backend.value}"
 
-        self.utils.get_kv_class = get_kv_class
-        self.utils.setup_state_kv_args = lambda *_: None
+        def setup_state_kv_args(kv_args: Any, token_to_kv_pool: Any, draft_token_to_kv_pool: Any = None) -> None: ...
+
+        self.utils.get_kv_class, self.utils.setup_state_kv_args = get_kv_class, setup_state_kv_args
         self.queue = self._queue_class()
         decode = self._module("sglang.srt.disaggregation.decode")
         decode.DecodeTransferQueue, decode.DecodePreallocQueue = self.queue, self._making_queue_class()
@@ -322,3 +323,10 @@ def test_queues_of_other_backends_are_left_alone(sglang: FakeSGLang):
     sglang.context.disaggregation_transfer_backend = "mooncake"
     sglang.start()
     assert sglang.queue().deferred_kv_release_timeout == 30.0
+
+
+def test_managers_are_given_the_pools_that_sglang_keeps_to_itself(sglang: FakeSGLang):
+    sglang.start()
+    args, pool = SimpleNamespace(), object()
+    sglang.utils.setup_state_kv_args(args, pool)
+    assert args.kvferry_pools.target is pool
