@@ -55,6 +55,13 @@ class LinkUser(Protocol):
     def submit(self, work: Callable[[float], None]) -> None:
         """Runs work soon, on the endpoint's thread, with the time as its argument. May be called from any thread."""
 
+    @property
+    def links_with_refusals(self) -> Collection[Link]:
+        """Links to ranks that are still to hear of rooms that were refused."""
+
+    def link_looked_up(self, link: Link, now: float) -> None:
+        """Called when the registry has named ranks of a link's group, all or some."""
+
     def link_ready(self, link: Link, now: float) -> None:
         """Called when rooms can be opened through a link."""
 
@@ -300,11 +307,14 @@ class Links:
 
     def close_retired(self) -> None:
         """Drops the retired links through which no message can come that matters, and closes their connections."""
-        in_use = self._user.links_with_rooms
+        in_use = {*self._user.links_with_rooms, *self._user.links_with_refusals}
         dropped = [link for link in self._retired if link not in in_use and not self._has_ring_in_doubt(link)]
         for link in dropped:
             self._retired.remove(link)
-        self._close_unused(dict.fromkeys(channel for link in dropped for channel in link.channels))
+        # Those to ranks that were named and not greeted have carried refusals.
+        named = [self._channels.get(each.control_address) for link in dropped for each in link.registrations]
+        channels = dict.fromkeys(channel for link in dropped for channel in link.channels)
+        self._close_unused(dict.fromkeys([*channels, *(channel for channel in named if channel is not None)]))
 
     def close(self) -> None:
         """Sends a close message to every peer, after the endpoint's thread has ended."""
@@ -365,6 +375,8 @@ class Links:
                 self._user.submit(partial(self._resolved, link, view.registrations))
                 return
             problem = PeerDisconnectedError(f"the registry at {self._registry.url} knows {missing}")
+            if view.registrations:
+                self._user.submit(partial(self._looked_up, link, view.group(link.key.dp_rank)))
         except RegistryAccessError as error:  # asking again would not help
             self._user.submit(partial(self.fail, link, error))
             return
@@ -375,6 +387,10 @@ class Links:
             problem.__cause__ = error
         self._user.submit(partial(self._not_resolved, link, problem))
 
+    def _looked_up(self, link: Link, registrations: tuple[RankRegistration, ...], now: float) -> None:
+        link.registrations = registrations
+        self._user.link_looked_up(link, now)
+
     def _not_resolved(self, link: Link, problem: KVFerryError, now: float) -> None:
         link.problem = problem
         link.look_up_at = now + link.next_pause_s(self._platform.jitter())
@@ -382,6 +398,9 @@ class Links:
     def _resolved(self, link: Link, registrations: tuple[RankRegistration, ...], now: float) -> None:
         if not self.is_current(link):
             return
+        self._looked_up(
+            link, tuple(each for each in registrations if each.coordinates.dp_rank == link.key.dp_rank), now
+        )
         try:
             link.resolved(registrations, self._channel, now)
             for channel in link.channels:
@@ -410,6 +429,14 @@ class Links:
         if address not in self._channels:
             self._channels[address] = self._end.connect(address)
         return self._channels[address]
+
+    def tell(self, registration: RankRegistration, message: messages.Message) -> None:
+        """Sends a message to a rank that was looked up, whether or not it was greeted.
+
+        Raises:
+            PeerDisconnectedError: if it cannot be sent.
+        """
+        self._channel(registration.control_address).send(messages.encode(message))
 
     def _close_unused(self, channels: Iterable[Channel]) -> None:
         """Closes those of some connections that no link uses any more."""
