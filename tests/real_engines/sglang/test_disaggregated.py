@@ -19,6 +19,9 @@ from kvferry.applications.up.supervision import free_ports
 pytestmark = pytest.mark.timeout(600)
 
 TOKENS = 12
+ENDS_S = 2.0
+"""By when both sides have ended after one has refused a request."""
+
 ROOMS = count(1000)
 
 
@@ -31,10 +34,11 @@ class Pair:
         (self.port,) = free_ports(1)
         self._model, self._backend = model, backend
         self._environment = {**self.tampering.environment, **environment}
-        self.prefill = self._begin("prefill", chunked_prefill_size=128)
-        self.decode = self._begin("decode", disaggregation_decode_enable_radix_cache=True)
+        self.prefill = self.begin("prefill", chunked_prefill_size=128)
+        self.decode = self.begin("decode", disaggregation_decode_enable_radix_cache=True)
 
-    def _begin(self, mode: str, **options: Any) -> EngineProcess:
+    def begin(self, mode: str, **options: Any) -> EngineProcess:
+        """Begins to start an engine of either kind that meets the others."""
         given = disaggregated(mode, self.port, self._backend, **options)
         return EngineProcess(Shape(self._model, given, self._environment, (self.tampering.directory,)))
 
@@ -58,7 +62,7 @@ class Pair:
 
     def restart_prefill(self) -> None:
         """In the place of one that was killed."""
-        self.prefill = self._begin("prefill", chunked_prefill_size=128).started()
+        self.prefill = self.begin("prefill", chunked_prefill_size=128).started()
 
     def close(self) -> None:
         self.prefill.close()
@@ -151,6 +155,29 @@ def test_an_abort(pair: Pair, undivided: EngineProcess, side: str):
     (answer,) = engine.outputs(30)
     assert answer.error
     assert_equal(pair.run([given]), undivided.generate([given], TOKENS))
+
+
+def test_pages_of_different_size_are_refused_and_both_sides_end(pair: Pair, undivided: EngineProcess):
+    """The decode server refuses before it opens a room; the prefill server has opened its own."""
+    other = pair.begin("decode", page_size=32)
+    try:
+        other.started()
+        given = prompts(11, 2, shortest=100)
+        for number, prompt in enumerate(given):
+            room = next(ROOMS)
+            begun_at = time.monotonic()
+            for engine in (pair.prefill, other):
+                engine.submit([prompt], TOKENS, rooms=[room], port=pair.port)
+            (refused,), (told,) = other.outputs(60), pair.prefill.outputs(60)
+            took_s = time.monotonic() - begun_at
+            assert refused.error is not None
+            assert "--page-size is 16 there and 32 here" in refused.error
+            assert told.error is not None
+            assert "refused it: the prefill server at" in told.error
+            assert took_s < ENDS_S, f"request {number}: {took_s:.1f} s"
+    finally:
+        other.close()
+    assert_equal(pair.run(given), undivided.generate(given, TOKENS))
 
 
 def test_a_prefill_engine_that_is_killed_fails_its_requests_soon_and_comes_back(pair: Pair, undivided: EngineProcess):

@@ -226,10 +226,9 @@ class SchedulerSide:
             self._receiving.discard(name)
             self._step.give_up[name] = "the request was aborted on the decode side"
         sending = self._sending.get(name)
-        if sending is None:
-            return False, None
-        if not sending.is_begun:
-            del self._sending[name]
+        if sending is None or not sending.is_begun:
+            self._sending.pop(name, None)
+            self._refuse(request)
             return False, None
         if is_aborted or not sending.is_complete:
             self._step.give_up[name] = "the request was aborted on the prefill side"
@@ -245,6 +244,15 @@ class SchedulerSide:
         if params is not None:
             _settled(request)
             self._ask(params, request, [()] * len(self._groups), 0)
+
+    def _refuse(self, request: Request) -> None:
+        """Has the decode engine told that a request will not be sent, if it may ask for it."""
+        try:
+            params = send_parameters(request.kv_transfer_params) if self._may_send else None
+        except UsageError:
+            return  # nobody can ask for it
+        if params is not None and params.is_known:
+            self._step.refuse[params.room] = "the request ended on the prefill side before any of it was computed"
 
     def reported(self, sent: Iterable[str], received: Iterable[str]) -> None:
         """Takes the requests that the workers are done with."""

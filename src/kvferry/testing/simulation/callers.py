@@ -11,7 +11,7 @@ from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.errors import RoomExistsError
 from kvferry.testing.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
 from kvferry.testing.simulation.processes import Process
-from kvferry.testing.simulation.requests import ReceiveSide, SendSide, new_request
+from kvferry.testing.simulation.requests import RankSide, ReceiveSide, SendSide, new_request
 
 if TYPE_CHECKING:
     from kvferry.testing.simulation.world import World
@@ -31,6 +31,7 @@ class Callers:
         self._world = world
         self.coming = world.circumstances.requests
         self._next_comes_at = 0.0
+        self._refusing = random.Random(f"{world.seed} which are refused")
 
     def act(self) -> bool:
         """A caller does something."""
@@ -41,14 +42,17 @@ class Callers:
             for sending in request.senders:
                 if sending.is_released or not sending.process.takes_work:
                     continue
-                if sending.sender is None:
+                if sending.is_refusing:
+                    todo.append(partial(self._refuse, sending))
+                elif sending.sender is None:
                     todo.append(partial(self._open_sender, sending))
                 elif sending.chunks:
                     todo.append(partial(self._submit, sending))
             for receiving in request.receivers:
                 is_waited_for = not receiving.is_released and receiving.receiver is None
                 if is_waited_for and receiving.process.takes_work:
-                    todo.append(partial(self._open_receiver, receiving))
+                    come = self._refuse if receiving.is_refusing else self._open_receiver
+                    todo.append(partial(come, receiving))
         if not todo:
             return False
         self._world.order.choice(todo)()
@@ -87,6 +91,22 @@ class Callers:
         if "miscount" in self._world.circumstances.odds and draw.random() < 0.3:
             request.senders[0].chunks[-1] += draw.choice([-1, 1])
             request.excused("one side miscounts")
+        refused = self._world.circumstances.odds.get("refuse")
+        if refused is not None and self._refusing.random() < refused:
+            side = self._refusing.choice(request.sides)
+            side.is_refusing = True
+            request.excused(f"{side.process.name} refuses")
+
+    def _refuse(self, side: RankSide) -> None:
+        endpoint, room, reason = side.process.endpoint, side.request.room, "the simulation refuses it"
+        if isinstance(endpoint, PrefillEndpoint):
+            endpoint.refuse(room, reason)
+        else:
+            endpoint.refuse(room, reason, engine=side.request.prefill)
+        side.is_released = True
+        side.failed_at = self._world.now
+        self._world.outcomes["trouble: refuse"] += 1
+        self._world.note("%s: %s is refused", side.process.name, side.request)
 
     def _is_wronged(self, process: Process) -> bool:
         return process.life > 0 and bool({"crash", "close", "freeze", "cut"} & self._world.troubles)
@@ -104,6 +124,7 @@ class Callers:
             side.process.pool.give_back(pages, SOURCE_GONE)  # its last use is not quite over here: later
             return
         side.pages = pages
+        side.opened_at = self._world.now
         side.process.pool.fill(pages, side.request.contents, 0)
         self._world.note("%s: %s opens, pages %s", side.process.name, side.request, pages)
 
@@ -125,6 +146,7 @@ class Callers:
             side.process.pool.give_back(pages, DESTINATION_GONE)
             return
         side.pages = pages
+        side.opened_at = self._world.now
         side.generation = side.process.platform.last_bits
         if {"abort", "reorder"} & self._world.troubles and self._world.order.random() < _HASTY_ODDS:
             side.request.excused("it was aborted as soon as it was opened")
