@@ -19,6 +19,7 @@ from typing import Protocol
 from kvferry.control.credentials import secret_hint
 from kvferry.control.ends import ConnectingEnd, Connection
 from kvferry.control.registry_client import RegistryClient
+from kvferry.endpoint.early_warnings import MissedEngines
 from kvferry.endpoint.ends import EndProofs
 from kvferry.endpoint.platform import Platform
 from kvferry.errors import (
@@ -125,6 +126,7 @@ class Links:
         self._through: dict[Channel, list[Link]] = {}  # links by connection, and some that do not use it any more
         self._callers: list[_Caller] = []
         self._is_closed = False
+        self._missed = MissedEngines(settings.bootstrap_timeout_s)
         self._lost = LostRanks(settle_s=settings.quarantine_s)
         self._ends = EndProofs(settings, platform, registry, promises=promises, submit=user.submit, ended=self._ended)
         self._channels: dict[str, Connection] = {}  # by address; links to the same rank share one
@@ -143,7 +145,10 @@ class Links:
             is_ready = link.state is LinkState.READY
             if not ranks:
                 name = f"{link.key.engine}/dp{link.key.dp_rank}"
-                shown.append(PeerStatus(name=name, state=link.state.value, is_ready=False, silent_s=0.0))
+                problem = str(link.problem or "")
+                shown.append(
+                    PeerStatus(name=name, state=link.state.value, is_ready=False, silent_s=0.0, problem=problem)
+                )
             for rank in ranks:
                 name = rank.endpoint or f"{link.key.engine}/{rank.rank}"
                 state = "ready" if is_ready else link.state.value
@@ -393,9 +398,11 @@ class Links:
 
     def _not_resolved(self, link: Link, problem: KVFerryError, now: float) -> None:
         link.problem = problem
+        self._missed.missed(link.key.engine, problem, now)
         link.look_up_at = now + link.next_pause_s(self._platform.jitter())
 
     def _resolved(self, link: Link, registrations: tuple[RankRegistration, ...], now: float) -> None:
+        self._missed.found(link.key.engine)
         if not self.is_current(link):
             return
         self._looked_up(
@@ -602,9 +609,19 @@ def _missing(view: EngineView, dp_rank: int) -> str | None:
     What the other groups are doing does not matter: no request needs them.
     """
     if not view.registrations:
-        return f"0 of an unknown number of ranks of engine {view.engine!r}"
+        return (
+            f"0 of an unknown number of ranks of engine {view.engine!r}: nobody of that name is there, {_others(view)}"
+        )
     sizes, live = view.registrations[0].coordinates, len(view.group(dp_rank))
     if dp_rank >= sizes.dp_size or live == sizes.group_size:
         return None
     group = f"data-parallel group {dp_rank} of " if sizes.dp_size > 1 else ""
     return f"{live} of {sizes.group_size} ranks of {group}engine {view.engine!r}"
+
+
+def _others(view: EngineView) -> str:
+    """Says which engines are registered where one is not."""
+    if not view.others:
+        return "and no other engine"
+    more = view.num_others - len(view.others)
+    return f"but {', '.join(map(repr, view.others))}" + (f" and {more} more" if more > 0 else "")

@@ -18,6 +18,7 @@ from kvferry.endpoint.admission import Admission
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
+from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.observing import EndpointTelemetry, endpoint_status
 from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.platform import Platform, SystemPlatform
@@ -205,6 +206,10 @@ class PrefillEndpoint:
             self._registry = self._platform.serve_registry(settings)
         self.registry_url = self._registry.url if self._registry else settings.registry_address
         self._registry_client = self._platform.registry(settings, self.registry_url)
+        self._unasked = UnaskedRooms(
+            f"prefill rank {self.engine_rank} of {self.engine!r}",
+            f"Does the decode side look for an engine named {self.engine!r}, at the registry {self.registry_url}?",
+        )
 
     def _start_threads(self) -> None:
         name = f"kvferry-prefill-{self.engine_rank}"
@@ -348,6 +353,7 @@ class PrefillEndpoint:
                 )
             opened = SendingRoom(machine, self._workers, self._room_context, self.settings)
             self._timers.set(opened, machine.deadline)
+            self._unasked.opened(room, self._now())
             self._observer.begin_sending(room)
             for receiver, message in self._table.add(opened):
                 self._deliver(opened, receiver, message)
@@ -803,6 +809,7 @@ class PrefillEndpoint:
             expired = self._table.expired(now)
         for room in self._timers.due(now):
             room.post(SenderTick())
+        self._unasked.look(now, is_unasked=self._is_unasked, decode_ranks=len(self._peers))
         for receiver, message in expired:
             reason = (
                 f"prefill rank {self.engine_rank} was not asked to send room {message.room} within "
@@ -819,6 +826,12 @@ class PrefillEndpoint:
             if silence_s > self.settings.peer_timeout_s:
                 silent = f"silent for {silence_s:.1f} s (KVFERRY_PEER_TIMEOUT_S)"
                 self._give_up(peer.name, PeerDisconnectedError(silent))
+
+    def _is_unasked(self, room: int) -> bool:
+        """Whether a room is open, and no decode rank has opened it."""
+        with self._rooms_lock:
+            opened = self._table.rooms.get(room)
+        return opened is not None and not opened.generations
 
 
 class _Control(Loop):
