@@ -156,21 +156,24 @@ def test_one_decode_rank_that_refuses_ends_the_room_for_all(engines: Callable[..
         second.refuse(room, "no memory", engine=prefill.name)
         wait_told(second)
         opened += [] if comes_first else [first.open(room, [0], engine=prefill.name)]
-        senders = senders or open_all(prefill, room)
-        assert_ended_soon(senders, "decode rank 1 of .* refused it: no memory")
-        for receiver in opened:
-            with pytest.raises(TransferFailedError, match="no memory"):
+        for receiver in opened:  # also where the prefill side's caller has not come yet
+            with pytest.raises(TransferFailedError, match="decode rank 1 of .* refused it: no memory"):
                 receiver.wait(SOON_S)
+        assert_ended_soon(senders or open_all(prefill, room), "decode rank 1 of .* refused it: no memory")
 
 
-def test_a_number_that_is_in_use_on_the_decode_rank_is_not_refused_from_under_it(pair: Callable[..., Requests]):
-    """As with a request that is opened twice: the transfer that has the number goes on."""
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_number_that_is_in_use_on_the_decode_rank_is_not_refused_from_under_it(
+    pair: Callable[..., Requests], is_connected: bool
+):
+    """As with a request that is opened twice: the transfer that has the number goes on, opened or about to be."""
     requests = pair()
-    requests.connect()
+    if is_connected:
+        requests.connect()
     request = requests.new(1)
+    requests.open_prefill(request)
     requests.open_decode(request)
     requests.decode.endpoints[0].refuse(1, "room 1 is already open", engine=requests.prefill.name)
-    requests.open_prefill(request)
     requests.submit(request)
     request.wait()
     requests.check(request)
