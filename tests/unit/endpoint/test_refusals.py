@@ -157,7 +157,7 @@ def test_one_decode_rank_that_refuses_ends_the_room_for_all(engines: Callable[..
         wait_told(second)
         opened += [] if comes_first else [first.open(room, [0], engine=prefill.name)]
         for receiver in opened:  # also where the prefill side's caller has not come yet
-            with pytest.raises(TransferFailedError, match="decode rank 1 of .* refused it: no memory"):
+            with pytest.raises(TransferFailedError, match=r"decode rank 1 of .* refused it: no memory"):
                 receiver.wait(SOON_S)
         assert_ended_soon(senders or open_all(prefill, room), "decode rank 1 of .* refused it: no memory")
 
