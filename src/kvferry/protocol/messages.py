@@ -323,6 +323,32 @@ class AbortRoom(Message, frozen=True):
         _shorten(self, "reason")
 
 
+class RefuseRoom(Message, frozen=True):
+    """Decode to prefill: this rank will never open a room. `Drained` answers. Repeated until then.
+
+    It may go to ranks that have not attached this one, and so says who it comes from.
+
+    Attributes:
+        endpoint: the start of the prefill rank that it is for; no other is concerned.
+        engine: the decode rank's.
+        coordinates: its place there.
+        generation: random; distinguishes this refusal from others of the number.
+        holder: the generation of another transfer that has the number on the decode rank, and is not refused; None if
+            there is none. The refusal is for the use of the number that follows that one.
+    """
+
+    endpoint: ShortText
+    engine: ShortText
+    coordinates: RankCoordinates
+    room: Random
+    generation: Random
+    reason: Reason
+    holder: Random | None = None
+
+    def __post_init__(self) -> None:
+        _shorten(self, "reason")
+
+
 class RoomVerified(Message, frozen=True):
     """Decode to prefill: the rank's digests of this generation are all right. Repeated until `Confirmed`."""
 
@@ -490,7 +516,9 @@ class WriterFinished(Message, frozen=True):
     aux: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)] | None = None
 
 
-ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | RoomVerified | IsGone | Credit
+ToPrefill: TypeAlias = (
+    Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | RefuseRoom | RoomVerified | IsGone | Credit
+)
 ToDecode: TypeAlias = (
     Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained | Confirmed | Gone | SpanReleased
 )

@@ -207,6 +207,11 @@ class _Engine:
     def abort(self, name: str) -> None:
         self.engine.abort_request([name])
 
+    def submit_and_abort(self, name: str, prompt: Sequence[int], parameters: dict[str, Any]) -> None:
+        """Hands a request in that ends before a step computes any of it."""
+        self.submit(name, prompt, 1, parameters)
+        self.abort(name)
+
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 

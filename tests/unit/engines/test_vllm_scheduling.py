@@ -170,6 +170,20 @@ class TestSending:
         assert scheduler.side.finished(request, is_aborted=True) == (False, None)
         assert scheduler.step().give_up == {}
 
+    @pytest.mark.parametrize("is_allocated", [False, True])
+    def test_a_request_that_ends_before_any_of_it_leaves_is_refused_to_those_who_may_ask(self, is_allocated: bool):
+        scheduler, request = Scheduler(), prefill_request(14)
+        if is_allocated:
+            scheduler.allocate(request)
+        scheduler.side.finished(request, is_aborted=True)
+        assert scheduler.step().refuse == {9: "the request ended on the prefill side before any of it was computed"}
+
+    def test_a_request_whose_room_nobody_can_know_is_refused_to_nobody(self):
+        scheduler, request = Scheduler(), prefill_request(14, room=None)
+        scheduler.allocate(request)
+        scheduler.side.finished(request, is_aborted=True)
+        assert scheduler.step().refuse == {}
+
     def test_a_prompt_of_one_token_has_nothing_to_send(self):
         scheduler, request = Scheduler(), prefill_request(1)
         scheduler.allocate(request)

@@ -43,6 +43,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         try:
             self._transfer = mgr.prefill.open(bootstrap_room, depends_on=current(CREATE_SENDER))
         except KVFerryError as error:
+            mgr.prefill.refuse(bootstrap_room, str(error))
             self._fail(str(error))
             return
         if mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang has refused it

@@ -374,11 +374,11 @@ class SchedulerSide:
             tokens = self._sent_tokens(request)
             return False, None if is_aborted else answer(answered, engine=self._engine, request=name, tokens=tokens)
         sending = self._sending.get(name)
-        if sending is None:
-            return False, None
-        self._unfinished.pop(name, None)
-        if not sending.is_begun:
-            del self._sending[name]
+        if sending is not None:
+            self._unfinished.pop(name, None)
+        if sending is None or not sending.is_begun:
+            self._sending.pop(name, None)
+            self._refuse(request)
             return False, None
         if is_aborted or not sending.is_complete:
             self._step.give_up[name] = "the request was aborted on the prefill side"
@@ -399,6 +399,15 @@ class SchedulerSide:
             if key is not None:
                 self._fetched_choices.add(key, Fetch(None, FetchState.FAILED))
             self._ask(params, request, [()] * len(self._groups), 0)
+
+    def _refuse(self, request: Request) -> None:
+        """Has the decode engine told that a request will not be sent, if it may ask for it."""
+        try:
+            params = send_parameters(request.kv_transfer_params) if self._may_send else None
+        except UsageError:
+            return  # nobody can ask for it
+        if params is not None and params.is_known:
+            self._step.refuse[params.room] = "the request ended on the prefill side before any of it was computed"
 
     def reported(self, sent: Iterable[str], received: Collection[str], failed: Collection[str] = ()) -> None:
         """Takes the requests that the workers are done with.

@@ -96,9 +96,11 @@ class Step:
         receive: the caches that are requested.
         preempted: requests that have just lost their blocks. They come again from the start.
         give_up: requests that are not needed any more, and why.
+        refuse: rooms that the other side knows and that will not be opened to send, and why.
     """
 
     send: list[BlocksToSend] = field(default_factory=list)
     receive: list[BlocksToReceive] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     give_up: dict[str, str] = field(default_factory=dict)
+    refuse: dict[int, str] = field(default_factory=dict)

@@ -139,6 +139,9 @@ class WorkerSide:
                 receiver.abort(reason)
             elif self._outgoing is not None:
                 self._outgoing.give_up(request, reason)
+        if self._prefill is not None:
+            for room, reason in step.refuse.items():
+                self._prefill.refuse(room, reason)
 
     def results(self, finished: Collection[str]) -> Results:
         """Returns what is done.
@@ -187,6 +190,7 @@ class WorkerSide:
             self._outgoing.add(sending.request, open_sender, pages, fence, last=sending.is_last)
         except KVFerryError as error:
             log.error("request %s cannot be sent: %s", sending.request, error)
+            self._prefill.refuse(sending.room, str(error))
             self._unreported.add(sending.request)
 
     def _receive(self, receiving: BlocksToReceive) -> None:
@@ -214,6 +218,7 @@ class WorkerSide:
             )
         except KVFerryError as error:
             log.error("request %s cannot be received: %s", request, error)
+            self._decode.refuse(receiving.room, str(error), engine=receiving.engine)
             if receiving.is_wanted:
                 self._not_begun.add(request)
             return
