@@ -93,6 +93,7 @@ class Callers:
             request.excused("one side miscounts")
         if self._prompts.random() < self._world.circumstances.odds.get("another prompt", 0.0):
             request.is_another_prompt = True
+            self._world.outcomes["trouble: another prompt"] += 1
             request.excused("the two sides have different prompts")
         if self._refusing.random() < self._world.circumstances.odds.get("refuse", 0.0):
             side = self._refusing.choice(request.sides)
