@@ -93,6 +93,13 @@ def test_caches_arrive(
     Request(pair, 1).run()  # the number again
 
 
+def test_each_rank_gets_its_own_heads_in_every_room(pair: Pair):
+    # Each of two ranks has one head of either kind of layer: of full attention the same, of windows its own.
+    pair.begin(Model(heads=1, window_layers=2, window_heads=2), prefill_tp=2, decode_tp=2)
+    for room in range(1, 7):
+        Request(pair, room).run()
+
+
 def test_what_is_closed_lets_go_of_its_port(pair: Pair):
     pair.begin(Model())
     managers = [*pair.prefill.managers, *pair.decode.managers]
