@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic_core import PydanticUndefined
 from tests.simulation import pins
 
+from kvferry.engines.sglang import cache_kinds as sglang
 from kvferry.engines.vllm import cache_kinds as vllm
 from kvferry.errors import UsageError
 from kvferry.observe.metrics import Metrics
@@ -26,7 +27,7 @@ from kvferry.settings import PREFIX, Settings
 
 DOCS = Path(__file__).parent
 
-CACHE_KINDS = {"vllm": vllm.KINDS}
+CACHE_KINDS = {"vllm": vllm.KINDS, "sglang": sglang.KINDS}
 """What each plug-in transfers, by the mark in docs/caches.md."""
 
 

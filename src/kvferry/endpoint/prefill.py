@@ -63,8 +63,10 @@ log = logging.getLogger(__name__)
 
 _OWNED = "this prefill endpoint"
 _TICK_S = 0.1
-_ROOMS_OPEN_MS = 5
+_ROOMS_OPEN_MS = 100
 _IDLE_MS = 1000
+_CONNECTING_MS = 5
+_CONNECTING_S = 1.0  # after a decode rank has asked for it; while its bytes move, workers make the progress
 _LAST_MOMENT_S = 1.0  # for workers to end that have no room any more, however long writes took
 
 
@@ -176,6 +178,7 @@ class PrefillEndpoint:
         self._is_closing_down = False  # rooms are not waited for any more
         self._is_lingering = False  # closed, with writes still in flight
         self._release_error: Exception | None = None
+        self._connecting_until = 0.0
         self._next_tick_at = 0.0
         self._last_tick_at = float("inf")
         self._longest_wait_s = 0.0
@@ -224,7 +227,7 @@ class PrefillEndpoint:
             platform=self._platform,
             name=name,
         )
-        self._waker = Waker(self._workers.queues, is_needed=lambda: self._table.rooms)
+        self._waker = Waker(self._workers.queues)
         try:
             waker = self._platform.start(f"{name}-waker", self._waker)
             self._threads = self._platform.start(f"{name}-control", _Control(self)), waker
@@ -379,7 +382,6 @@ class PrefillEndpoint:
             self._observer.begin_sending(room)
             for receiver, message in self._table.add(opened):
                 self._deliver(opened, receiver, message)
-        self._waker.begin()
         return opened.sender
 
     def sender(self, room: int) -> Sender:
@@ -522,7 +524,7 @@ class PrefillEndpoint:
     def _control(self, *, may_wait: bool) -> bool:
         """One turn of the control thread; whether there will be another."""
         assert self._channel is not None
-        wait_ms = _IDLE_MS if self._table.is_quiet and not self._is_closing_down else _ROOMS_OPEN_MS
+        wait_ms = self._longest_wait_ms()
         self._longest_wait_s = wait_ms / 1000
         self._channel.wait(wait_ms if may_wait else 0)
         now = self._now()
@@ -539,6 +541,12 @@ class PrefillEndpoint:
         # No decode rank sends any, but connections need progress. Last, since rooms must end also where it fails.
         self.transport.take_notifications()
         return True
+
+    def _longest_wait_ms(self) -> int:
+        """Returns how long the control thread may wait, unless a message or `_wake` ends that."""
+        if self._is_closing_down or self._now() < self._connecting_until:
+            return _CONNECTING_MS
+        return _IDLE_MS if self._table.is_quiet else _ROOMS_OPEN_MS
 
     def _has_closed(self) -> bool:
         """Closes the endpoint once no write is in flight. Returns True when it has."""
@@ -664,6 +672,7 @@ class PrefillEndpoint:
     def _attach(self, identity: str, message: messages.Attach) -> None:
         problem = self._why_not_attached(identity, message)
         if problem is None:
+            self._connecting_until = self._now() + _CONNECTING_S
             self._given_up.pop(identity, None)
             with self._rooms_lock:
                 self._table.attached(identity, message.attempt)

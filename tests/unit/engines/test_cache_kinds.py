@@ -8,10 +8,11 @@ import pytest
 from tests.support.clones import ROOT
 
 from kvferry.engines.cache_kinds import CacheKind, CacheKinds, names_missing
+from kvferry.engines.sglang.cache_kinds import KINDS as SGLANG
 from kvferry.engines.vllm.cache_kinds import KINDS as VLLM
 from kvferry.errors import LayoutError
 
-TABLES = (VLLM,)
+TABLES = (VLLM, SGLANG)
 EVERY_ROW = [(table.engine, kind) for table in TABLES for kind in table.kinds]
 
 

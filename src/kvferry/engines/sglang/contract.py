@@ -13,6 +13,7 @@ from kvferry.engines.sglang.names import (
     CREATE_RECEIVER,
     CREATE_SENDER,
     KV_CLASS,
+    STATE_ARGS,
     TRANSFER_QUEUE,
     where,
 )
@@ -24,6 +25,9 @@ _BASE = "sglang.srt.disaggregation.base.conn"
 _COMMON = "sglang.srt.disaggregation.common.conn"
 _DECODE = "sglang.srt.disaggregation.decode"
 _PREFILL = "sglang.srt.disaggregation.prefill"
+_POOLS = "sglang.srt.mem_cache.memory_pool"
+_SWA_POOL = "sglang.srt.mem_cache.swa_memory_pool"
+_MODEL = "sglang.srt.configs.model_config"
 _HOOKS = "sglang.srt.plugins.hook_registry"
 
 _LOADING: tuple[Line, ...] = (
@@ -75,7 +79,6 @@ _MANAGER: tuple[Line, ...] = (
         Call(f"{_COMMON}:CommonKVManager.{name}", count, (), "our senders and receivers call it")
         for name, count in {
             "check_status": 2,
-            "check_status_pp_consensus": 2,
             "update_status": 3,
             "record_failure": 3,
         }.items()
@@ -93,13 +96,43 @@ _MANAGER: tuple[Line, ...] = (
         f"{_BASE}:KVArgs",
         (
             *("kv_data_ptrs", "kv_data_lens", "kv_item_lens", "kv_layer_ids", "kv_layout", "page_size", "gpu_id"),
-            *("aux_data_ptrs", "aux_item_lens", "num_draft_entries", "prefill_start_layer", "is_hybrid_mla_backend"),
+            *("aux_data_ptrs", "aux_item_lens", "num_draft_entries", "prefill_start_layer", "ib_device"),
             *("state_types", "state_data_ptrs", "state_data_lens", "state_item_lens", "state_layer_ids"),
             *("state_dim_per_tensor", "state_slice_outer_counts", "state_conv_shard_groups"),
         ),
         "the caches are described from them",
     ),
     Members(f"{_BASE}:StateType", {"SWA": "swa", "MAMBA": "mamba"}, "windows and recurrent state are told apart so"),
+    Signature(
+        where(STATE_ARGS),
+        "kv_args, token_to_kv_pool, draft_token_to_kv_pool=, total_kv_layers=, req_to_token_pool=",
+        "our hook on it remembers the pools, which SGLang does not hand to managers",
+    ),
+    *(
+        Mentions(f"{queue}._init_kv_manager", ("setup_state_kv_args",), "our hook on that is called there")
+        for queue in (f"{_PREFILL}:PrefillBootstrapQueue", f"{_DECODE}:DecodePreallocQueue")
+    ),
+    Mentions(
+        f"{_POOLS}:MHATokenToKVPool.__init__",
+        ("head_num", "head_dim", "v_head_dim", "kv_cache_layout", "k_scale_buffer"),
+        "heads and the order within a page are read from the pool",
+    ),
+    Mentions(f"{_SWA_POOL}:SWAKVPool.__init__", ("full_kv_pool", "swa_kv_pool"), "each of its pools is described"),
+    Mentions(f"{_POOLS}:HybridLinearKVPool.__init__", ("full_kv_pool", "mamba_pool"), "each of its pools is described"),
+    Mentions(f"{_POOLS}:MambaPool.__init__", ("mamba_cache",), "its convolutions are told apart from its heads"),
+    *(
+        Signature(f"{_MODEL}:ModelConfig.{name}", parameters, "heads of the whole model are read by it")
+        for name, parameters in {
+            "get_total_num_kv_heads": "self",
+            "get_swa_num_kv_heads": "self, tensor_parallel_size",
+        }.items()
+    ),
+    Call("sglang.srt.configs.hybrid_arch:mambaish_config", 1, (), "the blocks of convolutions are read from it"),
+    Fields(
+        "sglang.srt.configs.mamba_utils:Mamba2StateShape",
+        ("conv_dim", "intermediate_size", "num_heads", "state_size"),
+        "the blocks of convolutions are read from them",
+    ),
     Fields(
         f"{_COMMON}:PrefillServerInfo",
         (
@@ -117,7 +150,7 @@ _MANAGER: tuple[Line, ...] = (
         ),
         "our limits follow them, and some are refused",
     ),
-    Call("sglang.srt.configs.model_config:ModelConfig.from_server_args", 1, (), "the model is read from it"),
+    Call(f"{_MODEL}:ModelConfig.from_server_args", 1, (), "the model is read from it"),
 )
 
 _SENDER: tuple[Line, ...] = (

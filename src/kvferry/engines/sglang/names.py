@@ -6,6 +6,7 @@ _DISAGGREGATION = "sglang.srt.disaggregation"
 
 BACKENDS = f"{_DISAGGREGATION}.utils.TransferBackend"
 KV_CLASS = f"{_DISAGGREGATION}.utils.get_kv_class"
+STATE_ARGS = f"{_DISAGGREGATION}.utils.setup_state_kv_args"
 TRANSFER_QUEUE = f"{_DISAGGREGATION}.decode.DecodeTransferQueue.__init__"
 CREATE_RECEIVER = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 CREATE_SENDER = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.create_sender"

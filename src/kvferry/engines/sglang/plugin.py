@@ -14,10 +14,10 @@ from functools import cache
 from typing import Any
 
 from kvferry.engines.contract import enforce
-from kvferry.engines.sglang import hooks
+from kvferry.engines.sglang import hooks, pools
 from kvferry.engines.sglang.contract import LOADING, SERVING
 from kvferry.engines.sglang.hooks import Hook
-from kvferry.engines.sglang.names import BACKENDS, KV_CLASS, TRANSFER_QUEUE
+from kvferry.engines.sglang.names import BACKENDS, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE
 from kvferry.engines.sglang.settings import PluginSettings
 
 log = logging.getLogger(__name__)
@@ -77,9 +77,13 @@ def _register() -> None:
             limit = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT
             hooks.keep_until_proven(queue, limit_is_users=limit.is_set())
 
+    def remember_pools(_: None, *given: Any, **named: Any) -> None:
+        pools.remember_pools(*given, **named)
+
     added = (
         Hook(BACKENDS, backends, "REPLACE"),
         Hook(KV_CLASS, choose, "AROUND"),
+        Hook(STATE_ARGS, remember_pools, "AFTER"),
         Hook(TRANSFER_QUEUE, keep_until_proven, "AFTER"),
     )
     for hook in added:

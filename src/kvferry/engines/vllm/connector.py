@@ -6,7 +6,6 @@ Set `kv_connector` to "KVFerryConnector" and `kv_connector_module_path` to "kvfe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,7 +134,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """Lets the pages that this step fills leave as soon as the device has filled them. Does not wait."""
         step = self._bound_step
-        self._worker_side.after(step, fence() if step.send else nothing_to_wait_for)
+        self._worker_side.after(step, fence() if step.send else None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns the requests whose transfers are over, failed or not."""
@@ -246,19 +245,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata.step
 
 
-def nothing_to_wait_for() -> bool:
-    """Serves as a fence that has been reached."""
-    return True
-
-
-def fence() -> Fence:
-    """Makes a fence that is reached once the device has done what was queued until now. On CPU it has been."""
+def fence() -> Fence | None:
+    """Makes a fence that is reached once the device has done what was queued until now. None on CPU, where it has."""
     if current_platform.is_cpu():
-        return nothing_to_wait_for
-    event = torch.Event(current_platform.device_type)
+        return None
+    # A thread waits for it: it is to sleep meanwhile, not to spin.
+    event: Any = (
+        torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        if current_platform.is_cuda_alike()
+        else torch.Event(current_platform.device_type)
+    )
     event.record()
-    query: Callable[[], bool] = event.query
-    return query
+    reached: Fence = event
+    return reached
 
 
 def coordinates_of() -> RankCoordinates:
