@@ -19,7 +19,7 @@ from kvferry.applications.up.supervision import free_ports
 pytestmark = pytest.mark.timeout(600)
 
 TOKENS = 12
-ENDS_S = 2.0
+ENDS_S = 5.0
 """By when both sides have ended after one has refused a request."""
 
 ROOMS = count(1000)

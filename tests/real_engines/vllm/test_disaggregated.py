@@ -15,7 +15,7 @@ from kvferry.engines.vllm.parameters import ROOM
 
 pytestmark = pytest.mark.timeout(600)
 
-ENDS_S = 2.0
+ENDS_S = 5.0
 """By when both sides have ended, and have all blocks back, after one has refused a request."""
 
 
