@@ -4,7 +4,8 @@
     |-- ConfigurationError          something was set up wrongly, by the operator or by our caller
     |   |-- SettingsError           a setting has an impossible value, or a port is taken
     |   |-- LayoutError             a cache, a shard or a tensor is described wrongly
-    |   `-- ModelError              a model directory or configuration cannot be used
+    |   |-- ModelError              a model directory or configuration cannot be used
+    |   `-- EngineContractError     a serving engine is not what our plug-in for it builds on; names what has changed
     |-- UsageError                  our caller broke the rules of a transfer; the transfer itself goes on
     |   |-- UnknownRoomError        no transfer of this number is open here
     |   |-- RoomExistsError         this number is already in use here
@@ -71,6 +72,10 @@ class LayoutError(ConfigurationError):
 
 class ModelError(ConfigurationError):
     """A model directory or configuration cannot be used."""
+
+
+class EngineContractError(ConfigurationError):
+    """A serving engine is not what our plug-in for it builds on. The message names all that has changed."""
 
 
 class UsageError(KVFerryError):

@@ -739,6 +739,11 @@ def _late_receivers_not_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RoomTable, "remove", remove)
 
 
+def _any_prompt_will_do(patch: pytest.MonkeyPatch) -> None:
+    """What a request's cache depends on is not compared."""
+    patch.setattr(sender, "why_different", lambda prefill, decode: "")
+
+
 # ---- rooms that are refused ------------------------------------------------------------------------------------------
 
 
@@ -819,6 +824,7 @@ PLANTED: dict[str, Plant] = {
     "an open request taken after its end": _opens_taken_twice,
     "receivers that come late not told": _late_receivers_not_told,
     "a deadline that moved is forgotten": _deadlines_put_off_for_good,
+    "another prompt's cache sent": _any_prompt_will_do,
     "a refusal of the decode side is told nobody": _refusals_kept_to_itself,
     "a refusal of the prefill side is told nobody": _refused_by_silence,
 }

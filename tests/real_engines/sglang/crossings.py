@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
-from tests.real_engines.sglang.ranks import PREFILL, SERVER_ARGS, Model, Rank, Whole, place
+from tests.real_engines.sglang.ranks import PREFILL, SERVER_ARGS, Model, Rank, Whole, place, plug_in
 
+from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.receiver import KVFerryReceiver
 from kvferry.engines.sglang.sender import KVFerrySender
@@ -31,6 +33,7 @@ class Members:
     """Ranks of a prefill and a decode engine: all of them, or those that this process has."""
 
     def __init__(self, patch: pytest.MonkeyPatch, port: int, model: Model) -> None:
+        plug_in()
         self._patch, self.port, self.model = patch, port, model
         self._begun: list[KVFerryManager] = []
         self.prefill, self.decode = Side([], []), Side([], [])
@@ -52,16 +55,30 @@ class Members:
 
     def sender(self, manager: KVFerryManager, room: int) -> KVFerrySender:
         with place(self._patch, self.port, self.model, tp=1, tp_rank=0, pp=1, pp_rank=0):
-            return KVFerrySender(manager, self.address, room)
+            sender: KVFerrySender = self._made(room, lambda: KVFerrySender(manager, self.address, room))
+            return sender
 
-    def receiver(self, manager: KVFerryManager, room: int) -> KVFerryReceiver:
+    def receiver(self, manager: KVFerryManager, room: int, *, salt: str | None = None) -> KVFerryReceiver:
         deadline = time.monotonic() + WAIT_S
         while not manager.try_ensure_parallel_info(self.address):
             assert time.monotonic() < deadline, "the prefill server cannot be found"
             time.sleep(0.05)
-        receiver = KVFerryReceiver(manager, self.address, room)
+        receiver: KVFerryReceiver = self._made(room, lambda: KVFerryReceiver(manager, self.address, room), salt=salt)
         receiver.init(0)
         return receiver
+
+    def _made(self, room: int, make: Callable[[], Any], *, salt: str | None = None) -> Any:
+        """Makes a sender or a receiver, as SGLang does for a request."""
+        req = SimpleNamespace(
+            origin_input_ids=[room, 2, 3],
+            output_ids=[],
+            input_embeds=None,
+            multimodal_inputs=None,
+            lora_id=None,
+            extra_key=None,
+            cache_salt=salt,
+        )
+        return around_requests(lambda: True)(lambda *_: make(), SimpleNamespace(scheduler=None), req)
 
     def close(self) -> None:
         for manager in self._begun:
@@ -119,12 +136,14 @@ class Request:
             )
 
     def send(self, *, cut: int = 3) -> None:
-        """In two chunks, as with chunked prefill."""
-        pages = self.source[0]
+        """In two chunks, as with chunked prefill: what the decode side does not hold."""
+        pages = self.source[0][self.held_pages :]
+        cut = min(cut, max(0, len(pages) - 1))
         for sender in self.senders:
-            assert sender.pop_decode_prefix_len() == 0
+            assert sender.pop_decode_prefix_len() == self.held_pages * self.pair.model.page_tokens
             sender.init(len(pages), self.aux_index)
-            sender.send(np.array(pages[:cut], np.int32), None)
+            if sender.should_send_kv_chunk(cut, False):
+                sender.send(np.array(pages[:cut], np.int32), None)
             sender.send(np.array(pages[cut:], np.int32), self.state_indices(self.source))
 
     def sent(self) -> list[int]:

@@ -5,10 +5,15 @@ It runs in SGLang's own processes, which a test reaches through files alone.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-from collections.abc import Mapping
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +56,66 @@ class Tampering:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def let_checksums_run_on_cpus(note: Callable[..., None]) -> None:
+    """Computes SGLang's checksums on a CPU, of the same items in the same order: SGLang does it on GPUs alone.
+
+    Args:
+        note: writes down what was compared.
+    """
+    from sglang.srt.disaggregation import decode
+    from sglang.srt.disaggregation.checksum import KvChecksumComputer
+
+    verify = decode.SchedulerDisaggregationDecodeMixin._verify_kv_checksums
+
+    @wraps(verify)  # SGLang has to be what kvferry's contract says
+    def verifying(scheduler: Any, batch: Any) -> None:
+        expected = {req.bootstrap_room: req for req in batch.reqs if req.expected_kv_checksum}
+        pages = {room: _pages_behind_the_prefix(scheduler, req) for room, req in expected.items()}
+        verify(scheduler, batch)
+        kept = {req.bootstrap_room for req in batch.reqs}
+        for room, count in pages.items():
+            note("compared", room=room, pages=count, mismatch=room not in kept)
+
+    def compute(self: Any, pages: Any, state: Any = None) -> int:
+        digest = 1
+        for address, size in zip(self._kv_data_ptrs, self._kv_item_lens, strict=True):
+            for page in pages.tolist():
+                digest = zlib.adler32(ctypes.string_at(address + page * size, size), digest)
+        return digest
+
+    KvChecksumComputer.compute = compute
+    decode.SchedulerDisaggregationDecodeMixin._verify_kv_checksums = verifying
+
+
+def _pages_behind_the_prefix(scheduler: Any, req: Any) -> int:
+    page_tokens: int = scheduler.token_to_kv_pool_allocator.page_size
+    tokens: int = len(req.origin_input_ids) - req.kv.cache_protected_len
+    return -(-tokens // page_tokens)
+
+
+def watch_tokens(scheduler: Any, note: Callable[..., None]) -> None:
+    """Writes down how many tokens a scheduler can give to requests, and when that has changed."""
+
+    def look() -> None:
+        before = None
+        while True:
+            cached = scheduler.tree_cache.evictable_size()
+            free = scheduler.token_to_kv_pool_allocator.available_size() + cached
+            if free != before:
+                note("free", side=scheduler.disaggregation_mode.value, tokens=free, at=time.time())
+                before = free
+            time.sleep(0.02)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
 def register() -> None:
     """Called by SGLang."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     from kvferry.endpoint import DecodeEndpoint, Sender
     from kvferry.engines.sglang.metadata_rows import MetadataRows
+    from kvferry.engines.sglang.sender import KVFerrySender
 
     directory = Path(os.environ[DIRECTORY])
 
@@ -66,8 +127,12 @@ def register() -> None:
         return (directory / "fault").read_text()
 
     submit, open_room, read = Sender.submit, DecodeEndpoint.open, MetadataRows.read
+    pop = KVFerrySender.pop_decode_prefix_len
 
     def submitting(sender: Any, pages: Mapping[str, Any], **more: Any) -> None:
+        if fault() == "no end" and more["last"]:
+            note("withheld", room=sender.room)
+            return
         note("submitted", room=sender.room, pages=len(pages["kv"].pages), last=more["last"])
         if fault() == "another page" and len(pages["kv"].pages):
             wrong = pages["kv"].pages.copy()
@@ -86,6 +151,17 @@ def register() -> None:
         first, *others = msgspec.msgpack.decode(aux)
         return msgspec.msgpack.encode([bytes([first[0] ^ 1]) + first[1:], *others])
 
+    let_checksums_run_on_cpus(note)
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.__init__",
+        lambda _, scheduler, *__, **___: watch_tokens(scheduler, note),
+        HookType.AFTER,
+    )
+
+    def popping(sender: Any) -> int:
+        return 0 if fault() == "no prefix" else pop(sender)
+
+    KVFerrySender.pop_decode_prefix_len = popping  # type: ignore[method-assign, assignment]
     Sender.submit = submitting  # type: ignore[method-assign, assignment]
     DecodeEndpoint.open = opening  # type: ignore[method-assign, assignment]
     MetadataRows.read = reading  # type: ignore[method-assign, assignment]

@@ -3,75 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
-from tests.real_engines.sglang.engine import EngineProcess, Output, Shape, disaggregated
-from tests.real_engines.sglang.tampering import Tampering
+from tests.real_engines.sglang.engine import EngineProcess, Shape, disaggregated
+from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal
+from tests.support.waiting import eventually
 
 from kvferry.applications.up.supervision import free_ports
 
 pytestmark = pytest.mark.timeout(600)
 
-TOKENS = 12
 ENDS_S = 5.0
 """By when both sides have ended after one has refused a request."""
-
-ROOMS = count(1000)
-
-
-class Pair:
-    """A prefill and a decode engine."""
-
-    def __init__(self, model: Path, directory: Path, *, backend: str = "kvferry", **environment: str) -> None:
-        """Begins to start both."""
-        self.tampering = Tampering(directory)
-        (self.port,) = free_ports(1)
-        self._model, self._backend = model, backend
-        self._environment = {**self.tampering.environment, **environment}
-        self.prefill = self.begin("prefill", chunked_prefill_size=128)
-        self.decode = self.begin("decode", disaggregation_decode_enable_radix_cache=True)
-
-    def begin(self, mode: str, **options: Any) -> EngineProcess:
-        """Begins to start an engine of either kind that meets the others."""
-        given = disaggregated(mode, self.port, self._backend, **options)
-        return EngineProcess(Shape(self._model, given, self._environment, (self.tampering.directory,)))
-
-    def started(self) -> Pair:
-        self.prefill.started()
-        self.decode.started()
-        return self
-
-    def submit(self, given: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[int]:
-        """Hands requests to both, as gateways do; returns their rooms."""
-        rooms = [next(ROOMS) for _ in given]
-        for engine in (self.prefill, self.decode):
-            engine.submit(given, tokens, rooms=rooms, port=self.port)
-        return rooms
-
-    def run(self, given: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[Output]:
-        """What the decode engine answers."""
-        self.submit(given, tokens)
-        self.prefill.outputs()
-        return self.decode.outputs()
-
-    def restart_prefill(self) -> None:
-        """In the place of one that was killed."""
-        self.prefill = self.begin("prefill", chunked_prefill_size=128).started()
-
-    def close(self) -> None:
-        self.prefill.close()
-        self.decode.close()
-
-
-def assert_equal(found: Sequence[Output], expected: Sequence[tuple[int, ...]]) -> None:
-    assert [each.error for each in found] == [None] * len(found)
-    assert [each.tokens for each in found] == list(expected)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +35,8 @@ def undivided(model: Path) -> Iterator[EngineProcess]:
 
 @pytest.fixture(scope="module")
 def pair(model: Path, undivided: EngineProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    both = Pair(model, tmp_path_factory.mktemp("tampering"))
+    # With SGLang's own checksums of what has moved, which an engine on a CPU computes by a plug-in of ours.
+    both = Pair(model, tmp_path_factory.mktemp("tampering"), disaggregation_enable_kv_checksum=True)
     undivided.started()
     yield both.started()
     both.close()
@@ -124,6 +72,31 @@ def test_what_the_decode_side_has_does_not_travel(pair: Pair, undivided: EngineP
     assert_equal(pair.decode.outputs(), undivided.generate([longer], TOKENS))
     (asked,) = [each for each in pair.tampering.said("asked") if each["room"] == room]
     assert asked == {"room": room, "pages": 6, "prefix_tokens": 320}
+    # Nor does the prefill engine hand it in, or digest it: else its checksum would not be the decode side's.
+    handed_in = [each["pages"] for each in pair.tampering.said("submitted") if each["room"] == room]
+    assert sum(handed_in) == 6
+    compared = [each for each in pair.tampering.said("compared") if each["room"] == room]
+    assert compared == [{"room": room, "pages": 6, "mismatch": False}]
+
+
+def test_sglangs_checksum_would_differ_if_the_prefill_side_did_not_know_the_prefix(pair: Pair):
+    """As it was: every request of which the decode side had the first pages failed."""
+    (prompt,) = prompts(14, 1, shortest=320)
+    assert [each.error for each in pair.run([prompt])] == [None]
+    pair.tampering.plant("no prefix")
+    (found,) = pair.run([prompt + prompts(15, 1, shortest=90)[0]])
+    assert found.error == "KV checksum mismatch"
+
+
+def test_sglangs_checksum_finds_another_page_behind_a_prefix(pair: Pair, undivided: EngineProcess):
+    (prompt,) = prompts(11, 1, shortest=320)
+    assert_equal(pair.run([prompt]), undivided.generate([prompt], TOKENS))
+    given = [prompt + prompts(12, 1, shortest=90)[0], prompts(13, 1, shortest=200)[0]]
+    pair.tampering.plant("another page")
+    found = pair.run(given)
+    pair.tampering.heal()
+    assert [each.error for each in found] == ["KV checksum mismatch"] * 2
+    assert_equal(pair.run(given), undivided.generate(given, TOKENS))
 
 
 @pytest.mark.parametrize("fault", ["another page", "another first token"])
@@ -157,9 +130,62 @@ def test_an_abort(pair: Pair, undivided: EngineProcess, side: str):
     assert_equal(pair.run([given]), undivided.generate([given], TOKENS))
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_abort_in_the_middle_gives_everything_back_on_both_sides(pair: Pair, undivided: EngineProcess, side: str):
+    eventually_idle = {each: pair.free_tokens(each)["tokens"] for each in ("prefill", "decode")}
+    assert eventually_idle == dict.fromkeys(eventually_idle, 4096)
+    (given,) = prompts(20 + len(side), 1, shortest=900)
+    pair.tampering.plant("no end")
+    (room,) = pair.submit([given])
+    eventually("all but the last chunk is sent", lambda: [{"room": room}] == pair.tampering.said("withheld")[-1:])
+    assert all(pair.free_tokens(each)["tokens"] < 4096 for each in eventually_idle)
+    aborted_at = time.time()
+    (pair.prefill if side == "prefill" else pair.decode).abort()
+    for engine in (pair.prefill, pair.decode):
+        (answer,) = engine.outputs(30)
+        assert answer.error
+    for each in eventually_idle:
+        eventually(f"{each} has all back", lambda each=each: pair.free_tokens(each)["tokens"] == 4096)
+        assert pair.free_tokens(each)["at"] - aborted_at < 2
+    pair.tampering.heal()
+    assert_equal(pair.run([given]), undivided.generate([given], TOKENS))
+
+
+def test_another_salt_on_one_side_is_refused_by_name(pair: Pair, undivided: EngineProcess):
+    given = prompts(30, 2, shortest=100)
+    for same in (False, True):
+        rooms = [next(ROOMS) for _ in given]
+        pair.prefill.submit(given, TOKENS, rooms=rooms, port=pair.port, cache_salt=["one tenant"] * 2)
+        salts = ["one tenant", "one tenant" if same else "another tenant"]
+        pair.decode.submit(given, TOKENS, rooms=rooms, port=pair.port, cache_salt=salts)
+        sent, found = pair.prefill.outputs(), pair.decode.outputs()
+        expected = undivided.generate(given, TOKENS)
+        assert_equal(found[:1], expected[:1])
+        if same:
+            assert_equal(found, expected)
+        else:
+            assert "cache salt" in (sent[1].error or "")
+            assert "cache salt" in (found[1].error or "")
+
+
+def test_another_checkpoint_of_the_same_shape_is_refused(pair: Pair, tmp_path: Path):
+    other = pair.another_decode(write("llama", tmp_path / "model", seed=12)).started()
+    try:
+        (given,) = prompts(40, 1, shortest=100)
+        rooms = [next(ROOMS)]
+        pair.prefill.submit([given], TOKENS, rooms=rooms, port=pair.port)
+        other.submit([given], TOKENS, rooms=rooms, port=pair.port)
+        (answer,) = other.outputs()
+        assert "weights" in (answer.error or ""), answer
+        pair.prefill.abort()
+        pair.prefill.outputs()
+    finally:
+        other.close()
+
+
 def test_pages_of_different_size_are_refused_and_both_sides_end(pair: Pair, undivided: EngineProcess):
     """The decode server refuses before it opens a room; the prefill server has opened its own."""
-    other = pair.begin("decode", page_size=32)
+    other = pair.another_decode(page_size=32)
     try:
         other.started()
         given = prompts(11, 2, shortest=100)
@@ -194,10 +220,27 @@ def test_a_prefill_engine_that_is_killed_fails_its_requests_soon_and_comes_back(
 
 
 def test_kvferry_in_the_place_of_nixl(model: Path, undivided: EngineProcess, tmp_path: Path):
-    both = Pair(model, tmp_path / "tampering", backend="nixl", KVFERRY_SGLANG_REPLACES_NIXL="1", KVFERRY_PATH="staged")
+    environment = {"KVFERRY_SGLANG_REPLACES_NIXL": "1", "KVFERRY_PATH": "staged"}
+    both = Pair(model, tmp_path / "tampering", backend="nixl", environment=environment)
     try:
         given = prompts(10)
         assert_equal(both.started().run(given), undivided.generate(given, TOKENS))
         assert len({each["room"] for each in both.tampering.said("submitted")}) == len(given)
     finally:
         both.close()
+
+
+def test_pipeline_stages_on_the_prefill_side(pair: Pair, undivided: EngineProcess, model: Path):
+    (port,) = free_ports(1)
+    options = disaggregated("prefill", port, pp_size=2, chunked_prefill_size=128)
+    prefill = EngineProcess(Shape(model, options, {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}))
+    try:
+        given = prompts(11, 6, shortest=20, longest=400)
+        rooms = [next(ROOMS) for _ in given]
+        prefill.started()
+        for engine in (prefill, pair.decode):
+            engine.submit(given, TOKENS, rooms=rooms, port=port)
+        prefill.outputs()
+        assert_equal(pair.decode.outputs(), undivided.generate(given, TOKENS))
+    finally:
+        prefill.close()

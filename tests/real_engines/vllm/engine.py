@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import time
@@ -39,7 +40,11 @@ class Shape:
         pool_mib: of the KV cache on every rank.
         step_tokens: the most that one step computes: a longer prompt comes in chunks.
         policy: what happens to a request whose cache does not come: fail or recompute.
+        cache_dtype: of the KV cache.
+        adapters: LoRA adapters that requests may name, by name.
         settings: of kvferry's.
+        beside: connectors that stand beside it in a MultiConnector, as vLLM's configuration has them; None for none.
+        lacks: what its vLLM's interface of connectors has not got, as if it had been renamed.
     """
 
     model: Path
@@ -52,8 +57,26 @@ class Shape:
     step_tokens: int = 2048
     prefix_cache: bool = False
     policy: str = "fail"
+    cache_dtype: str = "auto"
+    adapters: Mapping[str, Path] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[Mapping[str, Any], ...] | None = None
+    lacks: str = ""
+
+    def connectors(self) -> dict[str, Any]:
+        """The connector, as vLLM's configuration has it."""
+        if self.connector != "kvferry":
+            return {"kv_connector": "NixlConnector", "kv_connector_extra_config": dict(self.settings)}
+        ours: dict[str, Any] = {
+            "kv_connector": "KVFerryConnector",
+            "kv_connector_module_path": "kvferry.engines.vllm",
+            "kv_connector_extra_config": dict(self.settings),
+        }
+        if self.beside is None:
+            return ours
+        each = [{**connector, "kv_role": self.role} for connector in (ours, *self.beside)]
+        return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": each}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +84,16 @@ class Output:
     """What became of a request.
 
     Attributes:
-        tokens: that were generated.
+        tokens: that were generated; where there are several choices, by the first.
         reason: why it ended.
         parameters: for the decode server.
+        choices: the tokens of all choices.
     """
 
     tokens: tuple[int, ...]
     reason: str | None
     parameters: dict[str, Any] | None
+    choices: tuple[tuple[int, ...], ...] = ()
 
 
 class _Engine:
@@ -81,13 +106,11 @@ class _Engine:
         transfer = None
         if shape.connector:
             transfer = KVTransferConfig(
-                kv_connector="KVFerryConnector" if shape.connector == "kvferry" else "NixlConnector",
-                kv_connector_module_path="kvferry.engines.vllm" if shape.connector == "kvferry" else None,
+                **shape.connectors(),
                 kv_role=shape.role,
                 engine_id=shape.name,
                 kv_load_failure_policy=shape.policy,
                 kv_buffer_device="cpu",
-                kv_connector_extra_config=dict(shape.settings),
             )
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
@@ -102,9 +125,16 @@ class _Engine:
                 enforce_eager=True,
                 enable_prefix_caching=shape.prefix_cache,
                 kv_transfer_config=transfer,
+                kv_cache_dtype=shape.cache_dtype,
+                **_lora(shape),
                 disable_log_stats=False,
             )
         )
+        self.adapters = {name: (number, path) for number, (name, path) in enumerate(shape.adapters.items(), start=1)}
+        client = self.engine.engine_core
+        add_request = client.add_request
+        # As where the core is a process of its own: what one choice of a request does to its parameters stays there.
+        client.add_request = lambda request: add_request(copy.deepcopy(request))
         self.outputs: dict[str, Output] = {}
         self.messages = Messages()
         logging.getLogger("kvferry").addHandler(self.messages)
@@ -129,15 +159,37 @@ class _Engine:
                     tuple(completion.token_ids),
                     completion.finish_reason,
                     output.kv_transfer_params,
+                    tuple(tuple(each.token_ids) for each in output.outputs),
                 )
         return True
 
-    def submit(self, name: str, prompt: Sequence[int], count: int, parameters: dict[str, Any] | None) -> None:
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        count: int,
+        parameters: dict[str, Any] | None,
+        choices: int = 1,
+        adapter: str = "",
+    ) -> None:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
 
-        extra = None if parameters is None else {"kv_transfer_params": parameters}
-        sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, extra_args=extra)
-        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+        sampling = SamplingParams(
+            n=choices,
+            temperature=0.0 if choices == 1 else 1.0,
+            seed=7,
+            max_tokens=count,
+            ignore_eos=True,
+            extra_args=None if parameters is None else {"kv_transfer_params": parameters},
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        lora = None
+        if adapter:
+            number, path = self.adapters[adapter]
+            lora = LoRARequest(adapter, number, str(path))
+        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling, lora_request=lora)
 
     def take(self, name: str) -> Output | None:
         return self.outputs.pop(name, None)
@@ -197,6 +249,11 @@ class _Engine:
         self.faults.heal()
 
 
+def _lora(shape: Shape) -> dict[str, Any]:
+    """What an engine with adapters is started with."""
+    return {"enable_lora": True, "max_loras": len(shape.adapters), "max_lora_rank": 8} if shape.adapters else {}
+
+
 class Messages(logging.Handler):
     """What kvferry has logged."""
 
@@ -240,9 +297,11 @@ class Faults:
             "swapped pages": self._swap,
             "a head is missing": self._drop_head,
             "the last chunk is missing": self._skip_last,
+            "choices copy nothing": self._skip_copies,
+            "requests are not compared": self._compare_nothing,
         }[fault]()
 
-    def _replace(self, owner: type, name: str, replacement: Callable[..., Any]) -> None:
+    def _replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         setattr(owner, name, replacement)
         self._undo.append(lambda: setattr(owner, name, original))
@@ -255,9 +314,10 @@ class Faults:
 
         def swapped(side: WorkerSide, *arguments: Any) -> PagesToSend:
             given = original(side, *arguments)
-            first, *middle, last = given.pages
             # Two full ones would change nothing: keys know their positions, and attention sums over all of them.
-            return PagesToSend(given.start, (last, *middle, first))
+            pages = given.pages.copy()
+            pages[[0, -1]] = pages[[-1, 0]]
+            return PagesToSend(given.start, pages)
 
         self._replace(WorkerSide, "_pages", swapped)
 
@@ -274,6 +334,11 @@ class Faults:
 
         self._replace(WorkerSide, "_pages", dropped)
 
+    def _compare_nothing(self) -> None:
+        from kvferry.protocol import sender
+
+        self._replace(sender, "why_different", lambda prefill, decode: "")
+
     def _skip_last(self) -> None:
         from kvferry.engines.vllm.outgoing import OutgoingRequests
 
@@ -288,10 +353,19 @@ class Faults:
 
         self._replace(OutgoingRequests, "add", skipping)
 
+    def _skip_copies(self) -> None:
+        from kvferry.engines.vllm.copies import BlockCopier
+
+        self._replace(BlockCopier, "copy", lambda copier, group, blocks, copies: None)
+
 
 def _run(pipe: Connection, shape: Shape) -> None:
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | dict(shape.environment))
     try:
+        if shape.lacks:
+            from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+            delattr(KVConnectorBase_V1, shape.lacks)
         engine = _Engine(shape)
     except BaseException:
         pipe.send((False, traceback.format_exc()))
@@ -363,9 +437,17 @@ class EngineProcess:
             raise EngineError(value)
         return value
 
-    def submit(self, name: str, prompt: Sequence[int], count: int, parameters: dict[str, Any] | None = None) -> None:
-        """Hands a request in."""
-        self.ask("submit", name, list(prompt), count, parameters)
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        count: int,
+        parameters: dict[str, Any] | None = None,
+        choices: int = 1,
+        adapter: str = "",
+    ) -> None:
+        """Hands a request in. Several choices are sampled, with a seed; one is the likeliest."""
+        self.ask("submit", name, list(prompt), count, parameters, choices, adapter)
 
     def output(self, name: str, limit_s: float = ANSWER_S) -> Output:
         """Waits for the end of a request."""

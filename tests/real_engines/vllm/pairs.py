@@ -73,11 +73,12 @@ class Pair:
     def __init__(self, prefill: EngineProcess, decode: EngineProcess) -> None:
         self.prefill, self.decode = prefill.started(), decode.started()
 
-    def begin(self, name: str, prompt: Sequence[int], count: int = COUNT) -> None:
-        """Asks both engines at once, the decode engine first."""
+    def begin(self, name: str, prompt: Sequence[int], count: int = COUNT, choices: int = 1) -> None:
+        """Asks both engines at once, the decode engine first, and it alone for several choices."""
         room = next(self._rooms)
         there = self.prefill.shape.name
-        self.decode.submit(name, prompt, count, {"do_remote_prefill": True, "remote_engine_id": there, ROOM: room})
+        parameters = {"do_remote_prefill": True, "remote_engine_id": there, ROOM: room}
+        self.decode.submit(name, prompt, count, parameters, choices)
         self.prefill.submit(name, prompt, 1, {"do_remote_decode": True, ROOM: room})
 
     def run(self, each: Sequence[Sequence[int]], tag: str) -> list[Output]:
@@ -88,11 +89,14 @@ class Pair:
             self.prefill.output(f"{tag}-{number}")
         return [self.decode.output(f"{tag}-{number}") for number in range(len(each))]
 
-    def run_in_turn(self, prompt: Sequence[int], name: str) -> Output:
-        """First the prefill engine, then the decode engine with what that has answered, as most gateways do."""
-        self.prefill.submit(name, prompt, 1, {"do_remote_decode": True})
+    def run_in_turn(self, prompt: Sequence[int], name: str, choices: int = 1) -> Output:
+        """First the prefill engine, then the decode engine with what that has answered, as most gateways do.
+
+        They ask the prefill engine for as many choices as they were asked for.
+        """
+        self.prefill.submit(name, prompt, 1, {"do_remote_decode": True}, choices)
         answer = self.prefill.output(name)
-        self.decode.submit(name, prompt, COUNT, answer.parameters)
+        self.decode.submit(name, prompt, COUNT, answer.parameters, choices)
         return self.decode.output(name)
 
     @property

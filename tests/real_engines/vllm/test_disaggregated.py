@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from examples.tiny_model import write
@@ -150,9 +151,67 @@ def test_a_decode_engine_that_aborts_lets_both_sides_go_on(engines: Engines, bot
         both.begin(f"aborted-{number}", prompt)
         time.sleep(0.01 * number)
         both.decode.ask("abort", f"aborted-{number}")
+        aborted_at = time.monotonic()
         both.prefill.output(f"aborted-{number}")
-    assert both.free_blocks() == free
+        assert both.free_blocks() == free
+        assert time.monotonic() - aborted_at < 2.0, "every block is back on both sides"
     check(engines, both, prompts(13, 4), "after-aborts")
+
+
+CHOICES = 3
+
+
+def check_choices(engines: Engines, pair: Pair, prompt: Sequence[int], output: Output, name: str) -> None:
+    """The tokens of all choices are right."""
+    alone = engines.alone().started()
+    alone.submit(name, prompt, COUNT, None, CHOICES)
+    expected = alone.output(name).choices
+    assert len(set(expected)) == CHOICES, "choices that do not differ show nothing"
+    assert output.choices == expected, pair.said
+
+
+@pytest.mark.parametrize("decode", ["decode", "decode-recompute"], ids=["prefix cache", "no prefix cache"])
+def test_three_choices_share_one_cache(engines: Engines, decode: str):
+    """Asked for at once or one server after the other; on the decode side one choice fetches it for all."""
+    changes = {"prefix_cache": True} if decode == "decode" else {"policy": "recompute"}
+    pair = Pair(engines.prefill("prefill"), engines.decode(decode, **changes))
+    free, before, said = pair.free_blocks(), pair.received, pair.said
+    at_once, in_turn = prompts(17 + len(decode), 2, shortest=300, longest=420)
+    pair.begin("choices-at-once", at_once, choices=CHOICES)
+    pair.prefill.output("choices-at-once")
+    check_choices(engines, pair, at_once, pair.decode.output("choices-at-once"), "at-once")
+    check_choices(engines, pair, in_turn, pair.run_in_turn(in_turn, "choices-in-turn", CHOICES), "in-turn")
+    assert pair.received - before == 2, "one fetch for each request"
+    begun_at = time.monotonic()
+    assert pair.free_blocks() == free
+    assert time.monotonic() - begun_at < 2.0, "blocks waited for somebody who does not come"
+    assert pair.said == said, "something went wrong on the way"
+
+
+def test_choices_are_computed_from_what_was_copied(engines: Engines):
+    """What the test above asserts can fail."""
+    pair = Pair(engines.prefill("prefill"), engines.decode("decode-recompute", policy="recompute"))
+    (prompt,) = prompts(41, 1, shortest=300)
+    pair.decode.ask("plant", "choices copy nothing")
+    try:
+        with pytest.raises(AssertionError):
+            check_choices(engines, pair, prompt, pair.run_in_turn(prompt, "copied", CHOICES), "copied")
+    finally:
+        pair.decode.ask("heal")
+
+
+def test_in_a_multi_connector_beside_one_without_hybrid_caches(engines: Engines, tmp_path: Path):
+    storage = {
+        "kv_connector": "ExampleConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    prefill = engines.begin("prefill-beside", role="kv_producer", beside=(storage,), step_tokens=64)
+    decode = engines.begin("decode-beside", role="kv_consumer", beside=())
+    pair = Pair(prefill, decode)
+    free = pair.free_blocks()
+    check(engines, pair, prompts(42, 6), "beside")
+    assert pair.free_blocks() == free
+    assert any(tmp_path.rglob("*.safetensors")), "the other connector did nothing: the test shows nothing"
 
 
 def test_a_prefill_engine_that_aborts_fails_the_other_side_at_once(engines: Engines, both: Pair):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
+from kvferry.engines.vllm.choices import MOST_REMEMBERED, FirstChoices
 from kvferry.engines.vllm.layouts import CacheGroup
 from kvferry.engines.vllm.parameters import LARGEST_ROOM, ROOM, receive_parameters, send_parameters
-from kvferry.engines.vllm.scheduling import SchedulerSide
+from kvferry.engines.vllm.scheduling import Conditions, SchedulerSide
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks
 from kvferry.errors import UsageError
 
@@ -29,6 +30,7 @@ class Request:
     num_prompt_tokens: int
     kv_transfer_params: dict[str, Any] | None = None
     num_computed_tokens: int = 0
+    prompt_token_ids: list[int] | None = None
 
 
 @dataclass
@@ -46,9 +48,16 @@ class Pool:
 class Scheduler:
     """As much of vLLM's as it takes: block tables, and progress after every step."""
 
-    def __init__(self, *groups: CacheGroup) -> None:
+    def __init__(self, *groups: CacheGroup, held_back_tokens: int = 1, conditions: Conditions | None = None) -> None:
         self.groups = groups or (FULL,)
-        self.side = SchedulerSide(self.groups, engine="here", may_send=True, may_receive=True)
+        self.side = SchedulerSide(
+            self.groups,
+            engine="here",
+            may_send=True,
+            may_receive=True,
+            held_back_tokens=held_back_tokens,
+            conditions=conditions,
+        )
         self.tables: dict[str, list[list[Block]]] = {}
         self.pool = Pool()
         self.side.bind(lambda name: self.tables[name], self.pool)
@@ -205,6 +214,15 @@ class TestReceiving:
         ]
         assert scheduler.step().receive == []
 
+    def test_a_window_that_begins_within_a_block_needs_all_of_it(self):
+        scheduler, request = (
+            Scheduler(FULL, CacheGroup("window", ("layers.1",), 4, window_tokens=6)),
+            decode_request(14),
+        )
+        scheduler.allocate(request, external=13)
+        (wanted,) = scheduler.step().receive
+        assert wanted.groups["window"] == GroupBlocks(1, (151, 152, 153))
+
     def test_of_a_window_only_its_blocks_are_wanted(self):
         scheduler, request = Scheduler(FULL, WINDOW), decode_request(14)
         scheduler.allocate(request, external=13)
@@ -267,6 +285,216 @@ class TestReceiving:
         assert not caplog.text, "said once"
 
 
+class TestHoldingBack:
+    """A model that drafts with three modules: what they cache of the last three tokens depends on drafts."""
+
+    def test_that_many_tokens_are_not_sent(self):
+        scheduler, request = Scheduler(held_back_tokens=3), prefill_request(14)
+        scheduler.allocate(request)
+        (sent,) = scheduler.step(request, 14).send
+        assert (sent.tokens, sent.groups, sent.is_last) == (11, {"full": GroupBlocks(0, (100, 101, 102))}, True)
+        _, parameters = scheduler.side.finished(request, is_aborted=False)
+        assert parameters is not None
+        assert parameters["remote_num_tokens"] == 11
+
+    def test_that_many_tokens_are_computed_on_the_decode_side(self):
+        scheduler, request = Scheduler(held_back_tokens=3), decode_request(14)
+        assert scheduler.side.tokens_elsewhere(request, 4) == 7
+        scheduler.allocate(request, external=7)
+        assert scheduler.step().receive == [
+            BlocksToReceive("r", 9, "there", 4, 11, {"full": GroupBlocks(1, (101, 102))})
+        ]
+
+    @pytest.mark.parametrize("tokens", [1, 2, 3])
+    def test_of_a_prompt_as_short_as_that_nothing_is_sent_or_fetched(self, tokens: int):
+        scheduler, request = Scheduler(held_back_tokens=3), prefill_request(tokens)
+        scheduler.allocate(request)
+        assert scheduler.step(request, tokens).send == []
+        assert scheduler.side.tokens_elsewhere(decode_request(tokens), 0) == 0
+
+
+def choices(request: Request, count: int = 3) -> list[Request]:
+    """The requests that vLLM makes of one: in one process they even have the same parameters."""
+    return [
+        replace(request, request_id=f"{number}_{request.request_id}", prompt_token_ids=[1] * request.num_prompt_tokens)
+        for number in range(count)
+    ]
+
+
+class TestChoicesThatAreFetched:
+    def fetched(self, *groups: CacheGroup) -> tuple[Scheduler, list[Request]]:
+        """The first of three choices of 14 tokens, once its cache is there."""
+        scheduler, (first, *others) = Scheduler(*groups), choices(decode_request(14))
+        assert scheduler.side.tokens_elsewhere(first, 0) == 13
+        scheduler.allocate(first, external=13)
+        first.num_computed_tokens = 13
+        scheduler.step()
+        scheduler.side.reported([], {"0_r"})
+        return scheduler, [first, *others]
+
+    def test_the_first_fetches_and_the_others_wait_for_it(self):
+        scheduler, (first, second, third) = Scheduler(), choices(decode_request(14))
+        scheduler.allocate(first, external=13)
+        assert scheduler.side.tokens_elsewhere(second, 0) is None
+        assert [each.request for each in scheduler.step().receive] == ["0_r"]
+        first.num_computed_tokens = 13
+        scheduler.side.reported([], {"0_r"})
+        assert scheduler.side.tokens_elsewhere(second, 0) == 13
+        assert scheduler.side.tokens_elsewhere(third, 8) == 5
+
+    def test_the_others_copy_what_they_lack_and_the_blocks_are_kept_meanwhile(self):
+        scheduler, (first, second, _) = self.fetched(FULL, WINDOW)
+        scheduler.allocate(second, external=5, first=200)
+        (wanted,) = scheduler.step().receive
+        assert (wanted.request, wanted.prefix_tokens, wanted.tokens) == ("1_r", 8, 13)
+        assert wanted.groups == {"full": GroupBlocks(2, (202, 203)), "window": GroupBlocks(2, (252, 253))}
+        assert wanted.copied_from == {"full": GroupBlocks(2, (102, 103)), "window": GroupBlocks(2, (152, 153))}
+        assert scheduler.pool.kept == [102, 103, 152, 153]
+        scheduler.side.finished(first, is_aborted=False)
+        assert scheduler.pool.kept == [102, 103, 152, 153]
+        scheduler.side.reported([], {"1_r"})
+        assert scheduler.pool.kept == []
+
+    def test_one_that_has_all_asks_nobody(self):
+        scheduler, (_, second, _) = self.fetched()
+        assert scheduler.side.tokens_elsewhere(second, 13) == 0
+        scheduler.allocate(second)
+        assert scheduler.step().receive == []
+
+    def ended(self, first: Request, scheduler: Scheduler) -> None:
+        scheduler.side.finished(first, is_aborted=False)
+
+    def preempted(self, first: Request, scheduler: Scheduler) -> None:
+        first.num_computed_tokens = 0
+
+    def left_the_window(self, first: Request, scheduler: Scheduler) -> None:
+        scheduler.tables["0_r"][1][2].is_null = True
+
+    def had_another_prompt(self, first: Request, scheduler: Scheduler) -> None:
+        first.prompt_token_ids = [2] * 14
+
+    @pytest.mark.parametrize("event", [ended, preempted, left_the_window, had_another_prompt])
+    def test_where_the_first_has_lost_it_the_others_are_computed(self, event):
+        scheduler, (first, second, _) = self.fetched(FULL, WINDOW)
+        event(self, first, scheduler)
+        assert scheduler.side.tokens_elsewhere(second, 0) == 0
+        scheduler.allocate(second, first=200)
+        assert scheduler.step().receive == []
+        assert scheduler.pool.kept == []
+
+    def test_where_the_first_does_not_come_the_others_fail_as_the_policy_says(self):
+        scheduler, (first, second, _) = Scheduler(), choices(decode_request(14))
+        scheduler.allocate(first, external=13)
+        scheduler.step()
+        scheduler.side.reported([], {"0_r"}, {"0_r"})
+        assert scheduler.side.tokens_elsewhere(second, 0) == 13
+        scheduler.allocate(second, external=13, first=200)
+        (wanted,) = scheduler.step().receive
+        assert wanted.problem == "the cache of another choice of the same request did not come"
+        assert wanted.copied_from == {}
+        assert scheduler.side.tokens_elsewhere(second, 0) == 0, "vLLM computes it when it schedules it again"
+
+    def test_a_request_that_is_aborted_while_it_is_fetched_asks_and_declines_once(self):
+        scheduler, each = Scheduler(), choices(decode_request(14))
+        scheduler.allocate(each[0], external=13)
+        assert len(scheduler.step().receive) == 1
+        for request in each:
+            scheduler.side.finished(request, is_aborted=True)
+        step = scheduler.step()
+        assert step.receive == []
+        assert step.give_up == {"0_r": "the request was aborted on the decode side"}
+
+    def test_a_request_that_is_aborted_before_it_is_scheduled_declines_once(self):
+        scheduler, each = Scheduler(), choices(decode_request(14))
+        for request in each:
+            scheduler.side.finished(request, is_aborted=True)
+        assert [(told.request, told.is_wanted) for told in scheduler.step().receive] == [("0_r", False)]
+
+    def test_where_the_first_has_all_from_elsewhere_nothing_is_copied(self):
+        """It may be another connector's, which has not loaded it yet though vLLM counts it as there."""
+        scheduler, (first, second, _) = Scheduler(), choices(decode_request(14))
+        first.num_computed_tokens = 13
+        scheduler.allocate(first)
+        assert [told.is_wanted for told in scheduler.step().receive] == [False]
+        assert scheduler.side.tokens_elsewhere(second, 4) == 0
+        scheduler.allocate(second, first=200)
+        assert scheduler.step().receive == []
+
+    def test_nothing_is_copied_from_one_that_was_preempted_and_counts_as_there_again(self):
+        scheduler, (first, second, _) = self.fetched()
+        scheduler.step(preempted=("0_r",))
+        assert first.num_computed_tokens == 13
+        assert scheduler.side.tokens_elsewhere(second, 0) == 0
+
+    def test_another_request_of_the_same_name_is_another_one(self):
+        """Names are the caller's where vLLM is told not to make them unique."""
+        scheduler, _ = self.fetched()
+        again = choices(decode_request(14))[0]
+        assert again.kv_transfer_params is not None
+        again.kv_transfer_params[ROOM] = 10
+        assert scheduler.side.tokens_elsewhere(again, 0) == 13
+        scheduler.allocate(again, external=13, first=200)
+        assert [wanted.room for wanted in scheduler.step().receive] == [10]
+
+
+class TestChoicesThatAreSent:
+    @pytest.mark.parametrize("room", [None, 9])
+    def test_the_first_is_sent_and_all_answer_with_its_room(self, room: int | None):
+        """A gateway hands one of the answers on, whichever vLLM chooses."""
+        scheduler, each = Scheduler(), choices(prefill_request(14, room=room))
+        sent = []
+        for number, request in enumerate(each):
+            scheduler.allocate(request, first=100 * number + 100)
+            sent += scheduler.step(request, 14).send
+        answers = [scheduler.side.finished(request, is_aborted=False) for request in each]
+        assert [each.request for each in sent] == ["0_r"]
+        assert [keeps for keeps, _ in answers] == [True, False, False]
+        assert {parameters[ROOM] for _, parameters in answers if parameters is not None} == {sent[0].room}
+        assert len([parameters for _, parameters in answers if parameters is not None]) == 3
+
+    def test_one_that_comes_when_the_first_has_been_sent_is_not_sent_again(self):
+        scheduler, (first, second, _) = Scheduler(), choices(prefill_request(14, room=None))
+        scheduler.allocate(first)
+        (sent,) = scheduler.step(first, 14).send
+        scheduler.side.finished(first, is_aborted=False)
+        scheduler.side.reported(["0_r"], ())
+        scheduler.allocate(second)
+        assert scheduler.step(second, 14).send == []
+        keeps, parameters = scheduler.side.finished(second, is_aborted=False)
+        assert parameters is not None
+        assert (keeps, parameters[ROOM]) == (False, sent.room)
+
+    def test_another_prompt_is_another_request_whatever_its_name(self):
+        """Names are the caller's where vLLM is told not to make them unique."""
+        scheduler, (first, second, _) = Scheduler(), choices(prefill_request(14, room=None))
+        second.prompt_token_ids = [2] * 14
+        scheduler.allocate(first)
+        scheduler.allocate(second, first=200)
+        rooms = {scheduler.step(request, 14).send[0].room for request in (first, second)}
+        assert len(rooms) == 2
+
+    def test_one_that_is_aborted_answers_nothing(self):
+        scheduler, (first, second, _) = Scheduler(), choices(prefill_request(14))
+        scheduler.allocate(first)
+        scheduler.allocate(second)
+        assert scheduler.side.finished(second, is_aborted=True) == (False, None)
+
+    def test_requests_that_are_no_choices_are_all_sent(self):
+        scheduler = Scheduler()
+        for name, room in (("r", 9), ("q", 10), ("cmpl-1-0-abc", 11)):
+            request = replace(prefill_request(14, room=room), request_id=name)
+            scheduler.allocate(request)
+            assert [sent.room for sent in scheduler.step(request, 14).send] == [room]
+
+
+def test_only_the_latest_requests_are_remembered():
+    first: FirstChoices[int] = FirstChoices()
+    for number in range(MOST_REMEMBERED + 1):
+        first.add(number, number)
+    assert first.get(0) is None
+    assert first.get(MOST_REMEMBERED) == MOST_REMEMBERED
+
+
 class TestParameters:
     @pytest.mark.parametrize("parameters", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": False}])
     def test_a_request_without_wishes(self, parameters: dict[str, Any] | None):
@@ -283,3 +511,35 @@ class TestParameters:
     def test_an_engine_that_cannot_be_is_refused(self, engine: object):
         with pytest.raises(UsageError, match="remote_engine_id"):
             receive_parameters({"do_remote_prefill": True, "remote_engine_id": engine, ROOM: 1})
+
+
+class TestConditions:
+    """What a request's cache depends on goes with its blocks, of the tokens that are exchanged."""
+
+    def test_every_chunk_that_is_sent_carries_them_and_a_preemption_changes_nothing(self):
+        asked = []
+
+        def conditions(_: Any, tokens: int) -> dict[str, bytes]:
+            asked.append(tokens)
+            return {"prompt": b"1"}
+
+        scheduler = Scheduler(conditions=conditions)
+        request = prefill_request(13)
+        scheduler.allocate(request)
+        assert [each.depends_on for each in scheduler.step(request, 8).send] == [{"prompt": b"1"}]
+        request.num_computed_tokens = 0
+        scheduler.step(preempted=("r",))
+        scheduler.allocate(request)
+        assert [each.depends_on for each in scheduler.step(request, 13).send] == [{"prompt": b"1"}]
+        assert asked == [12], "once, of all tokens but the last"
+
+    @pytest.mark.parametrize("external", [12, 4, 0])
+    def test_a_request_for_a_cache_carries_them_also_where_nothing_is_missing(self, external: int):
+        scheduler = Scheduler(conditions=lambda request, tokens: {"prompt": b"%d" % tokens})
+        scheduler.allocate(decode_request(13), external=external)
+        assert [each.depends_on for each in scheduler.step().receive] == [{"prompt": b"12"}]
+
+    def test_a_request_that_ended_early_is_declined_with_them(self):
+        scheduler = Scheduler(conditions=lambda request, tokens: {"prompt": b"%d" % tokens})
+        scheduler.side.finished(decode_request(13), is_aborted=True)
+        assert [each.depends_on for each in scheduler.step().receive] == [{"prompt": b"12"}]

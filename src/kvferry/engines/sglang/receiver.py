@@ -9,8 +9,10 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from kvferry import GroupPages, Receiver, TransferState
+from kvferry.engines.sglang.conditions import current
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.engines.sglang.names import CREATE_RECEIVER
 from kvferry.engines.sglang.transfers import POLLS, give_up, state_pages
 from kvferry.errors import KVFerryError, UsageError
 
@@ -25,10 +27,16 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         """Remembers the request."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._transfer: Receiver | None = None
+        self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state, unless it has ended
         self._aux_index: int | None = None
         self._engine = ""
         self._has_refused = False
         self.bootstrap_infos: list[dict[str, Any]] = []  # SGLang counts the ranks that it waits for: none
+        self._depends_on: dict[str, bytes] = {}
+        try:
+            self._depends_on = current(CREATE_RECEIVER)
+        except KVFerryError as error:
+            self._fail(str(error))
 
     def init(self, prefill_dp_rank: int) -> None:
         """Takes the prefill engine's name from the look-up of its server."""
@@ -67,6 +75,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
                 engine=self._engine,
                 prefill_dp_rank=self.prefill_dp_rank,
                 prefix_tokens=prefix_tokens,
+                depends_on=self._depends_on,
             )
         except KVFerryError as error:
             self._refuse(str(error))
@@ -81,9 +90,11 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             return int(self.conclude_state)
         transfer, room = self._transfer, self.bootstrap_room
         status = self.kv_mgr.request_status.get(room, KVPoll.Failed)
-        if transfer is not None and status != KVPoll.Failed:
+        if transfer is not None and transfer.state is not self._seen and status != KVPoll.Failed:
+            state = transfer.state
             status = self._status_of(transfer)
             self.kv_mgr.update_status(room, status)
+            self._seen = None if state.is_final else state
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
         return int(status)

@@ -6,10 +6,11 @@ Set `kv_connector` to "KVFerryConnector" and `kv_connector_module_path` to "kvfe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -18,29 +19,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import SlidingWindowSpec, UniformTypeKVCacheSpecs
 from vllm.v1.request import RequestStatus
 
 from kvferry import RankCoordinates, Settings
-from kvferry.engines.vllm.layouts import CacheGroup, ModelShape, describe
+from kvferry.engines.vllm.cache_kinds import check_on_device, check_transferred
+from kvferry.engines.vllm.copies import BlockCopier
+from kvferry.engines.vllm.guards import held_back_tokens, refuse_what_would_be_wrong
+from kvferry.engines.vllm.heads import CachedHeads, held_heads
+from kvferry.engines.vllm.identity import (
+    BY_PLACE,
+    MULTIMODAL_FIELD,
+    Conditions,
+    cache_identity,
+    multimodal_inputs,
+)
+from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
 from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.outgoing import Fence
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
-from kvferry.errors import LayoutError, SettingsError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -70,10 +75,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             kv_cache_config: which layers share block tables.
 
         Raises:
-            SettingsError: if a setting is impossible or unknown.
+            SettingsError: if a setting is impossible or unknown, or vLLM is set up for what would be wrong.
             LayoutError: if the model caches something that cannot be described.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        refuse_what_would_be_wrong(vllm_config)
         transfer = vllm_config.kv_transfer_config
         self._engine: str = transfer.engine_id
         # Defaults follow from the processors that the endpoints' threads may use, not from the main thread's.
@@ -87,6 +93,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 engine=self._engine,
                 may_send=transfer.is_kv_producer,
                 may_receive=transfer.is_kv_consumer,
+                held_back_tokens=held_back_tokens(vllm_config),
+                conditions=Conditions(compares_content=compares_content(vllm_config, self._settings)).of,
             )
 
     def shutdown(self) -> None:
@@ -99,23 +107,36 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describes and registers this worker's caches and starts its endpoints; at the start, where it may wait."""
-        parallel = self._vllm_config.parallel_config
-        coordinates = coordinates_of(parallel)
+        coordinates = coordinates_of()
         described = describe(
             kv_caches,
             self._groups,
             model_shape(self._vllm_config, self._kv_cache_config),
             coordinates,
+            heads=heads_of(self._vllm_config, self._kv_cache_config, coordinates),
             num_blocks=self._kv_cache_config.num_blocks,
         )
         self._worker = WorkerSide(
             described,
+            BlockCopier(kv_caches, self._groups, self._kv_cache_config.num_blocks),
             coordinates,
             self._settings,
             engine=self._engine,
             sends=self._kv_transfer_config.is_kv_producer,
             receives=self._kv_transfer_config.is_kv_consumer,
+            fingerprint=self._fingerprint(),
         )
+
+    def _fingerprint(self) -> dict[str, str]:
+        """Returns what this worker's caches are beyond their layout."""
+        identity = cache_identity(
+            self._vllm_config,
+            kept_by_layers(self._vllm_config, self._kv_cache_config),
+            version=vllm.__version__,
+            fp8_dtype=str(current_platform.fp8_dtype()),
+            packing=model_shape(self._vllm_config, self._kv_cache_config).packing,
+        )
+        return identity.fingerprint()
 
     def handle_preemptions(self, kv_connector_metadata: KVFerryMetadata) -> None:
         """Drops the pages of preempted requests, before their blocks are written to."""
@@ -134,7 +155,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """Lets the pages that this step fills leave as soon as the device has filled them. Does not wait."""
         step = self._bound_step
-        self._worker_side.after(step, fence() if step.send else nothing_to_wait_for)
+        self._worker_side.after(step, fence() if step.send else None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns the requests whose transfers are over, failed or not."""
@@ -152,6 +173,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
         """Wraps figures as vLLM has carried them."""
         return KVFerryStats() if data is None else KVFerryStats(data=data)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Asks for blocks in which a head's tokens lie together: ranks of another number take them in one piece.
+
+        Latents have one head, and any order will do.
+        """
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
     def build_prom_metrics(
@@ -176,10 +206,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         self._scheduler_side.bind(tables, kv_cache_manager.block_pool)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Returns how many tokens to fetch, and whether in the background."""
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Returns how many tokens to fetch, None to be asked again later, and whether in the background."""
         tokens = self._scheduler_side.tokens_elsewhere(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Returns the groups whose blocks are fetched: all that are transferred."""
@@ -200,7 +230,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes the requests that all workers are done with."""
-        self._scheduler_side.reported(connector_output.finished_sending or (), connector_output.finished_recving or ())
+        self._scheduler_side.reported(
+            connector_output.finished_sending or (),
+            connector_output.finished_recving or (),
+            connector_output.failed_recving,
+        )
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -208,6 +242,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Returns whether a request's blocks must be kept, and its answer's parameters for the decode server."""
         is_aborted = request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         return self._scheduler_side.finished(request, is_aborted=is_aborted)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Does the same where vLLM's MultiConnector calls it, beside a connector without hybrid caches."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
@@ -228,31 +266,25 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata.step
 
 
-def nothing_to_wait_for() -> bool:
-    """Serves as a fence that has been reached."""
-    return True
-
-
-def fence() -> Fence:
-    """Makes a fence that is reached once the device has done what was queued until now. On CPU it has been."""
+def fence() -> Fence | None:
+    """Makes a fence that is reached once the device has done what was queued until now. None on CPU, where it has."""
     if current_platform.is_cpu():
-        return nothing_to_wait_for
-    event = torch.Event(current_platform.device_type)
+        return None
+    # A thread waits for it: it is to sleep meanwhile, not to spin.
+    event: Any = (
+        torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        if current_platform.is_cuda_alike()
+        else torch.Event(current_platform.device_type)
+    )
     event.record()
-    query: Callable[[], bool] = event.query
-    return query
+    reached: Fence = event
+    return reached
 
 
-def coordinates_of(parallel: Any) -> RankCoordinates:
-    """Returns a worker's place. Each engine of a data-parallel deployment is an engine of its own, with its own name.
-
-    Raises:
-        SettingsError: if context parallelism divides the cache.
-    """
+def coordinates_of() -> RankCoordinates:
+    """Returns a worker's place. Each engine of a data-parallel deployment is one of its own, with its own name."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise SettingsError("kvferry's connector does not describe caches under context parallelism in vLLM yet")
     tensor, pipeline = get_tp_group(), get_pp_group()
     return RankCoordinates(
         tp_rank=tensor.rank_in_group,
@@ -268,7 +300,7 @@ def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Mode
     packing = None
     if current_platform.is_cpu():
         packing = cpu_packing(vllm_config, kv_cache_config)
-    return ModelShape(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), packing)
+    return ModelShape(model.get_total_num_hidden_layers(), packing)
 
 
 def cpu_packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -283,16 +315,31 @@ def cpu_packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     return f"vLLM's CPU kernels ({', '.join(sorted(orders))})"
 
 
+def kept_by_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[tuple[KVCacheSpec, str]]:
+    """Returns what every layer that is transferred keeps, and the name of the backend that reads and writes it."""
+    layers = vllm_config.compilation_config.static_forward_context
+    kept = []
+    for group in kv_cache_config.transfer_groups:
+        spec = group.kv_cache_spec
+        for name in group.layer_names:
+            own = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+            kept.append((own, layers[name].get_attn_backend().get_name()))
+    return kept
+
+
+def compares_content(vllm_config: VllmConfig, settings: Settings) -> bool:
+    """Returns whether vLLM's digests of multimodal inputs are the same on both sides, for all that is known here."""
+    is_waived = MULTIMODAL_FIELD in settings.fields_that_may_differ
+    return not is_waived and multimodal_inputs(vllm_config) != BY_PLACE
+
+
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
     """Returns the groups that are transferred.
 
     Raises:
         LayoutError: if one has something that cannot be described.
     """
-    return tuple(
-        _group(f"group {number}", group.layer_names, first_spec(group.kv_cache_spec))
-        for number, group in enumerate(kv_cache_config.transfer_groups)
-    )
+    return tuple(_group(f"group {number}", group) for number, group in enumerate(kv_cache_config.transfer_groups))
 
 
 def first_spec(spec: KVCacheSpec) -> KVCacheSpec:
@@ -300,20 +347,59 @@ def first_spec(spec: KVCacheSpec) -> KVCacheSpec:
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-_DESCRIBED = (FullAttentionSpec, SlidingWindowSpec)
+def layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
+    """Returns what each layer of a group keeps, by its name."""
+    spec = group.kv_cache_spec
+    own = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+    return {name: own.get(name, first_spec(spec)) for name in group.layer_names}
 
 
-def _group(name: str, layer_names: list[str], spec: KVCacheSpec) -> CacheGroup:
-    if not isinstance(spec, _DESCRIBED):
-        known = "attention, with or without a sliding window, and latents"
-        raise LayoutError(
-            f"layers such as {layer_names[0]!r} keep {type(spec).__name__}: kvferry's connector describes {known}"
+def heads_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, coordinates: RankCoordinates
+) -> dict[str, HeldHeads | None]:
+    """Returns which KV heads this rank holds of every layer; None where that is not known, which is logged.
+
+    Raises:
+        LayoutError: if what vLLM's objects say contradicts each other.
+    """
+    cached = {
+        name: CachedHeads(spec.num_kv_heads, spec.num_head_slots is not None, spec.max_tp_shards)
+        for group in kv_cache_config.transfer_groups
+        for name, spec in layer_specs(group).items()
+    }
+    heads = held_heads(cached, vllm_config.compilation_config.static_forward_context, coordinates)
+    if unknown := [name for name, each in heads.items() if each is None]:
+        log.warning(
+            "it is not known which KV heads this rank holds in %d of %d layers, such as %r: their caches can be "
+            "exchanged with engines of tensor-parallel size %d alone, and with others the first request is refused",
+            len(unknown),
+            len(heads),
+            unknown[0],
+            coordinates.tp_size,
         )
+    return heads
+
+
+def _group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
+    check_on_device(group)
+    for layer, each in layer_specs(group).items():
+        check_transferred(each, layer)
+    spec = first_spec(group.kv_cache_spec)
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
     return CacheGroup(
         name=name,
-        layer_names=tuple(layer_names),
+        layer_names=tuple(group.layer_names),
         block_tokens=spec.block_size,
         window_tokens=None if window is None else max(1, window - 1),
-        is_latent=isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)),
     )
+
+
+def register() -> None:
+    """Makes the connector known to vLLM by its name, as MultiConnector looks up whose statistics it is given."""
+    try:
+        KVConnectorFactory.get_connector_class_by_name(KVFerryConnector.__name__)
+    except ValueError:
+        KVConnectorFactory.register_connector(KVFerryConnector.__name__, __name__, KVFerryConnector.__name__)
+
+
+register()

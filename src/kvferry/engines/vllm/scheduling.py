@@ -2,16 +2,20 @@
 
 The last token of a prompt is never sent. vLLM computes it on the decode side in any case, to sample from it, and drops
 blocks that lie before the window of the token after those it counts as there: with the whole prompt counted, it would
-drop one that the last token attends to.
+drop one that the last token attends to. A model that drafts with several modules reads further ahead, and as many
+tokens are held back: what those modules cache of the last tokens depends on drafts that nobody has verified.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
+from kvferry.engines.vllm.choices import Fetch, FetchState, FirstChoices, whole_request
 from kvferry.engines.vllm.layouts import CacheGroup
 from kvferry.engines.vllm.parameters import (
     ReceiveParameters,
@@ -40,10 +44,15 @@ class Request(Protocol):
     num_prompt_tokens: int
     num_computed_tokens: int
     kv_transfer_params: dict[str, Any] | None
+    prompt_token_ids: list[int] | None
 
 
 BlockTables = Callable[[str], "Sequence[Sequence[Block]]"]
 """The blocks of a request, group by group."""
+
+
+Conditions = Callable[[Any, int], dict[str, bytes]]
+"""What the cache of a request depends on; see `identity.Conditions`."""
 
 
 class BlockPool(Protocol):
@@ -65,6 +74,7 @@ class _Sending:
         is_begun: whether the workers have got any.
         is_complete: whether they have got all.
         kept: blocks that vLLM would give away though they are still being read.
+        depends_on: digests of what its cache depends on.
     """
 
     request: Request
@@ -74,25 +84,48 @@ class _Sending:
     is_begun: bool = False
     is_complete: bool = False
     kept: list[Block] = field(default_factory=list)
+    depends_on: dict[str, bytes] = field(default_factory=dict)
 
 
 class SchedulerSide:
     """The connector in the scheduler, owned by its thread. No method waits for anything."""
 
-    def __init__(self, groups: Sequence[CacheGroup], *, engine: str, may_send: bool, may_receive: bool) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        *,
+        engine: str,
+        may_send: bool,
+        may_receive: bool,
+        held_back_tokens: int = 1,
+        conditions: Conditions | None = None,
+    ) -> None:
         """Begins with no requests.
 
         Args:
             groups: in the order of the block tables. Those that are not transferred are not among them.
             engine: this engine's name.
+            may_send: whether it sends caches.
+            may_receive: whether it receives caches.
+            held_back_tokens: how many of a prompt's last tokens are not sent. The same on both sides.
+            conditions: returns what the cache of a request depends on, given how many of its tokens are exchanged;
+                nothing if None.
         """
+        self._conditions = conditions or (lambda *_: {})
         self._groups = tuple(groups)
+        self._held_back_tokens = held_back_tokens
         self._engine = engine
         self._may_send, self._may_receive = may_send, may_receive
         self._tables: BlockTables | None = None
         self._pool: BlockPool | None = None
         self._sending: dict[str, _Sending] = {}
+        self._unfinished: dict[str, _Sending] = {}  # those of which the workers have not got all
         self._receiving: set[str] = set()
+        self._sent_choices: FirstChoices[SendParameters] = FirstChoices()
+        self._answered_choices: dict[str, SendParameters] = {}  # of choices that the first one is sent for
+        self._fetched_choices: FirstChoices[Fetch[Request]] = FirstChoices()
+        self._fetches: dict[str, Fetch[Request]] = {}  # by the names of first choices that have not ended
+        self._copied: dict[str, list[Block]] = {}  # blocks that are kept while they are copied, by whom they are for
         self._step = Step()
 
     def bind(self, tables: BlockTables, pool: BlockPool) -> None:
@@ -101,20 +134,29 @@ class SchedulerSide:
 
     # ---- beginnings ---------------------------------------------------------------------------------------------
 
-    def tokens_elsewhere(self, request: Request, computed_tokens: int) -> int:
-        """Returns how many tokens can be fetched beyond those that are here."""
+    def tokens_elsewhere(self, request: Request, computed_tokens: int) -> int | None:
+        """Returns how many tokens can be fetched beyond those that are here; None as long as nobody knows."""
         try:
             params = self._receive_parameters(request)
         except UsageError as error:
             log.error("request %s is computed here: %s", request.request_id, error)
             _settled(request)
             return 0
-        return 0 if params is None else max(0, _sent_tokens(request) - computed_tokens)
+        if params is None:
+            return 0
+        tokens = max(0, self._sent_tokens(request) - computed_tokens)
+        fetch = self._fetched_choices.get(_fetch_key(request, params))
+        if fetch is None or fetch.state is FetchState.FAILED:
+            return tokens
+        if fetch.state is FetchState.FETCHING:
+            return None
+        return tokens if self._can_copy(fetch, request, tokens) else 0
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
         """Takes the blocks that were allocated for a request; begins to fetch it, or to send it.
 
         Args:
+            request: the request.
             blocks: those of the request, group by group.
             tokens: how many are to be fetched; 0 where all are here.
         """
@@ -123,7 +165,7 @@ class SchedulerSide:
             params = self._receive_parameters(request)
             if params is not None:
                 _settled(request)
-                self._ask(params, request, blocks, tokens)
+                self._fetch(params, request, blocks, tokens)
                 return
             sending = (
                 send_parameters(request.kv_transfer_params) if self._may_send and name not in self._sending else None
@@ -131,14 +173,55 @@ class SchedulerSide:
         except UsageError as error:
             log.error("request %s is not transferred: %s", name, error)
             return
-        if sending is not None and _sent_tokens(request):
-            self._sending[name] = _Sending(request, sending, _sent_tokens(request))
+        if sending is not None and self._sent_tokens(request):
+            self._begin_to_send(sending, request)
 
     def _receive_parameters(self, request: Request) -> ReceiveParameters | None:
         return receive_parameters(request.kv_transfer_params) if self._may_receive else None
 
+    def _begin_to_send(self, params: SendParameters, request: Request) -> None:
+        name = request.request_id
+        whole = whole_request(name)
+        if whole is not None:
+            key = (whole, params.room if params.is_known else None, hash(tuple(request.prompt_token_ids or ())))
+            first = self._sent_choices.get(key)
+            if first is not None:
+                self._answered_choices[name] = first
+                return
+            self._sent_choices.add(key, params)
+        tokens = self._sent_tokens(request)
+        self._sending[name] = self._unfinished[name] = _Sending(
+            request, params, tokens, depends_on=self._conditions(request, tokens)
+        )
+
+    def _fetch(
+        self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int
+    ) -> None:
+        """Fetches a request, unless it is a choice of one that was fetched."""
+        key = _fetch_key(request, params)
+        fetch = self._fetched_choices.get(key)
+        if fetch is not None:
+            if tokens:
+                self._copy(fetch, params, request, blocks, tokens)
+            return
+        if key is not None and tokens:
+            fetch = Fetch(request, FetchState.FETCHING)
+            self._fetches[request.request_id] = fetch
+            self._fetched_choices.add(key, fetch)
+        elif key is not None:
+            # What it has came from elsewhere, and may be on its way: the others have their own prefix, or compute.
+            self._fetched_choices.add(key, Fetch(None, FetchState.FETCHED))
+        self._ask(params, request, blocks, tokens)
+
     def _ask(self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
-        name, there = request.request_id, _sent_tokens(request)
+        self._step.receive.append(self._wanted(params, request, blocks, tokens))
+        if tokens:
+            self._receiving.add(request.request_id)
+
+    def _wanted(
+        self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int
+    ) -> BlocksToReceive:
+        there = self._sent_tokens(request)
         groups, problem = {}, ""
         for group, table in zip(self._groups, blocks, strict=True):
             first, stop = self._needed(group, there - tokens, there)
@@ -147,11 +230,61 @@ class SchedulerSide:
             groups[group.name] = _numbers(first, table[first:stop])
             if len(groups[group.name].blocks) < stop - first:
                 problem = f"vLLM keeps no block for some of the tokens before token {there} in group {group.name!r}"
-        self._step.receive.append(
-            BlocksToReceive(name, params.room, params.engine, there - tokens, there, groups, problem)
+        return BlocksToReceive(
+            request.request_id,
+            params.room,
+            params.engine,
+            there - tokens,
+            there,
+            groups,
+            problem,
+            depends_on=self._conditions(request, there),
         )
-        if tokens:
-            self._receiving.add(name)
+
+    # ---- choices of one request ----------------------------------------------------------------------------------
+
+    def _can_copy(self, fetch: Fetch[Request], request: Request, tokens: int) -> bool:
+        """Whether the first choice still has what another one lacks."""
+        first, there = fetch.request, self._sent_tokens(request)
+        if first is None or first.prompt_token_ids != request.prompt_token_ids or first.num_computed_tokens < there:
+            return False
+        return all(
+            len(blocks) == stop - start and not any(block.is_null for block in blocks)
+            for _, start, stop, blocks in self._blocks_of(first, there, tokens)
+        )
+
+    def _blocks_of(
+        self, request: Request, there: int, tokens: int
+    ) -> Iterator[tuple[CacheGroup, int, int, Sequence[Block]]]:
+        """Yields, for each group, the range of blocks with the last of the first so many tokens, and those blocks."""
+        assert self._tables is not None
+        for group, table in zip(self._groups, self._tables(request.request_id), strict=True):
+            start, stop = self._needed(group, there - tokens, there)
+            yield group, start, stop, table[start:stop]
+
+    def _copy(
+        self,
+        fetch: Fetch[Request],
+        params: ReceiveParameters,
+        request: Request,
+        blocks: Sequence[Sequence[Block]],
+        tokens: int,
+    ) -> None:
+        """Lets the workers copy the first choice's blocks, which are kept until they have."""
+        wanted = self._wanted(params, request, blocks, tokens)
+        if wanted.problem or fetch.request is None or fetch.state is not FetchState.FETCHED:
+            problem = wanted.problem or "the cache of another choice of the same request did not come"
+            self._step.receive.append(replace(wanted, problem=problem))
+            return
+        assert self._pool is not None
+        kept: list[Block] = []
+        copied_from = {}
+        for group, start, _, theirs in self._blocks_of(fetch.request, wanted.tokens, tokens):
+            copied_from[group.name] = _numbers(start, theirs)
+            kept += theirs
+        self._pool.touch(kept)
+        self._copied[request.request_id] = kept
+        self._step.receive.append(replace(wanted, copied_from=copied_from))
 
     @staticmethod
     def _needed(group: CacheGroup, prefix_tokens: int, tokens: int) -> tuple[int, int]:
@@ -172,14 +305,16 @@ class SchedulerSide:
         """
         step, self._step = self._step, Step()
         for name in preempted:
+            fetch = self._fetches.pop(name, None)
+            if fetch is not None:
+                fetch.request = None
             sending = self._sending.get(name)
             if sending is not None:
                 step.preempted.add(name)
                 sending.next_blocks.clear()
-        for name, tokens in scheduled_tokens.items():
-            sending = self._sending.get(name)
-            if sending is not None and not sending.is_complete:
-                self._send(sending, sending.request.num_computed_tokens + tokens, step)
+        for name, sending in list(self._unfinished.items()):
+            if name in scheduled_tokens:
+                self._send(sending, sending.request.num_computed_tokens + scheduled_tokens[name], step)
         return step
 
     def _send(self, sending: _Sending, computed_tokens: int, step: Step) -> None:
@@ -202,9 +337,13 @@ class SchedulerSide:
                 elif group.window_tokens is not None:
                     self._keep(sending, table[first:stop])
         if groups or is_last:
-            step.send.append(BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last))
+            step.send.append(
+                BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last, sending.depends_on)
+            )
             sending.is_begun = True
-        sending.is_complete = is_last
+        if is_last:
+            sending.is_complete = True
+            del self._unfinished[name]
 
     def _keep(self, sending: _Sending, blocks: Sequence[Block]) -> None:
         """Keeps blocks of a window: vLLM gives them away as soon as no later token attends to them."""
@@ -222,10 +361,21 @@ class SchedulerSide:
         """
         name = request.request_id
         self._decline(request)
+        fetch = self._fetches.pop(name, None)
+        if fetch is not None:
+            fetch.request = None
         if name in self._receiving:
             self._receiving.discard(name)
             self._step.give_up[name] = "the request was aborted on the decode side"
+            if fetch is not None:
+                fetch.state = FetchState.FAILED
+        answered = self._answered_choices.pop(name, None)
+        if answered is not None:
+            tokens = self._sent_tokens(request)
+            return False, None if is_aborted else answer(answered, engine=self._engine, request=name, tokens=tokens)
         sending = self._sending.get(name)
+        if sending is not None:
+            self._unfinished.pop(name, None)
         if sending is None or not sending.is_begun:
             self._sending.pop(name, None)
             self._refuse(request)
@@ -241,8 +391,13 @@ class SchedulerSide:
             params = self._receive_parameters(request)
         except UsageError:
             return  # no engine has it
-        if params is not None:
-            _settled(request)
+        if params is None:
+            return
+        _settled(request)
+        key = _fetch_key(request, params)
+        if self._fetched_choices.get(key) is None:
+            if key is not None:
+                self._fetched_choices.add(key, Fetch(None, FetchState.FAILED))
             self._ask(params, request, [()] * len(self._groups), 0)
 
     def _refuse(self, request: Request) -> None:
@@ -254,26 +409,48 @@ class SchedulerSide:
         if params is not None and params.is_known:
             self._step.refuse[params.room] = "the request ended on the prefill side before any of it was computed"
 
-    def reported(self, sent: Iterable[str], received: Iterable[str]) -> None:
-        """Takes the requests that the workers are done with."""
+    def reported(self, sent: Iterable[str], received: Collection[str], failed: Collection[str] = ()) -> None:
+        """Takes the requests that the workers are done with.
+
+        Args:
+            sent: whose blocks are not read any more.
+            received: whose blocks are not written to any more.
+            failed: those of them that did not come.
+        """
         for name in sent:
             sending = self._sending.pop(name, None)
             if sending is not None and sending.kept:
                 assert self._pool is not None
                 self._pool.free_blocks(sending.kept)
         self._receiving.difference_update(received)
+        for name in received:
+            fetch = self._fetches.get(name)
+            if fetch is not None and fetch.state is FetchState.FETCHING:
+                fetch.state = FetchState.FAILED if name in failed else FetchState.FETCHED
+            copied = self._copied.pop(name, None)
+            if copied is not None:
+                assert self._pool is not None
+                self._pool.free_blocks(copied)
+
+    def _sent_tokens(self, request: Request) -> int:
+        return max(0, request.num_prompt_tokens - self._held_back_tokens)
 
 
-def _sent_tokens(request: Request) -> int:
-    return request.num_prompt_tokens - 1
+def _fetch_key(request: Request, params: ReceiveParameters) -> tuple[str, str, int] | None:
+    """Returns what all choices of a request have in common, and no two requests; None if it is no choice."""
+    whole = whole_request(request.request_id)
+    return None if whole is None else (whole, params.engine, params.room)
 
 
 def _settled(request: Request) -> None:
-    """Marks a request as fetched: vLLM computes it when it schedules it again, after a failure or a preemption."""
+    """Marks a request as fetched: vLLM computes it when it schedules it again, after a failure or a preemption.
+
+    Others have the same parameters where vLLM runs in one process: the choices of one request.
+    """
     assert request.kv_transfer_params is not None
-    request.kv_transfer_params["do_remote_prefill"] = False
+    request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
 
 
 def _numbers(first: int, blocks: Sequence[Block]) -> GroupBlocks:
     """Returns blocks by number, without those that vLLM does not keep."""
-    return GroupBlocks(first, tuple(block.block_id for block in blocks if not block.is_null))
+    return GroupBlocks(first, np.array([block.block_id for block in blocks if not block.is_null], np.int64))

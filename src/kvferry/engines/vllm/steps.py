@@ -5,20 +5,32 @@ vLLM carries it from the scheduler's process to the workers', pickled. Block num
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class GroupBlocks:
     """Blocks of a request in one group.
 
     Attributes:
         start: how many blocks of the request come before them.
-        blocks: their numbers.
+        blocks: their numbers. As an array they are pickled, and turned into pages, without a look at each.
     """
 
     start: int
-    blocks: tuple[int, ...]
+    blocks: NDArray[np.int64] | Sequence[int]
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other has the same numbers, in whichever form."""
+        if not isinstance(other, GroupBlocks):
+            return NotImplemented
+        return self.start == other.start and np.array_equal(self.blocks, other.blocks)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +43,7 @@ class BlocksToSend:
         tokens: how many tokens are sent in all.
         groups: its blocks, by group.
         is_last: whether these are the last ones.
+        depends_on: digests of what the request's cache depends on.
     """
 
     request: str
@@ -38,6 +51,7 @@ class BlocksToSend:
     tokens: int
     groups: dict[str, GroupBlocks]
     is_last: bool
+    depends_on: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,9 @@ class BlocksToReceive:
         tokens: how many there will be.
         groups: where they go, by group. Without any blocks the prefill engine only learns that none are needed.
         problem: why it cannot be received, if so.
+        copied_from: by group, the blocks of another choice of the same request that has them already, in the order of
+            those that they are copied to. Nothing is asked of the prefill engine then.
+        depends_on: digests of what the request's cache depends on.
     """
 
     request: str
@@ -61,6 +78,8 @@ class BlocksToReceive:
     tokens: int
     groups: dict[str, GroupBlocks]
     problem: str = ""
+    copied_from: dict[str, GroupBlocks] = field(default_factory=dict)
+    depends_on: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def is_wanted(self) -> bool:

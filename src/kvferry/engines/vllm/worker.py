@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvferry import DecodeEndpoint, GroupPages, PrefillEndpoint, RankCoordinates, Receiver, Settings, TransferState
+from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.outgoing import Fence, OutgoingRequests, PagesToSend
 from kvferry.engines.vllm.stats import TransferLog
@@ -48,38 +50,54 @@ class WorkerSide:
     def __init__(
         self,
         described: DescribedCaches,
+        copier: BlockCopier,
         coordinates: RankCoordinates,
         settings: Settings,
         *,
         engine: str,
         sends: bool,
         receives: bool,
+        fingerprint: Mapping[str, str],
     ) -> None:
         """Registers the caches and starts what is needed.
 
         Args:
+            described: the caches.
+            copier: copies blocks of them.
+            coordinates: this worker's place.
+            settings: of kvferry.
             engine: this engine's name.
+            sends: whether it sends caches.
+            receives: whether it receives caches.
+            fingerprint: what its caches are beyond their layout.
 
         Raises:
             KVFerryError: if memory cannot be registered, or a port is taken.
         """
+        self._copier = copier
         self._pages_per_block = described.pages_per_block
         self._page_tokens = {group.name: group.page_tokens for group in described.layout.groups}
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
         self._outgoing: OutgoingRequests | None = None
         self._incoming: dict[str, Receiver] = {}
+        self._changed: deque[str] = deque()  # names of those of which something has happened, as often as it has
         self._not_begun: set[str] = set()
+        self._copied: set[str] = set()  # requests whose cache another choice had
         self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
         self._log = TransferLog()
         layout = described.layout
 
         def start() -> None:
             if sends:
-                self._prefill = PrefillEndpoint(layout, engine=engine, coordinates=coordinates, settings=settings)
+                self._prefill = PrefillEndpoint(
+                    layout, engine=engine, coordinates=coordinates, settings=settings, fingerprint=fingerprint
+                )
                 self._outgoing = OutgoingRequests()
             if receives:
-                self._decode = DecodeEndpoint(layout, engine=engine, coordinates=coordinates, settings=settings)
+                self._decode = DecodeEndpoint(
+                    layout, engine=engine, coordinates=coordinates, settings=settings, fingerprint=fingerprint
+                )
 
         try:
             on_all_processors(start)
@@ -99,7 +117,7 @@ class WorkerSide:
 
     def before(self, step: Step) -> None:
         """Drops the pages of preempted requests. Called before the step runs, which may write to their blocks."""
-        if self._outgoing is not None:
+        if self._outgoing is not None and step.preempted:
             self._outgoing.preempt(step.preempted)
 
     def receive(self, step: Step) -> None:
@@ -107,11 +125,11 @@ class WorkerSide:
         for receiving in step.receive:
             self._receive(receiving)
 
-    def after(self, step: Step, fence: Fence) -> None:
+    def after(self, step: Step, fence: Fence | None) -> None:
         """Sends what a step computes, and gives up what is not needed. Called once the device has the step queued.
 
         Args:
-            fence: whether the device has done the step.
+            fence: of the step; None if it is done.
         """
         for sending in step.send:
             self._send(sending, fence)
@@ -125,7 +143,7 @@ class WorkerSide:
             for room, reason in step.refuse.items():
                 self._prefill.refuse(room, reason)
 
-    def results(self, finished: Iterable[str]) -> Results:
+    def results(self, finished: Collection[str]) -> Results:
         """Returns what is done.
 
         Args:
@@ -133,18 +151,20 @@ class WorkerSide:
         """
         sent: set[str] = set()
         if self._outgoing is not None:
-            finished = set(finished)
-            self._outgoing.keep(finished)
-            ended = self._outgoing.take_ended()
-            for request, sender in ended.items():
+            if finished:
+                self._outgoing.keep(finished)
+                sent = self._unreported.intersection(finished)
+                self._unreported -= sent
+            for request, sender in self._outgoing.take_ended().items():
                 self._log.sent(request, sender)
-            refused = self._unreported & finished
-            self._unreported -= refused
-            sent = ended.keys() | refused
+                sent.add(request)
         failed, self._not_begun = self._not_begun, set()
-        received = set(failed)
-        for request, receiver in list(self._incoming.items()):
-            if receiver.pages_reusable:
+        copied, self._copied = self._copied, set()
+        received = failed | copied
+        while self._changed:
+            request = self._changed.popleft()
+            receiver = self._incoming.get(request)
+            if receiver is not None and receiver.pages_reusable:
                 del self._incoming[request]
                 self._log.received(request, receiver)
                 received.add(request)
@@ -159,12 +179,14 @@ class WorkerSide:
 
     # ---- rooms ------------------------------------------------------------------------------------------------------
 
-    def _send(self, sending: BlocksToSend, fence: Fence) -> None:
+    def _send(self, sending: BlocksToSend, fence: Fence | None) -> None:
         if self._prefill is None or self._outgoing is None or sending.request in self._unreported:
             return
         pages = {name: self._pages(name, blocks, sending.tokens) for name, blocks in sending.groups.items()}
         try:
-            open_sender = partial(self._prefill.open, sending.room, tokens=sending.tokens)
+            open_sender = partial(
+                self._prefill.open, sending.room, tokens=sending.tokens, depends_on=sending.depends_on
+            )
             self._outgoing.add(sending.request, open_sender, pages, fence, last=sending.is_last)
         except KVFerryError as error:
             log.error("request %s cannot be sent: %s", sending.request, error)
@@ -177,16 +199,22 @@ class WorkerSide:
         try:
             if receiving.problem:
                 raise KVFerryError(receiving.problem)
+            if receiving.copied_from:
+                for name, blocks in receiving.copied_from.items():
+                    self._copier.copy(name, blocks, receiving.groups[name])
+                self._copied.add(request)
+                return
             pages = {}
             for name, blocks in receiving.groups.items():
                 part = self._pages(name, blocks, receiving.tokens)
-                pages[name] = GroupPages(np.array(part.pages, np.int64), part.start if part.pages else None)
+                pages[name] = GroupPages(part.pages, part.start if len(part.pages) else None)
             receiver = self._decode.open(
                 receiving.room,
                 pages,
                 engine=receiving.engine,
                 prefix_tokens=receiving.prefix_tokens,
                 tokens=receiving.tokens,
+                depends_on=receiving.depends_on,
             )
         except KVFerryError as error:
             log.error("request %s cannot be received: %s", request, error)
@@ -196,14 +224,17 @@ class WorkerSide:
             return
         if receiving.is_wanted:
             self._incoming[request] = receiver
+            receiver.add_change_callback(partial(self._changed.append, request))
+            self._changed.append(request)  # it may have changed before
 
     def _pages(self, group: str, given: GroupBlocks, tokens: int) -> PagesToSend:
         """Returns the pages of blocks, as far as the request's tokens reach."""
         ratio = self._pages_per_block[group]
         start = given.start * ratio
-        pages = [block * ratio + page for block in given.blocks for page in range(ratio)]
+        blocks = np.asarray(given.blocks, np.int64)
+        pages = (blocks[:, np.newaxis] * ratio + np.arange(ratio)).reshape(-1)
         most = -(-tokens // self._page_tokens[group]) - start
-        return PagesToSend(start, tuple(pages[: max(0, most)]))
+        return PagesToSend(start, pages[: max(0, most)])
 
 
 def on_all_processors(function: Callable[[], Result]) -> Result:

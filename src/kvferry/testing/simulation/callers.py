@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
     from kvferry.testing.simulation.world import World
 
 
+_ANOTHER_PROMPT_ODDS = 1 / 64
 _HASTY_ODDS = 0.4  # how often who gives up does so at once: the abort may overtake the open request then
 
 
@@ -31,31 +30,30 @@ class Callers:
         self._world = world
         self.coming = world.circumstances.requests
         self._next_comes_at = 0.0
+        self._unfinished: list[RankSide] = []  # those that are to be opened, or to be fed
         self._refusing = random.Random(f"{world.seed} which are refused")
 
     def act(self) -> bool:
         """A caller does something."""
-        todo: list[Callable[[], None]] = []
+        todo: list[RankSide | None] = []  # a side on which something is to be done, or None for a new request
         if self.coming and not self._world.is_ending and self._world.now >= self._next_comes_at:
-            todo.append(self._new_request)
-        for request in self._world.requests:
-            for sending in request.senders:
-                if sending.is_released or not sending.process.takes_work:
-                    continue
-                if sending.is_refusing:
-                    todo.append(partial(self._refuse, sending))
-                elif sending.sender is None:
-                    todo.append(partial(self._open_sender, sending))
-                elif sending.chunks:
-                    todo.append(partial(self._submit, sending))
-            for receiving in request.receivers:
-                is_waited_for = not receiving.is_released and receiving.receiver is None
-                if is_waited_for and receiving.process.takes_work:
-                    come = self._refuse if receiving.is_refusing else self._open_receiver
-                    todo.append(partial(come, receiving))
+            todo.append(None)
+        todo += [side for side in self._unfinished if not side.is_released and side.process.takes_work]
         if not todo:
             return False
-        self._world.order.choice(todo)()
+        side = self._world.order.choice(todo)
+        if side is None:
+            self._new_request()
+            return True
+        side.process.acts()
+        if side.is_refusing:
+            self._refuse(side)
+        elif isinstance(side, ReceiveSide):
+            self._open_receiver(side)
+        else:
+            assert isinstance(side, SendSide)
+            (self._submit if side.sender is not None else self._open_sender)(side)
+        self._unfinished = [side for side in self._unfinished if not (side.is_released or side.is_handed_in)]
         return True
 
     def _new_request(self) -> None:
@@ -75,7 +73,8 @@ class Callers:
         if not all(process.is_alive for process in (*prefill.ranks, *decode.ranks)):
             return
         request = new_request(number, room, prefill.ranks, decode.ranks, self._world.circumstances.layers, draw)
-        self._world.requests.append(request)
+        self._world.add(request)
+        self._unfinished += request.sides
         for process in (*prefill.ranks, *decode.ranks):
             if not process.takes_work or self._is_wronged(process):
                 request.excused(f"{process.name} was not well")
@@ -91,6 +90,13 @@ class Callers:
         if "miscount" in self._world.circumstances.odds and draw.random() < 0.3:
             request.senders[0].chunks[-1] += draw.choice([-1, 1])
             request.excused("one side miscounts")
+        # Chance of its own, so that other requests are as they were without it.
+        if (
+            random.Random(f"{self._world.seed} prompt that was computed for request {number}").random()
+            < _ANOTHER_PROMPT_ODDS
+        ):
+            request.is_another_prompt = True
+            request.excused("the two sides have different prompts")
         refused = self._world.circumstances.odds.get("refuse")
         if refused is not None and self._refusing.random() < refused:
             side = self._refusing.choice(request.sides)
@@ -119,13 +125,13 @@ class Callers:
         if pages is None:
             return
         try:
-            side.sender = endpoint.open(side.request.room)
+            side.sender = endpoint.open(side.request.room, depends_on=side.request.depends_on(on_prefill=True))
         except RoomExistsError:
             side.process.pool.give_back(pages, SOURCE_GONE)  # its last use is not quite over here: later
             return
         side.pages = pages
         side.opened_at = self._world.now
-        side.process.pool.fill(pages, side.request.contents, 0)
+        side.process.pool.fill(pages, side.request.computed, 0)
         self._world.note("%s: %s opens, pages %s", side.process.name, side.request, pages)
 
     def _open_receiver(self, side: ReceiveSide) -> None:
@@ -141,6 +147,7 @@ class Callers:
                 engine=side.request.prefill,
                 prefix_tokens=side.held,
                 tokens=side.request.tokens,
+                depends_on=side.request.depends_on(on_prefill=False),
             )
         except RoomExistsError:
             side.process.pool.give_back(pages, DESTINATION_GONE)

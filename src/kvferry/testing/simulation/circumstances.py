@@ -179,7 +179,6 @@ def _engine(name: str, is_prefill: bool, layers: int, path: str, most_bytes: flo
     return Engine(name, is_prefill, shapes, settings)
 
 
-@lru_cache(maxsize=1024)
 def _settings(
     *,
     path: str,
@@ -193,19 +192,28 @@ def _settings(
     scatter_workers: int,
     checksums: bool,
 ) -> Settings:
+    # Copied, not made: to read the environment and validate takes longer than a third of a schedule.
+    return _common_settings().model_copy(
+        update={
+            "path": path,
+            "direct_mib": direct_bytes / 2**20,
+            "direct_receiver_mib": direct_receiver_bytes / 2**20,
+            "staging_chunk_mib": chunk_bytes / 2**20,
+            "staging_ring_mib": ring_bytes / 2**20,
+            "staging_memory_mib": ring_bytes * rings / 2**20,
+            "workers": workers,
+            "gather_workers": gather_workers,
+            "scatter_workers": scatter_workers,
+            "checksums": checksums,
+        }
+    )
+
+
+@lru_cache(maxsize=1)
+def _common_settings() -> Settings:
     return Settings(
         registry_url="http://registry:1",
-        path=path,
-        direct_mib=direct_bytes / 2**20,
-        direct_receiver_mib=direct_receiver_bytes / 2**20,
-        staging_chunk_mib=chunk_bytes / 2**20,
-        staging_ring_mib=ring_bytes / 2**20,
-        staging_memory_mib=ring_bytes * rings / 2**20,
-        workers=workers,
-        gather_workers=gather_workers,
-        scatter_workers=scatter_workers,
         queues=2,
-        checksums=checksums,
         registry_lease_s=LEASE_S,
         bootstrap_timeout_s=WAITS.bootstrap_s,
         waiting_timeout_s=WAITS.waiting_s,

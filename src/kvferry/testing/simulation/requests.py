@@ -24,6 +24,7 @@ class RankSide(ABC):
         is_released: whether these are its caller's again, or nobody's.
         state: where it was seen to stand.
         held_since: since when it has stood there.
+        longest_s: how long it may.
         last_state: where the law of states last saw it.
         is_refusing: whether its caller refuses the room instead of opening it.
         opened_at: when its caller opened the room.
@@ -36,6 +37,7 @@ class RankSide(ABC):
     is_released: bool = field(default=False, kw_only=True)
     state: TransferState | None = field(default=None, kw_only=True)
     held_since: float = field(default=0.0, kw_only=True)
+    longest_s: float = field(default=0.0, kw_only=True)
     last_state: TransferState = field(default=TransferState.BOOTSTRAPPING, kw_only=True)
     is_refusing: bool = field(default=False, kw_only=True)
     opened_at: float = field(default=0.0, kw_only=True)
@@ -45,6 +47,11 @@ class RankSide(ABC):
     @abstractmethod
     def is_known(self) -> bool:
         """Whether the endpoint has a use for the room's number still: nobody may use it for another request."""
+
+    @property
+    @abstractmethod
+    def is_handed_in(self) -> bool:
+        """Whether its caller has nothing more to give to the endpoint."""
 
     @property
     @abstractmethod
@@ -74,6 +81,10 @@ class SendSide(RankSide):
         if not has_come or not self.process.is_alive or not isinstance(endpoint, PrefillEndpoint):
             return False
         return self.request.room in endpoint._table.failed_alone
+
+    @property
+    def is_handed_in(self) -> bool:
+        return self.sender is not None and not self.chunks
 
     @property
     def transfer(self) -> Sender | None:
@@ -116,6 +127,10 @@ class ReceiveSide(RankSide):
             return False
 
     @property
+    def is_handed_in(self) -> bool:
+        return self.receiver is not None
+
+    @property
     def transfer(self) -> Receiver | None:
         return self.receiver
 
@@ -131,6 +146,8 @@ class Request:
         contents: what its cache holds.
         excuse: why it need not succeed; empty as long as it must.
         is_abandoned: whether somebody never comes. Then nobody may use its number for another.
+        is_another_prompt: whether the prefill side has computed another prompt than the decode side's, of as many
+            tokens.
     """
 
     number: int
@@ -143,6 +160,17 @@ class Request:
     receivers: list[ReceiveSide] = field(default_factory=list)
     excuse: str = ""
     is_abandoned: bool = False
+    is_another_prompt: bool = False
+
+    @property
+    def computed(self) -> Contents:
+        """What the prefill side has computed."""
+        return np.invert(self.contents) if self.is_another_prompt else self.contents
+
+    def depends_on(self, *, on_prefill: bool) -> dict[str, bytes]:
+        """What a side says that its request's cache depends on."""
+        is_other = on_prefill and self.is_another_prompt
+        return {"prompt": b"another" if is_other else b"prompt %d" % self.number}
 
     @property
     def sides(self) -> list[RankSide]:

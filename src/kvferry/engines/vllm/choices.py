@@ -1,0 +1,74 @@
+"""Requests that vLLM makes of one: the choices of a request with `n` > 1 have one prompt, one cache and one room.
+
+vLLM calls them "0_<name>", "1_<name>" and so on, gives each the parameters of the one that was asked for, and schedules
+them like any others. A room is opened once: the first choice sends, or fetches, for all of them. On the decode side the
+others wait for it and copy its blocks; on the prefill side they answer with its room.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+MOST_REMEMBERED = 4096
+"""A choice may be scheduled long after the first one has ended. Those of older requests are taken for first ones."""
+
+_CHOICE = re.compile(r"\d+_(?P<whole>.+)", re.DOTALL)
+
+First = TypeVar("First")
+Request = TypeVar("Request")
+
+
+def whole_request(name: str) -> str | None:
+    """Returns the name of the request that one of vLLM's is a choice of; None if it is no choice."""
+    match = _CHOICE.fullmatch(name)
+    return None if match is None else match["whole"]
+
+
+class FetchState(Enum):
+    """How far the first choice of a request is with what it fetches.
+
+    Attributes:
+        FETCHING: it is on its way.
+        FETCHED: it has come.
+        FAILED: it does not come.
+    """
+
+    FETCHING = "fetching"
+    FETCHED = "fetched"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Fetch(Generic[Request]):
+    """The fetch that serves all choices of a request.
+
+    Attributes:
+        request: the first choice, which fetches; None once it has lost what it had, or where it had it from elsewhere.
+        state: how far it is.
+    """
+
+    request: Request | None
+    state: FetchState
+
+
+class FirstChoices(Generic[First]):
+    """What is known of the first choices of the latest requests, by whatever tells requests apart."""
+
+    def __init__(self) -> None:
+        """Begins with none."""
+        self._first: OrderedDict[Hashable, First] = OrderedDict()
+
+    def get(self, key: Hashable) -> First | None:
+        """Returns what is known; None if this is the first choice."""
+        return self._first.get(key)
+
+    def add(self, key: Hashable, first: First) -> None:
+        """Remembers what later choices need to know of the first one."""
+        self._first[key] = first
+        while len(self._first) > MOST_REMEMBERED:
+            self._first.popitem(last=False)

@@ -1,0 +1,332 @@
+"""What the connector builds on in vLLM, line by line; `kvferry.engines.contract` says how it is checked.
+
+All of it is checked in every process of vLLM's before the connector is imported: a server whose vLLM has changed does
+not start, and says what has changed. Where versions come to need different code, each minor version gets a module of
+its own beside this one, and a contract of its own here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvferry.engines.contract import (
+    Attributes,
+    Call,
+    Contract,
+    Fields,
+    Line,
+    Members,
+    Mentions,
+    MissingError,
+    Present,
+    Signature,
+    enforce,
+    find,
+)
+
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+_BASE = f"{_V1}.base:KVConnectorBase_V1"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+_HOOKS = {
+    "__init__": "self, vllm_config, role, kv_cache_config",
+    "shutdown": "self",
+    "register_kv_caches": "self, kv_caches",
+    "handle_preemptions": "self, kv_connector_metadata",
+    "start_load_kv": "self, forward_context, **kwargs",
+    "wait_for_layer_load": "self, layer_name",
+    "save_kv_layer": "self, layer_name, kv_layer, attn_metadata, **kwargs",
+    "wait_for_save": "self",
+    "get_transfer_results": "self, finished_req_ids",
+    "get_kv_connector_stats": "self",
+    "build_kv_connector_stats": "cls, data=",
+    "get_required_kvcache_layout": "cls, vllm_config",
+    "build_prom_metrics": "cls, vllm_config, metric_types, labelnames, per_engine_labelvalues",
+    "bind_kv_cache_manager": "self, kv_cache_manager",
+    "get_num_new_matched_tokens": "self, request, num_computed_tokens",
+    "get_loaded_kv_cache_group_ids": "self, request",
+    "update_state_after_alloc": "self, request, blocks, num_external_tokens",
+    "build_connector_meta": "self, scheduler_output",
+    "update_connector_output": "self, connector_output",
+    "request_finished": "self, request, block_ids",
+}
+
+_CALLED = "vLLM calls ours so"
+_READ = "ours reads it"
+
+
+_NEW_IN_0_32 = frozenset({"get_loaded_kv_cache_group_ids"})
+"""Which blocks a load overwrites, so that vLLM need not clear them: before, it left out all blocks of the load."""
+
+
+def _hooks(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
+    for name, parameters in _HOOKS.items():
+        if name not in unknown:
+            yield Signature(f"{_BASE}.{name}", parameters, _CALLED)
+    yield Signature(f"{_V1}.base:SupportsHMA.request_finished_all_groups", "self, request, block_ids", _CALLED)
+    yield Call(f"{_BASE}._get_connector_metadata", 1, (), "ours gets its step from it")
+    yield Mentions(
+        f"{_BASE}.__init__", ("_vllm_config", "_kv_transfer_config", "_kv_cache_config"), "ours reads what it sets"
+    )
+    yield Members(f"{_V1}.base:KVConnectorRole", {"SCHEDULER": 0, "WORKER": 1}, "ours is made for one of them")
+    yield Fields(
+        f"{_V1}.base:KVConnectorTransferResults",
+        ("finished_sending", "finished_recving", "failed_recving"),
+        "ours reports so",
+    )
+
+
+def _callers() -> Iterator[Line]:
+    """What vLLM does with the hooks: one that it does not call any more would be missed by no signature."""
+    yield Mentions(
+        f"{_SCHEDULER}.schedule",
+        ("get_num_new_matched_tokens", "update_state_after_alloc"),
+        "a decode server asks ours so whether a cache is elsewhere",
+    )
+    yield Mentions(
+        f"{_SCHEDULER}._build_kv_connector_meta",
+        ("build_connector_meta",),
+        "the workers learn so what leaves and comes",
+    )
+    yield Mentions(
+        f"{_SCHEDULER}._connector_finished", ("request_finished_all_groups",), "blocks are kept so until they are sent"
+    )
+    yield Mentions(
+        f"{_SCHEDULER}._update_from_kv_xfer_finished",
+        ("update_connector_output", "finished_sending", "finished_recving", "_free_blocks"),
+        "blocks are freed, and requests go on, so",
+    )
+    yield Mentions(
+        f"{_SCHEDULER}._handle_failed_recving", ("recompute_kv_load_failures",), "failures follow the policy"
+    )
+    worker = ("start_load_kv", "wait_for_save", "get_transfer_results", "failed_recving", "get_kv_connector_stats")
+    yield Mentions(
+        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output",
+        worker,
+        "workers call ours with every step",
+    )
+    runner = "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector"
+    yield Mentions(f"{runner}.post_forward", worker[1:], "workers call ours with every step, in the newer model runner")
+    yield Mentions(
+        f"{runner}._start_load_kv", worker[:1], "workers call ours with every step, in the newer model runner"
+    )
+    yield Mentions(
+        f"{runner}.pre_forward", ("handle_preemptions",), "preempted blocks are dropped before they are reused"
+    )
+
+
+def _structures() -> Iterator[Line]:
+    yield Mentions(
+        "vllm.v1.request:Request.__init__",
+        ("request_id", "num_prompt_tokens", "num_computed_tokens", "kv_transfer_params", "prompt_token_ids", "status"),
+        _READ,
+    )
+    yield Attributes("vllm.v1.request:RequestStatus", ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"), _READ)
+    yield Mentions(
+        "vllm.v1.engine.parallel_sampling:ParentRequest.get_child_info",
+        ("request_id", "_"),
+        'the choices of a request with n > 1 are told by their names, "0_<name>" and so on',
+    )
+    yield Fields(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        ("num_scheduled_tokens", "preempted_req_ids", "kv_connector_metadata", "finished_req_ids"),
+        _READ,
+    )
+    yield Fields("vllm.v1.outputs:KVConnectorOutput", ("finished_sending", "finished_recving", "failed_recving"), _READ)
+    yield Fields("vllm.v1.core.kv_cache_manager:KVCacheBlocks", ("blocks",), _READ)
+    yield Fields("vllm.v1.core.kv_cache_utils:KVCacheBlock", ("block_id", "is_null"), _READ)
+    yield Signature("vllm.v1.core.kv_cache_manager:KVCacheManager.get_blocks", "self, request_id", "ours calls it")
+    yield Mentions("vllm.v1.core.kv_cache_manager:KVCacheManager.__init__", ("block_pool",), "ours keeps blocks there")
+    yield Call("vllm.v1.core.block_pool:BlockPool.touch", 2, (), "blocks that are being read are kept so")
+    yield Call("vllm.v1.core.block_pool:BlockPool.free_blocks", 2, (), "blocks that were kept are given back so")
+
+
+def _caches() -> Iterator[Line]:
+    interface = "vllm.v1.kv_cache_interface"
+    yield Fields(f"{interface}:KVCacheConfig", ("num_blocks", "kv_cache_groups"), _READ)
+    yield Attributes(
+        f"{interface}:KVCacheConfig", ("transfer_groups", "transfer_group_ids", "select_transfer_block_ids"), _READ
+    )
+    yield Fields(f"{interface}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec", "host_resident"), _READ)
+    yield Fields(f"{interface}:FullAttentionSpec", ("block_size", "head_size", "dtype"), "caches are described by it")
+    yield Fields(f"{interface}:SlidingWindowSpec", ("block_size", "sliding_window"), "caches are described by it")
+    yield Fields(
+        f"{interface}:AttentionSpec",
+        ("num_kv_heads", "num_head_slots", "max_tp_shards", "tokens_per_state"),
+        "it tells how KV heads are kept",
+    )
+    yield Members(
+        f"{interface}:SparseCacheRole", {"SPARSE": "sparse", "INDEXER": "indexer"}, "caches of an indexer are refused"
+    )
+    yield Members("vllm.v1.kv_cache_layout:KVCacheLayout", {"LBHNC": (0, 1, 2, 3, 4)}, "ours asks for it")
+    projection = ("total_num_kv_heads", "num_kv_heads", "num_kv_head_replicas")
+    yield Mentions(
+        "vllm.model_executor.layers.linear:QKVParallelLinear.__init__", projection, "it knows how KV heads are divided"
+    )
+    yield Mentions(
+        "vllm.model_executor.layers.linear:ColumnParallelLinear.__init__",
+        ("tp_rank", "tp_size"),
+        "it knows how KV heads are divided",
+    )
+    yield Mentions(
+        "vllm.model_executor.layers.linear:QKVParallelLinear.weight_loader",
+        ("tp_rank", "num_kv_head_replicas"),
+        "ranks that share a KV head are neighbours",
+    )
+    yield Fields(
+        "vllm.config.compilation:CompilationConfig", ("static_forward_context",), "attention layers are listed there"
+    )
+    yield Attributes(f"{interface}:UniformTypeKVCacheSpecs", ("first_spec",), _READ)
+    yield Fields(f"{interface}:UniformTypeKVCacheSpecs", ("kv_cache_specs",), _READ)
+
+
+def _configuration() -> Iterator[Line]:
+    configuration = "vllm.config.vllm:VllmConfig"
+    yield Fields(
+        configuration,
+        (
+            "model_config",
+            "cache_config",
+            "parallel_config",
+            "compilation_config",
+            "kv_transfer_config",
+            "attention_config",
+            "aux_output_config",
+        ),
+        _READ,
+    )
+    yield Attributes(configuration, ("num_prefill_lookahead_tokens",), "as many tokens of a prompt are held back")
+    yield Fields("vllm.config.attention:AttentionConfig", ("hisparse_config",), "ours refuses HiSparse")
+    yield Fields("vllm.config.aux_output:AuxOutputConfig", ("enable_return_routed_experts",), "ours refuses it")
+    yield Fields(
+        "vllm.config.parallel:ParallelConfig",
+        ("decode_context_parallel_size", "prefill_context_parallel_size"),
+        "ours refuses context parallelism",
+    )
+    transfer = "vllm.config.kv_transfer:KVTransferConfig"
+    yield Fields(transfer, ("engine_id", "kv_connector_extra_config"), _READ)
+    yield Attributes(transfer, ("is_kv_producer", "is_kv_consumer"), _READ)
+    yield Call("vllm.config.model:ModelConfig.get_total_num_hidden_layers", 1, (), "the model's shape")
+    yield Attributes("vllm.config.model:ModelConfig", ("use_mla",), "any order of blocks will do for latents")
+    state = "vllm.distributed.parallel_state"
+    for name in ("get_tp_group", "get_pp_group"):
+        yield Call(f"{state}:{name}", 0, (), "a worker's place")
+    yield Fields(f"{state}:GroupCoordinator", ("rank_in_group", "world_size"), "a worker's place")
+
+
+def _identity() -> Iterator[Line]:
+    """What says what caches are beyond their layout, and what a request's cache depends on."""
+    fields = {
+        "vllm.config.vllm:VllmConfig": ("load_config", "compilation_config", "speculative_config"),
+        "vllm.config.model:ModelConfig": (
+            "model",
+            "model_weights",
+            "revision",
+            "dtype",
+            "quantization",
+            "hf_text_config",
+            "disable_sliding_window",
+            "multimodal_config",
+        ),
+        "vllm.config.cache:CacheConfig": ("cache_dtype", "kv_cache_dtype_skip_layers", "enable_prefix_caching"),
+        "vllm.config.load:LoadConfig": ("load_format", "download_dir"),
+        "vllm.config.compilation:CompilationConfig": ("static_forward_context",),
+        "vllm.config.speculative:SpeculativeConfig": ("method", "draft_model_config"),
+        "vllm.config.multimodal:MultiModalConfig": ("mm_processor_cache_gb", "mm_hasher_algorithm"),
+        "vllm.v1.kv_cache_interface:AttentionSpec": ("num_kv_heads", "num_head_slots", "state_content_bytes"),
+        "vllm.multimodal.inputs:MultiModalFeatureSpec": ("identifier", "modality", "mm_position"),
+        "vllm.multimodal.inputs:PlaceholderRange": ("offset", "length"),
+        "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
+    }
+    for where, names in fields.items():
+        yield Fields(where, names, "servers are compared by it")
+    yield Attributes("vllm.config.model:ModelConfig", ("architecture",), "servers are compared by it")
+    yield Fields("vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs", ("kv_cache_specs",), _READ)
+    yield Call(
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_attn_backend",
+        1,
+        (),
+        "how a layer's cache is ordered follows from its backend",
+    )
+    yield Mentions(
+        "vllm.v1.request:Request.__init__",
+        ("prompt_embeds", "lora_request", "mm_features", "cache_salt"),
+        "requests are compared by it",
+    )
+    yield Mentions(
+        "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
+        ("lora_extra_keys", "mm_extra_keys", "cache_salt_keys", "prompt_embeds_keys"),
+        "vLLM's own prefix cache tells requests apart by the same",
+    )
+
+
+def _surroundings() -> Iterator[Line]:
+    factory = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
+    yield Signature(f"{factory}.register_connector", "cls, name, module_path, class_name", "ours is registered so")
+    yield Signature(f"{factory}.get_connector_class_by_name", "cls, connector_name", "MultiConnector finds ours so")
+    yield Mentions(
+        f"{_V1}.multi_connector:MultiConnector.build_kv_connector_stats",
+        ("get_connector_class_by_name", "build_kv_connector_stats"),
+        "MultiConnector finds the class of our statistics so",
+    )
+    metrics = f"{_V1}.metrics"
+    for name, parameters in {
+        "reset": "self",
+        "is_empty": "self",
+        "aggregate": "self, other",
+        "reduce": "self",
+    }.items():
+        yield Signature(f"{metrics}:KVConnectorStats.{name}", parameters, _CALLED)
+    yield Fields(f"{metrics}:KVConnectorStats", ("data",), "figures are carried in it")
+    yield Signature(
+        f"{metrics}:KVConnectorPromMetrics.__init__",
+        "self, vllm_config, metric_types, labelnames, per_engine_labelvalues",
+        "ours calls it",
+    )
+    yield Signature(f"{metrics}:KVConnectorPromMetrics.observe", "self, transfer_stats_data, engine_idx=", _CALLED)
+    yield Call("vllm.v1.metrics.utils:create_metric_per_engine", 2, (), "metrics have a label for the engine")
+    yield Attributes("vllm.platforms.interface:Platform", ("is_cpu", "is_cuda_alike"), "ours asks where it runs")
+    yield Fields("vllm.platforms.interface:Platform", ("device_type",), "ours asks where it runs")
+
+
+def _contract(tried: str, unknown: frozenset[str] = frozenset()) -> Contract:
+    others = (*_callers(), *_structures(), *_caches(), *_configuration(), *_identity(), *_surroundings())
+    return Contract("vLLM", (tried,), (*_hooks(unknown), *others))
+
+
+CONTRACTS = (_contract("0.31.0", _NEW_IN_0_32), _contract("0.32.0"))
+"""What holds wherever vLLM runs, in each version that was tried."""
+
+CPU_LINES: tuple[Line, ...] = (
+    Call(
+        "vllm.v1.attention.backends.cpu_attn:_get_attn_isa",
+        4,
+        (),
+        "the order within a block is the CPU kernel's, and named by it",
+    ),
+)
+"""What holds besides where vLLM runs on a CPU."""
+
+
+def check() -> None:
+    """Checks the vLLM that is installed. Warns if its version was not tried.
+
+    Raises:
+        EngineContractError: if something that the connector builds on has changed; names all that has.
+    """
+    more: tuple[Line, ...] = ()
+    try:
+        if find("vllm.platforms:current_platform").is_cpu():
+            more = CPU_LINES
+    except (MissingError, AttributeError):
+        more = (Present("vllm.platforms:current_platform.is_cpu", "ours asks where it runs"),)
+    enforce([replace(contract, lines=contract.lines + more) for contract in CONTRACTS], version())
+
+
+def version() -> str:
+    """Returns the version of the vLLM that is installed, as it says; a question mark if it does not."""
+    try:
+        return str(find("vllm:__version__"))
+    except MissingError:
+        return "?"

@@ -1,0 +1,68 @@
+"""Copies of blocks within a worker's own caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvferry.engines.vllm.layouts import CacheGroup
+from kvferry.engines.vllm.steps import GroupBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """One layer's cache.
+
+    Attributes:
+        pages: its tensor, pages first. Of types that devices cannot copy by index, the bytes.
+        pages_per_block: into how many of them a kernel divides a block of the block table.
+    """
+
+    pages: Any
+    pages_per_block: int
+
+    def copy(self, blocks: Any, copies: Any) -> None:
+        ratio = np.arange(self.pages_per_block)
+        source, target = (
+            torch.from_numpy((each[:, np.newaxis] * self.pages_per_block + ratio).reshape(-1)).to(self.pages.device)
+            for each in (blocks, copies)
+        )
+        self.pages.index_copy_(0, target, self.pages.index_select(0, source))
+
+
+class BlockCopier:
+    """Copies blocks of all layers of a group, in the order in which the device does everything else."""
+
+    def __init__(self, caches: Mapping[str, Any], groups: Sequence[CacheGroup], num_blocks: int) -> None:
+        """Takes the caches.
+
+        Args:
+            caches: by layer name, views whose first dimension is the page.
+            groups: the layers that share a block table.
+            num_blocks: in every block table.
+        """
+        self._groups = {
+            group.name: [_cache(caches[name], num_blocks) for name in group.layer_names] for group in groups
+        }
+
+    def copy(self, group: str, blocks: GroupBlocks, copies: GroupBlocks) -> None:
+        """Copies blocks. Does not wait for the device.
+
+        Args:
+            group: whose.
+            blocks: that are copied.
+            copies: where they go, in the same order.
+        """
+        source, target = (np.asarray(each.blocks, np.int64) for each in (blocks, copies))
+        if len(source):
+            for cache in self._groups[group]:
+                cache.copy(source, target)
+
+
+def _cache(cache: Any, num_blocks: int) -> _Cache:
+    pages = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+    return _Cache(pages, cache.shape[0] // num_blocks)

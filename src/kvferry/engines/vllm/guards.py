@@ -1,0 +1,70 @@
+"""What vLLM refuses, or does otherwise, for connectors that it knows by name. It does not know ours.
+
+Where vLLM 0.32 asks for a connector's name, and what ours does there:
+
+| where | what vLLM does for those that it knows | ours |
+|---|---|---|
+| `VllmConfig._verify_aux_output_compatibility` | refuses `--enable-return-routed-experts` | refuses it |
+| `VllmConfig.__post_init__`, HiSparse | warns of all but NIXL's and Mooncake's store | refuses it |
+| the same, `adjust_dcp_kv_cache_interleave_size`, `validate_block_size` | rules for context parallelism | refuses it |
+| `CpuPlatform.check_and_update_config` | orders the convolution state of recurrent layers | refuses such layers |
+| `MultiConnector`, `KVConnectorFactory.supports_hma_config` | looks classes up by name | ours is registered |
+| `report_usage_stats` | reports the name | nothing to do |
+
+What the NIXL connector refuses in its own constructor is context parallelism too. What it holds back of a prompt, for
+models that draft with several modules, is held back here as well: see `held_back_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvferry.errors import SettingsError
+
+
+def refuse_what_would_be_wrong(vllm_config: Any) -> None:
+    """Refuses a configuration of vLLM's under which what is transferred would be wrong, or be missing something.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+
+    Raises:
+        SettingsError: naming every option, and what to do.
+    """
+    problems = list(_problems(vllm_config))
+    if problems:
+        raise SettingsError("kvferry's connector for vLLM cannot serve like this: " + "; ".join(problems))
+
+
+def _problems(vllm_config: Any) -> Iterator[str]:
+    parallel = vllm_config.parallel_config
+    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, option)
+        if size > 1:
+            yield (
+                f"--{option.replace('_', '-')} is {size}, and caches under context parallelism are not described yet: "
+                "leave it at 1"
+            )
+    if vllm_config.aux_output_config.enable_return_routed_experts:
+        yield (
+            "--enable-return-routed-experts: the experts of a prompt's tokens stay on the prefill server, so that the "
+            "decode server would answer without them: leave it out on both"
+        )
+    if vllm_config.attention_config.hisparse_config is not None:
+        yield (
+            "HiSparse keeps part of the cache in host memory with block numbers of its own, which would be taken for "
+            "the device's: leave out hisparse_config and the HiSparseConnector"
+        )
+
+
+def held_back_tokens(vllm_config: Any) -> int:
+    """Returns how many of a prompt's last tokens are not sent, and are computed on the decode server.
+
+    The last one is in any case. A model that drafts with several modules (multi-module MTP) caches for each token what
+    its modules make of the tokens behind it, as many as there are modules. Behind the last tokens of a prompt come
+    drafts that nobody has verified, and the decode server would never replace what is made of them: vLLM's NIXL
+    connector holds back all but one of these tokens, and cuts them off the prompt on the prefill server. Here the
+    prefill server computes the whole prompt, and what it sends depends on the prompt alone.
+    """
+    return max(1, int(vllm_config.num_prefill_lookahead_tokens))

@@ -1,0 +1,110 @@
+"""The vLLM that is installed has what the connector builds on; one that has changed stops the server, and is named."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from examples.tiny_model import write
+from tests.real_engines.vllm.engine import EngineError, EngineProcess, Shape
+
+from kvferry.engines.contract import find
+from kvferry.errors import EngineContractError
+
+pytestmark = pytest.mark.timeout(300)
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+
+
+def rename_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = find(f"{BASE}:KVConnectorBase_V1")
+    monkeypatch.setattr(base, "get_results", base.get_transfer_results, raising=False)
+    monkeypatch.delattr(base, "get_transfer_results")
+
+
+def change_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update_state_after_alloc(self: Any, request: Any, blocks: Any, num_external_tokens: int, tier: str) -> None: ...
+
+    base = find(f"{BASE}:KVConnectorBase_V1")
+    monkeypatch.setattr(base, "update_state_after_alloc", update_state_after_alloc)
+
+
+def drop_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RequestStatus(enum.IntEnum):
+        WAITING = 1
+        FINISHED_STOPPED = 2
+
+    monkeypatch.setattr(find("vllm.v1.request"), "RequestStatus", RequestStatus)
+
+
+def stop_calling_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    def _update_from_kv_xfer_finished(self: Any, output: Any) -> None: ...
+
+    scheduler = find("vllm.v1.core.sched.scheduler:Scheduler")
+    monkeypatch.setattr(scheduler, "_update_from_kv_xfer_finished", _update_from_kv_xfer_finished)
+
+
+def connector_class() -> Any:
+    """Asks for the class as vLLM does when a server starts."""
+    factory = find("vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory")
+    transfer = find("vllm.config:KVTransferConfig")
+    return factory.get_connector_class(
+        transfer(kv_connector="KVFerryConnector", kv_connector_module_path="kvferry.engines.vllm", kv_role="kv_both")
+    )
+
+
+def test_every_line_holds_and_the_version_was_tried(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "kvferry"):
+        assert connector_class().__name__ == "KVFerryConnector"
+    assert not caplog.records
+
+
+def test_a_version_that_was_not_tried_starts_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(find("vllm"), "__version__", "0.99.0")
+    with caplog.at_level(logging.WARNING, "kvferry"):
+        connector_class()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("vLLM 0.99.0 is not among the versions that kvferry's plug-in was tried with")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (rename_a_hook, f"{BASE}:KVConnectorBase_V1.get_transfer_results is gone: there is no 'get_transfer_results'"),
+        (
+            change_a_signature,
+            f"{BASE}:KVConnectorBase_V1.update_state_after_alloc takes (self, request, blocks, num_external_tokens, "
+            "tier), and took (self, request, blocks, num_external_tokens)",
+        ),
+        (drop_a_member, "vllm.v1.request:RequestStatus: FINISHED_LENGTH_CAPPED is gone"),
+        (
+            stop_calling_a_hook,
+            "Scheduler._update_from_kv_xfer_finished does not use update_connector_output, finished_sending, "
+            "finished_recving, _free_blocks any more (blocks are freed, and requests go on, so)",
+        ),
+    ],
+)
+def test_a_vllm_that_has_changed_is_refused(
+    change: Callable[[pytest.MonkeyPatch], None], said: str, monkeypatch: pytest.MonkeyPatch
+):
+    change(monkeypatch)
+    with pytest.raises(EngineContractError) as caught:
+        connector_class()
+    assert said in str(caught.value)
+    assert "refuses to serve with it" in str(caught.value)
+
+
+def test_a_server_whose_vllm_has_changed_does_not_start(tmp_path: Path):
+    shape = Shape(write("qwen3", tmp_path), role="kv_both", name="changed", lacks="get_transfer_results")
+    engine = EngineProcess(shape)
+    try:
+        with pytest.raises(EngineError, match=r"refuses to serve with it: .*get_transfer_results is gone"):
+            engine.started()
+    finally:
+        engine.close()

@@ -1,0 +1,178 @@
+"""What a plug-in builds on in its engine: an engine that has changed is noticed, and what has changed is named."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvferry.engines.contract import (
+    Attributes,
+    Call,
+    Contract,
+    Fields,
+    Inherits,
+    Line,
+    Members,
+    Mentions,
+    Present,
+    Signature,
+    contract_for,
+    enforce,
+)
+from kvferry.errors import EngineContractError
+
+WHY = "ours is called so"
+
+
+class State(Enum):
+    FAILED = 0
+    DONE = 1
+
+
+class Sender:
+    def init(self, pages: int, index: int | None = None) -> None: ...
+
+    @staticmethod
+    def send(pages: list[int], /, *more: int, last: bool = False, **options: Any) -> None: ...
+
+
+class FastSender(Sender):
+    pass
+
+
+@dataclass
+class Arguments:
+    pointers: list[int]
+
+
+class Queue:
+    def __init__(self) -> None:
+        self.hold_s = 30.0
+
+    def release(self) -> bool:
+        return any(age > self.hold_s for age in [1.0])
+
+
+def entry(room: int, *, key: str = "") -> None: ...
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module with everything above in it, which a test may change."""
+    module = ModuleType("an_engine")
+    for each in (State, Sender, FastSender, Arguments, Queue, entry):
+        setattr(module, each.__name__, each)
+    monkeypatch.setitem(sys.modules, "an_engine", module)
+    return module
+
+
+HOLDS: list[Line] = [
+    Present("an_engine", WHY),
+    Present("an_engine:Sender.init", WHY),
+    Signature("an_engine:Sender.init", "self, pages, index=", WHY),
+    Signature("an_engine:FastSender.init", "self, pages, index=", WHY),
+    Signature("an_engine:Sender.send", "pages, /, *more, last=, **options", WHY),
+    Signature("an_engine:entry", "room, *, key=", WHY),
+    Call("an_engine:entry", 1, ("key",), WHY),
+    Call("an_engine:entry", 1, (), WHY),
+    Members("an_engine:State", {"FAILED": 0}, WHY),
+    Members("an_engine:State", {"FAILED": 0, "DONE": 1}, WHY, and_no_others=True),
+    Fields("an_engine:Arguments", ("pointers",), WHY),
+    Attributes("an_engine:Sender", ("init", "send"), WHY, and_no_others=True),
+    Inherits("an_engine:FastSender", "an_engine:Sender", WHY),
+    Mentions("an_engine:Queue.__init__", ("hold_s",), WHY),
+    Mentions("an_engine:Queue.release", ("hold_s", "any"), WHY),
+]
+
+DIFFERS: list[tuple[Line, str]] = [
+    (Present("no_such_engine.queue", WHY), "no_such_engine.queue cannot be imported (ModuleNotFoundError: "),
+    (Present("an_engine:Sender.begin", WHY), "an_engine:Sender.begin is gone: there is no 'begin'"),
+    (
+        Signature("an_engine:Sender.init", "self, pages", WHY),
+        "an_engine:Sender.init takes (self, pages, index=), and took (self, pages)",
+    ),
+    (
+        Call("an_engine:entry", 2, (), WHY),
+        "an_engine:entry takes (room, *, key=), and is called with 2 by place: too many positional arguments",
+    ),
+    (Call("an_engine:entry", 1, ("salt",), WHY), "is called with 1 by place, salt=: got an unexpected keyword"),
+    (Members("an_engine:State", {"FAILED": 0, "LOST": 2}, WHY), "an_engine:State: LOST is gone"),
+    (Members("an_engine:State", {"FAILED": 9}, WHY), "an_engine:State: FAILED is 0, and was 9"),
+    (Members("an_engine:State", {"FAILED": 0}, WHY, and_no_others=True), "an_engine:State: DONE is new"),
+    (Fields("an_engine:Arguments", ("pointers", "layers"), WHY), "an_engine:Arguments has no field layers"),
+    (Attributes("an_engine:Sender", ("poll",), WHY), "an_engine:Sender: poll is gone"),
+    (Attributes("an_engine:Sender", ("init",), WHY, and_no_others=True), "an_engine:Sender: send is new"),
+    (Inherits("an_engine:Queue", "an_engine:Sender", WHY), "an_engine:Queue is no an_engine:Sender any more"),
+    (
+        Mentions("an_engine:Queue.release", ("deadline",), WHY),
+        "an_engine:Queue.release does not use deadline any more",
+    ),
+    (Mentions("an_engine:State", ("deadline",), WHY), "an_engine:State is no function any more"),
+    (Signature("an_engine:State.DONE", "self", WHY), "an_engine:State.DONE cannot be read (TypeError: "),
+]
+
+
+@pytest.mark.parametrize("line", HOLDS, ids=str)
+def test_an_engine_as_it_was(engine: ModuleType, line: Line):
+    assert Contract("An engine", ("1.0",), (line,)).broken() == ()
+
+
+@pytest.mark.parametrize(("line", "said"), DIFFERS, ids=[text for _, text in DIFFERS])
+def test_an_engine_that_has_changed(engine: ModuleType, line: Line, said: str):
+    (text,) = Contract("An engine", ("1.0",), (line,)).broken()
+    assert said in text
+    assert text.endswith(f"({WHY})")
+
+
+def test_a_function_that_is_wrapped_has_its_own_signature_and_code(engine: ModuleType):
+    before = Queue.release
+
+    @wraps(before)
+    def wrapped(*arguments: Any) -> bool:
+        return before(*arguments)
+
+    engine.Queue.release = wrapped
+    try:
+        lines = (
+            Signature("an_engine:Queue.release", "self", WHY),
+            Mentions("an_engine:Queue.release", ("hold_s",), WHY),
+        )
+        assert Contract("An engine", ("1.0",), lines).broken() == ()
+    finally:
+        engine.Queue.release = before
+
+
+def test_what_has_changed_stops_the_server_with_all_of_its_names(engine: ModuleType):
+    contract = Contract("An engine", ("1.0", "1.1"), (*HOLDS, DIFFERS[1][0], DIFFERS[5][0]))
+    with pytest.raises(EngineContractError) as caught:
+        enforce((contract,), "1.1+cpu")
+    assert str(caught.value) == (
+        "kvferry's plug-in does not fit An engine 1.1+cpu, and refuses to serve with it: an_engine:Sender.begin is "
+        "gone: there is no 'begin' (ours is called so); an_engine:State: LOST is gone (ours is called so). Every line "
+        "of the contract was tried with An engine 1.0 and 1.1: install one of these, or a kvferry that knows An engine "
+        "1.1+cpu"
+    )
+
+
+@pytest.mark.parametrize(("version", "warns"), [("1.0", False), ("1.0+cpu", False), ("1.0.post1", True), ("2.0", True)])
+def test_a_version_that_was_not_tried_is_said(
+    engine: ModuleType, caplog: pytest.LogCaptureFixture, version: str, warns: bool
+):
+    with caplog.at_level(logging.WARNING):
+        enforce((Contract("An engine", ("1.0",), tuple(HOLDS)),), version)
+    assert [record.getMessage() for record in caplog.records] == warns * [
+        f"An engine {version} is not among the versions that kvferry's plug-in was tried with: 1.0. All 15 names and "
+        "signatures that it builds on are there; whether they still mean the same, nobody has tried."
+    ]
+
+
+def test_each_version_has_the_contract_that_was_tried_with_it():
+    old, new = Contract("An engine", ("1.0",), ()), Contract("An engine", ("1.1", "1.2"), ())
+    assert [contract_for((old, new), version) for version in ("1.0", "1.1", "1.2", "3")] == [old, new, new, new]

@@ -1,0 +1,70 @@
+"""What vLLM refuses for connectors that it knows by name is refused for ours, in words that say what to do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry import RankCoordinates
+from kvferry.engines.vllm.guards import held_back_tokens, refuse_what_would_be_wrong
+from kvferry.engines.vllm.layouts import CacheGroup, ModelShape, describe
+from kvferry.errors import LayoutError, SettingsError
+
+
+def configuration(
+    *, experts: bool = False, hisparse: object = None, decode: int = 1, prefill: int = 1, lookahead: int = 0
+) -> Any:
+    """As much of vLLM's as it takes; `CONTRACTS` say that vLLM's has the same."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(decode_context_parallel_size=decode, prefill_context_parallel_size=prefill),
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=experts),
+        attention_config=SimpleNamespace(hisparse_config=hisparse),
+        num_prefill_lookahead_tokens=lookahead,
+    )
+
+
+def test_what_is_right_is_not_refused():
+    refuse_what_would_be_wrong(configuration())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"experts": True},
+            "--enable-return-routed-experts: the experts of a prompt's tokens stay on the prefill server",
+        ),
+        ({"hisparse": object()}, "leave out hisparse_config and the HiSparseConnector"),
+        ({"decode": 2}, "--decode-context-parallel-size is 2, and caches under context parallelism"),
+        ({"prefill": 4}, "--prefill-context-parallel-size is 4, and caches under context parallelism"),
+    ],
+)
+def test_what_would_be_wrong_is_refused_by_name(changes: dict[str, Any], said: str):
+    with pytest.raises(SettingsError, match="kvferry's connector for vLLM cannot serve like this: ") as caught:
+        refuse_what_would_be_wrong(configuration(**changes))
+    assert said in str(caught.value)
+
+
+def test_all_of_it_is_said_at_once():
+    with pytest.raises(SettingsError) as caught:
+        refuse_what_would_be_wrong(configuration(experts=True, decode=2))
+    assert "routed-experts" in str(caught.value)
+    assert "--decode-context-parallel-size" in str(caught.value)
+
+
+@pytest.mark.parametrize(("lookahead", "held_back"), [(0, 1), (1, 1), (2, 2), (3, 3)])
+def test_a_model_that_drafts_with_several_modules_holds_back_as_many_tokens(lookahead: int, held_back: int):
+    """One module, as EAGLE's, reads one token ahead, which is known for all but the last."""
+    assert held_back_tokens(configuration(lookahead=lookahead)) == held_back
+
+
+def test_draft_layers_that_are_numbered_from_0_again_are_refused_by_name():
+    """Their number would be the place of the model's own layer."""
+    names = ("model.layers.0.self_attn.attn", "mtp.layers.0.self_attn.attn")
+    caches = {name: torch.zeros(4, 2, 16, 8) for name in names}
+    group = CacheGroup("group 0", names, block_tokens=16)
+    with pytest.raises(LayoutError, match=r"'model.layers.0.self_attn.attn' and 'mtp.layers.0.* the same number"):
+        describe(caches, [group], ModelShape(1, 2), RankCoordinates(), num_blocks=4)
