@@ -28,6 +28,8 @@ class Refusal:
         generation: distinguishes it from other refusals of the number.
         holder: as in `RefuseRoom`.
         until: when to give up on ranks that do not answer.
+        repeat_at: when to tell these again.
+        pause_s: how long to wait after that: ever longer, since few messages are lost where no connection breaks.
         answered: engine ranks that know.
     """
 
@@ -37,6 +39,8 @@ class Refusal:
     reason: str
     holder: int | None
     until: float
+    repeat_at: float
+    pause_s: float
     answered: set[int] = field(default_factory=set)
 
     @property
@@ -54,15 +58,17 @@ class Refusal:
 class Refusals:
     """The refusals of a decode endpoint that some prefill rank may not know of."""
 
-    def __init__(self, identity: Identity, links: Links, *, keep_s: float, most: int) -> None:
+    def __init__(self, identity: Identity, links: Links, *, pause_s: float, keep_s: float, most: int) -> None:
         """Begins with none.
 
         Args:
+            pause_s: how long to wait for an answer at first, in seconds.
             keep_s: how long a rank is told that does not answer, in seconds.
             most: how many are kept; the oldest are dropped.
         """
         self._identity = identity
         self._links = links
+        self._pause_s = pause_s
         self._keep_s = keep_s
         self._most = most
         self._refusals: dict[tuple[int, int], Refusal] = {}  # by room and generation, the oldest first
@@ -91,7 +97,16 @@ class Refusals:
             generation: as in `RefuseRoom`; likewise the holder.
             reason: why, in words.
         """
-        refusal = Refusal(room, link, generation, reason, holder, until=now + self._keep_s)
+        refusal = Refusal(
+            room,
+            link,
+            generation,
+            reason,
+            holder,
+            until=now + self._keep_s,
+            repeat_at=now + self._pause_s,
+            pause_s=2 * self._pause_s,
+        )
         self._refusals[room, generation] = refusal
         forget_oldest(self._refusals, self._most)
         self._tell(refusal)
@@ -102,12 +117,17 @@ class Refusals:
             if refusal.link is link:
                 self._tell(refusal)
 
-    def repeat(self, now: float) -> None:
-        """Tells again whoever has not answered, and gives up on those that have not for long."""
+    def repeat(self, now: float, *, is_due: bool = False) -> None:
+        """Tells again whoever has not answered for a while, and gives up on those that have not for long.
+
+        Args:
+            is_due: whether to tell them now: a connection broke, and may have lost it.
+        """
         for key, refusal in list(self._refusals.items()):
             if now >= refusal.until:
                 del self._refusals[key]
-            else:
+            elif is_due or now >= refusal.repeat_at:
+                refusal.repeat_at, refusal.pause_s = now + refusal.pause_s, 2 * refusal.pause_s
                 self._tell(refusal)
 
     def forget(self, room: int) -> None:

@@ -494,6 +494,14 @@ def test_only_the_latest_requests_are_remembered():
     assert first.get(0) is None
     assert first.get(MOST_REMEMBERED) == MOST_REMEMBERED
 
+    @pytest.mark.parametrize("is_first", [True, False])
+    def test_a_choice_that_ends_before_it_is_scheduled_refuses_no_room_of_another(self, is_first: bool):
+        scheduler, each = Scheduler(), choices(prefill_request(14))
+        if not is_first:
+            scheduler.allocate(each[0])
+        scheduler.side.finished(each[1], is_aborted=True)
+        assert set(scheduler.step().refuse) == ({9} if is_first else set())
+
 
 class TestParameters:
     @pytest.mark.parametrize("parameters", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": False}])

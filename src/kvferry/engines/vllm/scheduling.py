@@ -9,7 +9,7 @@ tokens are held back: what those modules cache of the last tokens depends on dra
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -181,9 +181,8 @@ class SchedulerSide:
 
     def _begin_to_send(self, params: SendParameters, request: Request) -> None:
         name = request.request_id
-        whole = whole_request(name)
-        if whole is not None:
-            key = (whole, params.room if params.is_known else None, hash(tuple(request.prompt_token_ids or ())))
+        key = _send_key(request, params)
+        if key is not None:
             first = self._sent_choices.get(key)
             if first is not None:
                 self._answered_choices[name] = first
@@ -377,8 +376,8 @@ class SchedulerSide:
         if sending is not None:
             self._unfinished.pop(name, None)
         if sending is None or not sending.is_begun:
-            self._sending.pop(name, None)
             self._refuse(request)
+            self._sending.pop(name, None)
             return False, None
         if is_aborted or not sending.is_complete:
             self._step.give_up[name] = "the request was aborted on the prefill side"
@@ -406,7 +405,10 @@ class SchedulerSide:
             params = send_parameters(request.kv_transfer_params) if self._may_send else None
         except UsageError:
             return  # nobody can ask for it
-        if params is not None and params.is_known:
+        if params is None or not params.is_known:
+            return
+        is_first = request.request_id in self._sending or self._sent_choices.get(_send_key(request, params)) is None
+        if is_first:  # else the room is that of another choice, which goes on
             self._step.refuse[params.room] = "the request ended on the prefill side before any of it was computed"
 
     def reported(self, sent: Iterable[str], received: Collection[str], failed: Collection[str] = ()) -> None:
@@ -434,6 +436,14 @@ class SchedulerSide:
 
     def _sent_tokens(self, request: Request) -> int:
         return max(0, request.num_prompt_tokens - self._held_back_tokens)
+
+
+def _send_key(request: Request, params: SendParameters) -> Hashable:
+    """Returns what tells a request that is sent in several choices from others; None if this is no choice."""
+    whole = whole_request(request.request_id)
+    if whole is None:
+        return None
+    return whole, params.room if params.is_known else None, hash(tuple(request.prompt_token_ids or ()))
 
 
 def _fetch_key(request: Request, params: ReceiveParameters) -> tuple[str, str, int] | None:
