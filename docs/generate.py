@@ -1,8 +1,8 @@
 """Writes what the documents say about the code from the code: `make docs`.
 
 The state diagrams of docs/protocol.md come from the transition tables, docs/settings.md from `Settings`, the
-tables of docs/reliability.md and docs/observability.md from `protocol/holding.py` and `observe/metrics.py`. A test
-checks that none has fallen behind.
+tables of docs/reliability.md and docs/observability.md from `protocol/holding.py` and `observe/metrics.py`, those of
+docs/caches.md from the plug-ins. A test checks that none has fallen behind.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic_core import PydanticUndefined
 from tests.simulation import pins
 
+from kvferry.engines.sglang import cache_kinds as sglang
+from kvferry.engines.vllm import cache_kinds as vllm
 from kvferry.errors import UsageError
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.status import EndpointStatus, PeerStatus, Side, StagingStatus
@@ -24,6 +26,9 @@ from kvferry.protocol.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, me
 from kvferry.settings import PREFIX, Settings
 
 DOCS = Path(__file__).parent
+
+CACHE_KINDS = {"vllm": vllm.KINDS, "sglang": sglang.KINDS}
+"""What each plug-in transfers, by the mark in docs/caches.md."""
 
 
 def reliability_page() -> str:
@@ -98,6 +103,16 @@ def exported() -> list[Metric]:
     return [family for family in families if not family.name.endswith("_created")]
 
 
+def caches_page() -> str:
+    """docs/caches.md with a table for every engine made anew."""
+    text = (DOCS / "caches.md").read_text()
+    for mark, kinds in CACHE_KINDS.items():
+        before, rest = text.split(f"<!-- {mark} -->\n")
+        _, after = rest.split(f"<!-- /{mark} -->")
+        text = f"{before}<!-- {mark} -->\n{kinds.markdown()}\n<!-- /{mark} -->{after}"
+    return text
+
+
 def settings_page() -> str:
     """docs/settings.md."""
     lines = [
@@ -124,6 +139,7 @@ def main() -> None:
     (DOCS / "settings.md").write_text(settings_page())
     (DOCS / "reliability.md").write_text(reliability_page())
     (DOCS / "observability.md").write_text(observability_page())
+    (DOCS / "caches.md").write_text(caches_page())
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ Its vocabulary is w0 to w511, and no word of it means anything.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -42,26 +44,125 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "query_pre_attn_scalar": 64,
         },
     ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "global_head_dim": 128,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
 }
-"""Architecture, and what is different in its configuration. The hybrid attends to a window in five layers of six."""
+"""Architecture, and what is different in its configuration. The hybrid attends to a window in five layers of six; the
+other layers of gemma4 have two KV heads of twice the size, instead of four."""
+
+MIMO_V2 = "mimo-v2"
+"""A model whose layers differ in their KV heads: two in those that attend to a window, one in the others."""
+
+_MIMO_V2: dict[str, object] = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "torch_dtype": "float32",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_value_scale": None,
+    "layernorm_epsilon": 1e-5,
+    "num_key_value_heads": 1,
+    "v_head_dim": 64,
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 64,
+    "swa_v_head_dim": 64,
+    "hybrid_layer_pattern": [0, 1, 1, 0],
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "moe_layer_freq": [0, 0, 0, 0],
+    "mlp_layer_types": ["dense"] * 4,
+    "sliding_window": 64,
+    "sliding_window_size": 64,
+    "add_swa_attention_sink_bias": False,
+    "add_full_attention_sink_bias": False,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 10000.0,
+    "swa_rope_theta": 10000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+MIMO_V2 = "mimo-v2"
+"""A model whose layers differ in their KV heads: two in those that attend to a window, one in the others."""
+
+_MIMO_V2: dict[str, object] = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "torch_dtype": "float32",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_value_scale": None,
+    "layernorm_epsilon": 1e-5,
+    "num_key_value_heads": 1,
+    "v_head_dim": 64,
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 64,
+    "swa_v_head_dim": 64,
+    "hybrid_layer_pattern": [0, 1, 1, 0],
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "moe_layer_freq": [0, 0, 0, 0],
+    "mlp_layer_types": ["dense"] * 4,
+    "sliding_window": 64,
+    "sliding_window_size": 64,
+    "add_swa_attention_sink_bias": False,
+    "add_full_attention_sink_bias": False,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 10000.0,
+    "swa_rope_theta": 10000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
 
 
 def write(name: str, directory: Path) -> Path:
-    """Writes one of `MODELS` where an engine can load it."""
-    architecture, changes = MODELS[name]
+    """Writes `MIMO_V2` or one of `MODELS` where an engine can load it."""
     words = {f"w{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(directory)
     torch.manual_seed(11)
+    if name == MIMO_V2:
+        _write_mimo_v2(directory)
+        return directory
+    architecture, changes = MODELS[name]
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **_SIZES | changes))
     network.to(torch.float32).save_pretrained(directory)
     return directory
 
 
+def _write_mimo_v2(directory: Path) -> None:
+    """Writes what transformers cannot make: its model of that name has as many KV heads in every layer."""
+    (directory / "config.json").write_text(json.dumps(_SIZES | _MIMO_V2, indent=2))
+    hidden, inner, heads, head_dim = 256, 512, 8, 64
+    shapes = {"model.embed_tokens": (VOCABULARY, hidden), "lm_head": (VOCABULARY, hidden)}
+    for layer, kv_heads in enumerate((1, 2, 2, 1)):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        shapes |= {
+            f"{attention}.q_proj": (heads * head_dim, hidden),
+            f"{attention}.k_proj": (kv_heads * head_dim, hidden),
+            f"{attention}.v_proj": (kv_heads * head_dim, hidden),
+            f"{attention}.o_proj": (hidden, heads * head_dim),
+            f"{mlp}.gate_proj": (inner, hidden),
+            f"{mlp}.up_proj": (inner, hidden),
+            f"{mlp}.down_proj": (hidden, inner),
+        }
+    weights = {f"{name}.weight": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    norms = [f"model.layers.{layer}.{norm}_layernorm" for layer in range(4) for norm in ("input", "post_attention")]
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in (*norms, "model.norm")}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--model", choices=sorted(MODELS), default="qwen3")
+    parser.add_argument("--model", choices=sorted([*MODELS, MIMO_V2]), default="qwen3")
     chosen = parser.parse_args()
     print(f"wrote {write(chosen.model, chosen.directory)}")

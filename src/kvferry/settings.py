@@ -20,6 +20,7 @@ from kvferry.cpus import usable_cpus
 from kvferry.errors import SettingsError
 from kvferry.plan.cost import TransferPath
 from kvferry.protocol.ends import Proof, names_of, parse_proofs
+from kvferry.protocol.fingerprint import parse_field_names
 
 PREFIX = "KVFERRY_"
 SHORTEST_SECRET = 16
@@ -194,6 +195,12 @@ class Settings(BaseSettings):
         False, description="Make submit wait until the bytes have moved: the baseline to measure against."
     )
 
+    may_differ: str | None = Field(
+        None,
+        description="Fields of the fingerprint that may differ between prefill and decode ranks, with commas between, "
+        "such as weights,quantization: for who knows that a difference changes no cached value, or little enough. Of "
+        "both sides; each logs what it lets pass. Else a peer whose caches mean something else is refused.",
+    )
     bootstrap_timeout_s: float = Field(60.0, gt=0, description="Longest wait for the two sides to find each other.")
     waiting_timeout_s: float = Field(
         300.0, gt=0, description="Longest wait without progress while it is the caller's or the peer's turn."
@@ -307,6 +314,10 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"end_proofs (KVFERRY_END_PROOFS) is {self.end_proofs!r}: {error}; allowed are {names_of(list(Proof))}"
             ) from None
+        try:
+            parse_field_names(self.may_differ or "")
+        except ValueError as error:
+            raise ValueError(f"may_differ (KVFERRY_MAY_DIFFER) is {self.may_differ!r}: {error}") from None
         given = {name for name in ("pod_uid", "pod_name", "pod_namespace") if getattr(self, name) is not None}
         if len(given) in (1, 2):
             raise ValueError(
@@ -382,6 +393,11 @@ class Settings(BaseSettings):
     def proofs(self) -> frozenset[Proof]:
         """What counts as proof of a process's end."""
         return parse_proofs(self.end_proofs)
+
+    @property
+    def fields_that_may_differ(self) -> frozenset[str]:
+        """Fields of the fingerprint that may differ between the two sides."""
+        return parse_field_names(self.may_differ or "")
 
     @property
     def registry_address(self) -> str:

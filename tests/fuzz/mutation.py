@@ -81,6 +81,7 @@ def examples() -> list[messages.Message]:
                 layout=layout,
                 transport="inprocess",
                 process=PROCESS,
+                fingerprint={"weights": "3f9a", "rope": "1"},
             ),
             messages.Attach(
                 endpoint="hostile-0",
@@ -92,6 +93,7 @@ def examples() -> list[messages.Message]:
                 transport="inprocess",
                 transport_metadata=metadata.encode(),
                 staging=messages.Staging(ring=messages.StagingRing(address=4096, num_bytes=1 << 20, epoch=3)),
+                fingerprint={"weights": "3f9a"},
             ),
             messages.OpenRoom(
                 room=5,
@@ -103,6 +105,7 @@ def examples() -> list[messages.Message]:
                 groups=tuple(
                     messages.OpenGroup(group.name, 0, 0, 16, 0, PageNumbers.of(np.arange(4))) for group in layout.groups
                 ),
+                depends_on={"prompt": bytes(16), "LoRA adapter": b"1"},
             ),
         ]
     made += [
@@ -212,6 +215,8 @@ class Mutator:
                 return self._made(chance.choice(kind.types))
             case inspect.VarTupleType():
                 return [self._made(kind.item_type) for _ in range(chance.choice((0, 1, 2, 5)))]
+            case inspect.DictType():
+                return {self._made(kind.key_type): self._made(kind.value_type) for _ in range(chance.choice((0, 1, 2)))}
             case inspect.StructType():
                 if kind.cls in self.real:
                     return chance.choice(self.real[kind.cls])

@@ -211,6 +211,7 @@ class Receiving:
                 generation=message.generation,
                 groups=message.groups,
                 tokens=message.tokens,
+                depends_on=message.depends_on,
                 receiver=Receiver(message.room, post=lambda event: None, now=0.0),
                 places=UnitPlaces(destination, message.groups, message.tokens),
             )

@@ -738,6 +738,11 @@ def _late_receivers_not_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RoomTable, "remove", remove)
 
 
+def _any_prompt_will_do(patch: pytest.MonkeyPatch) -> None:
+    """What a request's cache depends on is not compared."""
+    patch.setattr(sender, "why_different", lambda prefill, decode: "")
+
+
 PLANTED: dict[str, Plant] = {
     "no generation check": _no_generations,
     "pages released on abort without drain": _release_on_abort_without_drain,
@@ -805,6 +810,7 @@ PLANTED: dict[str, Plant] = {
     "an open request taken after its end": _opens_taken_twice,
     "receivers that come late not told": _late_receivers_not_told,
     "a deadline that moved is forgotten": _deadlines_put_off_for_good,
+    "another prompt's cache sent": _any_prompt_will_do,
 }
 
 SEEN_WITH: dict[str, frozenset[str]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -127,6 +127,7 @@ class Engines:
         *,
         name: str | None = None,
         ranks: Sequence[int] | None = None,
+        fingerprint: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> PrefillEngine:
         """Starts a prefill engine, or only some of its ranks, and waits until it is registered."""
@@ -135,13 +136,23 @@ class Engines:
             engine.pools.append(pool(model, shape or Shape(), coordinates, seed=coordinates.engine_rank))
             engine.transports.append(self._local.transport())
             started = self._local.prefill(
-                engine.pools[-1], engine=engine.name, transport=engine.transports[-1], **settings
+                engine.pools[-1],
+                engine=engine.name,
+                transport=engine.transports[-1],
+                fingerprint=fingerprint,
+                **settings,
             )
             engine.endpoints.append(started)
         return engine
 
     def decode(
-        self, model: Model, shape: Shape | None = None, *, ranks: Sequence[int] | None = None, **settings: Any
+        self,
+        model: Model,
+        shape: Shape | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        fingerprint: Mapping[str, str] | None = None,
+        **settings: Any,
     ) -> DecodeEngine:
         """Starts a decode engine, or only some of its ranks."""
         engine = DecodeEngine(new_engine_name("decode"))
@@ -149,7 +160,11 @@ class Engines:
             engine.pools.append(pool(model, shape or Shape(), coordinates, seed=100 + coordinates.engine_rank))
             engine.transports.append(self._local.transport())
             started = self._local.decode(
-                engine.pools[-1], engine=engine.name, transport=engine.transports[-1], **settings
+                engine.pools[-1],
+                engine=engine.name,
+                transport=engine.transports[-1],
+                fingerprint=fingerprint,
+                **settings,
             )
             engine.endpoints.append(started)
         return engine
@@ -209,13 +224,16 @@ class Requests:
             memory.fill(KnownContents(room), own, tokens=tokens)
         return request
 
-    def open_decode(self, request: Request, *, says_tokens: bool = False) -> None:
+    def open_decode(
+        self, request: Request, *, says_tokens: bool = False, depends_on: Sequence[Mapping[str, bytes]] = ()
+    ) -> None:
         """Opens the room on every decode rank.
 
         Args:
             says_tokens: whether the decode side says how long the request is.
+            depends_on: what each rank says that the request's cache depends on; nothing if empty.
         """
-        for (memory, endpoint), kept in zip(self._destinations, request.destination, strict=True):
+        for rank, ((memory, endpoint), kept) in enumerate(zip(self._destinations, request.destination, strict=True)):
             by_group = {name: each.pages for name, each in kept.items()}
             receiver = endpoint.open(
                 request.room,
@@ -225,15 +243,22 @@ class Requests:
                 prefix_tokens=request.prefix_tokens,
                 tokens=request.tokens if says_tokens else None,
                 share_tokens=share_tokens(memory, request) if says_tokens else None,
+                depends_on=depends_on[rank] if depends_on else None,
             )
             request.receivers.append(receiver)
 
-    def open_prefill(self, request: Request) -> None:
-        """Opens the room on every prefill rank, which says the length where it must."""
+    def open_prefill(self, request: Request, *, depends_on: Mapping[str, bytes] | None = None) -> None:
+        """Opens the room on every prefill rank, which says the length where it must.
+
+        Args:
+            depends_on: what every rank says that the request's cache depends on.
+        """
         for memory, endpoint in self._sources:
             share = share_tokens(memory, request)
             tokens = None if share is None else request.tokens
-            request.senders.append(endpoint.open(request.room, tokens=tokens, share_tokens=share))
+            request.senders.append(
+                endpoint.open(request.room, tokens=tokens, share_tokens=share, depends_on=depends_on)
+            )
 
     def submit(
         self, request: Request, start: int = 0, stop: int | None = None, *, last: bool = True, aux: bytes = b"token"

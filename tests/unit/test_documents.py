@@ -34,6 +34,10 @@ def test_the_page_on_reliability_has_the_table_of_what_holds_pages():
     assert (ROOT / "docs/reliability.md").read_text() == docs_program("generate").reliability_page(), "run `make docs`"
 
 
+def test_the_page_on_caches_has_every_kind_that_a_plug_in_knows():
+    assert (ROOT / "docs/caches.md").read_text() == docs_program("generate").caches_page(), "run `make docs`"
+
+
 def test_the_settings_page_lists_every_setting():
     assert (ROOT / "docs/settings.md").read_text() == docs_program("generate").settings_page(), "run `make docs`"
 

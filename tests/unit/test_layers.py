@@ -124,23 +124,33 @@ def test_a_plug_in_uses_the_front_door_and_no_other_engine(engine: str):
     """What everyone else is told to use must be enough for our own engines."""
     open_to_all = {"kvferry", "kvferry.errors", *(f"kvferry.{name}" for name in kvferry.__all__)}
     open_to_all |= {f"kvferry.errors.{name}" for name in vars(kvferry.errors)}
-    shared = "kvferry.engines.contract"  # what all plug-ins check their engines with
+    shared = {f"kvferry.engines.{file.stem}" for file in (PACKAGE / "engines").glob("*.py")}
     for file in layer_files(f"engines/{engine}"):
         for module in imports(file):
             package = module.split(".")[0]
             assert package not in ENGINES - {engine}, f"{file.relative_to(ROOT)} imports {module}, of another engine"
-            if package == "kvferry" and not f"{module}.".startswith((f"kvferry.engines.{engine}.", f"{shared}.")):
+            is_own = f"{module}.".startswith((f"kvferry.engines.{engine}.", *(f"{each}." for each in shared)))
+            if package == "kvferry" and not is_own:
                 assert module in open_to_all, f"{file.relative_to(ROOT)} imports {module}, which is no front door"
 
 
-def test_engines_share_nothing():
+def test_what_engines_share_needs_none_of_their_packages():
     assert {"vllm", "sglang"} <= ENGINES
     assert imports(PACKAGE / "engines" / "__init__.py") == set()
+    for file in (PACKAGE / "engines").glob("*.py"):
+        packages = {module.split(".")[0] for module in imports(file)}
+        assert not packages & {*ENGINES, "torch", "transformers"}, f"{file.relative_to(ROOT)} imports {packages}"
 
 
-def test_what_checks_engines_knows_none():
-    ours = {module for module in imports(PACKAGE / "engines" / "contract.py") if module.startswith("kvferry")}
-    assert ours == {"kvferry.errors", "kvferry.errors.EngineContractError"}
+def test_the_fingerprint_of_engines_is_pure():
+    packages = {module.split(".")[0] for module in imports(PACKAGE / "engines" / "fingerprint.py")}
+    assert not packages & FORBIDDEN_WITHOUT_IO
+
+
+@pytest.mark.parametrize(("module", "error"), [("contract", "EngineContractError"), ("cache_kinds", "LayoutError")])
+def test_what_checks_engines_knows_none(module: str, error: str):
+    ours = {module for module in imports(PACKAGE / "engines" / f"{module}.py") if module.startswith("kvferry")}
+    assert ours == {"kvferry.errors", f"kvferry.errors.{error}"}
 
 
 def test_only_settings_read_the_environment():

@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.endpoint.threads import Loop
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvferry.endpoint.workers import Worker
 
 _LOOK_S = 1e-3
-_LINGER_S = 0.1  # rooms often follow each other, and beginning takes the caller's time
+_LINGER_S = 0.01  # chunks often follow each other, and to end the rest takes the caller's time
 
 
 class RunQueue:
@@ -37,6 +37,7 @@ class RunQueue:
         self._waiting: deque[threading.Lock] = deque()  # a held lock per waiting worker: releasing wakes it
         # Keeps handed-in events in order while several workers take them.
         self._hand_out = threading.Lock()
+        self._waker: Waker | None = None
 
     def put(self, actor: Actor | None) -> None:
         """Appends an actor. May be called from any thread."""
@@ -47,9 +48,15 @@ class RunQueue:
         """Queues an event for an actor without waking a worker: for callers to whom waking would cost too much.
 
         Waking a thread takes longer than the rest of the call, and may cost the caller its processor. The next worker
-        that takes an actor posts the event first; if all sleep, a `Waker` must wake one.
+        that takes an actor posts the event first; if all sleep, the `Waker` wakes one.
         """
         self._handed_in.append((actor, event))
+        if self._waker is not None:
+            self._waker.look()
+
+    def watch_by(self, waker: Waker) -> None:
+        """Has a waker look after what is handed in."""
+        self._waker = waker
 
     def rouse(self) -> None:
         """Wakes a worker if an event was handed in that none has posted yet."""
@@ -118,34 +125,34 @@ class RunQueue:
 class Waker(Loop):
     """Wakes a worker within 1 ms of an event being handed in, so that callers need not.
 
-    It looks every millisecond while anything may be handed in, and sleeps otherwise.
+    It looks every millisecond while events are handed in, and rests when none was for some time. Only the first event
+    after that wakes a thread: this one.
 
     Attributes:
-        is_resting: whether it sleeps until `begin` is called.
+        is_resting: whether it sleeps until the next event is handed in.
     """
 
-    def __init__(self, queues: Sequence[RunQueue], is_needed: Callable[[], object]) -> None:
-        """Watches the queues of workers; `begin` says when.
-
-        Args:
-            is_needed: whether something may be handed in; once it may, `begin` must be called.
-        """
+    def __init__(self, queues: Sequence[RunQueue]) -> None:
+        """Looks after the queues of workers."""
         self._queues = queues
-        self._is_needed = is_needed
         self.is_resting = False
         self._is_stopping = False
-        self._begun = threading.Event()
-        self._needed_until = 0.0
+        self._is_called = False  # whether anything was handed in since the last look
+        self._looks_until = 0.0
+        self._called = threading.Event()
+        for run_queue in queues:
+            run_queue.watch_by(self)
 
-    def begin(self) -> None:
-        """Starts looking: events may be handed in from now on. Returns at once."""
-        if not self._begun.is_set():
-            self._begun.set()
+    def look(self) -> None:
+        """Takes notice of an event that was handed in. Returns at once."""
+        self._is_called = True
+        if self.is_resting:
+            self._called.set()
 
     def stop(self) -> None:
         """Ends the loop after its turn."""
         self._is_stopping = True
-        self._begun.set()
+        self._called.set()
 
     def has_work(self) -> bool:
         return self._is_stopping
@@ -159,15 +166,16 @@ class Waker(Loop):
 
     def _wait(self) -> None:
         now = time.monotonic()
-        if self._is_needed():
-            self._needed_until = now + _LINGER_S
-        if now < self._needed_until:
+        if self._is_called:
+            self._is_called = False
+            self._looks_until = now + _LINGER_S
+        if now < self._looks_until:
             time.sleep(_LOOK_S)
             return
-        self._begun.clear()
-        self.is_resting = not (self._is_needed() or self._is_stopping)  # checked again, after `clear`
-        if self.is_resting:
-            self._begun.wait()
+        self._called.clear()
+        self.is_resting = True
+        if not (self._is_called or self._is_stopping):  # looked at now: before, nobody woke this thread
+            self._called.wait()
         self.is_resting = False
 
 

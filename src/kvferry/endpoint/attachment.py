@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +24,13 @@ from kvferry.plan import (
     selectors,
 )
 from kvferry.plan.descriptors import MERGED_BYTES, DescriptorIndices, PieceNumbers
+from kvferry.protocol.fingerprint import check_same_fingerprint
 from kvferry.protocol.messages import Attach
 from kvferry.protocol.moves import Move
 from kvferry.staging.digests import DigestMemory
 from kvferry.transport import PeerMetadata, PreparedList, Transport
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,6 +217,8 @@ def attach(
     coordinates: RankCoordinates,
     transport: Transport,
     staging: SendingStaging,
+    fingerprint: Mapping[str, str] | None = None,
+    may_differ: Collection[str] = (),
     merged_bytes: int = MERGED_BYTES,
 ) -> Attachment:
     """Checks that a decode rank's open requests can be met, connects the transport to it and prepares what it takes.
@@ -221,6 +227,8 @@ def attach(
         layout: our own.
         coordinates: our own.
         staging: what this endpoint has for staged writes.
+        fingerprint: what our own caches are beyond their layout.
+        may_differ: fields of it that an operator lets differ.
         merged_bytes: most bytes that neighbours become one descriptor of.
 
     Raises:
@@ -230,6 +238,13 @@ def attach(
         TransportError: if connecting or preparing fails.
         WriteHangsError: if a write that measures does not end; the transport stays connected then.
     """
+    tolerated = check_same_fingerprint(
+        fingerprint or {},
+        message.fingerprint,
+        may_differ=may_differ,
+        prefill_name="prefill",
+        decode_name="decode",
+    )
     check_exchangeable(layout, message.layout, source_name="prefill", destination_name="decode")
     check_token_share(message.layout, message.coordinates)
     if message.transport != transport.name:
@@ -263,4 +278,6 @@ def attach(
     except BaseException:
         transport.disconnect(name)
         raise
+    for difference in tolerated:
+        log.warning("%s differs because KVFERRY_MAY_DIFFER lets it: %s", message.endpoint, difference)
     return attachment

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import SupportsIndex
 
@@ -30,10 +30,12 @@ from kvferry.plan import check_share_tokens, check_token_share
 from kvferry.protocol.chunks import AnyPages
 from kvferry.protocol.demands import demands_of
 from kvferry.protocol.ends import Proof
+from kvferry.protocol.fingerprint import checked_fingerprint
 from kvferry.protocol.link import Identity, LinkKey
 from kvferry.protocol.placing import UnitPlaces
 from kvferry.protocol.receiver import ReceiverMachine
 from kvferry.protocol.registrations import check_engine_name
+from kvferry.protocol.request_conditions import checked_conditions
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport
@@ -52,6 +54,7 @@ class DecodeEndpoint:
         engine: the engine's name.
         coordinates: this rank's place in the engine.
         engine_rank: its number among all ranks of the engine.
+        fingerprint: what its caches are beyond their layout.
         settings: what it was made with.
         transport: moves its bytes.
     """
@@ -65,6 +68,7 @@ class DecodeEndpoint:
         settings: Settings | None = None,
         transport: Transport | None = None,
         registry: RegistryClient | None = None,
+        fingerprint: Mapping[str, str] | None = None,
         platform: Platform | None = None,
     ) -> None:
         """Registers the memory and starts the thread. Prefill engines are looked up when a room first asks for one.
@@ -77,10 +81,13 @@ class DecodeEndpoint:
             transport: made as the settings say if None; closed together with the endpoint.
             registry: where prefill engines are looked up, as the settings say if None; closed together with the
                 endpoint.
+            fingerprint: what the caches are beyond their layout, as for `PrefillEndpoint`. Prefill engines that say
+                another of any field are refused, unless the setting may_differ names it.
             platform: the machine; this one if None.
 
         Raises:
-            LayoutError: if layout and coordinates disagree on context parallelism.
+            LayoutError: if layout and coordinates disagree on context parallelism, or a field of the fingerprint is
+                impossible.
             SettingsError: if a setting is impossible, or no engine can have that name.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
@@ -90,6 +97,7 @@ class DecodeEndpoint:
         self.engine = engine
         self.coordinates = coordinates or RankCoordinates()
         check_token_share(layout, self.coordinates)
+        self.fingerprint = checked_fingerprint(fingerprint)
         self.settings = settings or Settings()
         self.engine_rank = self.coordinates.engine_rank
         self._platform = platform or SystemPlatform()
@@ -120,6 +128,8 @@ class DecodeEndpoint:
                 transport=self.transport.name,
                 host=self._platform.name,
                 checksums=self.settings.checksums,
+                fingerprint=self.fingerprint,
+                may_differ=self.settings.fields_that_may_differ,
             )
         except BaseException:
             self.transport.close()
@@ -150,6 +160,7 @@ class DecodeEndpoint:
         prefix_tokens: int = 0,
         tokens: int | None = None,
         share_tokens: int | None = None,
+        depends_on: Mapping[str, bytes] | None = None,
     ) -> Receiver:
         """Asks a prefill engine for a request's cache. Returns at once and does no I/O.
 
@@ -173,20 +184,24 @@ class DecodeEndpoint:
             share_tokens: how many of these, the prefix included, the engine keeps on this rank, by its own count;
                 compared with the layout's. Needed where context parallelism divides a request by its length, since
                 engines round in more than one way.
+            depends_on: digests of what the request's cache depends on, by name, as for `PrefillEndpoint.open`: the room
+                fails on both sides before anything is sent if the prefill side's request has others.
 
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
             QueueFullError: if so many rooms are open that another one would be too many.
             PageError: if page numbers are wrong, not as many as the tokens take, the prefix ends inside a packed page,
                 or the layout gives this rank another number of tokens than share_tokens.
-            UsageError: if the room's number is out of range, share_tokens is needed and None, or the process was forked
-                from the endpoint's.
+            UsageError: if the room's number is out of range, share_tokens is needed and None, a digest is impossible,
+                or the process was forked from the endpoint's.
             SettingsError: if no engine can have that name.
             EndpointClosedError: if the endpoint was closed.
         """
         self._owning_process.check(_OWNED)
         try:
-            return self._open(checked_room(room), pages, engine, prefill_dp_rank, prefix_tokens, tokens, share_tokens)
+            return self._open(
+                checked_room(room), pages, engine, prefill_dp_rank, prefix_tokens, tokens, share_tokens, depends_on
+            )
         except KVFerryError as error:
             self._telemetry.observer.refused(error)
             raise
@@ -200,6 +215,7 @@ class DecodeEndpoint:
         prefix_tokens: int,
         tokens: int | None,
         share_tokens: int | None,
+        depends_on: Mapping[str, bytes] | None,
     ) -> Receiver:
         check_engine_name(engine)
         groups = demands_of(self.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=f"room {room}")
@@ -216,6 +232,7 @@ class DecodeEndpoint:
             generation=generation,
             groups=groups,
             tokens=length,
+            depends_on=checked_conditions(depends_on, where=f"room {room}"),
             receiver=receiver,
             places=UnitPlaces(self.layout, groups, length),
         )
@@ -310,6 +327,7 @@ class DecodeEndpoint:
             staging=self._driver.staging,
             quarantine=self._driver.quarantine(now),
             threads=self.health,
+            fingerprint=self.fingerprint,
         )
 
     @property

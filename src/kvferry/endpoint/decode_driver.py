@@ -1,8 +1,8 @@
 """The one thread of a decode endpoint: it drives rooms, messages, notifications and deadlines; `Links` has the links.
 
-The thread owns everything that it touches; callers queue work for it and wake it. It sleeps as long as it can: hardly
-while rooms are open and something has just happened, a millisecond at a time while rooms are open, and when there are
-none half a second, or until it is woken.
+The thread owns everything that it touches; callers queue work for it and wake it. Messages wake it, too, but no
+transport says by itself that bytes have arrived. So while rooms are open it looks, ever less often the longer nothing
+has happened; when there are none it sleeps for half a second, or until it is woken.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
 
-_HOT_S = 0.02
-_HOT_SLEEP_S = 100e-6
-_ROOMS_OPEN_MS = 1
+_SHORTEST_SLEEP_S = 100e-6
+_LONGEST_SLEEP_S = 0.01
+_SLEEP_OF_QUIET = 1 / 16
+"""Of the time that nothing has happened: what arrives is noticed that much later than it might be, at the most."""
 _LINKS_OPEN_MS = 50
 _IDLE_MS = 500
 _TICK_S = 0.1
@@ -117,7 +118,7 @@ class DecodeDriver(Loop):
         # Links of verified rooms that a rank has not confirmed yet, by room, generation and rank.
         self._unconfirmed: dict[tuple[int, int, int], Link] = {}
         self._arriving: ArrivalTask | None = None  # while its room handles the arrival
-        self._hot_until = 0.0
+        self._last_news_at = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
         self._is_stopping = threading.Event()
@@ -226,9 +227,7 @@ class DecodeDriver(Loop):
     def turn(self, *, may_wait: bool) -> bool:
         if self._is_stopping.is_set():
             return False
-        now = self._platform.now()
-        is_hot = bool(self._rooms) and now < self._hot_until  # without rooms a heartbeat's answer does not count
-        ready = self._end.wait(self._longest_wait_ms() if may_wait and not is_hot else 0)
+        ready = self._wait() if may_wait else self._end.wait(0)
         now = self._platform.now()
         happened = self._work_inbox(now)
         if self._rooms:  # before messages: a peer's close must not discard what has arrived from it
@@ -241,15 +240,21 @@ class DecodeDriver(Loop):
             self._next_tick_at = now + _TICK_S
             self._tick(now)
         if happened:
-            self._hot_until = self._platform.now() + _HOT_S
-        elif is_hot and may_wait:
-            self._platform.pause(_HOT_SLEEP_S)
+            self._last_news_at = self._platform.now()
         return True
 
-    def _longest_wait_ms(self) -> int:
-        if self._rooms:
-            return _ROOMS_OPEN_MS
-        return _LINKS_OPEN_MS if self._waiting or self._links.are_awaited else _IDLE_MS
+    def _wait(self) -> Collection[Connection]:
+        """Waits for what there is to do; returns the connections that have news."""
+        if not self._rooms:
+            return self._end.wait(_LINKS_OPEN_MS if self._waiting or self._links.are_awaited else _IDLE_MS)
+        quiet_s = self._platform.now() - self._last_news_at
+        sleep_s = min(max(_SHORTEST_SLEEP_S, quiet_s * _SLEEP_OF_QUIET), _LONGEST_SLEEP_S)
+        if sleep_s >= 1e-3:
+            return self._end.wait(int(sleep_s * 1e3))
+        ready = self._end.wait(0)  # which can wait for whole milliseconds only
+        if not ready and not self._inbox:
+            self._platform.pause(sleep_s)
+        return ready
 
     def _work_inbox(self, now: float) -> bool:
         happened = False
@@ -324,6 +329,8 @@ class DecodeDriver(Loop):
                     tokens=room.tokens,
                     groups=tuple(group for group in room.groups if group.name in filled),
                     trace=room.trace,
+                    held=max((group.held for group in room.groups), default=0),
+                    depends_on=room.depends_on,
                 )
             case SendAbort(rank, reason, error):
                 message = messages.AbortRoom(

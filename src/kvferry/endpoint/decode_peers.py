@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -67,6 +67,8 @@ class DecodePeer(Actor):
         layout: RankLayout,
         coordinates: RankCoordinates,
         staging: SendingStaging,
+        fingerprint: Mapping[str, str],
+        may_differ: Collection[str],
         send: Callable[[str, Message], None],
         observer: Observer,
         now: float,
@@ -84,6 +86,8 @@ class DecodePeer(Actor):
         self._layout = layout
         self._coordinates = coordinates
         self._staging = staging
+        self._fingerprint = fingerprint
+        self._may_differ = may_differ
         self._send = send
         self._observer = observer
         self._is_silence_reported = False
@@ -159,6 +163,8 @@ class DecodePeer(Actor):
                 coordinates=self._coordinates,
                 transport=self._transport,
                 staging=self._staging,
+                fingerprint=self._fingerprint,
+                may_differ=self._may_differ,
             )
         except WriteHangsError as error:
             self._hanging = TransportError(str(error))

@@ -329,6 +329,8 @@ class Links:
 
     def _ready(self, link: Link, now: float) -> None:
         self._unready.pop(link, None)
+        for difference in link.tolerated:
+            log.warning("differs because KVFERRY_MAY_DIFFER lets it: %s", difference)
         for peer in link.peers:
             self._lost.discard(peer.endpoint)
             self._ends.connected(peer.process)

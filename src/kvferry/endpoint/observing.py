@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -103,6 +103,7 @@ def endpoint_status(
     peers: Sequence[PeerStatus],
     staging: StagingStatus,
     threads: Sequence[ThreadHealth],
+    fingerprint: Mapping[str, str],
     quarantine: Sequence[LostPeerStatus] = (),
 ) -> EndpointStatus:
     """Builds the status of an endpoint.
@@ -111,6 +112,7 @@ def endpoint_status(
         up_s: for how long it has run.
         problem: what is wrong with it; empty if nothing is.
         rooms: all that are open.
+        fingerprint: what its caches are beyond their layout.
     """
     states: dict[str, int] = {}
     for room in rooms:
@@ -136,6 +138,7 @@ def endpoint_status(
         peers=tuple(peers),
         staging=staging,
         quarantine=tuple(quarantine),
+        fingerprint=dict(fingerprint),
         threads=tuple(
             ThreadStatus(
                 name=thread.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import SupportsIndex
 
@@ -41,9 +41,11 @@ from kvferry.observe.status import EndpointStatus, Side, StagingStatus
 from kvferry.plan import check_share_tokens, check_token_share
 from kvferry.protocol import messages
 from kvferry.protocol.bounded import forget_oldest
+from kvferry.protocol.fingerprint import checked_fingerprint
 from kvferry.protocol.moves import request_of
 from kvferry.protocol.pending_opens import PendingMessage
 from kvferry.protocol.registrations import RankRegistration, check_engine_name
+from kvferry.protocol.request_conditions import checked_conditions
 from kvferry.protocol.room_table import RoomTable
 from kvferry.protocol.sender import (
     OpenRetransmitted,
@@ -61,8 +63,10 @@ log = logging.getLogger(__name__)
 
 _OWNED = "this prefill endpoint"
 _TICK_S = 0.1
-_ROOMS_OPEN_MS = 5
+_ROOMS_OPEN_MS = 100
 _IDLE_MS = 1000
+_CONNECTING_MS = 5
+_CONNECTING_S = 1.0  # after a decode rank has asked for it; while its bytes move, workers make the progress
 _LAST_MOMENT_S = 1.0  # for workers to end that have no room any more, however long writes took
 
 
@@ -77,6 +81,7 @@ class PrefillEndpoint:
         engine: the engine's name.
         coordinates: this rank's place in the engine.
         engine_rank: its number among all ranks of the engine.
+        fingerprint: what its caches are beyond their layout.
         settings: what it was made with.
         transport: moves its bytes.
         control_address: where decode ranks reach it.
@@ -95,6 +100,7 @@ class PrefillEndpoint:
         settings: Settings | None = None,
         transport: Transport | None = None,
         host_registry: bool | None = None,
+        fingerprint: Mapping[str, str] | None = None,
         platform: Platform | None = None,
     ) -> None:
         """Registers the memory, starts the threads and announces the rank; the registry may come up later.
@@ -107,10 +113,15 @@ class PrefillEndpoint:
             transport: made as the settings say if None; closed together with the endpoint.
             host_registry: whether to run the registry in this process. By default the engine's first rank does,
                 unless `registry_url` is set.
+            fingerprint: what the caches are beyond their layout, a short text for every field, such as the weights that
+                compute them and the type of their numbers. Decode ranks that say another of any field are refused,
+                unless the setting may_differ names it. Field names are the caller's own, but for those that need not
+                agree: `engine` and `attention_backend`, and `speculative_model` where only one side says it.
             platform: the machine; this one if None.
 
         Raises:
-            LayoutError: if layout and coordinates disagree on context parallelism.
+            LayoutError: if layout and coordinates disagree on context parallelism, or a field of the fingerprint is
+                impossible.
             SettingsError: if a setting is impossible, no engine can have that name, or a port is taken.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
@@ -120,6 +131,7 @@ class PrefillEndpoint:
         self.engine = engine
         self.coordinates = coordinates or RankCoordinates()
         check_token_share(layout, self.coordinates)
+        self.fingerprint = checked_fingerprint(fingerprint)
         self.settings = settings or Settings()
         self.engine_rank = self.coordinates.engine_rank
         self._platform = platform or SystemPlatform()
@@ -166,6 +178,7 @@ class PrefillEndpoint:
         self._is_closing_down = False  # rooms are not waited for any more
         self._is_lingering = False  # closed, with writes still in flight
         self._release_error: Exception | None = None
+        self._connecting_until = 0.0
         self._next_tick_at = 0.0
         self._last_tick_at = float("inf")
         self._longest_wait_s = 0.0
@@ -214,7 +227,7 @@ class PrefillEndpoint:
             platform=self._platform,
             name=name,
         )
-        self._waker = Waker(self._workers.queues, is_needed=lambda: self._table.rooms)
+        self._waker = Waker(self._workers.queues)
         try:
             waker = self._platform.start(f"{name}-waker", self._waker)
             self._threads = self._platform.start(f"{name}-control", _Control(self)), waker
@@ -290,6 +303,7 @@ class PrefillEndpoint:
                 waiting_rooms=sum(room.waits_for_memory for room in rooms),
             ),
             threads=self.health,
+            fingerprint=self.fingerprint,
         )
 
     @property
@@ -298,7 +312,14 @@ class PrefillEndpoint:
         with self._rooms_lock:
             return len(self._table.rooms)
 
-    def open(self, room: SupportsIndex, *, tokens: int | None = None, share_tokens: int | None = None) -> Sender:
+    def open(
+        self,
+        room: SupportsIndex,
+        *,
+        tokens: int | None = None,
+        share_tokens: int | None = None,
+        depends_on: Mapping[str, bytes] | None = None,
+    ) -> Sender:
         """Opens a room: this rank will send a request's cache under this number. Does no I/O.
 
         Args:
@@ -309,30 +330,43 @@ class PrefillEndpoint:
                 parallelism divides a request by its length: there another length would mean other tokens.
             share_tokens: how many of these the engine keeps on this rank, by its own count; compared with the layout's.
                 Needed where tokens is, since engines round in more than one way.
+            depends_on: digests of what the request's cache depends on, by name: its prompt, its LoRA adapter, and the
+                like; at most 8, of at most 32 bytes. The room fails on both sides before anything is sent if the decode
+                side's request has another digest of any name, or none. Names are singular and complete the sentence
+                "the decode side's request has another LoRA adapter".
 
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
             QueueFullError: if so many rooms are open that another one would be too many.
-            UsageError: if the number is out of range, tokens or share_tokens is needed and None, or the process was
-                forked from the endpoint's.
+            UsageError: if the number is out of range, tokens or share_tokens is needed and None, a digest is
+                impossible, or the process was forked from the endpoint's.
             PageError: if the layout gives this rank another number of tokens than share_tokens.
             EndpointClosedError: if the endpoint was closed.
         """
         self._owning_process.check(_OWNED)
         try:
-            return self._open(checked_room(room), tokens, share_tokens)
+            return self._open(checked_room(room), tokens, share_tokens, depends_on)
         except KVFerryError as error:
             self._observer.refused(error)
             raise
 
-    def _open(self, room: int, tokens: int | None, share_tokens: int | None) -> Sender:
+    def _open(
+        self, room: int, tokens: int | None, share_tokens: int | None, depends_on: Mapping[str, bytes] | None
+    ) -> Sender:
         if tokens is None and self.layout.tokens.partition.depends_on_length:
             raise UsageError(
                 f"room {room}: this rank's share of a request depends on its length ({self.layout.tokens.partition}): "
                 "say how many tokens it has (tokens=...)"
             )
         check_share_tokens(self.layout.tokens, tokens, share_tokens, where=f"room {room}")
-        machine = SenderMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=self._now(), tokens=tokens)
+        machine = SenderMachine(
+            room,
+            rank=self.engine_rank,
+            deadlines=self._deadlines,
+            now=self._now(),
+            tokens=tokens,
+            depends_on=checked_conditions(depends_on, where=f"room {room}"),
+        )
         with self._rooms_lock:
             if self._is_closed:
                 raise EndpointClosedError(f"room {room}: the endpoint is closed")
@@ -348,7 +382,6 @@ class PrefillEndpoint:
             self._observer.begin_sending(room)
             for receiver, message in self._table.add(opened):
                 self._deliver(opened, receiver, message)
-        self._waker.begin()
         return opened.sender
 
     def sender(self, room: int) -> Sender:
@@ -491,7 +524,7 @@ class PrefillEndpoint:
     def _control(self, *, may_wait: bool) -> bool:
         """One turn of the control thread; whether there will be another."""
         assert self._channel is not None
-        wait_ms = _IDLE_MS if self._table.is_quiet and not self._is_closing_down else _ROOMS_OPEN_MS
+        wait_ms = self._longest_wait_ms()
         self._longest_wait_s = wait_ms / 1000
         self._channel.wait(wait_ms if may_wait else 0)
         now = self._now()
@@ -508,6 +541,12 @@ class PrefillEndpoint:
         # No decode rank sends any, but connections need progress. Last, since rooms must end also where it fails.
         self.transport.take_notifications()
         return True
+
+    def _longest_wait_ms(self) -> int:
+        """Returns how long the control thread may wait, unless a message or `_wake` ends that."""
+        if self._is_closing_down or self._now() < self._connecting_until:
+            return _CONNECTING_MS
+        return _IDLE_MS if self._table.is_quiet else _ROOMS_OPEN_MS
 
     def _has_closed(self) -> bool:
         """Closes the endpoint once no write is in flight. Returns True when it has."""
@@ -627,11 +666,13 @@ class PrefillEndpoint:
             layout=self.layout,
             transport=self.transport.name,
             process=self._process_identity,
+            fingerprint=self.fingerprint,
         )
 
     def _attach(self, identity: str, message: messages.Attach) -> None:
         problem = self._why_not_attached(identity, message)
         if problem is None:
+            self._connecting_until = self._now() + _CONNECTING_S
             self._given_up.pop(identity, None)
             with self._rooms_lock:
                 self._table.attached(identity, message.attempt)
@@ -665,6 +706,8 @@ class PrefillEndpoint:
             layout=self.layout,
             coordinates=self.coordinates,
             staging=self._staging,
+            fingerprint=self.fingerprint,
+            may_differ=self.settings.fields_that_may_differ,
             send=self._send,
             observer=self._observer,
             now=self._now(),

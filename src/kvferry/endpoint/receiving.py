@@ -59,6 +59,7 @@ class ReceivingRoom:
         generation: int,
         groups: tuple[OpenGroup, ...],
         tokens: int | None,
+        depends_on: dict[str, bytes],
         receiver: Receiver,
         places: UnitPlaces,
     ) -> None:
@@ -66,6 +67,7 @@ class ReceivingRoom:
         self.generation = generation
         self.groups = groups
         self.tokens = tokens
+        self.depends_on = depends_on
         self.receiver = receiver
         self.machine = machine
         self.places = places

@@ -23,6 +23,8 @@ class Sender(Transfer):
         room: the transfer's number.
         state: where it stands.
         stats: what it took: bytes, writes and times.
+        prefix_tokens: tokens at the start of the request that every decode rank holds already, and that need not be
+            handed in. None while `state` is BOOTSTRAPPING.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Sender(Transfer):
         self._report = report
         self._most_waiting = most_waiting
         self._taken_up = 0  # chunks that do not wait any more
+        self._was_full = False  # whether a chunk was refused since there was last room for one
         self._through = 0  # chunks that had been handed in when last all of them had been read
+        self.prefix_tokens: int | None = None
         self.stats = SenderStats(opened_at=now(), last_submitted_at=None, ended_at=None, writes=())
 
     def submit(
@@ -88,13 +92,14 @@ class Sender(Transfer):
         Raises:
             ChunkError: after the last chunk, or if the chunk does not follow the one before it.
             PageError: if page numbers are not integers, or there is no such group.
-            QueueFullError: if too many chunks of the room wait already; this one was not taken.
+            QueueFullError: if too many chunks of the room wait already; this one was not taken. Callbacks of
+                `add_change_callback` say when there is room again.
             UsageError: if aux is given before the last chunk, or is too large.
         """
         if aux is not None:
             self._check_aux(aux, last=last)
         with self._lock:
-            if self._chunks.submitted - self._taken_up >= self._most_waiting:
+            if self._is_full and self._wants_room():
                 full = QueueFullError(
                     f"room {self.room}: {self._most_waiting} chunks wait to be written already "
                     "(KVFERRY_MAX_WAITING_CHUNKS): submit this one when some have been"
@@ -106,6 +111,15 @@ class Sender(Transfer):
         self._report.submitted(self._now() - chunk.submitted_at)
         if self._settle is not None:
             self._settle(chunk.number)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._chunks.submitted - self._taken_up >= self._most_waiting
+
+    def _wants_room(self) -> bool:
+        """Asks to be called back when there is room for a chunk; returns whether there is none still."""
+        self._was_full = True
+        return self._is_full  # looked at again: whoever made room before that calls nobody back
 
     def _check_aux(self, aux: bytes, *, last: bool) -> None:
         if not last:
@@ -135,3 +149,6 @@ class Sender(Transfer):
         self._taken_up = handled - waiting
         if is_drained and not waiting:
             self._through = handled
+        if self._was_full and not self._is_full:
+            self._was_full = False
+            self._call_back()

@@ -336,6 +336,7 @@ class SendingRoom(Actor):
             request=request_of(message, attachment.layout, elected, where=f"room {self.room} on {attachment.receiver}"),
             sends_aux=self._context.coordinates.is_aux_writer,
             verifies=attachment.verifies,
+            held=message.held,
         )
 
     def handle(self, event: RoomEvent, worker: Worker) -> None:
@@ -428,6 +429,7 @@ class SendingRoom(Actor):
             self._context.forget_room(self)
             while self._next_opens:
                 self._context.open_room(*self._next_opens.popitem())
+        self.sender.prefix_tokens = machine.held_tokens if self._all_open_at is not None else None
         self.sender._update(machine.state, machine.error, pages_reusable=machine.is_done)
         if self._progress is not None:
             with self._progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -17,8 +18,8 @@ log = logging.getLogger(__name__)
 class Transfer:
     """One transfer, as its caller sees it.
 
-    `state` and `pages_reusable` are plain reads: a scheduler may poll them in every step. `wait` and `completed` are
-    for scripts. Methods may be called from any thread.
+    `state` and `pages_reusable` are plain reads: a scheduler may poll them in every step, or be called back when they
+    change. `wait` and `completed` are for scripts. Methods may be called from any thread.
 
     Attributes:
         room: the transfer's number.
@@ -31,6 +32,7 @@ class Transfer:
         self._error: KVFerryError | None = None
         self._ended: Future[None] = Future()
         self._reusable = threading.Event()
+        self._change_callbacks: tuple[Callable[[], None], ...] = ()
 
     @property
     def error(self) -> KVFerryError | None:
@@ -68,20 +70,40 @@ class Transfer:
         """Waits until the pages may be reused; False if they may not after timeout_s."""
         return self._reusable.wait(timeout_s)
 
+    def add_change_callback(self, callback: Callable[[], None]) -> None:
+        """Has a callable called after every change of `state` and `pages_reusable`, so that nobody need poll them.
+
+        A `Sender` also calls it when its queue, which was full, takes chunks again. A change that came before is not
+        reported: look at the transfer once after adding. Changes that follow each other closely may be reported once.
+
+        Args:
+            callback: called without arguments, on a thread of kvferry's that moves bytes or messages. It must return at
+                once: put something into a queue there, or set an event. What it raises is logged, and changes nothing.
+        """
+        self._change_callbacks += (callback,)
+
+    def _call_back(self) -> None:
+        for callback in self._change_callbacks:
+            try:
+                callback()
+            except Exception:
+                log.exception("room %d: a change callback failed; the transfer goes on", self.room)
+
     def _update(self, state: TransferState, error: KVFerryError | None, *, pages_reusable: bool) -> None:
         """Takes over the machine's state. For the one thread that runs the machine."""
         # In this order: a caller that sees pages reusable sees the end, and one that the end woke sees pages reusable.
         has_changed = state is not self.state
+        is_released = pages_reusable and not self.pages_reusable
         if has_changed:
             log.debug("room %d: %s", self.room, state.value, extra={"room": self.room, "state": state.value})
             self._error = error
             self.state = state
-        if pages_reusable:
+        if is_released:
             self._reusable.set()
-        if not has_changed:
-            return
-        if state is TransferState.SUCCESS:
+        if has_changed and state is TransferState.SUCCESS:
             self._ended.set_result(None)
-        elif state is TransferState.FAILED:
+        elif has_changed and state is TransferState.FAILED:
             assert error is not None
             self._ended.set_exception(error)
+        if has_changed or is_released:
+            self._call_back()

@@ -287,12 +287,13 @@ def contract_for(contracts: Sequence[Contract], version: str) -> Contract:
     return next((each for each in contracts if _public(version) in each.tried), contracts[-1])
 
 
-def enforce(contracts: Sequence[Contract], version: str) -> Contract:
+def enforce(contracts: Sequence[Contract], version: str, *, warns: bool = True) -> Contract:
     """Checks the engine that is installed, and warns of a version that was not tried. Returns the contract that it has.
 
     Args:
         contracts: the oldest first.
         version: the engine's.
+        warns: whether to warn; what is checked more than once need not.
 
     Raises:
         EngineContractError: if something that the plug-in builds on has changed; names all that has.
@@ -306,7 +307,7 @@ def enforce(contracts: Sequence[Contract], version: str) -> Contract:
             f"{'; '.join(broken)}. Every line of the contract was tried with {engine} {tried}: install one of these, "
             f"or a kvferry that knows {engine} {version}"
         )
-    if _public(version) not in contract.tried:
+    if warns and _public(version) not in contract.tried:
         log.warning(
             "%s %s is not among the versions that kvferry's plug-in was tried with: %s. All %d names and signatures "
             "that it builds on are there; whether they still mean the same, nobody has tried.",

@@ -130,6 +130,7 @@ class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
         staging: memory for the staged path.
         threads: the health of each.
         quarantine: prefill ranks that were lost and may still write, on the decode side.
+        fingerprint: what its caches are beyond their layout; peers that say something else are refused.
     """
 
     side: Side
@@ -152,6 +153,7 @@ class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     staging: StagingStatus
     threads: tuple[ThreadStatus, ...]
     quarantine: tuple[LostPeerStatus, ...] = ()
+    fingerprint: dict[str, str] = {}
 
     @property
     def has_all_threads(self) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvferry.errors import IncompatiblePeerError, LayoutError, PageError, UsageError
 from kvferry.layout import Component, Entry, RankCoordinates, RankLayout, Shard, TokenShare
 from kvferry.layout.interval import overlap
 from kvferry.plan.routes import route_between
+
+_SHARE = "tensor-parallel share"
+"""How plug-ins call the axis of what ranks hold apart from each other, where no more is known of it."""
 
 
 def check_exchangeable(source: RankLayout, destination: RankLayout, *, source_name: str, destination_name: str) -> None:
@@ -28,6 +31,7 @@ def check_exchangeable(source: RankLayout, destination: RankLayout, *, source_na
         differences.append(f"components: {source_name} has {sorted(theirs)}, {destination_name} has {sorted(ours)}")
     for name in sorted(theirs.keys() & ours.keys()):
         differences += _component_differences(theirs[name], ours[name], source_name, destination_name)
+        differences += _unknown_shares(theirs[name], ours[name], (source, destination))
     if not differences:
         differences = list(dict.fromkeys(_uncuttable_pages(source, destination, source_name, destination_name)))
     if differences:
@@ -56,6 +60,16 @@ def _component_differences(theirs: Component, ours: Component, source_name: str,
             f"window of {theirs.name!r}: {source_name} keeps {_window(theirs)}, {destination_name} {_window(ours)}"
         )
     return differences
+
+
+def _unknown_shares(theirs: Component, ours: Component, layouts: Iterable[RankLayout]) -> Iterator[str]:
+    """Yields what to do where a rank's part of a component is known as its share alone, and shares differ in size."""
+    if theirs.axes != ours.axes and any(axis.name == _SHARE for axis in (*theirs.axes, *ours.axes)):
+        held = {str(shard.box[0]) for layout in layouts for shard in layout.shards_of(ours.name)}
+        yield (
+            f"an engine does not say which part of {ours.name!r} its ranks have in {ours.axes[0].name} "
+            f"{', '.join(sorted(held))}: give both sides the same tensor-parallel size"
+        )
 
 
 def _uncuttable_pages(

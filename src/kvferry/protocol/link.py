@@ -8,8 +8,8 @@ a new one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from kvferry.errors import IncompatiblePeerError, KVFerryError, PeerDisconnected
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Piece, check_exchangeable, check_token_share, elect_writer, pieces_for_receiver
 from kvferry.protocol import messages
+from kvferry.protocol.fingerprint import check_same_fingerprint
 from kvferry.protocol.receiver import Connected
 from kvferry.protocol.registrations import RankRegistration
 
@@ -96,7 +97,12 @@ class _RankLink:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """How this decode rank identifies itself to prefill ranks."""
+    """How this decode rank identifies itself to prefill ranks.
+
+    Attributes:
+        fingerprint: what its caches are beyond their layout.
+        may_differ: fields of it that an operator lets differ from a prefill rank's.
+    """
 
     endpoint: str
     engine: str
@@ -105,6 +111,8 @@ class Identity:
     transport: str
     host: str
     checksums: bool = False
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    may_differ: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +137,7 @@ class Link:
         key: the group that it goes to.
         attempt: the latest attempt to attach; distinguishes its answers from those to earlier ones, of any link.
         left_behind: ranks that had answered before it started over; the link's owner takes them out.
+        tolerated: what differs from the prefill engine because an operator lets it, a sentence each.
         state: how far it has come.
         deadline: when it must be ready.
         problem: why the look-up at the registry has not succeeded so far.
@@ -155,6 +164,7 @@ class Link:
         self.key = key
         self.attempt = next_attempt()
         self.left_behind: list[messages.Welcome] = []
+        self.tolerated: tuple[str, ...] = ()
         self._next_attempt = next_attempt
         self._can_prove_end = can_prove_end
         self.state = LinkState.RESOLVING
@@ -289,6 +299,13 @@ class Link:
                 f"transport: {name} uses {message.transport}, this decode rank {self._identity.transport}"
             )
         check_token_share(message.layout, message.coordinates)
+        self.tolerated = check_same_fingerprint(
+            message.fingerprint,
+            self._identity.fingerprint,
+            may_differ=self._identity.may_differ,
+            prefill_name=f"prefill engine {registration.engine!r}",
+            decode_name="this decode rank",
+        )
         check_exchangeable(message.layout, self._identity.layout, source_name=name, destination_name="this decode rank")
 
     def _attach(self) -> None:
@@ -317,6 +334,7 @@ class Link:
                 host=self._identity.host,
                 staging=offers[number],
                 checksums=self._identity.checksums,
+                fingerprint=dict(self._identity.fingerprint),
             )
             rank.request = messages.encode(attach)
             rank.channel.send(rank.request)

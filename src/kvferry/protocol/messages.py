@@ -14,9 +14,11 @@ import msgspec
 from kvferry.errors import ConfigurationError, MessageError, VersionError, quoted
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Piece, TransferPath, Unit
+from kvferry.protocol.fingerprint import FingerprintFields
 from kvferry.protocol.page_numbers import MAX_PAGES, PageNumbers
+from kvferry.protocol.request_conditions import RequestConditions
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAGIC = b"kvfy"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 MAX_AUX_BYTES = 1024 * 1024
@@ -150,7 +152,9 @@ class Hello(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """Prefill to decode: answers `Hello` with who the rank is and what it holds.
 
-    `endpoint` is new at every start of the rank.
+    Attributes:
+        endpoint: new at every start of the rank.
+        fingerprint: what its caches are beyond their layout; see `protocol.fingerprint`.
     """
 
     endpoint: EndpointName
@@ -159,6 +163,7 @@ class Welcome(Message, frozen=True):
     layout: RankLayout
     transport: ShortText
     process: ProcessIdentity
+    fingerprint: FingerprintFields = {}
 
 
 class Attach(Message, frozen=True):
@@ -171,6 +176,7 @@ class Attach(Message, frozen=True):
         host: identifies the decode rank's machine.
         staging: what the decode rank offers for staged transfers.
         checksums: whether the prefill rank must digest what it sends.
+        fingerprint: what the decode rank's caches are beyond their layout, as in `Welcome`.
     """
 
     endpoint: EndpointName
@@ -184,6 +190,7 @@ class Attach(Message, frozen=True):
     host: ShortText = ""
     staging: Staging = Staging()
     checksums: bool = False
+    fingerprint: FingerprintFields = {}
 
 
 class Attached(Message, frozen=True):
@@ -278,6 +285,9 @@ class OpenRoom(Message, frozen=True):
         groups: what is requested of the groups of pages that this prefill rank fills in the room; none where it sends
             nothing to this decode rank.
         trace: the decode side's trace context, as W3C's `traceparent`; empty without tracing.
+        held: tokens at the start of the request that this decode rank holds already, in groups that this prefill rank
+            does not fill as well.
+        depends_on: what the request's cache depends on; see `protocol.request_conditions`.
     """
 
     room: Random
@@ -288,6 +298,8 @@ class OpenRoom(Message, frozen=True):
     tokens: Position | None
     groups: Annotated[tuple[OpenGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     trace: ShortText = ""
+    held: Position = 0
+    depends_on: RequestConditions = {}
 
 
 class AbortRoom(Message, frozen=True):

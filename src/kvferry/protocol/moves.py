@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.errors import PageError, UsageError
 from kvferry.layout import RankLayout
@@ -21,11 +21,13 @@ class ReceiverRequest:
         tokens: how many tokens the request has; None where the receiver gave no number.
         wanted: what it requests, by those of its groups that the source rank fills.
         routes: the routes along which the source rank was elected to send something.
+        depends_on: digests of what the request's cache depends on, by name.
     """
 
     tokens: int | None
     wanted: Mapping[str, WantedGroup]
     routes: tuple[Route, ...]
+    depends_on: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +67,7 @@ def request_of(
     routes = tuple(each.route for each in elected)
     filled = {route.destination_group for route in routes}
     wanted = wanted_groups(message, layout, filled=filled, where=where)
-    return ReceiverRequest(tokens=message.tokens, wanted=wanted, routes=routes)
+    return ReceiverRequest(tokens=message.tokens, wanted=wanted, routes=routes, depends_on=message.depends_on)
 
 
 def check_chunk(chunk: Chunk, request: ReceiverRequest, next_pages: Mapping[str, int], *, where: str) -> None:

@@ -7,6 +7,7 @@ what happened (events) and returns what to do (commands), and both are plain dat
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -24,6 +25,7 @@ from kvferry.protocol.chunks import Chunk, refuse_impossible
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.failures import caused
 from kvferry.protocol.moves import Move, ReceiverRequest, check_chunk, moves_of
+from kvferry.protocol.request_conditions import why_different
 from kvferry.protocol.states import SENDER_TRANSITIONS, SenderTrigger, TransferState
 
 # ---- events -----------------------------------------------------------------------------------------------------
@@ -39,6 +41,7 @@ class ReceiverOpened:
         request: what it requests from this rank.
         sends_aux: whether this rank sends it the aux data.
         verifies: whether it compares digests, and then sends `RoomVerified`.
+        held: tokens at the start of the request that it holds already.
     """
 
     receiver: str
@@ -47,6 +50,7 @@ class ReceiverOpened:
     request: ReceiverRequest
     sends_aux: bool
     verifies: bool = False
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +298,16 @@ class SenderMachine:
         error: why it failed, once it has.
     """
 
-    def __init__(self, room: int, *, rank: int, deadlines: Deadlines, now: float, tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        room: int,
+        *,
+        rank: int,
+        deadlines: Deadlines,
+        now: float,
+        tokens: int | None = None,
+        depends_on: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Opens the room.
 
         Args:
@@ -303,12 +316,14 @@ class SenderMachine:
             deadlines: longest waits.
             now: the time, in seconds on any steady clock.
             tokens: how many tokens the request has; None if our caller gave no number.
+            depends_on: digests of what the request's cache depends on, by name.
         """
         self.room = room
         self.state = TransferState.BOOTSTRAPPING
         self.error: KVFerryError | None = None
         self._rank = rank
         self._tokens = tokens
+        self._depends_on = depends_on or {}
         self._deadlines = deadlines
         self._opened_at = now
         self._last_progress = now
@@ -316,6 +331,11 @@ class SenderMachine:
         self._chunks: deque[Chunk] = deque()  # submitted before every receiver had opened the room, or behind such
         self._next_pages: dict[str, int] = {}  # by group: the position in the request of the page that comes next
         self._last_chunk: Chunk | None = None
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens at the start of the request that every decode rank which has opened the room holds already."""
+        return min((receiver.opened.held for receiver in self._receivers.values()), default=0)
 
     @property
     def waiting_chunks(self) -> int:
@@ -444,6 +464,14 @@ class SenderMachine:
                     f"room {self.room}: {event.receiver} speaks of {event.expected_receivers} receivers, "
                     f"others of {[receiver.opened.expected_receivers for receiver in self._receivers.values()]}, "
                     f"and {len(self._receivers)} have opened it; do two decode engines use the same room number?"
+                )
+            )
+        difference = why_different(self._depends_on, event.request.depends_on)
+        if difference:
+            return self._fail(
+                IncompatiblePeerError(
+                    f"room {self.room}: {difference} (prefill rank {self._rank}, {event.receiver}): send both sides "
+                    "the same request"
                 )
             )
         theirs = event.request.tokens

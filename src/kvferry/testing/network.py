@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -77,7 +78,13 @@ class LocalNetwork:
         return FaultyTransport(self.transports)
 
     def prefill(
-        self, pool: Pool, *, engine: str = "prefill", transport: Transport | None = None, **settings: Any
+        self,
+        pool: Pool,
+        *,
+        engine: str = "prefill",
+        transport: Transport | None = None,
+        fingerprint: Mapping[str, str] | None = None,
+        **settings: Any,
     ) -> PrefillEndpoint:
         """Starts a prefill rank, and waits until decode ranks can find it.
 
@@ -85,6 +92,7 @@ class LocalNetwork:
             pool: its memory, which lives as long as the network.
             engine: the engine's name.
             transport: made by `transport` if None.
+            fingerprint: what its caches are beyond their layout.
             settings: of this endpoint, over those of the network.
 
         Raises:
@@ -97,6 +105,7 @@ class LocalNetwork:
             coordinates=pool.coordinates,
             settings=self.settings(**settings),
             transport=transport or self.transport(),
+            fingerprint=fingerprint,
         )
         self._keep(endpoint, pool)
         deadline = time.monotonic() + WAIT_S
@@ -109,7 +118,13 @@ class LocalNetwork:
         return endpoint
 
     def decode(
-        self, pool: Pool, *, engine: str = "decode", transport: Transport | None = None, **settings: Any
+        self,
+        pool: Pool,
+        *,
+        engine: str = "decode",
+        transport: Transport | None = None,
+        fingerprint: Mapping[str, str] | None = None,
+        **settings: Any,
     ) -> DecodeEndpoint:
         """Starts a decode rank.
 
@@ -117,6 +132,7 @@ class LocalNetwork:
             pool: its memory, which lives as long as the network.
             engine: the engine's name.
             transport: made by `transport` if None.
+            fingerprint: what its caches are beyond their layout.
             settings: of this endpoint, over those of the network.
         """
         endpoint = DecodeEndpoint(
@@ -125,6 +141,7 @@ class LocalNetwork:
             coordinates=pool.coordinates,
             settings=self.settings(**settings),
             transport=transport or self.transport(),
+            fingerprint=fingerprint,
         )
         self._keep(endpoint, pool)
         return endpoint

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
-from tests.real_engines.sglang.ranks import PREFILL, SERVER_ARGS, Model, Rank, Whole, place
+from tests.real_engines.sglang.ranks import PREFILL, SERVER_ARGS, Model, Rank, Whole, place, plug_in
 
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.receiver import KVFerryReceiver
@@ -31,6 +31,7 @@ class Members:
     """Ranks of a prefill and a decode engine: all of them, or those that this process has."""
 
     def __init__(self, patch: pytest.MonkeyPatch, port: int, model: Model) -> None:
+        plug_in()
         self._patch, self.port, self.model = patch, port, model
         self._begun: list[KVFerryManager] = []
         self.prefill, self.decode = Side([], []), Side([], [])
@@ -119,12 +120,14 @@ class Request:
             )
 
     def send(self, *, cut: int = 3) -> None:
-        """In two chunks, as with chunked prefill."""
-        pages = self.source[0]
+        """In two chunks, as with chunked prefill: what the decode side does not hold."""
+        pages = self.source[0][self.held_pages :]
+        cut = min(cut, max(0, len(pages) - 1))
         for sender in self.senders:
-            assert sender.pop_decode_prefix_len() == 0
+            assert sender.pop_decode_prefix_len() == self.held_pages * self.pair.model.page_tokens
             sender.init(len(pages), self.aux_index)
-            sender.send(np.array(pages[:cut], np.int32), None)
+            if sender.should_send_kv_chunk(cut, False):
+                sender.send(np.array(pages[:cut], np.int32), None)
             sender.send(np.array(pages[cut:], np.int32), self.state_indices(self.source))
 
     def sent(self) -> list[int]:

@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.disaggregation.base.conn import KVArgs, StateType
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll, StateType
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.plugins.hook_registry import HookRegistry
+from tests.support.sglang_pools import heads_pool, mamba_pool, model_config, named
 
 from kvferry.engines.sglang import manager as manager_module
+from kvferry.engines.sglang import options as options_module
+from kvferry.engines.sglang.hooks import keep_until_proven
+from kvferry.engines.sglang.plugin import register
+from kvferry.engines.sglang.pools import remember_pools
 
 PAGES = 40
 SLOTS = 6
@@ -28,9 +36,12 @@ class Model:
     Attributes:
         layers, window_layers: with full attention, and with a sliding window.
         heads: keys and values; None for latents.
+        window_heads: of layers with a sliding window; None for as many as the others.
         head_bytes: of one head and token, or of a latent.
         state_layers: with recurrent state, which has `heads` times 4 channels of 6 bytes, and a convolution whose
             channels are three blocks.
+        groups: of a mixer of Mamba 2, whose convolution has blocks for them that SGLang does not name; None for blocks
+            that it names.
     """
 
     layers: int = 3
@@ -39,15 +50,32 @@ class Model:
     page_tokens: int = 4
     window_layers: int = 0
     window_tokens: int = 8
+    window_heads: int | None = None
     state_layers: int = 0
+    groups: int | None = None
 
     @property
     def channels(self) -> int:
         return 4 * (self.heads or 1)
 
     @property
-    def blocks(self) -> tuple[int, int, int]:
-        return (4, 4, 8)
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """The blocks of a convolution: their channels over all ranks, and how often each can be cut."""
+        if self.groups is None:
+            return ((4, 4), (4, 4), (8, 8))
+        return ((16, 4), (3 * self.groups, self.groups), (3 * self.groups, self.groups))
+
+    @property
+    def heads_in_windows(self) -> int:
+        return self.window_heads or self.heads or 1
+
+    def recurrent(self, tp: int) -> Any:
+        """The configuration of the layers with recurrent state, on so many ranks."""
+        groups = self.groups or 0
+        extended = tp if groups % tp else groups
+        shape = SimpleNamespace(conv_dim=16 + 2 * 3 * extended, intermediate_size=16, num_heads=4, state_size=3)
+        config = SimpleNamespace(shape=shape)
+        return named("GraniteMoeHybridConfig", mamba2_cache_params=config, mamba_n_groups=groups)
 
 
 class Rank:
@@ -61,26 +89,20 @@ class Rank:
         """
         self.model, self.tp, self.tp_rank = model, tp, tp_rank
         self.layers = range(model.layers) if layers is None else layers
-        rows = self._row_bytes
+        rows = model.head_bytes * (1 if model.heads is None else len(self._heads(model.heads)))
         kinds = 1 if model.heads is None else 2
         self.kv = [[self._pool(rows) for _ in self.layers] for _ in range(kinds)]
+        rows = model.head_bytes * len(self._heads(model.heads_in_windows))
         self.window = [[self._pool(rows) for _ in range(model.window_layers)] for _ in range(2)]
         channels = model.channels // tp
         self.state = [np.zeros((SLOTS, channels, 6), np.uint8) for _ in range(model.state_layers)]
-        convolved = sum(model.blocks) // tp
+        convolved = len(self._convolved)
         self.convolution = [np.zeros((SLOTS, convolved, 3), np.uint8) for _ in range(model.state_layers)]
         self.rooms = np.zeros((METADATA_ROWS, 8), np.uint64)
         self.tokens = np.zeros((METADATA_ROWS, 16), np.int32)
 
-    @property
-    def _row_bytes(self) -> int:
-        if self.model.heads is None:
-            return self.model.head_bytes
-        return len(self._heads) * self.model.head_bytes
-
-    @property
-    def _heads(self) -> range:
-        heads = self.model.heads or 1
+    def _heads(self, heads: int) -> range:
+        """Those of so many that are on this rank."""
         mine = max(1, heads // self.tp)
         start = self.tp_rank * heads // self.tp
         return range(start, start + mine)
@@ -95,7 +117,7 @@ class Rank:
         args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = self.tp_rank, 0, 0, 0
         args.kv_cache_dtype_str, args.kv_layout, args.page_size = "uint8", None, self.model.page_tokens
         args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = _infos([pool for kind in self.kv for pool in kind])
-        args.kv_layer_ids, args.num_draft_entries = [], 0
+        args.kv_layer_ids, args.num_draft_entries, args.ib_device = [], 0, None
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = _infos([self.tokens, self.rooms])
         args.prefill_start_layer = self.layers.start
         args.state_types, args.is_hybrid_mla_backend = [], False
@@ -110,8 +132,25 @@ class Rank:
             args.state_dim_per_tensor[-1] = [each.shape[1] for each in (*self.convolution, *self.state)]
             args.state_slice_outer_counts[-1] = [1] * (2 * layers)
             args.state_layer_ids[-1] = [*range(layers), *range(layers)]
-            args.state_conv_shard_groups[-1] = [list(self.model.blocks)] * layers + [None] * layers
+            groups = None if self.model.groups else [channels for channels, _ in self.model.blocks]
+            args.state_conv_shard_groups[-1] = [groups] * layers + [None] * layers
+        remember_pools(args, self._pools)
         return args
+
+    @property
+    def _pools(self) -> Any:
+        """What stands for the pools that SGLang's scheduler has."""
+        model = self.model
+        full = named("MLATokenToKVPool")
+        if model.heads is not None:
+            full = heads_pool(len(self._heads(model.heads)), model.head_bytes)
+        if model.window_layers:
+            windows = heads_pool(len(self._heads(model.heads_in_windows)), model.head_bytes)
+            return named("SWAKVPool", full_kv_pool=full, swa_kv_pool=windows)
+        if model.state_layers:
+            convolution, state = ([each.ctypes.data for each in kind] for kind in (self.convolution, self.state))
+            return named("HybridLinearKVPool", full_kv_pool=full, mamba_pool=mamba_pool([convolution], state))
+        return full
 
     def _add_state(self, args: KVArgs, kind: StateType, pools: Sequence[np.ndarray]) -> None:
         args.state_types.append(kind)
@@ -128,11 +167,11 @@ class Rank:
         """Writes a request's caches, as this rank computes them."""
         for kind, pools in enumerate(self.kv):
             for layer, pool in zip(self.layers, pools, strict=True):
-                pool[list(pages)] = self._part(whole.kv[kind, layer])
+                pool[list(pages)] = self._part(whole.kv[kind, layer], self.model.heads)
         for kind, pools in enumerate(self.window):
             for layer, pool in enumerate(pools):
                 if window:
-                    pool[list(window)] = self._part(whole.window[kind, layer])[-len(window) :]
+                    pool[list(window)] = self._windowed(whole.window[kind, layer])[-len(window) :]
         for layer, pool in enumerate(self.state):
             pool[slot] = whole.state[layer, self._share(self.model.channels)]
         for layer, pool in enumerate(self.convolution):
@@ -144,29 +183,39 @@ class Rank:
         """Asserts that a request's caches are here, from page `held_pages` on."""
         for kind, pools in enumerate(self.kv):
             for layer, pool in zip(self.layers, pools, strict=True):
-                np.testing.assert_array_equal(pool[list(pages)], self._part(whole.kv[kind, layer])[held_pages:])
+                expected = self._part(whole.kv[kind, layer], self.model.heads)[held_pages:]
+                np.testing.assert_array_equal(pool[list(pages)], expected)
         for kind, pools in enumerate(self.window):
             for layer, pool in enumerate(pools):
-                expected = self._part(whole.window[kind, layer])[-len(window) :]
+                expected = self._windowed(whole.window[kind, layer])[-len(window) :]
                 np.testing.assert_array_equal(pool[list(window)], expected)
         for layer, pool in enumerate(self.state):
             np.testing.assert_array_equal(pool[slot], whole.state[layer, self._share(self.model.channels)])
         for layer, pool in enumerate(self.convolution):
             np.testing.assert_array_equal(pool[slot], whole.convolution[layer, self._convolved])
 
-    def _part(self, layer: np.ndarray) -> np.ndarray:
+    def _part(self, layer: np.ndarray, heads: int | None) -> np.ndarray:
         """This rank's part of (page, token, head, byte)."""
-        mine = layer if self.model.heads is None else layer[:, :, list(self._heads)]
+        mine = layer if heads is None else layer[:, :, list(self._heads(heads))]
         return mine.reshape(*layer.shape[:2], -1)
 
-    def _share(self, size: int, start: int = 0) -> list[int]:
+    def _windowed(self, layer: np.ndarray) -> np.ndarray:
+        return self._part(layer, self.model.heads_in_windows)
+
+    def _share(self, size: int) -> list[int]:
         mine = size // self.tp
-        return list(range(start + self.tp_rank * mine, start + (self.tp_rank + 1) * mine))
+        return list(range(self.tp_rank * mine, (self.tp_rank + 1) * mine))
 
     @property
     def _convolved(self) -> list[int]:
-        a, b, c = self.model.blocks
-        return self._share(a) + self._share(b, a) + self._share(c, a + b)
+        """The channels of the convolution that this rank has, of x, B and C, or of other blocks."""
+        mine: list[int] = []
+        first = 0
+        for channels, parts in self.model.blocks:
+            width = channels // parts
+            mine += [first + part * width + each for part in self._heads(parts) for each in range(width)]
+            first += channels
+        return mine
 
 
 class Whole:
@@ -180,20 +229,59 @@ class Whole:
 
         heads = model.heads or 1
         self.kv = draw(2, model.layers, pages, model.page_tokens, heads, model.head_bytes)
-        self.window = draw(2, model.window_layers, pages, model.page_tokens, heads, model.head_bytes)
+        windows = model.heads_in_windows
+        self.window = draw(2, model.window_layers, pages, model.page_tokens, windows, model.head_bytes)
         self.state = draw(model.state_layers, model.channels, 6)
-        self.convolution = draw(model.state_layers, sum(model.blocks), 3)
+        self.convolution = draw(model.state_layers, sum(channels for channels, _ in model.blocks), 3)
 
 
 def _infos(pools: Sequence[np.ndarray]) -> tuple[list[int], list[int], list[int]]:
     return [each.ctypes.data for each in pools], [each.nbytes for each in pools], [each[0].nbytes for each in pools]
 
 
+class TransferQueue:
+    """Stands in for SGLang's, of which one is made before a decode rank's manager is."""
+
+
+QUEUE = TransferQueue()
+
+
+@cache
+def plug_in() -> None:
+    """Registers the plug-in in this process, as SGLang does before everything else."""
+    register()
+    HookRegistry.apply_hooks()
+    keep_until_proven(QUEUE, limit_is_users=False)
+
+
+class Consensus(dict[int, int]):
+    """What a pipeline stage knows of all stages, when no other stage has said anything yet."""
+
+    def __init__(self, stages: int, *_: object) -> None:
+        super().__init__()
+        self._stages = stages
+
+    def collect(self, room: int) -> list[int | None]:
+        return [self.get(room), *[KVPoll.Bootstrapping] * (self._stages - 1)]
+
+
 @contextmanager
 def place(
-    patch: pytest.MonkeyPatch, port: int, model: Model, *, tp: int, tp_rank: int, pp: int, pp_rank: int
+    patch: pytest.MonkeyPatch,
+    port: int,
+    model: Model,
+    *,
+    tp: int,
+    tp_rank: int,
+    pp: int,
+    pp_rank: int,
+    **changed: Any,
 ) -> Iterator[None]:
-    """What SGLang's code is told about the rank that it runs on."""
+    """What SGLang's code is told about the rank that it runs on.
+
+    Args:
+        changed: options that are different.
+    """
     parallel = SimpleNamespace(
         attn_tp_size=tp,
         attn_tp_rank=tp_rank,
@@ -214,21 +302,29 @@ def place(
         enable_cp_tp_group_sharing=False,
         load_balance_method="round_robin",
     )
-    disagg = SimpleNamespace(disaggregation_bootstrap_port=port, disaggregation_decode_allocation_policy="early")
-    config = SimpleNamespace(
-        get_total_num_kv_heads=lambda: model.heads,
-        sliding_window_size=model.window_tokens,
-        num_hidden_layers=model.layers,
+    disagg = SimpleNamespace(
+        disaggregation_bootstrap_port=port,
+        disaggregation_decode_allocation_policy="early",
+        disaggregation_enable_kv_checksum=False,
+        disaggregation_decode_host_receive_threshold=1.0,
+        enable_pd_role_switch=False,
     )
+    memory = SimpleNamespace(enable_hisparse=False, enable_unified_memory=False)
+    for options in (parallel, disagg, memory):
+        vars(options).update({name: value for name, value in changed.items() if name in vars(options)})
+    config = model_config(model.heads, model.window_heads, window_tokens=model.window_tokens, layers=model.layers)
     with patch.context() as within:
-        for module in (conn, manager_module):
+        for module in (conn, options_module):
             within.setattr(module, "get_parallel", lambda: parallel)
-        within.setattr(conn, "get_disagg", lambda: disagg)
+            within.setattr(module, "get_disagg", lambda: disagg)
+        within.setattr(manager_module, "get_disagg", lambda: disagg)
+        within.setattr(options_module, "get_memory", lambda: memory)
+        within.setattr(manager_module, "mambaish_config", lambda _: model.recurrent(tp) if model.groups else None)
         within.setattr(conn, "get_serving", lambda: SimpleNamespace(host="127.0.0.1", port=1))
         within.setattr(conn, "get_observability", lambda: SimpleNamespace(enable_trace=False))
         within.setattr(conn, "get_dsv41_spec_layout", lambda _: None)
         within.setattr(conn, "linear_attn_tp_size", lambda: tp)
-        within.setattr(conn, "PPConsensusStore", lambda *_: {})
+        within.setattr(conn, "PPConsensusStore", Consensus)
         within.setattr(ModelConfig, "from_server_args", lambda _: config)
         yield
 

@@ -5,9 +5,11 @@ It runs in SGLang's own processes, which a test reaches through files alone.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,41 @@ class Tampering:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def let_checksums_run_on_cpus(note: Callable[..., None]) -> None:
+    """Computes SGLang's checksums on a CPU, of the same items in the same order: SGLang does it on GPUs alone.
+
+    Args:
+        note: writes down what was compared.
+    """
+    from sglang.srt.disaggregation import decode
+    from sglang.srt.disaggregation.checksum import KvChecksumComputer
+
+    verify = decode.SchedulerDisaggregationDecodeMixin._verify_kv_checksums
+
+    def verifying(scheduler: Any, batch: Any) -> None:
+        expected = {req.bootstrap_room: req for req in batch.reqs if req.expected_kv_checksum}
+        pages = {room: _pages_behind_the_prefix(scheduler, req) for room, req in expected.items()}
+        verify(scheduler, batch)
+        kept = {req.bootstrap_room for req in batch.reqs}
+        for room, count in pages.items():
+            note("compared", room=room, pages=count, mismatch=room not in kept)
+
+    def compute(self: Any, pages: Any, state: Any = None) -> int:
+        digest = 1
+        for address, size in zip(self._kv_data_ptrs, self._kv_item_lens, strict=True):
+            for page in pages.tolist():
+                digest = zlib.adler32(ctypes.string_at(address + page * size, size), digest)
+        return digest
+
+    KvChecksumComputer.compute = compute
+    decode.SchedulerDisaggregationDecodeMixin._verify_kv_checksums = verifying
+
+
+def _pages_behind_the_prefix(scheduler: Any, req: Any) -> int:
+    page_tokens = scheduler.token_to_kv_pool_allocator.page_size
+    return -(-(len(req.origin_input_ids) - req.kv.cache_protected_len) // page_tokens)
+
+
 def register() -> None:
     """Called by SGLang."""
     from kvferry.endpoint import DecodeEndpoint, Sender
@@ -86,6 +123,7 @@ def register() -> None:
         first, *others = msgspec.msgpack.decode(aux)
         return msgspec.msgpack.encode([bytes([first[0] ^ 1]) + first[1:], *others])
 
+    let_checksums_run_on_cpus(note)
     Sender.submit = submitting  # type: ignore[method-assign, assignment]
     DecodeEndpoint.open = opening  # type: ignore[method-assign, assignment]
     MetadataRows.read = reading  # type: ignore[method-assign, assignment]

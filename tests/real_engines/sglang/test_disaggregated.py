@@ -3,71 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
-from tests.real_engines.sglang.engine import EngineProcess, Output, Shape, disaggregated
-from tests.real_engines.sglang.tampering import Tampering
-
-from kvferry.applications.up.supervision import free_ports
+from tests.real_engines.sglang.engine import EngineProcess, Shape
+from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal
 
 pytestmark = pytest.mark.timeout(600)
-
-TOKENS = 12
-ROOMS = count(1000)
-
-
-class Pair:
-    """A prefill and a decode engine."""
-
-    def __init__(self, model: Path, directory: Path, *, backend: str = "kvferry", **environment: str) -> None:
-        """Begins to start both."""
-        self.tampering = Tampering(directory)
-        (self.port,) = free_ports(1)
-        self._model, self._backend = model, backend
-        self._environment = {**self.tampering.environment, **environment}
-        self.prefill = self._begin("prefill", chunked_prefill_size=128)
-        self.decode = self._begin("decode", disaggregation_decode_enable_radix_cache=True)
-
-    def _begin(self, mode: str, **options: Any) -> EngineProcess:
-        given = disaggregated(mode, self.port, self._backend, **options)
-        return EngineProcess(Shape(self._model, given, self._environment, (self.tampering.directory,)))
-
-    def started(self) -> Pair:
-        self.prefill.started()
-        self.decode.started()
-        return self
-
-    def submit(self, given: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[int]:
-        """Hands requests to both, as gateways do; returns their rooms."""
-        rooms = [next(ROOMS) for _ in given]
-        for engine in (self.prefill, self.decode):
-            engine.submit(given, tokens, rooms=rooms, port=self.port)
-        return rooms
-
-    def run(self, given: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[Output]:
-        """What the decode engine answers."""
-        self.submit(given, tokens)
-        self.prefill.outputs()
-        return self.decode.outputs()
-
-    def restart_prefill(self) -> None:
-        """In the place of one that was killed."""
-        self.prefill = self._begin("prefill", chunked_prefill_size=128).started()
-
-    def close(self) -> None:
-        self.prefill.close()
-        self.decode.close()
-
-
-def assert_equal(found: Sequence[Output], expected: Sequence[tuple[int, ...]]) -> None:
-    assert [each.error for each in found] == [None] * len(found)
-    assert [each.tokens for each in found] == list(expected)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +29,8 @@ def undivided(model: Path) -> Iterator[EngineProcess]:
 
 @pytest.fixture(scope="module")
 def pair(model: Path, undivided: EngineProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    both = Pair(model, tmp_path_factory.mktemp("tampering"))
+    # With SGLang's own checksums of what has moved, which an engine on a CPU computes by a plug-in of ours.
+    both = Pair(model, tmp_path_factory.mktemp("tampering"), disaggregation_enable_kv_checksum=True)
     undivided.started()
     yield both.started()
     both.close()
@@ -120,6 +66,22 @@ def test_what_the_decode_side_has_does_not_travel(pair: Pair, undivided: EngineP
     assert_equal(pair.decode.outputs(), undivided.generate([longer], TOKENS))
     (asked,) = [each for each in pair.tampering.said("asked") if each["room"] == room]
     assert asked == {"room": room, "pages": 6, "prefix_tokens": 320}
+    # Nor does the prefill engine hand it in, or digest it: else its checksum would not be the decode side's.
+    handed_in = [each["pages"] for each in pair.tampering.said("submitted") if each["room"] == room]
+    assert sum(handed_in) == 6
+    compared = [each for each in pair.tampering.said("compared") if each["room"] == room]
+    assert compared == [{"room": room, "pages": 6, "mismatch": False}]
+
+
+def test_sglangs_checksum_finds_another_page_behind_a_prefix(pair: Pair, undivided: EngineProcess):
+    (prompt,) = prompts(11, 1, shortest=320)
+    assert_equal(pair.run([prompt]), undivided.generate([prompt], TOKENS))
+    given = [prompt + prompts(12, 1, shortest=90)[0], prompts(13, 1, shortest=200)[0]]
+    pair.tampering.plant("another page")
+    found = pair.run(given)
+    pair.tampering.heal()
+    assert [each.error for each in found] == ["KV checksum mismatch"] * 2
+    assert_equal(pair.run(given), undivided.generate(given, TOKENS))
 
 
 @pytest.mark.parametrize("fault", ["another page", "another first token"])
@@ -167,7 +129,8 @@ def test_a_prefill_engine_that_is_killed_fails_its_requests_soon_and_comes_back(
 
 
 def test_kvferry_in_the_place_of_nixl(model: Path, undivided: EngineProcess, tmp_path: Path):
-    both = Pair(model, tmp_path / "tampering", backend="nixl", KVFERRY_SGLANG_REPLACES_NIXL="1", KVFERRY_PATH="staged")
+    environment = {"KVFERRY_SGLANG_REPLACES_NIXL": "1", "KVFERRY_PATH": "staged"}
+    both = Pair(model, tmp_path / "tampering", backend="nixl", environment=environment)
     try:
         given = prompts(10)
         assert_equal(both.started().run(given), undivided.generate(given, TOKENS))

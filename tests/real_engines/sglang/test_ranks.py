@@ -74,6 +74,9 @@ MODELS = {
     "a window": Model(window_layers=2),
     "recurrent state": Model(state_layers=2),
     "few heads": Model(heads=1),
+    "heads by layer": Model(heads=1, window_layers=2, window_heads=4),
+    "a mixer's groups": Model(state_layers=2, groups=4),
+    "one group": Model(state_layers=2, groups=1),
 }
 
 
@@ -102,6 +105,19 @@ def test_what_is_closed_lets_go_of_its_port(pair: Pair):
 def test_pipeline_stages_send_their_layers(pair: Pair, decode_tp: int):
     pair.begin(Model(layers=4), prefill_pp=2, decode_tp=decode_tp)
     Request(pair, 1).run()
+
+
+def test_the_first_stage_begins_when_its_own_room_is_open(pair: Pair):
+    """SGLang polls the first stage alone until a request is computed, and hands its answer to the others."""
+    pair.begin(Model(layers=4), prefill_pp=2)
+    request = Request(pair, 1)
+    wait(request.received, KVPoll.WaitingForInput)
+    request.ask()
+    wait(lambda: [request.senders[0].poll_pp_consensus()], KVPoll.WaitingForInput)
+    request.send()
+    wait(request.received, KVPoll.Success)
+    wait(request.sent, KVPoll.Success)
+    request.check()
 
 
 def test_pages_that_the_decode_side_holds_do_not_travel(pair: Pair):

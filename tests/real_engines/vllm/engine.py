@@ -285,9 +285,9 @@ class Faults:
 
         def swapped(side: WorkerSide, *arguments: Any) -> PagesToSend:
             given = original(side, *arguments)
-            first, *middle, last = given.pages
             # Two full ones would change nothing: keys know their positions, and attention sums over all of them.
-            return PagesToSend(given.start, (last, *middle, first))
+            order = [-1, *range(1, len(given.pages) - 1), 0]
+            return PagesToSend(given.start, given.pages[order])
 
         self._replace(WorkerSide, "_pages", swapped)
 

@@ -8,14 +8,18 @@ import socket
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 from tests.support.kubernetes import KubernetesApi
+from tests.support.statuses import WELL
 
 from kvferry.applications.doctor import configuration, machine, others, wire
 from kvferry.applications.doctor import run as doctor
 from kvferry.applications.doctor.findings import Severity
+from kvferry.applications.top.asking import Sample
 from kvferry.control.registry_server import RegistryServer
 from kvferry.errors import TransportUnavailableError
+from kvferry.observe.status import Side
 from kvferry.settings import Settings
 
 SAID = """
@@ -177,3 +181,16 @@ def test_the_kubernetes_api_is_asked_where_it_is_declared(tmp_path: Path):
     assert finding.severity is Severity.ERROR
     assert "401" in finding.what
     assert "docs/kubernetes.md" in finding.remedy
+
+
+def test_engines_whose_caches_mean_something_else_are_named_once_with_both_values(monkeypatch: pytest.MonkeyPatch):
+    def sample(side: Side, rank: int, **fingerprint: str) -> Sample:
+        status = structs.replace(WELL, side=side, engine=f"engine {side.value}", rank=rank, fingerprint=fingerprint)
+        return Sample(f"host:{rank}", 0.0, status)
+
+    found = [sample(Side.PREFILL, rank, rope="1", engine="a") for rank in range(2)]
+    found += [sample(Side.DECODE, rank, rope="2", engine="b") for rank in range(2)]
+    monkeypatch.setattr(others, "ask_once", lambda _: found)
+    said = [each.what for each in others.endpoints([], are_expected=True) if "mean the same" in each.what]
+    assert len(said) == 1
+    assert "rope is '1' on prefill engine 'engine prefill', '2' on decode engine 'engine decode'" in said[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import queue
 import threading
@@ -20,7 +21,10 @@ from tests.unit.endpoint.test_life_of_a_room import nothing_left
 
 from kvferry import Sender, Settings
 from kvferry.endpoint.actors import Actor, RunQueue, Waker
+from kvferry.endpoint.decode_driver import DecodeDriver
+from kvferry.endpoint.prefill import _Control
 from kvferry.endpoint.threads import SupervisedThread
+from kvferry.endpoint.workers import Worker
 from kvferry.errors import ChunkError
 from kvferry.protocol.room_table import REMEMBERED
 from kvferry.testing import KnownContents
@@ -409,7 +413,7 @@ def test_events_keep_their_order_whoever_takes_them(takers: Callable[..., thread
     run_queue, count = RunQueue(), 3000
     for _ in range(3):
         takers(run_queue, timeout_s)
-    waker = Waker([run_queue], is_needed=lambda: True)
+    waker = Waker([run_queue])
     SupervisedThread("test", waker)
     actors = [Records(run_queue) for _ in range(4)]
 
@@ -429,34 +433,64 @@ def test_events_keep_their_order_whoever_takes_them(takers: Callable[..., thread
     waker.stop()
 
 
-def test_a_waker_looks_while_it_is_needed_and_sleeps_otherwise(takers: Callable[..., threading.Thread]):
-    run_queue, rooms = RunQueue(), [1]
+def test_a_waker_looks_while_events_are_handed_in_and_rests_otherwise(takers: Callable[..., threading.Thread]):
     looks = 0
 
     class Counting(RunQueue):
         def rouse(self) -> None:
             nonlocal looks
             looks += 1
-            run_queue.rouse()
+            super().rouse()
 
-    waker = Waker([Counting()], is_needed=lambda: rooms)
+    run_queue = Counting()
+    waker = Waker([run_queue])
     thread = SupervisedThread("test", waker)
     takers(run_queue, None)
     for round_number in range(3):
         actor = Records(run_queue)
-        eventually("it sleeps", lambda: run_queue._waiting)
-        run_queue.hand_in(actor, round_number)
-        eventually("it was handled", lambda actor: actor.handled, actor)
-        rooms.clear()
+        eventually("the taker sleeps", lambda: run_queue._waiting)
         eventually("it rests", lambda: waker.is_resting)
         before = looks
-        time.sleep(0.05)
+        time.sleep(0.02)
         assert looks == before
-        rooms.append(1)
-        waker.begin()
+        run_queue.hand_in(actor, round_number)
+        eventually("it was handled", lambda actor: actor.handled, actor)
+        assert looks > before
     assert thread.is_alive
     waker.stop()
     assert thread.join(WAIT_S)
+
+
+def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    """Counts turns of all loops during 50 ms. A machine that is busy takes fewer."""
+    requests = pair(SMALL)
+    requests.connect()
+    prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    senders = [prefill.open(room) for room in range(1, 201)]
+    for sender in senders:
+        sender.submit(np.arange(1), last=True)
+        decode.open(1000 + sender.room, np.arange(1), engine=requests.prefill.name)
+    eventually("all were taken", lambda: all(room._handled_chunks for room in prefill._table.rooms.values()))
+    eventually("all were asked for", lambda: len(prefill._table._pending) == len(senders))
+    eventually("the waker rests", lambda: prefill._waker.is_resting)
+    prefill._connecting_until = 0.0
+    decode._driver._last_news_at -= 10.0
+    time.sleep(0.005)  # the turns that have begun
+    turns: collections.Counter[type] = collections.Counter()
+    for loop in (Waker, Worker, _Control, DecodeDriver):
+        right = loop.turn
+
+        def turn(self: Any, *, may_wait: bool, right: Callable[..., bool] = right) -> bool:
+            turns[type(self)] += 1
+            return right(self, may_wait=may_wait)
+
+        monkeypatch.setattr(loop, "turn", turn)
+    time.sleep(0.05)
+    assert turns[Waker] == turns[Worker] == 0
+    assert turns[_Control] <= 2
+    assert turns[DecodeDriver] <= 8
 
 
 def test_submit_wakes_no_thread(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):

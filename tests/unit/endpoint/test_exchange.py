@@ -139,6 +139,35 @@ def test_the_first_chunk_may_start_behind_a_prefix_that_both_sides_know_of(pair:
     requests.check(request)
 
 
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode"),
+    [
+        pytest.param(ATTENTION, Shape(), Shape(), id="1-to-1"),
+        pytest.param(ATTENTION, Shape(tp=2), Shape(tp=4), id="several-receivers"),
+        pytest.param(LATENT, Shape(tp=3), Shape(), id="ranks-that-send-nothing"),
+        pytest.param(ODD, Shape(pp=3, stages=(0, 4, 1)), Shape(), id="a-stage-without-layers"),
+    ],
+)
+def test_every_prefill_rank_is_told_what_the_decode_side_holds(
+    pair: Callable[..., Requests], model: Model, prefill: Shape, decode: Shape
+):
+    requests = pair(model, prefill, decode)
+    page_tokens = model.page_tokens
+    for room in (0, 4):
+        request = requests.new(room, 6, prefix_pages=room)
+        requests.open_prefill(request)
+        assert [sender.prefix_tokens for sender in request.senders] == [None] * len(request.senders)
+        requests.open_decode(request)
+        eventually(
+            "all ranks know it",
+            lambda senders: [each.prefix_tokens for each in senders] == [room * page_tokens] * len(senders),  # noqa: B023
+            request.senders,
+        )
+        requests.submit(request)
+        request.wait()
+        requests.check(request)
+
+
 def test_a_prefix_that_no_chunk_covers_up_to_is_refused(pair: Callable[..., Requests]):
     requests = pair()
     request = requests.new(7, 6, prefix_pages=2)

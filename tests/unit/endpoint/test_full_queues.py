@@ -49,6 +49,33 @@ def test_more_chunks_than_may_wait_are_refused_and_the_room_goes_on(pair: Callab
     requests.check(request)
 
 
+def test_who_was_refused_is_called_back_when_there_is_room(pair: Callable[..., Requests]):
+    requests = pair(max_waiting_chunks=2)
+    request = requests.new(1, 6)
+    requests.open_prefill(request)
+    sender, pages = request.senders[0], request.source_pages[0]
+    left, refusals = list(range(6)), 0
+
+    def submit() -> None:
+        nonlocal refusals
+        try:
+            while left:
+                sender.submit(
+                    pages[left[0] : left[0] + 1], last=len(left) == 1, aux=b"token" if len(left) == 1 else None
+                )
+                del left[0]
+        except QueueFullError:
+            refusals += 1
+
+    submit()
+    assert (left, refusals) == ([2, 3, 4, 5], 1)
+    sender.add_change_callback(submit)
+    requests.open_decode(request)
+    eventually("all were taken", lambda: not left)
+    request.wait()
+    requests.check(request)
+
+
 def test_where_one_rank_cannot_be_asked_no_other_is_asked_after_it_was_told_to_stop(
     pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
 ):

@@ -701,3 +701,42 @@ def test_a_lost_message_is_worth_a_line_if_somebody_may_miss_it(
     endpoint._send("whoever left", messages.Drained(endpoint=name, room=1, generation=1, writer=0))
     eventually("the last was sent", lambda: "was lost" in caplog.text)
     assert [record.getMessage().split()[0] for record in caplog.records if "was lost" in record.message] == ["Drained"]
+
+
+# ---- being called back ------------------------------------------------------------------------------------------
+
+
+def test_every_change_of_either_side_calls_back_and_a_callback_that_raises_changes_nothing(
+    pair: Callable[..., Requests], caplog: pytest.LogCaptureFixture
+):
+    requests = pair()
+    request = requests.new(1, 4)
+    requests.open_prefill(request)
+    requests.open_decode(request)
+    seen: dict[str, list[tuple[TransferState, bool]]] = {"sender": [], "receiver": []}
+
+    def failing() -> None:
+        raise ValueError("a callback's own mistake")
+
+    def follow(name: str, transfer: Sender | Receiver) -> None:
+        transfer.add_change_callback(failing)
+        transfer.add_change_callback(lambda: seen[name].append((transfer.state, transfer.pages_reusable)))
+
+    follow("sender", request.senders[0])
+    follow("receiver", request.receivers[0])
+    requests.submit(request)
+    request.wait()
+    for name in seen:
+        eventually("the end is reported", lambda name: (S.SUCCESS, True) in seen[name], name)
+    assert "room 1: a change callback failed" in caplog.text
+
+
+def test_pages_that_come_back_after_a_failure_call_back(pair: Callable[..., Requests]):
+    requests = pair()
+    request = requests.new(1, 4)
+    requests.open_prefill(request)
+    sender = request.senders[0]
+    seen: list[tuple[TransferState, bool]] = []
+    sender.add_change_callback(lambda: seen.append((sender.state, sender.pages_reusable)))
+    sender.abort("enough")
+    eventually("both are reported", lambda: (S.FAILED, True) in seen)

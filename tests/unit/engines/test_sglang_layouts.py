@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from kvferry.engines.sglang.layouts import Buffers, Caches, StateBuffer, describe
+from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer
+from kvferry.engines.sglang.layouts import SHARE, describe
 from kvferry.errors import LayoutError
 from kvferry.layout import Device, Entry, Interval, MemoryKind, RankCoordinates, Shard
 
@@ -26,14 +28,18 @@ def described(caches: Caches, device: Device = Device(), **coordinates: int) -> 
     return {shard.component.name: shard for shard in layout.shards}
 
 
-HEADS = Caches(kv=buffers(6), page_tokens=PAGE_TOKENS, kv_heads=4)
+def heads(total: int | None, held: int = 2, head_bytes: int = HEAD_BYTES) -> Heads:
+    return Heads(held, total, head_bytes, head_bytes)
+
+
+HEADS = Caches(kv=Attention(buffers(6), heads(4)), page_tokens=PAGE_TOKENS)
 
 
 def test_keys_come_first_and_values_behind_them():
     shards = described(HEADS, tp_size=2, tp_rank=1)
     assert shards.keys() == {"k", "v"}
-    assert shards["k"].addresses == HEADS.kv.addresses[:3]
-    assert shards["v"].addresses == HEADS.kv.addresses[3:]
+    assert shards["k"].addresses == HEADS.kv.buffers.addresses[:3]
+    assert shards["v"].addresses == HEADS.kv.buffers.addresses[3:]
     for shard in shards.values():
         assert shard.box == (Interval(0, 3), Interval(2, 4), Interval(0, HEAD_BYTES))
         assert shard.strides == (HEAD_BYTES, 1)
@@ -42,25 +48,26 @@ def test_keys_come_first_and_values_behind_them():
 
 
 def test_more_ranks_than_heads_hold_the_same_heads():
-    caches = replace(HEADS, kv_heads=2, kv=buffers(6, page_bytes=PAGE_TOKENS * HEAD_BYTES))
+    caches = replace(HEADS, kv=Attention(buffers(6, page_bytes=PAGE_TOKENS * HEAD_BYTES), heads(2, held=1)))
     held = [described(caches, tp_size=4, tp_rank=rank)["k"].box[1] for rank in range(4)]
     assert held == [Interval(0, 1), Interval(0, 1), Interval(1, 2), Interval(1, 2)]
 
 
 def test_latents_are_whole_everywhere():
-    caches = Caches(kv=buffers(3, page_bytes=PAGE_TOKENS * 24), page_tokens=PAGE_TOKENS, kv_heads=None)
+    caches = Caches(kv=Attention(buffers(3, page_bytes=PAGE_TOKENS * 24), None), page_tokens=PAGE_TOKENS)
     for rank in range(2):
         shard = described(caches, tp_size=2, tp_rank=rank)["latent"]
         assert shard.box == (Interval(0, 3), Interval(0, 1), Interval(0, 24))
 
 
 def test_a_pipeline_stage_holds_its_layers():
-    shard = described(replace(HEADS, first_layer=3, layers=6), pp_size=2, pp_rank=1)["k"]
+    caches = replace(HEADS, kv=Attention(buffers(6), heads(2)), first_layer=3, layers=6)
+    shard = described(caches, pp_size=2, pp_rank=1)["k"]
     assert (shard.component.axes[0].size, shard.box[0]) == (6, Interval(3, 6))
 
 
 def test_a_window_has_pages_of_its_own():
-    caches = replace(HEADS, window=buffers(4, first=0x90000, pages=5), window_tokens=12)
+    caches = replace(HEADS, window=Attention(buffers(4, first=0x90000, pages=5), heads(4)), window_tokens=12)
     shard = described(caches, tp_size=2)["window v"]
     assert (shard.group, shard.component.window_tokens, shard.paging.num_pages) == ("window", 12, 5)
 
@@ -73,9 +80,9 @@ def test_a_draft_models_cache_may_be_missing_on_the_other_side():
     assert draft.box[1] == Interval(1, 2)
 
 
-def state(layer: int, **changes: int | tuple[int, ...]) -> StateBuffer:
+def state(layer: int, **changes: Any) -> StateBuffer:
     values = {"address": 0x90000 + 960 * layer, "length": 960, "item_bytes": 96, "layer": layer, "channels": 8}
-    return StateBuffer(**{**values, **changes})  # type: ignore[arg-type]
+    return StateBuffer(**{**values, "blocks": (Block(16, 16),), **changes})
 
 
 def test_recurrent_state_is_divided_by_channel():
@@ -86,7 +93,7 @@ def test_recurrent_state_is_divided_by_channel():
 
 
 def test_blocks_of_a_convolution_are_divided_each_for_itself():
-    both = tuple(state(layer, blocks=(4, 12)) for layer in range(2))
+    both = tuple(state(layer, blocks=(Block(4, 4), Block(12, 6))) for layer in range(2))
     shards = described(replace(HEADS, state=both), tp_size=2, tp_rank=1)
     first, second = shards["state 0, block 0"], shards["state 0, block 1"]
     assert (first.box[2], second.box[2]) == (Interval(2, 4), Interval(6, 12))
@@ -95,7 +102,7 @@ def test_blocks_of_a_convolution_are_divided_each_for_itself():
 
 def test_layers_that_begin_again_are_state_of_another_kind():
     other = tuple(state(layer, address=0xA0000 + 960 * layer) for layer in range(2))
-    shards = described(replace(HEADS, state=(state(0), state(1), *other)))
+    shards = described(replace(HEADS, state=(state(0), state(1), *other)), tp_size=2)
     assert {"state 0", "state 1"} <= shards.keys()
 
 
@@ -104,20 +111,43 @@ def test_state_that_is_not_divided_is_whole_everywhere():
     assert shard.box == (Interval(0, 1), Interval(0, 1), Interval(0, 1), Interval(0, 96))
 
 
+def test_a_block_that_cannot_be_cut_as_often_is_whole_on_several_ranks():
+    caches = replace(HEADS, kv=Attention(buffers(6), heads(8)), state=(state(0, blocks=(Block(24, 4), Block(2, 1))),))
+    shards = described(caches, tp_size=4, tp_rank=2)
+    assert [shards[f"state 0, block {block}"].box[2] for block in range(2)] == [Interval(12, 18), Interval(0, 2)]
+
+
+def test_what_nobody_describes_is_the_share_of_its_rank():
+    caches = replace(HEADS, kv=Attention(buffers(6), heads(None)), state=(state(0, blocks=None, rows=2, channels=4),))
+    shards = described(caches, tp_size=4, tp_rank=3)
+    assert shards["k"].box == (Interval(0, 3), Interval(3, 4), Interval(0, 2 * HEAD_BYTES))
+    assert shards["state 0"].box == (Interval(0, 1), Interval(0, 2), Interval(3, 4), Interval(0, 48))
+    assert {shards[name].component.axes[-2].name for name in shards} == {SHARE}
+
+
 def test_the_device_is_kept():
     device = Device(MemoryKind.VRAM, 3)
-    assert {shard.device for shard in described(HEADS, device).values()} == {device}
+    assert {shard.device for shard in described(HEADS, device, tp_size=2).values()} == {device}
 
 
 @pytest.mark.parametrize(
     ("caches", "coordinates", "words"),
     [
-        (replace(HEADS, kv=buffers(5)), {}, "5 buffers are not keys and values"),
+        (replace(HEADS, kv=Attention(buffers(5), heads(2))), {}, "5 buffers are not keys and values"),
         (replace(HEADS, page_tokens=5), {}, r"pages of 5 tokens have \[64\] bytes"),
-        (replace(HEADS, kv_heads=3), {}, "16 bytes a token are not those of 3 heads"),
-        (replace(HEADS, kv_heads=0), {}, "0 heads"),
-        (replace(HEADS, state=(state(0, channels=7),)), {}, "96 bytes a slot are not 1 rows of 7 channels"),
-        (replace(HEADS, state=(state(0, blocks=(4, 4)),)), {"tp_size": 2}, r"not blocks of \[4, 4\] channels"),
+        (
+            replace(HEADS, kv=Attention(buffers(6), heads(3, held=3))),
+            {},
+            "16 bytes a token are not those of 3 heads of 8",
+        ),
+        (replace(HEADS, kv=Attention(buffers(6), heads(4))), {}, "has 2 heads on rank 0 of 1: of a model with 4 there"),
+        (replace(HEADS, kv=Attention(buffers(0), heads(4))), {}, "no layer with full attention"),
+        (replace(HEADS, state=(state(0, channels=7),)), {"tp_size": 2}, "96 bytes a slot are not 1 rows of 7 channels"),
+        (
+            replace(HEADS, state=(state(0, blocks=(Block(4, 4), Block(4, 4))),)),
+            {"tp_size": 2},
+            r"8 channels on rank 0 of 2 are not its parts \[2, 2\] of blocks of \[4, 4\] channels",
+        ),
         (replace(HEADS, state=(state(0),)), {"pp_size": 2}, "--pp-size 1"),
         (replace(HEADS, draft=buffers(2)), {"pp_size": 2}, "--pp-size 1"),
     ],
@@ -125,6 +155,11 @@ def test_the_device_is_kept():
 def test_what_does_not_fit_is_named(caches: Caches, coordinates: dict[str, int], words: str):
     with pytest.raises(LayoutError, match=words):
         describe(caches, RankCoordinates(**coordinates), Device())
+
+
+def test_blocks_that_cannot_be_cut_are_refused():
+    with pytest.raises(LayoutError, match="a block of 9 channels of recurrent state cannot be cut into 2"):
+        Block(9, 2)
 
 
 def test_lists_of_different_lengths_are_refused():

@@ -82,6 +82,20 @@ def test_another_server_is_told_apart(status: int, body: bytes):
         ask(server.address)
 
 
+def test_of_a_longer_answer_no_more_is_read_than_one_can_have():
+    with (
+        Served(Response(bytes(2**20 + 1))) as server,
+        pytest.raises(RegistryUnreachableError, match="its answer does not end within 1048576 bytes"),
+    ):
+        ask(server.address)
+
+
+def test_an_encoded_answer_is_not_decoded():
+    response = Response(b"whatever it is", headers={"content-encoding": "gzip"})
+    with Served(response) as server, pytest.raises(RegistryUnreachableError, match="it encodes its answers"):
+        ask(server.address)
+
+
 def test_a_server_that_is_gone_is_named():
     with Served(Response()) as server:
         pass

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.engines.vllm.layouts import CacheGroup, ModelShape, describe, layer_number
+from kvferry.engines.vllm.layouts import CacheGroup, DescribedCaches, HeldHeads, ModelShape, layer_number
+from kvferry.engines.vllm.layouts import describe as describe_with
 from kvferry.errors import IncompatiblePeerError, LayoutError
 from kvferry.layout import Entry, Interval, RankCoordinates, split
 from kvferry.layout.shard import RankLayout, Shard
 from kvferry.plan import check_exchangeable
+from kvferry.plan.pair import PairPlan, Unit
+from kvferry.plan.pieces import SourceGroup
 from kvferry.plan.proof import prove
 
 BLOCKS, BLOCK_TOKENS, LAYERS, HEADS, CONTENT = 6, 4, 3, 8, 10
@@ -54,6 +57,21 @@ def value_at(memory, shard: Shard, layer: int, page: int, token: int, head: int,
     return float(memory[(address - memory.data_ptr()) // 4])
 
 
+def describe(
+    caches: dict[str, Any],
+    groups: list[CacheGroup],
+    model: ModelShape,
+    coordinates: RankCoordinates,
+    *,
+    num_blocks: int,
+    total: int | None = HEADS,
+) -> DescribedCaches:
+    """Describes caches whose layers all have as many heads, divided evenly; None where nobody knows."""
+    held = None if total is None else HeldHeads(total, split(total, coordinates.tp_size, coordinates.tp_rank))
+    heads = {name: held for each in groups for name in each.layer_names}
+    return describe_with(caches, groups, model, coordinates, heads=heads, num_blocks=num_blocks)
+
+
 def group(numbers: list[int], name: str = "group 0", **more: Any) -> CacheGroup:
     return CacheGroup(name, names(numbers), BLOCK_TOKENS, **more)
 
@@ -61,7 +79,7 @@ def group(numbers: list[int], name: str = "group 0", **more: Any) -> CacheGroup:
 @pytest.mark.parametrize("order", ORDERS)
 def test_elements_are_where_the_layout_says_whatever_the_order(order: str):
     memory, caches = views(order, HEADS)
-    described = describe(caches, [group([0, 1, 2])], ModelShape(LAYERS, HEADS), RankCoordinates(), num_blocks=BLOCKS)
+    described = describe(caches, [group([0, 1, 2])], ModelShape(LAYERS), RankCoordinates(), num_blocks=BLOCKS)
     (shard,) = described.layout.shards
     assert shard.component.entry is Entry.TOKEN
     for layer, page, token, head, content in itertools.product(
@@ -80,7 +98,7 @@ def test_a_rank_holds_its_heads(tp_size: int, tp_rank: int, held: Interval):
     described = describe(
         caches,
         [group([0, 1, 2])],
-        ModelShape(LAYERS, HEADS),
+        ModelShape(LAYERS),
         RankCoordinates(tp_rank=tp_rank, tp_size=tp_size),
         num_blocks=BLOCKS,
     )
@@ -89,11 +107,13 @@ def test_a_rank_holds_its_heads(tp_size: int, tp_rank: int, held: Interval):
 
 def test_heads_that_do_not_fit_are_named():
     _memory, caches = views("LBHNC", 3)
-    with pytest.raises(LayoutError, match=r"model.layers.0.self_attn.attn' has 3 heads where rank 1 of 2 holds 4 of"):
+    with pytest.raises(
+        LayoutError, match=r"model.layers.0.self_attn.attn' has 3 heads where this rank holds \[4, 8\) of"
+    ):
         describe(
             caches,
             [group([0, 1, 2])],
-            ModelShape(LAYERS, HEADS),
+            ModelShape(LAYERS),
             RankCoordinates(tp_rank=1, tp_size=2),
             num_blocks=BLOCKS,
         )
@@ -103,14 +123,72 @@ def test_latents_are_the_same_on_every_rank():
     _memory, caches = views("LBNHC", 1)
     described = describe(
         caches,
-        [group([0, 1, 2], is_latent=True)],
-        ModelShape(LAYERS, HEADS),
+        [group([0, 1, 2])],
+        ModelShape(LAYERS),
         RankCoordinates(tp_rank=1, tp_size=2),
         num_blocks=BLOCKS,
+        total=1,
     )
     (shard,) = described.layout.shards
     assert [axis.size for axis in shard.component.axes] == [LAYERS, 1, CONTENT]
     assert shard.box[1] == Interval(0, 1)
+
+
+def test_layers_of_several_numbers_of_heads_are_components_of_their_own():
+    """As MiMo-V2 has them: on eight ranks every layer has one head on each, and yet they are divided differently."""
+    _memory, caches = views("LBHNC", 1)
+    heads = {
+        names([0])[0]: HeldHeads(4, Interval(2, 3)),
+        names([1])[0]: HeldHeads(8, Interval(5, 6)),
+        names([2])[0]: HeldHeads(4, Interval(2, 3)),
+    }
+    coordinates = RankCoordinates(tp_rank=5, tp_size=8)
+    layout = describe_with(
+        caches, [group([0, 1, 2])], ModelShape(LAYERS), coordinates, heads=heads, num_blocks=BLOCKS
+    ).layout
+    held = sorted((shard.component.name, shard.component.axes[1].size, *shard.box[:2]) for shard in layout.shards)
+    assert held == [
+        ("kv, 4 heads", 4, Interval(0, 1), Interval(2, 3)),
+        ("kv, 4 heads", 4, Interval(2, 3), Interval(2, 3)),
+        ("kv, 8 heads", 8, Interval(1, 2), Interval(5, 6)),
+    ]
+
+
+def unknown(tp_size: int, packing: str | None = None) -> dict[int, RankLayout]:
+    """Every rank of an engine of which nobody knows how it divides heads; with two of them on each."""
+    return {
+        rank: describe(
+            views("LBHNC", 2)[1],
+            [group([0, 1, 2])],
+            ModelShape(LAYERS, packing),
+            RankCoordinates(tp_rank=rank, tp_size=tp_size),
+            num_blocks=BLOCKS,
+            total=None,
+        ).layout
+        for rank in range(tp_size)
+    }
+
+
+@pytest.mark.parametrize("packing", [None, "a kernel's"])
+def test_heads_that_nobody_knows_go_to_the_like_rank_alone(packing: str | None):
+    ranks = unknown(4, packing)
+    assert prove(ranks, ranks, room=3).receivers == 4
+    group_of_sources = SourceGroup(ranks)
+    for rank, layout in ranks.items():
+        assert {piece.holders for piece in group_of_sources.pieces_for(layout)} == {(rank,)}
+
+
+def test_heads_that_nobody_knows_are_refused_with_another_number_of_ranks():
+    with pytest.raises(
+        IncompatiblePeerError, match=r"share 4.*share 2.*layer \[0, 3\): .*the same tensor-parallel size"
+    ):
+        check_exchangeable(unknown(4)[0], unknown(2)[0], source_name="theirs", destination_name="ours")
+    with pytest.raises(
+        IncompatiblePeerError, match=r"share 4.*head 8.*layer \[0, 3\): .*the same tensor-parallel size"
+    ):
+        check_exchangeable(
+            unknown(4)[0], engine("LBHNC", 1, BLOCK_TOKENS)[0], source_name="theirs", destination_name="ours"
+        )
 
 
 def test_a_pipeline_stage_holds_its_layers():
@@ -119,7 +197,7 @@ def test_a_pipeline_stage_holds_its_layers():
     described = describe(
         stage,
         [CacheGroup("group 0", tuple(stage), BLOCK_TOKENS)],
-        ModelShape(8, HEADS),
+        ModelShape(8),
         RankCoordinates(pp_rank=1, pp_size=2),
         num_blocks=BLOCKS,
     )
@@ -129,7 +207,7 @@ def test_a_pipeline_stage_holds_its_layers():
 def test_packed_pages_can_be_cut_by_head_alone():
     memory, caches = views("LBHNC", HEADS)
     described = describe(
-        caches, [group([0, 1, 2])], ModelShape(LAYERS, HEADS, "a kernel's"), RankCoordinates(), num_blocks=BLOCKS
+        caches, [group([0, 1, 2])], ModelShape(LAYERS, "a kernel's"), RankCoordinates(), num_blocks=BLOCKS
     )
     (shard,) = described.layout.shards
     assert shard.component.entry is Entry.PAGE
@@ -142,14 +220,12 @@ def test_packed_pages_can_be_cut_by_head_alone():
 def test_packed_pages_that_are_not_dense_are_refused():
     _memory, caches = views("LBNHC", HEADS)
     with pytest.raises(LayoutError, match="packed, so that tokens and content must lie behind each other"):
-        describe(
-            caches, [group([0, 1, 2])], ModelShape(LAYERS, HEADS, "a kernel's"), RankCoordinates(), num_blocks=BLOCKS
-        )
+        describe(caches, [group([0, 1, 2])], ModelShape(LAYERS, "a kernel's"), RankCoordinates(), num_blocks=BLOCKS)
 
 
 def hybrid(groups: list[CacheGroup]) -> RankLayout:
     _memory, caches = views("LBHNC", HEADS, layers=6)
-    return describe(caches, groups, ModelShape(6, HEADS), RankCoordinates(), num_blocks=BLOCKS).layout
+    return describe(caches, groups, ModelShape(6), RankCoordinates(), num_blocks=BLOCKS).layout
 
 
 def test_a_hybrid_has_a_component_for_every_kind_however_its_layers_are_grouped():
@@ -173,29 +249,29 @@ def test_layers_of_several_groups_may_share_memory():
     first, second = caches.values()
     shared = dict(zip(names([0, 1, 2, 3]), (first, second, first, second), strict=True))
     groups = [group([0, 1], "full"), group([2, 3], "window", window_tokens=7)]
-    layout = describe(shared, groups, ModelShape(4, HEADS), RankCoordinates(), num_blocks=BLOCKS).layout
+    layout = describe(shared, groups, ModelShape(4), RankCoordinates(), num_blocks=BLOCKS).layout
     assert len(layout.shards) == 2
 
 
 def test_layers_of_several_sizes_are_components_of_their_own():
     _memory, caches = views("LBHNC", HEADS)
     caches[names([1])[0]] = torch.zeros(BLOCKS, HEADS, BLOCK_TOKENS, 2 * CONTENT)
-    layout = describe(
-        caches, [group([0, 1, 2])], ModelShape(LAYERS, HEADS), RankCoordinates(), num_blocks=BLOCKS
-    ).layout
-    assert {component.name for component in layout.components} == {"kv", f"kv, {2 * CONTENT} a head"}
+    layout = describe(caches, [group([0, 1, 2])], ModelShape(LAYERS), RankCoordinates(), num_blocks=BLOCKS).layout
+    assert {component.name for component in layout.components} == {
+        f"kv, {size} a head" for size in (CONTENT, 2 * CONTENT)
+    }
 
 
 def test_a_draft_model_may_be_missing_on_the_other_side():
     _memory, caches = views("LBHNC", HEADS)
-    layout = describe(caches, [group([0, 1, 2])], ModelShape(2, HEADS), RankCoordinates(), num_blocks=BLOCKS).layout
+    layout = describe(caches, [group([0, 1, 2])], ModelShape(2), RankCoordinates(), num_blocks=BLOCKS).layout
     assert {component.name: component.is_optional for component in layout.components} == {"kv": False, "draft 2": True}
 
 
 def test_a_block_may_be_several_pages_of_the_kernel():
     _memory, caches = views("LBHNC", HEADS, pages=4 * BLOCKS)
     groups = [CacheGroup("group 0", names([0, 1, 2]), 4 * BLOCK_TOKENS)]
-    described = describe(caches, groups, ModelShape(LAYERS, HEADS), RankCoordinates(), num_blocks=BLOCKS)
+    described = describe(caches, groups, ModelShape(LAYERS), RankCoordinates(), num_blocks=BLOCKS)
     assert described.pages_per_block == {"group 0": 4}
     assert described.layout.shards[0].paging.page_tokens == BLOCK_TOKENS
 
@@ -213,13 +289,13 @@ def test_a_block_may_be_several_pages_of_the_kernel():
 def test_what_cannot_be_described_is_named(cache: object, problem: str):
     caches = {} if cache is None else {names([0])[0]: cache}
     with pytest.raises(LayoutError, match=problem) as raised:
-        describe(caches, [group([0])], ModelShape(1, HEADS), RankCoordinates(), num_blocks=BLOCKS)
+        describe(caches, [group([0])], ModelShape(1), RankCoordinates(), num_blocks=BLOCKS)
     assert "model.layers.0.self_attn.attn" in str(raised.value)
 
 
 def test_no_cache_at_all_is_refused():
     with pytest.raises(LayoutError, match="no KV cache"):
-        describe({}, [], ModelShape(1, HEADS), RankCoordinates(), num_blocks=BLOCKS)
+        describe({}, [], ModelShape(1), RankCoordinates(), num_blocks=BLOCKS)
 
 
 @pytest.mark.parametrize("name", ["model.embed", "model.layers.1.experts.2.attn"])
@@ -241,7 +317,7 @@ def engine(order: str, tp_size: int, page_tokens: int, packing: str | None = Non
         _memory, caches = views(order, held, page_tokens=page_tokens)
         groups = [CacheGroup("group 0", names([0, 1, 2]), page_tokens)]
         coordinates = RankCoordinates(tp_rank=rank, tp_size=tp_size)
-        model = ModelShape(LAYERS, HEADS, packing)
+        model = ModelShape(LAYERS, packing)
         layouts[rank] = describe(caches, groups, model, coordinates, num_blocks=BLOCKS).layout
     return layouts
 
@@ -255,6 +331,28 @@ def test_any_order_tensor_parallel_size_and_block_size_can_be_exchanged(
     """Every byte is written once, by the byte that belongs there."""
     found = prove(engine(here, prefill_tp, 4), engine(there, decode_tp, decode_tokens), room=3)
     assert found.receivers == decode_tp
+
+
+def descriptors(order: str, prefill_tp: int, decode_tp: int) -> int:
+    """How many a request in every block takes on the direct path, over all ranks."""
+    sources = engine(order, prefill_tp, BLOCK_TOKENS)
+    group_of_sources, count = SourceGroup(sources), 0
+    for receiver in engine(order, decode_tp, BLOCK_TOKENS).values():
+        pieces = group_of_sources.pieces_for(receiver)
+        for rank, source in sources.items():
+            if mine := [piece for piece in pieces if piece.holders == (rank,)]:
+                count += int(PairPlan(source, receiver, mine).descriptor_rows(Unit.WHOLE).source[:, 4].sum())
+    return count
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (2, 4), (4, 2), (1, 8)])
+def test_blocks_with_heads_outside_take_a_descriptor_a_block_whatever_the_number_of_ranks(
+    prefill_tp: int, decode_tp: int
+):
+    """This is what the connector asks vLLM for. With tokens outside, every token of a part of the heads takes one."""
+    blocks = LAYERS * BLOCKS * max(prefill_tp, decode_tp)
+    assert descriptors("LBHNC", prefill_tp, decode_tp) == blocks
+    assert descriptors("LBNHC", prefill_tp, decode_tp) == blocks * (1 if prefill_tp == decode_tp else BLOCK_TOKENS)
 
 
 def test_packed_blocks_of_another_size_are_refused():

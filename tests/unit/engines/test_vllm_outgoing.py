@@ -2,53 +2,90 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import collections
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from tests.support.waiting import eventually
 
+import kvferry
+from kvferry import GroupPages
 from kvferry.engines.vllm.outgoing import OutgoingRequests, PagesToSend
 from kvferry.errors import ChunkError, QueueFullError
 from kvferry.protocol.states import TransferState
 
 
-@dataclass
 class Sender:
     """As much of a room as it takes."""
 
-    state: TransferState = TransferState.WAITING_FOR_INPUT
-    is_at_rest: bool = True
-    pages_reusable: bool = False
-    refusal: Exception | None = None
-    handed_in: list[tuple[dict[str, tuple[int, list[int]]], bool]] = field(default_factory=list)
-    aborted: list[str] = field(default_factory=list)
+    def __init__(self, state: TransferState = TransferState.WAITING_FOR_INPUT, *, is_at_rest: bool = True) -> None:
+        self.state = state
+        self.is_at_rest = is_at_rest
+        self.pages_reusable = False
+        self.refusal: Exception | None = None
+        self.handed_in: list[tuple[dict[str, tuple[int, list[int]]], bool]] = []
+        self.aborted: list[str] = []
+        self.callbacks: list[Callable[[], None]] = []
 
-    def submit(self, parts, *, last):
+    def submit(self, parts: dict[str, GroupPages], *, last: bool) -> None:
         if self.refusal is not None:
             raise self.refusal
         self.handed_in.append(
-            ({name: (part.start, np.asarray(part.pages).tolist()) for name, part in parts.items()}, last)
+            ({name: (part.start or 0, np.asarray(part.pages).tolist()) for name, part in parts.items()}, last)
         )
 
-    def abort(self, reason):
+    def abort(self, reason: str) -> None:
         self.aborted.append(reason)
+
+    def add_change_callback(self, callback: Callable[[], None]) -> None:
+        self.callbacks.append(callback)
+
+    def change(self, **changed: Any) -> None:
+        """Changes as a room does, and calls back."""
+        for name, value in changed.items():
+            setattr(self, name, value)
+        for callback in self.callbacks:
+            callback()
+
+
+class Fence:
+    """A point that a device gets to when the test says so."""
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self._problem = problem
+        self._reached = threading.Event()
+
+    def reach(self) -> None:
+        self._reached.set()
+
+    def synchronize(self) -> None:
+        self._reached.wait()
+        if self._problem is not None:
+            raise self._problem
 
 
 @pytest.fixture
-def outgoing():
+def outgoing() -> Iterator[OutgoingRequests]:
     requests = OutgoingRequests()
     yield requests
     requests.close()
 
 
-def computed() -> bool:
-    return True
-
-
-def add(outgoing: OutgoingRequests, sender: Sender, start: int, *pages: int, last: bool = False, fence=computed):
-    groups = {"kv": PagesToSend(start, pages)} if pages else {}
-    outgoing.add("r", lambda: sender, groups, fence, last=last)  # type: ignore[arg-type, return-value]
+def add(
+    outgoing: OutgoingRequests,
+    sender: Sender,
+    start: int,
+    *pages: int,
+    last: bool = False,
+    fence: Fence | None = None,
+    name: str = "r",
+) -> None:
+    groups = {"kv": PagesToSend(start, np.array(pages, np.int64))} if pages else {}
+    outgoing.add(name, lambda: cast(kvferry.Sender, sender), groups, fence, last=last)
 
 
 def test_pages_leave_at_once_where_somebody_waits_for_them(outgoing: OutgoingRequests):
@@ -63,17 +100,78 @@ def test_pages_wait_until_the_room_is_asked_for_and_leave_without_the_engine(out
     add(outgoing, sender, 0, 7, 8)
     add(outgoing, sender, 2, 9)
     assert sender.handed_in == []
-    sender.state = TransferState.WAITING_FOR_INPUT
+    sender.change(state=TransferState.WAITING_FOR_INPUT)
     eventually("they leave", lambda: sender.handed_in == [({"kv": (0, [7, 8, 9])}, False)])
 
 
 def test_pages_wait_until_the_device_has_computed_them(outgoing: OutgoingRequests):
-    sender = Sender()
-    done: list[bool] = []
-    add(outgoing, sender, 0, 7, fence=lambda: bool(done))
+    sender, fence = Sender(), Fence()
+    add(outgoing, sender, 0, 7, fence=fence)
     assert sender.handed_in == []
-    done.append(True)
+    fence.reach()
     eventually("they leave", lambda: len(sender.handed_in) == 1)
+
+
+def test_what_one_step_has_computed_leaves_while_the_device_is_at_the_next(outgoing: OutgoingRequests):
+    sender, first, second = Sender(), Fence(), Fence()
+    add(outgoing, sender, 0, 7, 8, fence=first)
+    add(outgoing, sender, 2, 9, last=True, fence=second)
+    first.reach()
+    eventually("the first leave", lambda: sender.handed_in == [({"kv": (0, [7, 8])}, False)])
+    second.reach()
+    eventually("the rest leaves", lambda: sender.handed_in[1:] == [({"kv": (2, [9])}, True)])
+
+
+def test_a_device_that_fails_fails_what_it_was_to_compute_and_nothing_else(
+    outgoing: OutgoingRequests, caplog: pytest.LogCaptureFixture
+):
+    sender, other, broken = Sender(), Sender(), Fence(RuntimeError("an illegal memory access"))
+    add(outgoing, sender, 0, 7, fence=broken)
+    broken.reach()
+    eventually("it is given up", lambda: sender.aborted)
+    assert sender.aborted == ["the device failed: an illegal memory access"]
+    assert "request r cannot be sent: the device failed: an illegal memory access" in caplog.text
+    fence = Fence()
+    add(outgoing, other, 0, 8, fence=fence, name="s")
+    fence.reach()
+    eventually("the other leaves", lambda: other.handed_in)
+    assert not sender.handed_in
+
+
+def test_pages_of_a_preempted_request_that_the_device_computes_later_do_not_leave(outgoing: OutgoingRequests):
+    sender, first, again = Sender(), Fence(), Fence()
+    add(outgoing, sender, 0, 7, 8, fence=first)
+    outgoing.preempt({"r"})
+    add(outgoing, sender, 0, 17, fence=again)
+    first.reach()
+    again.reach()
+    eventually("what came again leaves", lambda: sender.handed_in)
+    assert sender.handed_in == [({"kv": (0, [17])}, False)]
+
+
+def test_nothing_looks_at_requests_of_which_nothing_happens(outgoing: OutgoingRequests):
+    """A thousand wait for the decode side; one of them is asked for, and only that one is looked at."""
+    looks: collections.Counter[str] = collections.Counter()
+
+    class Counted(Sender):
+        name = ""
+
+        def __getattribute__(self, attribute: str) -> Any:
+            if attribute == "state":
+                looks[super().__getattribute__("name")] += 1
+            return super().__getattribute__(attribute)
+
+    senders = [Counted(TransferState.BOOTSTRAPPING) for _ in range(1000)]
+    for number, sender in enumerate(senders):
+        sender.name = str(number)
+        add(outgoing, sender, 0, 7, last=True, name=sender.name)
+    looks.clear()
+    time.sleep(0.02)
+    assert not looks
+    senders[500].change(state=TransferState.WAITING_FOR_INPUT)
+    eventually("its pages leave", lambda: senders[500].handed_in)
+    assert outgoing.take_ended() == {}
+    assert set(looks) == {"500"}
 
 
 def test_what_vllm_keeps_for_us_leaves_though_nobody_has_asked_yet(outgoing: OutgoingRequests):
@@ -121,38 +219,48 @@ def test_the_first_pages_of_a_window_are_not_those_of_the_request(outgoing: Outg
 
 
 def test_a_full_queue_is_tried_again(outgoing: OutgoingRequests):
-    sender = Sender(refusal=QueueFullError("full"))
+    sender = Sender()
+    sender.refusal = QueueFullError("full")
     add(outgoing, sender, 0, 7)
-    sender.refusal = None
+    sender.change(refusal=None)
     eventually("they leave", lambda: len(sender.handed_in) == 1)
     assert not sender.aborted
 
 
-def test_pages_that_are_refused_fail_the_request(outgoing: OutgoingRequests, caplog):
-    sender = Sender(refusal=ChunkError("no such order"))
+def test_pages_that_are_refused_fail_the_request(outgoing: OutgoingRequests, caplog: pytest.LogCaptureFixture):
+    sender = Sender()
+    sender.refusal = ChunkError("no such order")
     add(outgoing, sender, 0, 7)
     assert sender.aborted[0] == "no such order"
     assert "request r cannot be sent: no such order" in caplog.text
 
 
 def test_a_room_that_cannot_be_opened_is_not_known(outgoing: OutgoingRequests):
-    def refuse():
+    def refuse() -> kvferry.Sender:
         raise QueueFullError("no room")
 
     with pytest.raises(QueueFullError):
-        outgoing.add("r", refuse, {}, computed, last=True)
+        outgoing.add("r", refuse, {}, None, last=True)
     outgoing.keep({"r"})
     assert outgoing.take_ended() == {}
 
 
 def test_a_request_has_ended_when_vllm_is_through_with_it_and_nobody_reads_its_pages(outgoing: OutgoingRequests):
-    sender = Sender(pages_reusable=True)
+    sender = Sender()
     add(outgoing, sender, 0, 7, last=True)
-    assert outgoing.take_ended() == {}, "vLLM would not know why it is told"
-    sender.pages_reusable = False
     outgoing.keep({"r"})
     assert outgoing.take_ended() == {}
-    sender.pages_reusable = True
+    sender.change(pages_reusable=True)
+    assert list(outgoing.take_ended()) == ["r"]
+    assert outgoing.take_ended() == {}
+
+
+def test_an_end_that_comes_before_vllm_is_through_with_the_request_is_reported_when_it_is(outgoing: OutgoingRequests):
+    sender = Sender()
+    add(outgoing, sender, 0, 7, last=True)
+    sender.change(pages_reusable=True)
+    assert outgoing.take_ended() == {}, "vLLM would not know why it is told"
+    outgoing.keep({"r"})
     assert list(outgoing.take_ended()) == ["r"]
     assert outgoing.take_ended() == {}
 

@@ -113,10 +113,20 @@ EXAMPLES: list[Message] = [
         staging=Staging(
             path=TransferPath.STAGED, ring=StagingRing(address=4096, num_bytes=8192, epoch=7), problem="none"
         ),
+        fingerprint={"weights": "3f9a", "cache_dtype": "float8_e5m2"},
     ),
     Detach(endpoint="d0"),
     Ping(endpoint="d0"),
-    OpenRoom(room=2**63 - 1, generation=2**63 - 1, attempt=1, serial=1, receivers=2, tokens=70, groups=GROUPS),
+    OpenRoom(
+        room=2**63 - 1,
+        generation=2**63 - 1,
+        attempt=1,
+        serial=1,
+        receivers=2,
+        tokens=70,
+        groups=GROUPS,
+        depends_on={"prompt": b"\x00" * 32, "LoRA adapter": b"\xff"},
+    ),
     AbortRoom(room=0, generation=0, reason="the client went away: \N{SNOWMAN}"),
     Welcome(endpoint="p0", engine="prefill", coordinates=COORDINATES, layout=LAYOUT, transport="nixl", process=PROCESS),
     Attached(endpoint="p0", attempt=3, only_staged=True),
@@ -321,6 +331,12 @@ LONG = "x" * 100_000
         (StagedArrived, ("segments",), [[0, 0, 1, b""]] * (2**16 + 1)),
         (StagedArrived, ("segments", 0, 3), bytes(8 * 2**21 + 16)),
         (WriterFinished, ("aux",), bytes(2**20 + 1)),
+        (Attach, ("fingerprint",), {f"field_{number}": "v" for number in range(65)}),
+        (Attach, ("fingerprint", "weights"), LONG),
+        (Attach, ("fingerprint", "a\nb"), "v"),
+        (OpenRoom, ("depends_on",), {f"digest {number}": b"d" for number in range(9)}),
+        (OpenRoom, ("depends_on", "prompt"), bytes(33)),
+        (OpenRoom, ("depends_on", "prompt\n"), b"d"),
     ],
 )
 def test_what_is_larger_than_anything_real_is_refused(kind: type[Message], path: tuple[str | int, ...], value: object):

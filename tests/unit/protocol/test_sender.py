@@ -83,12 +83,13 @@ def opened_for(
     generation: int = 1,
     expected_receivers: int = 1,
     sends_aux: bool = True,
+    depends_on: Mapping[str, bytes] | None = None,
 ) -> ReceiverOpened:
     return ReceiverOpened(
         receiver=receiver,
         generation=generation,
         expected_receivers=expected_receivers,
-        request=ReceiverRequest(tokens=tokens, wanted=wanted, routes=tuple(routes)),
+        request=ReceiverRequest(tokens=tokens, wanted=wanted, routes=tuple(routes), depends_on=depends_on or {}),
         sends_aux=sends_aux,
     )
 
@@ -967,6 +968,55 @@ def test_a_length_that_differs_from_the_receivers_fails_the_room():
     assert isinstance(sender.error, PageError)
     assert "48 tokens on prefill rank 3, 47 on d0" in str(sender.error)
     assert failed_of(commands) == drained_of(commands) == [("d0", 1)]
+
+
+MINE = {"prompt": b"1", "LoRA adapter": b"2"}
+
+
+def that_depends_on(depends_on: Mapping[str, bytes]) -> SenderMachine:
+    return SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, depends_on=depends_on)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({"prompt": b"1", "LoRA adapter": b"3"}, "the decode side's request has another LoRA adapter than the prefill"),
+        ({"prompt": b"1"}, "the prefill side's request names a LoRA adapter, the decode side's names none"),
+        ({**MINE, "cache salt": b"4"}, "the decode side's request names a cache salt, the prefill side's names none"),
+        (
+            {},
+            "names a LoRA adapter, the decode side's names none; the prefill side's request names a prompt, the decode",
+        ),
+    ],
+    ids=["another", "none there", "none here", "nothing"],
+)
+def test_a_request_whose_cache_depends_on_something_else_fails_before_anything_is_sent(
+    theirs: Mapping[str, bytes], said: str
+):
+    sender = that_depends_on(MINE)
+    run(sender, chunk(1, 2, 3, is_last=True))
+    commands = run(sender, opened(depends_on=theirs))
+    assert isinstance(sender.error, IncompatiblePeerError)
+    assert said in str(sender.error)
+    assert "(prefill rank 3, d0): send both sides the same request" in str(sender.error)
+    assert failed_of(commands) == drained_of(commands) == [("d0", 1)]
+    assert sender.is_done
+
+
+def test_a_request_that_depends_on_the_same_is_sent():
+    sender = that_depends_on(MINE)
+    run(sender, opened(depends_on=dict(reversed(MINE.items()))))
+    assert writes(run(sender, chunk(1, 2, 3, is_last=True))) == [("d0", 0, [1, 2, 3], [10, 11, 12])]
+
+
+def test_one_of_several_receivers_whose_request_is_another_fails_all_of_them():
+    sender = that_depends_on(MINE)
+    run(sender, opened("d0", depends_on=MINE, expected_receivers=3))
+    commands = run(sender, opened("d1", depends_on={"prompt": b"9"}, expected_receivers=3))
+    assert failed_of(commands) == drained_of(commands) == [("d0", 1), ("d1", 1)]
+    late = run(sender, opened("d2", depends_on=MINE, expected_receivers=3))
+    assert failed_of(late) == drained_of(late) == [("d2", 1)]
+    assert all(command.error is sender.error for command in late if isinstance(command, SendFailed))
 
 
 @pytest.mark.parametrize("tokens", [48, None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -14,9 +15,11 @@ from kvferry.applications.top.view import troubles
 from kvferry.control.answers import request
 from kvferry.control.construction import create_registry_client
 from kvferry.control.kubernetes import create_kubernetes_client
-from kvferry.errors import KVFerryError, OrchestratorError
+from kvferry.errors import IncompatiblePeerError, KVFerryError, OrchestratorError
 from kvferry.observe.logs import clock_time
+from kvferry.observe.status import EndpointStatus, Side
 from kvferry.protocol.ends import Proof
+from kvferry.protocol.fingerprint import check_same_fingerprint
 from kvferry.protocol.messages import PodIdentity
 from kvferry.settings import Settings
 
@@ -80,6 +83,7 @@ def endpoints(targets: Sequence[str], *, are_expected: bool) -> Iterator[Finding
     samples = ask_once(targets)
     for sample in samples:
         yield from _endpoint(sample, is_expected=are_expected)
+    yield from _fingerprints([sample.status for sample in samples if sample.status is not None])
     for trouble in troubles([sample for sample in samples if sample.status is not None]):
         yield error("endpoints", trouble, "docs/observability.md says what to look at")
 
@@ -104,6 +108,22 @@ def _endpoint(sample: Sample, *, is_expected: bool) -> Iterator[Finding]:
     )
     if status.version != __version__:
         yield warning("endpoints", f"{sample.address} runs {status.version}, this is {__version__}", "run the same")
+
+
+def _fingerprints(statuses: Sequence[EndpointStatus]) -> Iterator[Finding]:
+    """Whether the caches of prefill and decode endpoints mean the same: each pair of engines is named once."""
+    sides = {side: {each.engine: each for each in statuses if each.side is side} for side in Side}
+    for prefill, decode in itertools.product(sides[Side.PREFILL].values(), sides[Side.DECODE].values()):
+        try:
+            check_same_fingerprint(
+                prefill.fingerprint,
+                decode.fingerprint,
+                may_differ=(),
+                prefill_name=f"prefill engine {prefill.engine!r}",
+                decode_name=f"decode engine {decode.engine!r}",
+            )
+        except IncompatiblePeerError as problem:
+            yield warning("endpoints", str(problem), "they refuse each other, unless a setting of both lets it pass")
 
 
 def peer(address: str) -> Iterator[Finding]:

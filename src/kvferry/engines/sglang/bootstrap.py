@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from aiohttp import web
+from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 from kvferry import RegistryServer, Settings, create_registry
@@ -11,8 +12,12 @@ from kvferry.engines.sglang.directory import ROUTE, Announcement, engine_name
 from kvferry.errors import SettingsError
 
 
-class KVFerryBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
-    """Runs in a prefill server's main process, before its ranks start."""
+class KVFerryBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
+    """Runs in a prefill server's main process, before its ranks start.
+
+    It is none of SGLang's own, it has one: with SGLANG_RUST_SERVER, SGLang's server in Rust stands in for those that
+    are, and would leave this one out.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         """Starts the bootstrap server and, unless the settings name another one, the registry.
@@ -22,16 +27,22 @@ class KVFerryBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
         """
         settings = Settings()
         self._registry = None if settings.registry_url is not None else _registry(settings, port)
-        self._announcement = Announcement(
-            engine=engine_name(port), registry_port=self._registry.address[1] if self._registry else None
-        )
-        super().__init__(host, port)
+        registry_port = self._registry.address[1] if self._registry else None
+        self._routes = _Routes(host, port, Announcement(engine=engine_name(port), registry_port=registry_port))
 
     def close(self) -> None:
         """Closes the bootstrap server and the registry."""
-        super().close()
+        self._routes.close()
         if self._registry is not None:
             self._registry.close()
+
+
+class _Routes(CommonKVBootstrapServer):  # type: ignore[misc]
+    """SGLang's bootstrap server, which announces kvferry as well."""
+
+    def __init__(self, host: str, port: int, announcement: Announcement) -> None:
+        self._announcement = announcement
+        super().__init__(host, port)
 
     def _setup_routes(self) -> None:
         super()._setup_routes()

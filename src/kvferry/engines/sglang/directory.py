@@ -10,6 +10,8 @@ from __future__ import annotations
 import platform
 import re
 import threading
+import time
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import httpx
@@ -22,6 +24,8 @@ ROUTE = "/kvferry"
 """The bootstrap server's path for announcements."""
 
 _ANSWER_S = 5.0
+_MOST_ANSWER_BYTES = 2**20
+"""SGLang's have some hundred bytes."""
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -44,21 +48,49 @@ def engine_name(port: int) -> str:
     return f"sglang-{re.sub('[^A-Za-z0-9.-]', '-', platform.node())[:100]}:{port}"
 
 
-def get(bootstrap_address: str, path: str) -> httpx.Response:
-    """Requests a path of a bootstrap server; returns its answer, whatever that is.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a bootstrap server has answered, whatever that is."""
+
+    status: int
+    body: bytes
+
+
+def get(bootstrap_address: str, path: str) -> Answer:
+    """Requests a path of a bootstrap server; reads no more of its answer than one can have, and decodes nothing.
 
     Args:
-        bootstrap_address: host and port.
+        bootstrap_address: host and port. Requests name it: anybody may answer there.
 
     Raises:
-        RegistryUnreachableError: if nothing answers.
+        RegistryUnreachableError: if nothing answers, or what answers does not end.
     """
+    url = f"http://{bootstrap_address}{path}"
     try:
-        return httpx.get(f"http://{bootstrap_address}{path}", timeout=_ANSWER_S, trust_env=False)
+        with (
+            httpx.Client(timeout=_ANSWER_S, trust_env=False) as client,
+            client.stream("GET", url, headers={"accept-encoding": "identity"}) as response,
+        ):
+            return Answer(response.status_code, _body(response))
     except httpx.HTTPError as error:
         raise RegistryUnreachableError(
             f"the bootstrap server at {bootstrap_address} cannot be reached: {error}"
         ) from error
+
+
+def _body(response: httpx.Response) -> bytes:
+    encoding = response.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise httpx.RemoteProtocolError(f"it encodes its answers ({encoding[:60]!r}), though asked not to")
+    deadline = time.monotonic() + _ANSWER_S
+    body = bytearray()
+    for piece in response.iter_raw():
+        body += piece
+        if len(body) > _MOST_ANSWER_BYTES:
+            raise httpx.RemoteProtocolError(f"its answer does not end within {_MOST_ANSWER_BYTES} bytes")
+        if time.monotonic() > deadline:
+            raise httpx.ReadTimeout(f"it did not finish its answer within {_ANSWER_S:g} s")
+    return bytes(body)
 
 
 def ask(bootstrap_address: str) -> Announcement:
@@ -73,13 +105,13 @@ def ask(bootstrap_address: str) -> Announcement:
     """
     answer = get(bootstrap_address, ROUTE)
     try:
-        if answer.status_code == 200:
-            return _ANNOUNCEMENT.decode(answer.content)
+        if answer.status == 200:
+            return _ANNOUNCEMENT.decode(answer.body)
     except msgspec.MsgspecError:
         pass
     raise RegistryError(
-        f"the bootstrap server at {bootstrap_address} knows nothing of kvferry (status {answer.status_code}): give "
-        "both sides the same --disaggregation-transfer-backend, and install kvferry on both"
+        f"the bootstrap server at {bootstrap_address} knows nothing of kvferry (status {answer.status}): give both "
+        "sides the same --disaggregation-transfer-backend, and install kvferry on both"
     )
 
 

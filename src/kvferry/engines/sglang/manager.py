@@ -6,23 +6,28 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any
 
+import msgspec
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_disagg
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
 from kvferry import DecodeEndpoint, Device, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
 from kvferry.engines.sglang.directory import Directory, ask, get, registry_url
-from kvferry.engines.sglang.layouts import Buffers, Caches, StateBuffer, describe
+from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
+from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
+from kvferry.engines.sglang.layouts import describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
+from kvferry.engines.sglang.options import check_options
+from kvferry.engines.sglang.pools import caches_of
 from kvferry.engines.sglang.settings import settings_beside
-from kvferry.errors import IncompatiblePeerError, LayoutError, RegistryError, UsageError
+from kvferry.errors import IncompatiblePeerError, RegistryError, UsageError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +44,12 @@ class PrefillServer:
 
     Attributes:
         engine: its name.
+        attn_tp_size: how many tensor-parallel ranks it has.
         refusal: why the two cannot work together; None if they can.
     """
 
     engine: str
+    attn_tp_size: int
     refusal: str | None
 
 
@@ -66,23 +73,35 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         """Registers the caches and starts the endpoint.
 
         Raises:
+            EngineContractError: if a hook of ours in SGLang is not in effect.
             UsageError: if an option is on that kvferry does not do.
             LayoutError: if the caches cannot be described.
             KVFerryError: if memory cannot be registered, or the bootstrap server does not answer.
         """
-        _refuse_options(args, disaggregation_mode)
+        check_hooks()
+        if disaggregation_mode is DisaggregationMode.DECODE:
+            limit = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT
+            check_pages_are_kept(limit_is_users=limit.is_set())
+        check_options(args, disaggregation_mode)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.state_types: tuple[StateType, ...] = tuple(args.state_types)
         self.metadata_rows = MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens))
         self._coordinates = self._place()
+        if get_disagg().disaggregation_enable_kv_checksum and self.attn_tp_size > 1 and self.attn_tp_rank == 0:
+            log.warning(
+                "--disaggregation-enable-kv-checksum: SGLang's checksum comes with the first token, from the first "
+                "tensor-parallel rank, so that the first of %d ranks alone is verified, and only where the other side "
+                "has as many. KVFERRY_CHECKSUMS=1 on the decode side verifies all, where caches are in CPU memory",
+                self.attn_tp_size,
+            )
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
         settings = settings_beside(
             envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         )
-        caches = caches_of(
-            args, ModelConfig.from_server_args(server_args), is_latent=bool(is_mla_backend), place=self._coordinates
-        )
+        model = ModelConfig.from_server_args(server_args)
+        totals = totals_by_layer(loaded_modules()) if self.attn_tp_size > 1 else {}  # one rank has all heads
+        caches = caches_of(args, model, mambaish_config(model), totals, place=self._coordinates)
         layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
         if disaggregation_mode is DisaggregationMode.PREFILL:
             address = self._own_bootstrap_address()
@@ -164,19 +183,23 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.prefill_info_table.pop(bootstrap_address, None)
 
     def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
-        """Whether SGLang's own checksums of a rank's caches are of the same bytes on both sides."""
-        info = self.prefill_info_table.get(bootstrap_addr)
-        return info is not None and info.attn_tp_size == self.attn_tp_size
+        """Whether SGLang's own checksum of a request is of the bytes that this rank has.
+
+        It comes with the first token, from the first tensor-parallel rank, which digests what itself has.
+        """
+        server = self._servers.get(bootstrap_addr)
+        return server is not None and server.attn_tp_size == self.attn_tp_size and self.attn_tp_rank == 0
 
     def _look_up(self, address: str) -> PrefillServerInfo:
         """Looks up the prefill server behind a bootstrap server. Runs in the background."""
         announcement = ask(address)
         answer = get(address, f"/route?{_ANY_RANK}")
-        if answer.status_code != 200:
-            raise RegistryError(f"the bootstrap server at {address} is not ready: {answer.text[:200]}")
-        info = PrefillServerInfo(**answer.json())
+        if answer.status != 200:
+            said = quoted(RegistryError(answer.body[:200].decode(errors="replace")))
+            raise RegistryError(f"the bootstrap server at {address} is not ready (status {answer.status}): {said}")
+        info = PrefillServerInfo(**msgspec.json.decode(answer.body))
         self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings))
-        self._servers[address] = PrefillServer(announcement.engine, self._refusal(info, address))
+        self._servers[address] = PrefillServer(announcement.engine, info.attn_tp_size, self._refusal(info, address))
         return info
 
     def _refusal(self, info: PrefillServerInfo, address: str) -> str | None:
@@ -239,91 +262,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         return str(NetworkAddress(host, self.bootstrap_port).to_host_port_str())
 
 
-def caches_of(args: KVArgs, model: Any, *, is_latent: bool, place: RankCoordinates) -> Caches:
-    """Reads from SGLang what a rank caches.
-
-    Args:
-        model: its ModelConfig.
-
-    Raises:
-        LayoutError: if there is state of a kind that kvferry does not transfer.
-    """
-    known = {StateType.SWA, StateType.MAMBA}
-    if unknown := [each.value for each in args.state_types if each not in known]:
-        raise LayoutError(
-            f"this model caches {', '.join(unknown)}, which kvferry does not transfer yet: it transfers full and "
-            "sliding-window attention, latents and recurrent state"
-        )
-    if len(set(args.state_types)) != len(args.state_types):
-        raise LayoutError(f"this model caches several states of one kind: {[each.value for each in args.state_types]}")
-    kv = Buffers(tuple(args.kv_data_ptrs), tuple(args.kv_data_lens), tuple(args.kv_item_lens))
-    drafts = getattr(args, "num_draft_entries", 0)
-    window: Buffers | None = None
-    state: tuple[StateBuffer, ...] = ()
-    for number, kind in enumerate(args.state_types):
-        given = Buffers(
-            tuple(args.state_data_ptrs[number]),
-            tuple(args.state_data_lens[number]),
-            tuple(args.state_item_lens[number]),
-        )
-        if kind is StateType.SWA:
-            window = given
-        else:
-            state = _state_buffers(args, number, given)
-    return Caches(
-        kv=kv[: len(kv) - drafts],
-        draft=kv[len(kv) - drafts :],
-        page_tokens=args.page_size,
-        kv_heads=None if is_latent or args.is_hybrid_mla_backend else model.get_total_num_kv_heads(),
-        window=window,
-        window_tokens=model.sliding_window_size if window is not None else None,
-        state=state,
-        first_layer=args.prefill_start_layer if place.pp_size > 1 else 0,
-        layers=model.num_hidden_layers if place.pp_size > 1 else None,
-    )
-
-
-def _state_buffers(args: KVArgs, number: int, given: Buffers) -> tuple[StateBuffer, ...]:
-    count = len(given)
-    layers = args.state_layer_ids[number] or range(count)
-    channels = args.state_dim_per_tensor[number] or [0] * count
-    rows = args.state_slice_outer_counts[number] or [1] * count
-    blocks = args.state_conv_shard_groups[number] or [None] * count
-    return tuple(
-        StateBuffer(
-            address=given.addresses[index],
-            length=given.lengths[index],
-            item_bytes=given.item_bytes[index],
-            layer=layers[index],
-            channels=channels[index],
-            rows=rows[index],
-            blocks=tuple(blocks[index]) if blocks[index] else None,
-        )
-        for index in range(count)
-    )
-
-
 def _device(name: str, index: int) -> Device:
     kinds = {"cpu": MemoryKind.DRAM, "cuda": MemoryKind.VRAM}
     if name not in kinds:
         raise UsageError(f"--device is {name}: kvferry transfers between pools of cpu and cuda")
     return Device(kinds[name], index if name == "cuda" else 0)
-
-
-def _refuse_options(args: KVArgs, mode: DisaggregationMode) -> None:
-    parallel = get_parallel()
-    refused = {
-        "SGLANG_DISAGG_STAGING_BUFFER=1 (kvferry has staging memory of its own: KVFERRY_PATH)": (
-            envs.SGLANG_DISAGG_STAGING_BUFFER.get()
-        ),
-        "attention context parallelism": parallel.attn_cp_size > 1,
-        "decode context parallelism": parallel.attn_dcp_size > 1,
-        "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
-        "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
-        "pipeline stages on the decode side (they work on the prefill side)": (
-            mode is DisaggregationMode.DECODE and parallel.pp_size > 1
-        ),
-        "KV caches in host memory (HiSparse)": "DRAM" in getattr(args, "kv_data_mem_kinds", ()),
-    }
-    if found := [name for name, is_on in refused.items() if is_on]:
-        raise UsageError(f"kvferry does not do this with SGLang yet: {'; '.join(found)}")

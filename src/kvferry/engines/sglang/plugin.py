@@ -1,54 +1,137 @@
 """What SGLang loads in each of its processes: makes kvferry one of its transfer backends.
 
-SGLang finds `register` as an entry point of the group sglang.srt.plugins.
+SGLang finds `register` as an entry point of the group sglang.srt.plugins. It logs whatever exception a plug-in raises,
+and goes on without the plug-in; a SystemExit it lets through. A server that was told to use kvferry must use nothing
+else.
 """
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Callable
 from enum import Enum
+from functools import cache
 from typing import Any
 
+from kvferry.engines.contract import enforce
+from kvferry.engines.sglang import hooks, pools
+from kvferry.engines.sglang.contract import LOADING, SERVING
+from kvferry.engines.sglang.hooks import Hook
+from kvferry.engines.sglang.names import BACKENDS, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE
 from kvferry.engines.sglang.settings import PluginSettings
+
+log = logging.getLogger(__name__)
 
 NAME = "kvferry"
 """For --disaggregation-transfer-backend."""
 
 
 def register() -> None:
-    """Adds the backend, and replaces `nixl` by it if the settings say so."""
+    """Adds the backend, and replaces `nixl` by it if the settings say so.
+
+    Raises:
+        SystemExit: if `nixl` is to be replaced, and that cannot be done: SGLang would use its own.
+        EngineContractError: if it is not, and the backend cannot be added: SGLang refuses a name that it does not know.
+    """
+    try:
+        _register()
+    except Exception as error:
+        if not _replaces_nixl():
+            raise
+        raise SystemExit(_refusal(error)) from error
+
+
+def _replaces_nixl() -> bool:
+    try:
+        return PluginSettings().replaces_nixl
+    except ValueError:  # a value that is neither true nor false: whoever set it means that nixl be replaced
+        return True
+
+
+def _refusal(error: object) -> str:
+    return (
+        f"KVFERRY_SGLANG_REPLACES_NIXL is set, and kvferry cannot take the place of nixl: {error}. SGLang would use "
+        "its own NIXL backend, unnoticed: this server stops. Unset KVFERRY_SGLANG_REPLACES_NIXL if you want that one"
+    )
+
+
+def _register() -> None:
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
     from sglang.srt.disaggregation import utils
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    add_disagg_transfer_backend_choices([NAME])
+    enforce(LOADING, engine_version(), warns=False)
+    replaces_nixl = PluginSettings().replaces_nixl
     members = {member.name: member.value for member in utils.TransferBackend}
     backends = Enum("TransferBackend", {**members, "KVFERRY": NAME}, module=utils.__name__)  # type: ignore[misc]
-    ours = {backends["KVFERRY"]}
-    if PluginSettings().replaces_nixl:
-        ours.add(backends["NIXL"])
+    ours = {NAME, "nixl"} if replaces_nixl else {NAME}
 
     def choose(original: Callable[..., Any], backend: Any, kind: Any) -> Any:
-        return our_class(kind) if backend in ours and kind.value != "kvargs" else original(backend, kind)
+        return our_class(kind) if backend.value in ours and kind.value != "kvargs" else original(backend, kind)
 
     def keep_until_proven(_: None, queue: Any, *__: Any, **___: Any) -> None:
         from sglang.srt.environ import envs
         from sglang.srt.runtime_context import get_disagg
 
-        is_ours = backends(get_disagg().disaggregation_transfer_backend) in ours
-        if is_ours and not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.is_set():
-            # SGLang would give pages to other requests after a time, whether a write may still reach them or not.
-            queue.deferred_kv_release_timeout = math.inf
+        if get_disagg().disaggregation_transfer_backend in ours:
+            limit = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT
+            hooks.keep_until_proven(queue, limit_is_users=limit.is_set())
 
-    where = "sglang.srt.disaggregation"
-    HookRegistry.register(f"{where}.utils.TransferBackend", backends, HookType.REPLACE)
-    HookRegistry.register(f"{where}.utils.get_kv_class", choose, HookType.AROUND)
-    HookRegistry.register(f"{where}.decode.DecodeTransferQueue.__init__", keep_until_proven, HookType.AFTER)
+    def remember_pools(_: None, *given: Any, **named: Any) -> None:
+        pools.remember_pools(*given, **named)
+
+    added = (
+        Hook(BACKENDS, backends, "REPLACE"),
+        Hook(KV_CLASS, choose, "AROUND"),
+        Hook(STATE_ARGS, remember_pools, "AFTER"),
+        Hook(TRANSFER_QUEUE, keep_until_proven, "AFTER"),
+    )
+    for hook in added:
+        HookRegistry.register(hook.target, hook.change, HookType[hook.kind])
+    _check_when_applied(HookRegistry, added, must_stop=replaces_nixl)
+    hooks.remember(added)
+    add_disagg_transfer_backend_choices([NAME])
+
+
+def _check_when_applied(registry: Any, added: tuple[Hook, ...], *, must_stop: bool) -> None:
+    """Makes SGLang's registry look, once it has applied all hooks, whether ours are in effect."""
+    apply = registry.apply_hooks
+
+    def apply_and_check(_: Any) -> None:
+        apply()
+        gone = hooks.lost(added)
+        if gone and must_stop:
+            raise SystemExit(_refusal(hooks.loss(gone)))
+        if gone:
+            log.error("--disaggregation-transfer-backend %s will not work: %s", NAME, hooks.loss(gone))
+
+    registry.apply_hooks = classmethod(apply_and_check)
+
+
+def engine_version() -> str:
+    """Returns SGLang's version."""
+    from sglang.version import __version__
+
+    return str(__version__)
+
+
+@cache
+def check_contract() -> None:
+    """Refuses to go on with an SGLang that is not what the plug-in builds on. Checks once a process.
+
+    Raises:
+        EngineContractError: names all that has changed.
+    """
+    enforce(SERVING, engine_version())
 
 
 def our_class(kind: Any) -> type:
-    """Returns kvferry's class for a KVClassType. Imported here: processes that transfer nothing need none of them."""
+    """Returns kvferry's class for a KVClassType. Imported here: processes that transfer nothing need none of them.
+
+    Raises:
+        EngineContractError: if SGLang is not what the plug-in builds on.
+    """
+    check_contract()
     from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
     from kvferry.engines.sglang.manager import KVFerryManager
     from kvferry.engines.sglang.receiver import KVFerryReceiver

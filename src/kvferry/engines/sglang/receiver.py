@@ -25,6 +25,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         """Remembers the request."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._transfer: Receiver | None = None
+        self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state, unless it has ended
         self._aux_index: int | None = None
         self._engine = ""
         self.bootstrap_infos: list[dict[str, Any]] = []  # SGLang counts the ranks that it waits for: none
@@ -78,9 +79,11 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             return int(self.conclude_state)
         transfer, room = self._transfer, self.bootstrap_room
         status = self.kv_mgr.request_status.get(room, KVPoll.Failed)
-        if transfer is not None and status != KVPoll.Failed:
+        if transfer is not None and transfer.state is not self._seen and status != KVPoll.Failed:
+            state = transfer.state
             status = self._status_of(transfer)
             self.kv_mgr.update_status(room, status)
+            self._seen = None if state.is_final else state
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
         return int(status)

@@ -34,7 +34,9 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         """Opens the room."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._transfer: Sender | None = None
+        self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state
         self._pending: list[np.ndarray[Any, Any]] = []
+        self._prefix_pages = 0
         self.num_kv_indices = 0
         try:
             self._transfer = mgr.prefill.open(bootstrap_room)
@@ -45,8 +47,11 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
             self._transfer.abort(mgr.failure_records.get(bootstrap_room, "SGLang refused the request"))
 
     def pop_decode_prefix_len(self) -> int:
-        """Returns 0, so that SGLang hands all pages in; kvferry sends those that the decode side lacks."""
-        return 0
+        """Returns how many tokens the decode side holds already. SGLang hands in, and digests, only what follows."""
+        held = self._transfer.prefix_tokens if self._transfer is not None else None
+        page_tokens: int = self.kv_mgr.kv_args.page_size
+        self._prefix_pages = (held or 0) // page_tokens
+        return self._prefix_pages * page_tokens
 
     def send(
         self,
@@ -58,20 +63,21 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         """Hands the next pages of the request in."""
         if self._transfer is None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return
-        pages = np.array(kv_indices, np.int64)
+        pages = np.asarray(kv_indices, np.int64)  # copied where they are kept
         if self._early_send_wait_event is not None:
             # The device may still write pages that come early. The next call comes when it has: they wait for that.
             self._early_send_wait_event = None
-            self._pending.append(pages)
+            self._pending.append(pages.copy())
             return
-        pages = np.concatenate([*self._pending, pages])
-        self._pending.clear()
+        if self._pending:
+            pages = np.concatenate([*self._pending, pages])
+            self._pending.clear()
         start, self.curr_idx = self.curr_idx, self.curr_idx + len(pages)
         is_last = self.curr_idx == self.num_kv_indices
-        groups = {KV_GROUP: GroupPages(pages, start)}
+        groups = {KV_GROUP: GroupPages(pages, self._prefix_pages + start)}
         aux = None
         if is_last:
-            groups |= state_pages(self.kv_mgr.state_types, state_indices, self.num_kv_indices)
+            groups |= state_pages(self.kv_mgr.state_types, state_indices, self._prefix_pages + self.num_kv_indices)
             aux = self.kv_mgr.metadata_rows.read(self.aux_index)
         try:
             self._transfer.submit(groups, last=is_last, aux=aux)
@@ -85,9 +91,13 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         return self._conclude(self.kv_mgr.check_status)
 
     def poll_pp_consensus(self) -> int:
-        """Returns the state on which all pipeline stages agree."""
-        self._look()
-        return self._conclude(self.kv_mgr.check_status_pp_consensus)
+        """Returns the state of the first pipeline stage, which SGLang hands on to the others.
+
+        SGLang would have the least of all stages, as their own threads report it, since its senders cannot take pages
+        before the decode side has given its own. Ours can, and nothing polls the other stages here: each begins when
+        the decode side has opened the room there, and one that fails fails on the decode side, which tells all.
+        """
+        return self.poll()
 
     def abort(self) -> None:
         """Aborts the transfer. SGLang reuses the pages at once: what is still read from them is discarded."""
@@ -110,15 +120,17 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         return self._transfer_metric
 
     def _look(self) -> None:
-        """Copies the transfer's state to the manager's table, where SGLang's own code reads it."""
+        """Copies the transfer's state to the manager's table, where SGLang's own code reads it, once it has changed."""
         transfer = self._transfer
-        if transfer is None or self.conclude_state is not None or self.bootstrap_room not in self.kv_mgr.request_status:
+        if transfer is None or transfer.state is self._seen or self.conclude_state is not None:
             return
-        state = transfer.state
-        if state is TransferState.FAILED:
+        if self.bootstrap_room not in self.kv_mgr.request_status:
+            return
+        self._seen = transfer.state
+        if self._seen is TransferState.FAILED:
             self._fail(str(transfer.error))
         else:
-            self.kv_mgr.update_status(self.bootstrap_room, POLLS[state])
+            self.kv_mgr.update_status(self.bootstrap_room, POLLS[self._seen])
 
     def _conclude(self, check: Any) -> int:
         if self.conclude_state is not None:

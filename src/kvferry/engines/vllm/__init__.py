@@ -1,8 +1,9 @@
 """kvferry as a connector of vLLM 0.32.
 
-`layouts` describes vLLM's caches, `scheduling` decides in the scheduler what leaves and comes, for the `choices` of a
-request together, `worker`, `outgoing` and `copies` do it in the workers, `parameters` and `steps` are what travels.
-`guards` refuses what would go wrong, `contract` a vLLM that has changed. Only `connector` and `metrics` import vLLM.
+`cache_kinds` says which caches are transferred, `layouts` describes them, `heads` finds out which KV heads they have.
+`scheduling` decides in the scheduler what leaves and comes, for the `choices` of a request together; `worker`,
+`outgoing` and `copies` do it in the workers; `parameters` and `steps` are what travels. `guards` refuses what would go
+wrong, `contract` a vLLM that has changed. Only `connector` and `metrics` import vLLM.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ Set `kv_connector` to "KVFerryConnector" and `kv_connector_module_path` to "kvfe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,31 +18,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import SlidingWindowSpec, UniformTypeKVCacheSpecs
 from vllm.v1.request import RequestStatus
 
 from kvferry import RankCoordinates, Settings
+from kvferry.engines.vllm.cache_kinds import check_on_device, check_transferred
 from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.guards import held_back_tokens, refuse_what_would_be_wrong
-from kvferry.engines.vllm.layouts import CacheGroup, ModelShape, describe
+from kvferry.engines.vllm.heads import CachedHeads, held_heads
+from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
 from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.outgoing import Fence
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
-from kvferry.errors import LayoutError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -110,6 +104,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._groups,
             model_shape(self._vllm_config, self._kv_cache_config),
             coordinates,
+            heads=heads_of(self._vllm_config, self._kv_cache_config, coordinates),
             num_blocks=self._kv_cache_config.num_blocks,
         )
         self._worker = WorkerSide(
@@ -139,7 +134,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """Lets the pages that this step fills leave as soon as the device has filled them. Does not wait."""
         step = self._bound_step
-        self._worker_side.after(step, fence() if step.send else nothing_to_wait_for)
+        self._worker_side.after(step, fence() if step.send else None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns the requests whose transfers are over, failed or not."""
@@ -157,6 +152,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
         """Wraps figures as vLLM has carried them."""
         return KVFerryStats() if data is None else KVFerryStats(data=data)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Asks for blocks in which a head's tokens lie together: ranks of another number take them in one piece.
+
+        Latents have one head, and any order will do.
+        """
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
     def build_prom_metrics(
@@ -241,19 +245,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata.step
 
 
-def nothing_to_wait_for() -> bool:
-    """Serves as a fence that has been reached."""
-    return True
-
-
-def fence() -> Fence:
-    """Makes a fence that is reached once the device has done what was queued until now. On CPU it has been."""
+def fence() -> Fence | None:
+    """Makes a fence that is reached once the device has done what was queued until now. None on CPU, where it has."""
     if current_platform.is_cpu():
-        return nothing_to_wait_for
-    event = torch.Event(current_platform.device_type)
+        return None
+    # A thread waits for it: it is to sleep meanwhile, not to spin.
+    event: Any = (
+        torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        if current_platform.is_cuda_alike()
+        else torch.Event(current_platform.device_type)
+    )
     event.record()
-    query: Callable[[], bool] = event.query
-    return query
+    reached: Fence = event
+    return reached
 
 
 def coordinates_of() -> RankCoordinates:
@@ -275,7 +279,7 @@ def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Mode
     packing = None
     if current_platform.is_cpu():
         packing = cpu_packing(vllm_config, kv_cache_config)
-    return ModelShape(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), packing)
+    return ModelShape(model.get_total_num_hidden_layers(), packing)
 
 
 def cpu_packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -296,10 +300,7 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
     Raises:
         LayoutError: if one has something that cannot be described.
     """
-    return tuple(
-        _group(f"group {number}", group.layer_names, first_spec(group.kv_cache_spec))
-        for number, group in enumerate(kv_cache_config.transfer_groups)
-    )
+    return tuple(_group(f"group {number}", group) for number, group in enumerate(kv_cache_config.transfer_groups))
 
 
 def first_spec(spec: KVCacheSpec) -> KVCacheSpec:
@@ -307,22 +308,50 @@ def first_spec(spec: KVCacheSpec) -> KVCacheSpec:
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-_DESCRIBED = (FullAttentionSpec, SlidingWindowSpec)
+def layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
+    """Returns what each layer of a group keeps, by its name."""
+    spec = group.kv_cache_spec
+    own = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+    return {name: own.get(name, first_spec(spec)) for name in group.layer_names}
 
 
-def _group(name: str, layer_names: list[str], spec: KVCacheSpec) -> CacheGroup:
-    if not isinstance(spec, _DESCRIBED):
-        known = "attention, with or without a sliding window, and latents"
-        raise LayoutError(
-            f"layers such as {layer_names[0]!r} keep {type(spec).__name__}: kvferry's connector describes {known}"
+def heads_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, coordinates: RankCoordinates
+) -> dict[str, HeldHeads | None]:
+    """Returns which KV heads this rank holds of every layer; None where that is not known, which is logged.
+
+    Raises:
+        LayoutError: if what vLLM's objects say contradicts each other.
+    """
+    cached = {
+        name: CachedHeads(spec.num_kv_heads, spec.num_head_slots is not None, spec.max_tp_shards)
+        for group in kv_cache_config.transfer_groups
+        for name, spec in layer_specs(group).items()
+    }
+    heads = held_heads(cached, vllm_config.compilation_config.static_forward_context, coordinates)
+    if unknown := [name for name, each in heads.items() if each is None]:
+        log.warning(
+            "it is not known which KV heads this rank holds in %d of %d layers, such as %r: their caches can be "
+            "exchanged with engines of tensor-parallel size %d alone, and with others the first request is refused",
+            len(unknown),
+            len(heads),
+            unknown[0],
+            coordinates.tp_size,
         )
+    return heads
+
+
+def _group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
+    check_on_device(group)
+    for layer, each in layer_specs(group).items():
+        check_transferred(each, layer)
+    spec = first_spec(group.kv_cache_spec)
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
     return CacheGroup(
         name=name,
-        layer_names=tuple(layer_names),
+        layer_names=tuple(group.layer_names),
         block_tokens=spec.block_size,
         window_tokens=None if window is None else max(1, window - 1),
-        is_latent=isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)),
     )
 
 

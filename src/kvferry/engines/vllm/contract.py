@@ -148,9 +148,10 @@ def _caches() -> Iterator[Line]:
     yield Attributes(
         f"{interface}:KVCacheConfig", ("transfer_groups", "transfer_group_ids", "select_transfer_block_ids"), _READ
     )
-    yield Fields(f"{interface}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec"), _READ)
-    yield Fields(f"{interface}:FullAttentionSpec", ("block_size", "head_size", "dtype"), "caches are described by it")
-    yield Fields(f"{interface}:SlidingWindowSpec", ("block_size", "sliding_window"), "caches are described by it")
+    yield Fields(f"{interface}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec", "host_resident"), _READ)
+    attention = ("block_size", "head_size", "dtype", "num_kv_heads", "num_head_slots", "max_tp_shards")
+    yield Fields(f"{interface}:FullAttentionSpec", attention, "caches are described by it")
+    yield Fields(f"{interface}:SlidingWindowSpec", (*attention, "sliding_window"), "caches are described by it")
     for latent in ("MLAAttentionSpec", "SlidingWindowMLASpec"):
         yield Present(f"{interface}:{latent}", "caches that are the same on every rank are known by it")
     yield Inherits(
@@ -160,6 +161,12 @@ def _caches() -> Iterator[Line]:
         f"{interface}:SlidingWindowMLASpec", f"{interface}:SlidingWindowSpec", "latents are described as attention"
     )
     yield Attributes(f"{interface}:UniformTypeKVCacheSpecs", ("first_spec",), _READ)
+    yield Fields(f"{interface}:UniformTypeKVCacheSpecs", ("kv_cache_specs",), _READ)
+    yield Mentions(
+        "vllm.model_executor.layers.linear:QKVParallelLinear.__init__",
+        ("total_num_kv_heads", "num_kv_heads", "num_kv_head_replicas"),
+        "a layer's KV heads are known from what its projection says",
+    )
 
 
 def _configuration() -> Iterator[Line]:
@@ -173,6 +180,7 @@ def _configuration() -> Iterator[Line]:
             "kv_transfer_config",
             "attention_config",
             "aux_output_config",
+            "compilation_config",
         ),
         _READ,
     )
@@ -187,8 +195,8 @@ def _configuration() -> Iterator[Line]:
     transfer = "vllm.config.kv_transfer:KVTransferConfig"
     yield Fields(transfer, ("engine_id", "kv_connector_extra_config"), _READ)
     yield Attributes(transfer, ("is_kv_producer", "is_kv_consumer"), _READ)
-    for name in ("get_total_num_hidden_layers", "get_total_num_kv_heads"):
-        yield Call(f"vllm.config.model:ModelConfig.{name}", 1, (), "the model's shape")
+    yield Call("vllm.config.model:ModelConfig.get_total_num_hidden_layers", 1, (), "the model's shape")
+    yield Fields("vllm.config.compilation:CompilationConfig", ("static_forward_context",), "the layers are found in it")
     state = "vllm.distributed.parallel_state"
     for name in ("get_tp_group", "get_pp_group"):
         yield Call(f"{state}:{name}", 0, (), "a worker's place")

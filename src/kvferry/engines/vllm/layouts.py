@@ -27,11 +27,13 @@ from kvferry import (
     TensorGeometry,
     geometry,
     shard_from_tensors,
-    split,
 )
 from kvferry.errors import LayoutError
 
 _DIMENSIONS = "(block, head, token, content)"
+
+_SHARE = "tensor-parallel share"
+"""The axis of what ranks hold apart from each other where it is not known which heads that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +45,25 @@ class CacheGroup:
         layer_names: as vLLM calls them.
         block_tokens: tokens in a block of the block table.
         window_tokens: how many of the last tokens the next one attends to, itself left out; None for all.
-        is_latent: whether what is cached is the same on every tensor-parallel rank.
     """
 
     name: str
     layer_names: tuple[str, ...]
     block_tokens: int
     window_tokens: int | None = None
-    is_latent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeldHeads:
+    """The KV heads that a rank holds of a layer; what is the same on every rank, such as a latent, is one head.
+
+    Attributes:
+        total: how many the layer has, over all tensor-parallel ranks.
+        held: those of this rank, in the order in which its cache has them.
+    """
+
+    total: int
+    held: Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +72,11 @@ class ModelShape:
 
     Attributes:
         layers: how many the whole model has, over all pipeline stages. Those with higher numbers are a draft model's.
-        kv_heads: how many the whole model has.
         packing: the name of the order within a block and head where only the kernel knows it; None where tokens can be
             told apart.
     """
 
     layers: int
-    kv_heads: int
     packing: str | None = None
 
 
@@ -88,11 +99,13 @@ class _Layer:
 
     Attributes:
         number: of the layer, in the whole model.
+        heads: which KV heads the cache has; None where that is not known.
     """
 
     number: int
     name: str
     group: CacheGroup
+    heads: HeldHeads | None
     cache: Any
     view: TensorGeometry
 
@@ -104,6 +117,11 @@ class _Layer:
     def content(self) -> int:
         """Elements that one token has in one head."""
         return self.view.shape[3]
+
+    @property
+    def heads_in_words(self) -> str:
+        """How many heads the layer has over all ranks, or at least on each."""
+        return f"{self.view.shape[1]} heads on each rank" if self.heads is None else f"{self.heads.total} heads"
 
 
 def layer_number(name: str) -> int:
@@ -124,6 +142,7 @@ def describe(
     model: ModelShape,
     coordinates: RankCoordinates,
     *,
+    heads: Mapping[str, HeldHeads | None],
     num_blocks: int,
 ) -> DescribedCaches:
     """Describes a worker's caches.
@@ -131,15 +150,20 @@ def describe(
     Layers that keep the same for a token are one component; they may have several block tables. Two engines need not
     come to the same tables: vLLM groups layers as their sizes and number allow.
 
+    Where it is not known which of a layer's heads a rank holds, its cache is the rank's share of the layer, which no
+    other rank has: between engines of the same tensor-parallel size every rank sends to its like, all others refuse
+    each other.
+
     Args:
         caches: by layer name, views of (block, head, token, content). Layers in no group use another one's.
+        heads: by layer name, which of its KV heads this rank holds; None where that is not known.
         num_blocks: in every block table.
 
     Raises:
         LayoutError: if a cache is something else, naming layer and shape; or if nothing of the kind is known here.
     """
     layers = sorted(
-        (_layer(name, group, caches, num_blocks) for group in groups for name in group.layer_names),
+        (_layer(name, group, caches, heads.get(name), num_blocks) for group in groups for name in group.layer_names),
         key=lambda layer: layer.number,
     )
     if not layers:
@@ -149,13 +173,13 @@ def describe(
             raise LayoutError(f"layers {low.name!r} and {high.name!r} have the same number")
     shards = []
     for name, kind in _components(layers, model).items():
-        component, held_heads = _component(name, kind, model, coordinates)
-        shards += [_shard(component, run, held_heads) for run in _runs(kind)]
+        component = _component(name, kind[0], model, coordinates)
+        shards += [_shard(component, run, coordinates) for run in _runs(kind)]
     per_block = {layer.group.name: layer.view.shape[0] // num_blocks for layer in layers}
     return DescribedCaches(RankLayout(shards=tuple(shards)), per_block)
 
 
-def _layer(name: str, group: CacheGroup, caches: Mapping[str, Any], num_blocks: int) -> _Layer:
+def _layer(name: str, group: CacheGroup, caches: Mapping[str, Any], heads: HeldHeads | None, num_blocks: int) -> _Layer:
     cache = caches.get(name)
     if cache is None or isinstance(cache, (list, tuple)):
         found = "no cache" if cache is None else f"{len(cache)} tensors, as of recurrent state"
@@ -173,50 +197,50 @@ def _layer(name: str, group: CacheGroup, caches: Mapping[str, Any], num_blocks: 
             f"pages where a block has {group.block_tokens} tokens. Caches that keep one entry for several tokens "
             "cannot be described"
         )
-    return _Layer(layer_number(name), name, group, cache, view)
+    if heads is not None and view.shape[1] != len(heads.held):
+        raise LayoutError(
+            f"the cache of layer {name!r} has {view.shape[1]} heads where this rank holds {heads.held} of the layer's "
+            f"{heads.total}"
+        )
+    return _Layer(layer_number(name), name, group, heads, cache, view)
 
 
 def _components(layers: Sequence[_Layer], model: ModelShape) -> dict[str, list[_Layer]]:
     """Groups layers into components, by names that do not depend on how an engine is divided."""
-    kinds: dict[tuple[int | None, int | None, int, str], list[_Layer]] = {}
+    kinds: dict[str, dict[tuple[str, int, str], list[_Layer]]] = {}
     for layer in layers:
-        draft = layer.number if layer.number >= model.layers else None
-        kinds.setdefault((draft, layer.group.window_tokens, layer.content, layer.view.dtype), []).append(layer)
+        name = "kv" if layer.number < model.layers else f"draft {layer.number}"
+        if layer.group.window_tokens is not None:
+            name += f", window {layer.group.window_tokens}"
+        form = layer.heads_in_words, layer.content, layer.view.dtype
+        kinds.setdefault(name, {}).setdefault(form, []).append(layer)
     named: dict[str, list[_Layer]] = {}
-    for (draft, window, content, _), members in kinds.items():
-        name = "kv" if draft is None else f"draft {draft}"
-        if window is not None:
-            name += f", window {window}"
-        if name in named:
-            name += f", {content} a head"
-        if name in named:
-            raise LayoutError(
-                f"layers {named[name][0].name!r} and {members[0].name!r} differ in their element type alone"
-            )
-        named[name] = members
+    for base, by_form in kinds.items():
+        has_several_heads, has_several_contents = (len({form[part] for form in by_form}) > 1 for part in (0, 1))
+        for (heads, content, _), members in by_form.items():
+            name = base + (f", {heads}" if has_several_heads else "")
+            name += f", {content} a head" if has_several_contents else ""
+            if name in named:
+                raise LayoutError(
+                    f"layers {named[name][0].name!r} and {members[0].name!r} differ in their element type alone"
+                )
+            named[name] = members
     return named
 
 
-def _component(
-    name: str, layers: Sequence[_Layer], model: ModelShape, coordinates: RankCoordinates
-) -> tuple[Component, Interval]:
-    """Returns a component, and the heads of it that the rank holds."""
-    first = layers[0]
-    is_draft = first.number >= model.layers
-    total_heads = 1 if first.group.is_latent else model.kv_heads
-    held = Interval(0, 1) if first.group.is_latent else split(total_heads, coordinates.tp_size, coordinates.tp_rank)
-    for layer in layers:
-        if layer.view.shape[1] != len(held):
-            raise LayoutError(
-                f"the cache of layer {layer.name!r} has {layer.view.shape[1]} heads where rank {coordinates.tp_rank} "
-                f"of {coordinates.tp_size} holds {len(held)} of the model's {total_heads}"
-            )
-    is_packed = model.packing is not None
-    component = Component(
+def _component(name: str, first: _Layer, model: ModelShape, coordinates: RankCoordinates) -> Component:
+    """Returns the component of layers that are like the first of them."""
+    is_draft, is_packed = first.number >= model.layers, model.packing is not None
+    heads: tuple[Axis, ...]
+    if first.heads is None:
+        heads = (Axis(_SHARE, coordinates.tp_size), Axis("head", first.view.shape[1]))
+    else:
+        heads = (Axis("head", first.heads.total),)
+    return Component(
         name=name,
         axes=(
             Axis("layer", 1 if is_draft else model.layers),
-            Axis("head", total_heads),
+            *heads,
             Axis("packed", first.content * first.page_tokens) if is_packed else Axis("content", first.content),
         ),
         dtype=first.view.dtype,
@@ -225,31 +249,37 @@ def _component(
         packing=f"{model.packing}, {first.page_tokens} tokens a page" if is_packed else None,
         is_optional=is_draft,
     )
-    return component, held
 
 
 def _runs(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
-    """Yields runs of a component's layers that follow each other and have the same block table."""
+    """Yields runs of a component's layers that follow each other, with the same block table and the same heads."""
     run = [layers[0]]
     for low, high in pairwise(layers):
-        if high.number != low.number + 1 or high.group is not low.group:
+        if high.number != low.number + 1 or high.group is not low.group or high.heads != low.heads:
             yield run
             run = []
         run.append(high)
     yield run
 
 
-def _shard(component: Component, layers: Sequence[_Layer], heads: Interval) -> Shard:
+def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoordinates) -> Shard:
     first = layers[0]
-    layers_held = Interval(first.number, first.number + len(layers))
+    held = {"layer": Interval(first.number, first.number + len(layers))}
     if component.is_optional:
-        layers_held = Interval(0, 1)
+        held["layer"] = Interval(0, 1)
     is_packed = component.entry is Entry.PAGE
+    views = [_packed(layer) if is_packed else layer.cache for layer in layers]
+    dims: tuple[str, ...] = ("page", "head", "packed") if is_packed else ("page", "head", "token", "content")
+    if first.heads is None:
+        held[_SHARE] = Interval(coordinates.tp_rank, coordinates.tp_rank + 1)
+        views, dims = [view[:, None] for view in views], ("page", _SHARE, *dims[1:])
+    else:
+        held["head"] = first.heads.held
     return shard_from_tensors(
         component,
-        [_packed(layer) if is_packed else layer.cache for layer in layers],
-        dims=("page", "head", "packed") if is_packed else ("page", "head", "token", "content"),
-        held={"layer": layers_held, "head": heads},
+        views,
+        dims=dims,
+        held=held,
         group=first.group.name,
         page_tokens=first.page_tokens if is_packed else None,
     )

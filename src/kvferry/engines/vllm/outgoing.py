@@ -3,30 +3,41 @@
 A page leaves when the device has computed it, and when the decode side has opened its room, or vLLM is through with
 the request. Before that, vLLM may preempt the request and give its blocks to another one; what has not left is then
 forgotten here, and comes again when it has been computed again.
+
+Nothing here looks at a request of which nothing has happened, however many wait: rooms call back when they change, and
+one thread waits for the device, which cannot.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry import GroupPages, Sender, TransferState
 from kvferry.errors import KVFerryError, QueueFullError
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.001
-
-Fence: TypeAlias = Callable[[], bool]
-"""Returns whether the device has done all that was queued on it when the fence was made."""
+Pages: TypeAlias = "NDArray[np.int64]"
 
 
-@dataclass(frozen=True, slots=True)
+class Fence(Protocol):
+    """A point in what is queued on the device. A recorded `torch.Event` is one."""
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all that was queued before, without the interpreter's lock."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PagesToSend:
     """Pages of one group.
 
@@ -36,178 +47,271 @@ class PagesToSend:
     """
 
     start: int
-    pages: tuple[int, ...]
+    pages: Pages
+
+    @property
+    def stop(self) -> int:
+        """How many pages of the request come before the next ones."""
+        return self.start + len(self.pages)
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """Pages of one group that have not left.
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Pages that one step computes.
 
     Attributes:
-        handed_in: how many pages of the request have left, those before the first included.
-        pages: the numbers of those that follow.
+        groups: those of each group, which follow what came before.
+        is_last: whether they are the rest of the request.
+        is_computed: whether the device has computed them.
     """
 
-    handed_in: int
-    pages: list[int] = field(default_factory=list)
+    groups: dict[str, PagesToSend]
+    is_last: bool
+    is_computed: bool
 
-    def add(self, more: PagesToSend) -> None:
-        """Adds pages; after a preemption some that are known already come again."""
-        known = self.handed_in + len(self.pages)
-        if not self.pages and more.start > known:  # before the window
-            self.handed_in = known = more.start
-        self.pages += more.pages[max(0, known - more.start) :]
+    @property
+    def stops(self) -> dict[str, int]:
+        """By group, how many pages of the request come before the next ones."""
+        return {name: pages.stop for name, pages in self.groups.items()}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
     """A request that is sent.
 
     Attributes:
-        groups: its pages.
-        fence: the one of the step that computed the last of them.
-        is_last: whether the pages that wait are the rest.
-        is_complete: whether the last page has left.
+        sender: its room.
+        waiting: what has not left, in order.
+        handed_in: by group, how many pages of the request have left, those before the first included.
+        known: likewise, those that wait included.
         is_kept: whether vLLM is done with it and keeps its blocks for the transfer.
     """
 
     sender: Sender
-    fence: Fence
-    groups: dict[str, _Waiting] = field(default_factory=dict)
-    is_last: bool = False
-    is_complete: bool = False
+    waiting: deque[_Batch] = field(default_factory=deque)
+    handed_in: dict[str, int] = field(default_factory=dict)
+    known: dict[str, int] = field(default_factory=dict)
     is_kept: bool = False
 
-    @property
-    def has_work(self) -> bool:
-        """Whether pages wait, or the end of the request."""
-        if self.sender.state.is_final or self.is_complete:
-            return False
-        return self.is_last or any(group.pages for group in self.groups.values())
+    def add(self, groups: Mapping[str, PagesToSend], *, last: bool, is_computed: bool) -> _Batch:
+        """Adds the pages of a step, but for those that are known: after a preemption some come again."""
+        new = {name: _from(pages, self.known.get(name, 0)) for name, pages in groups.items()}
+        batch = _Batch({name: pages for name, pages in new.items() if len(pages.pages)}, last, is_computed)
+        if batch.groups or last:
+            self.waiting.append(batch)
+        self.known |= batch.stops
+        return batch
+
+    def forget(self) -> None:
+        """Drops what waits; it may come again."""
+        self.waiting.clear()
+        self.known = dict(self.handed_in)
 
     @property
     def may_leave(self) -> bool:
-        """Whether the pages that wait may be handed in."""
-        return (self.is_kept or self.sender.state is not TransferState.BOOTSTRAPPING) and self.fence()
+        """Whether the first pages that wait may be handed in."""
+        if not self.waiting or not self.waiting[0].is_computed:
+            return False
+        state = self.sender.state
+        return not state.is_final and (self.is_kept or state is not TransferState.BOOTSTRAPPING)
+
+    def computed(self) -> list[_Batch]:
+        """Returns the first of what waits, as far as it is computed and each group's pages follow each other."""
+        taken: list[_Batch] = []
+        stops: dict[str, int] = {}
+        for batch in self.waiting:
+            follows = all(stops.get(name, pages.start) == pages.start for name, pages in batch.groups.items())
+            if not (batch.is_computed and follows):
+                break
+            stops |= batch.stops
+            taken.append(batch)
+        return taken
+
+    def left(self, batches: list[_Batch]) -> None:
+        """Notes that the first batches have left."""
+        for batch in batches:
+            self.waiting.popleft()
+            self.handed_in |= batch.stops
+
+
+def _from(pages: PagesToSend, first: int) -> PagesToSend:
+    """Returns the pages from a position on; all of them where they begin behind it, as a window's do."""
+    skipped = max(0, first - pages.start)
+    return PagesToSend(pages.start + skipped, pages.pages[skipped:]) if skipped else pages
+
+
+def _merged(batches: list[_Batch]) -> dict[str, GroupPages]:
+    """Returns the pages of batches that follow each other, as they are handed in."""
+    parts: dict[str, list[PagesToSend]] = {}
+    for batch in batches:
+        for name, pages in batch.groups.items():
+            parts.setdefault(name, []).append(pages)
+    return {
+        name: GroupPages(np.concatenate([part.pages for part in each]), each[0].start) for name, each in parts.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Computing:
+    """Pages that the device computes.
+
+    Attributes:
+        fence: of the step that computes them.
+        name: vLLM's name for the request.
+        known: the request.
+        batch: the pages.
+    """
+
+    fence: Fence
+    name: str
+    known: _Request
+    batch: _Batch
+
+
+def _problem_at(fence: Fence) -> Exception | None:
+    """Waits for a fence; returns the device's error if it has failed."""
+    try:
+        fence.synchronize()
+    except Exception as error:
+        return error
+    return None
 
 
 class OutgoingRequests:
-    """Hands pages in as soon as they may leave, on a thread of its own, since the engine may be busy, or asleep."""
+    """Hands pages in as soon as they may leave, on threads of its own, since the engine may be busy, or asleep."""
 
     def __init__(self) -> None:
-        """Starts the thread."""
+        """Starts the thread that follows rooms. The one that waits for a device starts with its first fence."""
         self._requests: dict[str, _Request] = {}
         # Guards the requests: pages are handed in, in order, by the engine's thread and by our own.
-        self._changed = threading.Condition()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._look, name="kvferry-vllm-outgoing", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._ready: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # names whose pages may leave; None ends
+        self._reusable: deque[str] = deque()  # names of requests whose pages are not read any more
+        self._computing: queue.SimpleQueue[_Computing | None] = queue.SimpleQueue()
+        self._follower = threading.Thread(target=self._follow_rooms, name="kvferry-vllm-outgoing", daemon=True)
+        self._device_waiter = threading.Thread(target=self._wait_for_device, name="kvferry-vllm-device", daemon=True)
+        self._follower.start()
 
     def add(
         self,
         request: str,
         open_sender: Callable[[], Sender],
-        groups: dict[str, PagesToSend],
-        fence: Fence,
+        groups: Mapping[str, PagesToSend],
+        fence: Fence | None,
         *,
         last: bool,
     ) -> None:
         """Adds pages of a request.
 
         Args:
+            request: vLLM's name for it.
             open_sender: opens the request's room; called with its first pages.
-            fence: the one of the step that computes the pages.
+            groups: the pages, by group.
+            fence: of the step that computes the pages; None if they are computed.
+            last: whether these are the last ones.
 
         Raises:
             KVFerryError: if the room cannot be opened.
         """
-        with self._changed:
+        with self._lock:
             known = self._requests.get(request)
             if known is None:
-                known = self._requests[request] = _Request(open_sender(), fence)
-            for name, pages in groups.items():
-                known.groups.setdefault(name, _Waiting(0)).add(pages)
-            known.fence, known.is_last = fence, last
+                known = self._requests[request] = _Request(open_sender())
+                known.sender.add_change_callback(partial(self._room_changed, request, known))
+            batch = known.add(groups, last=last, is_computed=fence is None)
+            if fence is not None:
+                if self._device_waiter.ident is None:
+                    self._device_waiter.start()
+                self._computing.put(_Computing(fence, request, known, batch))
             self._hand_in(request, known)
-            self._changed.notify()
 
     def preempt(self, requests: Iterable[str]) -> None:
         """Drops the pages that wait, since vLLM is about to give the blocks to others. Aborts what is being read."""
-        with self._changed:
+        with self._lock:
             for name in requests:
                 known = self._requests.get(name)
                 if known is None:
                     continue
-                for group in known.groups.values():
-                    group.pages.clear()
-                known.is_last = False
+                known.forget()
                 if not known.sender.is_at_rest:
                     known.sender.abort("vLLM preempted the request while its pages were being read")
 
     def give_up(self, request: str, reason: str) -> None:
         """Aborts a request that is not needed any more."""
-        with self._changed:
+        with self._lock:
             known = self._requests.get(request)
             if known is not None:
                 known.sender.abort(reason)
 
     def keep(self, requests: Iterable[str]) -> None:
         """Marks requests that vLLM is done with: it keeps the blocks of those known here until they are sent."""
-        with self._changed:
+        with self._lock:
             for name in requests:
                 known = self._requests.get(name)
                 if known is not None:
                     known.is_kept = True
                     self._hand_in(name, known)
-            self._changed.notify()
+                    self._room_changed(name, known)  # what has ended before was not reported
 
     def take_ended(self) -> dict[str, Sender]:
         """Returns the kept requests whose blocks are not read any more, once each."""
-        with self._changed:
-            ended = {
-                name: known.sender
-                for name, known in self._requests.items()
-                if known.is_kept and known.sender.pages_reusable
-            }
-            for name in ended:
-                del self._requests[name]
+        ended: dict[str, Sender] = {}
+        while self._reusable:
+            name = self._reusable.popleft()
+            with self._lock:
+                known = self._requests.get(name)
+                if known is not None and known.is_kept and known.sender.pages_reusable:
+                    ended[name] = self._requests.pop(name).sender
         return ended
 
     def close(self) -> None:
-        """Ends the thread."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        self._thread.join()
+        """Ends the threads. A device that never gets to a fence holds nobody up."""
+        self._ready.put(None)
+        self._computing.put(None)
+        self._follower.join()
 
-    def _look(self) -> None:
-        while True:
-            with self._changed:
-                if self._is_closed:
-                    return
-                waiting = [(name, known) for name, known in self._requests.items() if known.has_work]
-                for name, known in waiting:
+    def _room_changed(self, name: str, known: _Request) -> None:
+        """Notes what is to be done. On any thread and without the lock, since rooms wait for it."""
+        if known.sender.pages_reusable:
+            self._reusable.append(name)
+        elif known.waiting:
+            self._ready.put(name)
+
+    def _follow_rooms(self) -> None:
+        while (name := self._ready.get()) is not None:
+            with self._lock:
+                known = self._requests.get(name)
+                if known is not None:
                     self._hand_in(name, known)
-                self._changed.wait(_POLL_S if waiting else None)
+
+    def _wait_for_device(self) -> None:
+        while (computing := self._computing.get()) is not None:
+            problem = _problem_at(computing.fence)
+            name, known = computing.name, computing.known
+            with self._lock:
+                if problem is None:
+                    computing.batch.is_computed = True
+                    self._hand_in(name, known)
+                else:
+                    self._give_up_sending(name, known, f"the device failed: {problem}")
 
     def _hand_in(self, name: str, known: _Request) -> None:
         """Hands in what may leave. Must be called with the lock, which submitting holds for microseconds."""
         try:
-            if not (known.has_work and known.may_leave):
-                return
-            parts = {
-                group: GroupPages(np.array(waiting.pages, np.int64), waiting.handed_in)
-                for group, waiting in known.groups.items()
-                if waiting.pages
-            }
-            known.sender.submit(parts, last=known.is_last)
+            while known.may_leave:
+                batches = known.computed()
+                known.sender.submit(_merged(batches), last=batches[-1].is_last)
+                known.left(batches)
         except QueueFullError:
-            return  # later
+            return  # the room calls back when it takes more
         except KVFerryError as error:
-            log.error("request %s cannot be sent: %s", name, error)
-            known.sender.abort(str(error))
-            return
-        known.is_complete = known.is_last
-        for waiting in known.groups.values():
-            waiting.handed_in += len(waiting.pages)
-            waiting.pages.clear()
+            self._give_up_sending(name, known, str(error))
+        except Exception as error:  # whatever it was, the thread goes on
+            log.exception("request %s met an unexpected error", name)
+            self._give_up_sending(name, known, f"{type(error).__name__}: {error}")
+
+    @staticmethod
+    def _give_up_sending(name: str, known: _Request, reason: str) -> None:
+        log.error("request %s cannot be sent: %s", name, reason)
+        known.forget()
+        known.sender.abort(reason)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from kvferry.engines.vllm.choices import Fetch, FetchState, FirstChoices, whole_request
 from kvferry.engines.vllm.layouts import CacheGroup
 from kvferry.engines.vllm.parameters import (
@@ -287,10 +289,10 @@ class SchedulerSide:
             if sending is not None:
                 step.preempted.add(name)
                 sending.next_blocks.clear()
-        for name, tokens in scheduled_tokens.items():
-            sending = self._sending.get(name)
-            if sending is not None and not sending.is_complete:
-                self._send(sending, sending.request.num_computed_tokens + tokens, step)
+        for name in self._sending.keys() & scheduled_tokens.keys():  # as long as the shorter of both
+            sending = self._sending[name]
+            if not sending.is_complete:
+                self._send(sending, sending.request.num_computed_tokens + scheduled_tokens[name], step)
         return step
 
     def _send(self, sending: _Sending, computed_tokens: int, step: Step) -> None:
@@ -415,4 +417,4 @@ def _settled(request: Request) -> None:
 
 def _numbers(first: int, blocks: Sequence[Block]) -> GroupBlocks:
     """Returns blocks by number, without those that vLLM does not keep."""
-    return GroupBlocks(first, tuple(block.block_id for block in blocks if not block.is_null))
+    return GroupBlocks(first, np.array([block.block_id for block in blocks if not block.is_null], np.int64))

@@ -66,5 +66,7 @@ class TransferLog:
 
     def take(self) -> TransferFigures | None:
         """Returns the figures since the last call; None if no transfer has ended since."""
+        if not any(self._figures.values()):
+            return None
         figures, self._figures = self._figures, no_figures()
-        return figures if figures != no_figures() else None
+        return figures

@@ -5,20 +5,32 @@ vLLM carries it from the scheduler's process to the workers', pickled. Block num
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class GroupBlocks:
     """Blocks of a request in one group.
 
     Attributes:
         start: how many blocks of the request come before them.
-        blocks: their numbers.
+        blocks: their numbers. As an array they are pickled, and turned into pages, without a look at each.
     """
 
     start: int
-    blocks: tuple[int, ...]
+    blocks: NDArray[np.int64] | Sequence[int]
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other has the same numbers, in whichever form."""
+        if not isinstance(other, GroupBlocks):
+            return NotImplemented
+        return self.start == other.start and np.array_equal(self.blocks, other.blocks)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)

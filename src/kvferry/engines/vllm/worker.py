@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +79,7 @@ class WorkerSide:
         self._decode: DecodeEndpoint | None = None
         self._outgoing: OutgoingRequests | None = None
         self._incoming: dict[str, Receiver] = {}
+        self._changed: deque[str] = deque()  # names of those of which something has happened, as often as it has
         self._not_begun: set[str] = set()
         self._copied: set[str] = set()  # requests whose cache another choice had
         self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
@@ -117,11 +119,11 @@ class WorkerSide:
         for receiving in step.receive:
             self._receive(receiving)
 
-    def after(self, step: Step, fence: Fence) -> None:
+    def after(self, step: Step, fence: Fence | None) -> None:
         """Sends what a step computes, and gives up what is not needed. Called once the device has the step queued.
 
         Args:
-            fence: whether the device has done the step.
+            fence: of the step; None if it is done.
         """
         for sending in step.send:
             self._send(sending, fence)
@@ -132,7 +134,7 @@ class WorkerSide:
             elif self._outgoing is not None:
                 self._outgoing.give_up(request, reason)
 
-    def results(self, finished: Iterable[str]) -> Results:
+    def results(self, finished: Collection[str]) -> Results:
         """Returns what is done.
 
         Args:
@@ -140,19 +142,20 @@ class WorkerSide:
         """
         sent: set[str] = set()
         if self._outgoing is not None:
-            finished = set(finished)
-            self._outgoing.keep(finished)
-            ended = self._outgoing.take_ended()
-            for request, sender in ended.items():
+            if finished:
+                self._outgoing.keep(finished)
+                sent = self._unreported.intersection(finished)
+                self._unreported -= sent
+            for request, sender in self._outgoing.take_ended().items():
                 self._log.sent(request, sender)
-            refused = self._unreported & finished
-            self._unreported -= refused
-            sent = ended.keys() | refused
+                sent.add(request)
         failed, self._not_begun = self._not_begun, set()
         copied, self._copied = self._copied, set()
         received = failed | copied
-        for request, receiver in list(self._incoming.items()):
-            if receiver.pages_reusable:
+        while self._changed:
+            request = self._changed.popleft()
+            receiver = self._incoming.get(request)
+            if receiver is not None and receiver.pages_reusable:
                 del self._incoming[request]
                 self._log.received(request, receiver)
                 received.add(request)
@@ -167,7 +170,7 @@ class WorkerSide:
 
     # ---- rooms ------------------------------------------------------------------------------------------------------
 
-    def _send(self, sending: BlocksToSend, fence: Fence) -> None:
+    def _send(self, sending: BlocksToSend, fence: Fence | None) -> None:
         if self._prefill is None or self._outgoing is None or sending.request in self._unreported:
             return
         pages = {name: self._pages(name, blocks, sending.tokens) for name, blocks in sending.groups.items()}
@@ -192,7 +195,7 @@ class WorkerSide:
             pages = {}
             for name, blocks in receiving.groups.items():
                 part = self._pages(name, blocks, receiving.tokens)
-                pages[name] = GroupPages(np.array(part.pages, np.int64), part.start if part.pages else None)
+                pages[name] = GroupPages(part.pages, part.start if len(part.pages) else None)
             receiver = self._decode.open(
                 receiving.room,
                 pages,
@@ -207,14 +210,17 @@ class WorkerSide:
             return
         if receiving.is_wanted:
             self._incoming[request] = receiver
+            receiver.add_change_callback(partial(self._changed.append, request))
+            self._changed.append(request)  # it may have changed before
 
     def _pages(self, group: str, given: GroupBlocks, tokens: int) -> PagesToSend:
         """Returns the pages of blocks, as far as the request's tokens reach."""
         ratio = self._pages_per_block[group]
         start = given.start * ratio
-        pages = [block * ratio + page for block in given.blocks for page in range(ratio)]
+        blocks = np.asarray(given.blocks, np.int64)
+        pages = (blocks[:, np.newaxis] * ratio + np.arange(ratio)).reshape(-1)
         most = -(-tokens // self._page_tokens[group]) - start
-        return PagesToSend(start, tuple(pages[: max(0, most)]))
+        return PagesToSend(start, pages[: max(0, most)])
 
 
 def on_all_processors(function: Callable[[], Result]) -> Result:

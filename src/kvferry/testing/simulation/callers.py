@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvferry.testing.simulation.world import World
 
 
+_ANOTHER_PROMPT_ODDS = 1 / 64
 _HASTY_ODDS = 0.4  # how often who gives up does so at once: the abort may overtake the open request then
 
 
@@ -87,6 +88,13 @@ class Callers:
         if "miscount" in self._world.circumstances.odds and draw.random() < 0.3:
             request.senders[0].chunks[-1] += draw.choice([-1, 1])
             request.excused("one side miscounts")
+        # Chance of its own, so that other requests are as they were without it.
+        if (
+            random.Random(f"{self._world.seed} prompt that was computed for request {number}").random()
+            < _ANOTHER_PROMPT_ODDS
+        ):
+            request.is_another_prompt = True
+            request.excused("the two sides have different prompts")
 
     def _is_wronged(self, process: Process) -> bool:
         return process.life > 0 and bool({"crash", "close", "freeze", "cut"} & self._world.troubles)
@@ -99,12 +107,12 @@ class Callers:
         if pages is None:
             return
         try:
-            side.sender = endpoint.open(side.request.room)
+            side.sender = endpoint.open(side.request.room, depends_on=side.request.depends_on(on_prefill=True))
         except RoomExistsError:
             side.process.pool.give_back(pages, SOURCE_GONE)  # its last use is not quite over here: later
             return
         side.pages = pages
-        side.process.pool.fill(pages, side.request.contents, 0)
+        side.process.pool.fill(pages, side.request.computed, 0)
         self._world.note("%s: %s opens, pages %s", side.process.name, side.request, pages)
 
     def _open_receiver(self, side: ReceiveSide) -> None:
@@ -120,6 +128,7 @@ class Callers:
                 engine=side.request.prefill,
                 prefix_tokens=side.held,
                 tokens=side.request.tokens,
+                depends_on=side.request.depends_on(on_prefill=False),
             )
         except RoomExistsError:
             side.process.pool.give_back(pages, DESTINATION_GONE)

@@ -120,6 +120,8 @@ class Request:
         contents: what its cache holds.
         excuse: why it need not succeed; empty as long as it must.
         is_abandoned: whether somebody never comes. Then nobody may use its number for another.
+        is_another_prompt: whether the prefill side has computed another prompt than the decode side's, of as many
+            tokens.
     """
 
     number: int
@@ -132,6 +134,17 @@ class Request:
     receivers: list[ReceiveSide] = field(default_factory=list)
     excuse: str = ""
     is_abandoned: bool = False
+    is_another_prompt: bool = False
+
+    @property
+    def computed(self) -> Contents:
+        """What the prefill side has computed."""
+        return np.invert(self.contents) if self.is_another_prompt else self.contents
+
+    def depends_on(self, *, on_prefill: bool) -> dict[str, bytes]:
+        """What a side says that its request's cache depends on."""
+        is_other = on_prefill and self.is_another_prompt
+        return {"prompt": b"another" if is_other else b"prompt %d" % self.number}
 
     @property
     def sides(self) -> list[RankSide]:

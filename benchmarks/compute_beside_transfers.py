@@ -1,0 +1,392 @@
+"""What a thread that computes loses to transfers that run in its process: an engine's scheduler lives beside kvferry.
+
+A thread does steps of about 200 us of pure computing, Python and small arrays, so that it wants the interpreter's lock
+all the time. In turns, several times, it does so
+
+* alone: its process has an endpoint that is connected and does nothing;
+* beside: requests of 64 MiB go through that endpoint as fast as they can, several at a time, over NIXL;
+* apart: the same requests go through an endpoint of another process. What is lost to that is lost to the machine
+  (processors, caches, memory); what is lost beyond it beside them is lost to kvferry's threads: the interpreter's lock.
+
+The thread that computes has a processor to itself; kvferry's threads and the other processes share the rest. Between
+two steps it opens, submits and looks at rooms as an engine would; that time is shown, and is no part of a step. Prints
+the 50th and the 99th percentile of a step and how much computing was done, each compared with `alone` in the same round
+and as the median over rounds, and what kvferry's threads took of the processor. With --json, the same as JSON.
+
+    python benchmarks/compute_beside_transfers.py [--side prefill] [--path staged] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before NumPy: the thread that computes has one processor
+
+import numpy as np
+
+import kvferry as kf
+
+STEP_S = 200e-6
+LAYERS, PAGE_TOKENS, HEADS, HEAD_DIM = 8, 16, 8, 128
+REQUEST_PAGES = 128  # 64 MiB
+IN_FLIGHT = 4
+SIDES = ("prefill", "decode")
+PHASES = ("alone", "beside", "apart")
+
+Connection = multiprocessing.connection.Connection
+
+
+def pool() -> tuple[list[np.ndarray], kf.RankLayout]:
+    """Memory for as many requests as are in flight, which must outlive the endpoint, and its layout."""
+    components = kf.attention_components(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float16")
+    memory, shards = [], []
+    for component in components:
+        shape = (IN_FLIGHT * REQUEST_PAGES, PAGE_TOKENS, HEADS, HEAD_DIM)
+        tensors = [np.ones(shape, np.float16) for _ in range(LAYERS)]
+        memory += tensors
+        shards.append(kf.shard_from_tensors(component, tensors, dims=("page", "token", "head", "dim")))
+    return memory, kf.RankLayout(shards=tuple(shards))
+
+
+def page_sets() -> list[np.ndarray]:
+    """Scattered pages for each of the requests in flight."""
+    pages = np.random.default_rng(0).permutation(IN_FLIGHT * REQUEST_PAGES).astype(np.int64)
+    return np.split(pages, IN_FLIGHT)
+
+
+class Requests:
+    """Keeps requests in flight at one endpoint, as an engine does: opens, submits, and looks which have ended."""
+
+    def __init__(self, endpoint: kf.PrefillEndpoint | kf.DecodeEndpoint, engine: str) -> None:
+        self._endpoint = endpoint
+        self._engine = engine
+        self._rooms = itertools.count()
+        self._free: deque[np.ndarray] = deque(page_sets())
+        self._open: list[tuple[kf.Sender | kf.Receiver, np.ndarray]] = []
+        self.done = 0
+
+    def begin(self, first_room: int) -> None:
+        """Numbers the next requests from here on."""
+        self._rooms = itertools.count(first_room)
+        self.done = 0
+
+    def look(self) -> None:
+        """Opens another request in place of each that has ended."""
+        for entry in [each for each in self._open if each[0].pages_reusable]:
+            self._open.remove(entry)
+            self._free.append(entry[1])
+            self.done += entry[0].state is kf.TransferState.SUCCESS
+        while self._free:
+            pages = self._free.popleft()
+            self._open.append((self._opened(next(self._rooms), pages), pages))
+
+    def _opened(self, room: int, pages: np.ndarray) -> kf.Sender | kf.Receiver:
+        if isinstance(self._endpoint, kf.DecodeEndpoint):
+            return self._endpoint.open(room, pages, engine=self._engine)
+        sender = self._endpoint.open(room)
+        sender.submit(pages, last=True)
+        return sender
+
+    def end(self) -> None:
+        """Aborts what is open, and waits until its pages are free."""
+        for transfer, _ in self._open:
+            transfer.abort("the phase is over")
+        for transfer, pages in self._open:
+            assert transfer.wait_pages_reusable(30)
+            self._free.append(pages)
+        self._open.clear()
+
+
+def endpoint_of(side: str, engine: str, path: str, registry_url: str, layout: kf.RankLayout) -> Any:
+    """Makes an endpoint of either side."""
+    settings = kf.Settings.model_validate({"path": path, "registry_url": registry_url})
+    if side == "decode":
+        return kf.DecodeEndpoint(layout, engine=engine, settings=settings)
+    return kf.PrefillEndpoint(layout, engine=engine, settings=settings)
+
+
+def other_process(connection: Connection, side: str, name: str, path: str, registry_url: str | None) -> None:
+    """Runs requests when it is told to, until it is told to stop: the peer of both others, or what transfers apart."""
+    registry = kf.create_registry(kf.Settings(registry_port=0)) if registry_url is None else None
+    if registry is not None:
+        registry.start()
+        registry_url = registry.url
+    assert registry_url is not None
+    memory, layout = pool()
+    with endpoint_of(side, name, path, registry_url, layout) as endpoint:
+        connection.send(registry_url)
+        while (message := connection.recv()) is not None:
+            engine, first_room = message
+            requests = Requests(endpoint, engine)
+            requests.begin(first_room)
+            while not connection.poll():
+                requests.look()
+                time.sleep(0.0005)
+            connection.recv()
+            requests.end()
+            connection.send(requests.done)
+    if registry is not None:
+        registry.close()
+    del memory
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One phase.
+
+    Attributes:
+        steps: seconds of each.
+        calls_s: seconds of each look at the requests between two steps.
+        requests: how many were done.
+        threads_s: processor's seconds of all other threads, by name.
+        wakes: how often these woke, by name.
+        seconds: how long it took.
+    """
+
+    steps: np.ndarray
+    calls_s: np.ndarray
+    requests: int
+    threads_s: dict[str, float]
+    wakes: dict[str, int]
+    seconds: float
+
+
+def computing() -> Callable[[], None]:
+    """Returns a step: Python and small arrays, which keep the interpreter's lock."""
+    values = np.arange(64, dtype=np.float64)
+    numbers = list(range(40))
+
+    def rounds(count: int) -> None:
+        total = 0
+        for _ in range(count):
+            scaled = values * 1.5 + 2.0
+            for number in numbers:
+                total = (total * 31 + number) & 0xFFFF
+            total += int(scaled[total & 63])
+
+    count = 1
+    while True:
+        taken = []
+        for _ in range(200):
+            begun_at = time.perf_counter()
+            rounds(count)
+            taken.append(time.perf_counter() - begun_at)
+        if statistics.median(taken) >= STEP_S:
+            return lambda: rounds(count)
+        count += 1
+
+
+def threads() -> dict[str, tuple[float, int]]:
+    """Seconds on a processor and voluntary waits of every thread but this one."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found: dict[str, tuple[float, int]] = {}
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) == threading.get_native_id():
+            continue
+        ran_s = int((task / "schedstat").read_text().split()[0]) * 1e-9
+        status = (task / "status").read_text()
+        waits = int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+        name = names.get(int(task.name), "not Python's")
+        before = found.get(name, (0.0, 0))
+        found[name] = before[0] + ran_s, before[1] + waits
+    return found
+
+
+def phase(step: Callable[[], None], seconds: float, look: Callable[[], None]) -> Measured:
+    """Computes for some seconds."""
+    steps, calls = [], []
+    before, begun_at = threads(), time.perf_counter()
+    now = begun_at
+    while now - begun_at < seconds:
+        look()
+        called_at = time.perf_counter()
+        calls.append(called_at - now)
+        step()
+        now = time.perf_counter()
+        steps.append(now - called_at)
+    after = threads()
+    return Measured(
+        np.array(steps),
+        np.array(calls),
+        0,
+        {name: ran_s - before.get(name, (0.0, 0))[0] for name, (ran_s, _) in after.items()},
+        {name: waits - before.get(name, (0.0, 0))[1] for name, (_, waits) in after.items()},
+        now - begun_at,
+    )
+
+
+class Others:
+    """The other processes."""
+
+    def __init__(self, side: str, path: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: dict[str, Connection] = {}
+        self._processes = []
+        self.registry_url: str | None = None
+        for name, its_side in (("peer", SIDES[1 - SIDES.index(side)]), ("apart", side)):
+            self._pipes[name], theirs = context.Pipe()
+            self._processes.append(
+                context.Process(target=other_process, args=(theirs, its_side, name, path, self.registry_url))
+            )
+            self._processes[-1].start()
+            self.registry_url = self._pipes[name].recv()
+
+    def run(self, name: str, engine: str, first_room: int) -> None:
+        """Has one run requests with an engine."""
+        self._pipes[name].send((engine, first_room))
+
+    def stop(self, name: str) -> int:
+        """Has one stop; returns how many were done."""
+        self._pipes[name].send(None)
+        done: int = self._pipes[name].recv()
+        return done
+
+    def end(self) -> None:
+        """Ends all."""
+        for pipe in self._pipes.values():
+            pipe.send(None)
+        for process in self._processes:
+            process.join(60)
+
+
+def measured(side: str, path: str, rounds: int, seconds: float, *, is_bound: bool) -> list[dict[str, Measured]]:
+    """Runs all phases, in turns; the first round, in which connections are made, does not count."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    if is_bound and others:
+        os.sched_setaffinity(0, others)  # inherited by all that is started now
+    processes = Others(side, path)
+    assert processes.registry_url is not None
+    memory, layout = pool()
+    results = []
+    first_rooms = itertools.count(1 << 20, 1 << 20)
+    with endpoint_of(side, "beside", path, processes.registry_url, layout) as endpoint:
+        requests = Requests(endpoint, "peer")
+        if is_bound:
+            os.sched_setaffinity(0, {first})  # this thread alone
+        step = computing()
+        for number in range(rounds + 1):
+            found = {"alone": phase(step, seconds, lambda: None)}
+            room = next(first_rooms)
+            processes.run("peer", "beside", room)
+            requests.begin(room)
+            found["beside"] = phase(step, seconds, requests.look)
+            requests.end()
+            processes.stop("peer")
+            room = next(first_rooms)
+            processes.run("peer", "apart", room)
+            processes.run("apart", "peer", room)
+            found["apart"] = phase(step, seconds, lambda: None)
+            done = processes.stop("apart")
+            processes.stop("peer")
+            found["beside"] = replace(found["beside"], requests=requests.done)
+            found["apart"] = replace(found["apart"], requests=done)
+            if number:
+                results.append(found)
+    processes.end()
+    del memory
+    return results
+
+
+def ratios(results: list[dict[str, Measured]], of: Callable[[np.ndarray], float], name: str, base: str) -> float:
+    """How many times longer something takes in one phase than in another: the median over rounds."""
+    return statistics.median(of(each[name].steps) / of(each[base].steps) for each in results)
+
+
+def p50(steps: np.ndarray) -> float:
+    """The median."""
+    return float(np.percentile(steps, 50))
+
+
+def p99(steps: np.ndarray) -> float:
+    """The 99th percentile."""
+    return float(np.percentile(steps, 99))
+
+
+def mean(steps: np.ndarray) -> float:
+    """The mean, which says how much computing was done."""
+    return float(np.mean(steps))
+
+
+def summary(results: list[dict[str, Measured]]) -> dict[str, Any]:
+    """All figures."""
+    request_gb = 2 * LAYERS * REQUEST_PAGES * PAGE_TOKENS * HEADS * HEAD_DIM * 2 / 1e9
+    kinds = {"p50": p50, "p99": p99, "mean": mean}
+    phases = {
+        name: {
+            **{
+                f"{kind}_us": statistics.median(of(each[name].steps) for each in results) * 1e6
+                for kind, of in kinds.items()
+            },
+            **{f"{kind}_of_alone": ratios(results, of, name, "alone") for kind, of in kinds.items()},
+            "gb_per_s": statistics.median(each[name].requests * request_gb / each[name].seconds for each in results),
+            "call_us": statistics.median(mean(each[name].calls_s) for each in results) * 1e6,
+        }
+        for name in PHASES
+    }
+    lost = {kind: 1 - 1 / ratios(results, of, "beside", "apart") for kind, of in kinds.items()}
+    last = results[-1]["beside"]
+    threads_of = {
+        name: {"cpu_ms_per_s": 1e3 * ran_s / last.seconds, "wakes_per_s": last.wakes[name] / last.seconds}
+        for name, ran_s in sorted(last.threads_s.items(), key=lambda each: -each[1])
+        if ran_s > 1e-3 * last.seconds
+    }
+    return {"phases": phases, "lost_beside_against_apart": lost, "threads": threads_of}
+
+
+def show(title: str, found: dict[str, Any]) -> None:
+    """Prints the figures of one side and path."""
+    print(title)
+    print(
+        f"{'':10}{'p50 us':>9}{'of alone':>10}{'p99 us':>10}{'of alone':>10}{'mean us':>9}{'of alone':>10}"
+        f"{'GB/s':>8}{'calls us':>10}"
+    )
+    for name, each in found["phases"].items():
+        print(
+            f"{name:10}{each['p50_us']:9.1f}{each['p50_of_alone']:10.3f}{each['p99_us']:10.1f}{each['p99_of_alone']:10.3f}"
+            f"{each['mean_us']:9.1f}{each['mean_of_alone']:10.3f}{each['gb_per_s']:8.2f}{each['call_us']:10.1f}"
+        )
+    lost = found["lost_beside_against_apart"]
+    print(f"computing lost beside them against apart: {100 * lost['mean']:.1f} %", end="")
+    print(f" (by the median step {100 * lost['p50']:.1f} %, by the 99th percentile {100 * lost['p99']:.1f} %)")
+    for name, each in found["threads"].items():
+        print(f"  {name:36}{each['cpu_ms_per_s']:8.1f} ms of CPU a second,{each['wakes_per_s']:8.0f} wake-ups")
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--side", choices=(*SIDES, "both"), default="both", help="whose endpoint is beside")
+    parser.add_argument("--path", choices=("direct", "staged", "both"), default="both")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a phase")
+    parser.add_argument("--unbound", action="store_true", help="let the operating system choose processors")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    processors = os.sched_getaffinity(0)
+    found = {}
+    for side in SIDES if arguments.side == "both" else (arguments.side,):
+        for path in ("direct", "staged") if arguments.path == "both" else (arguments.path,):
+            os.sched_setaffinity(0, processors)
+            results = measured(side, path, arguments.rounds, arguments.seconds, is_bound=not arguments.unbound)
+            found[f"{side}, {path}"] = summary(results)
+            if not arguments.json:
+                show(f"{side}, {path}", found[f"{side}, {path}"])
+    if arguments.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What both plug-ins say of an engine's caches and of a request, so that no side reads another's bytes as its own.
+
+An engine's fingerprint is compared when two servers connect, a request's conditions before its cache is sent. Pure:
+what stands in an engine's configuration is taken from its objects by the plug-ins, files are read by `checkpoints`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+LONGEST_VALUE = 256
+"""Characters of a field, as kvferry takes them."""
+
+DIGEST_BYTES = 16
+
+PROMPT = "prompt"
+PROMPT_EMBEDDING = "prompt embedding"
+LORA_ADAPTER = "LoRA adapter"
+MULTIMODAL_INPUT = "multimodal input"
+CACHE_SALT = "cache salt"
+
+NONE = "none"
+"""The value of a field where an engine has nothing of the kind, and its cache would differ if it had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheIdentity:
+    """What an engine's caches are beyond their layout: the same on every rank, and for every way to divide the model.
+
+    A field is a text that both sides make in the same way; what a plug-in cannot find out says so, such as "of unknown
+    order (MY_BACKEND)", and so is equal only to itself.
+
+    Attributes:
+        engine: the engine and its version. May differ.
+        weights: identifies the model's weights, whatever directory they are in: `checkpoints.weights_identity`, or the
+            model's name and revision where there are no files to read.
+        architecture: the model's class, as its configuration names it.
+        cache_dtype: what the cached numbers are: two types of fp8 have one size, and one type in torch.
+        scales: where the scales of quantised numbers come from: NONE, the checkpoint, the cache itself.
+        attention_backend: the names of the backends that read and write the caches. May differ: what they keep where is
+            `content_order`.
+        content_order: how the content of a block lies, by every backend that the layers use.
+        rope: the parameters of rotary embeddings, which cached keys have been turned by.
+        attention_window: which tokens each layer attends to: cached values of higher layers depend on it.
+        quantization: how the weights are quantised, by the engine's name for it.
+        speculative_model: the draft model's weights; empty without one. One side alone may have one.
+    """
+
+    engine: str
+    weights: str
+    architecture: str
+    cache_dtype: str
+    scales: str
+    attention_backend: str
+    content_order: str
+    rope: str
+    attention_window: str
+    quantization: str
+    speculative_model: str = ""
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns the fields as endpoints take them; those that are empty are not said."""
+        values = {each.name: short_text(getattr(self, each.name)) for each in fields(self)}
+        return {name: value for name, value in values.items() if value}
+
+
+def short_text(value: object) -> str:
+    """Returns a text for a value that is the same wherever the value is: as it is, or begun and ended with a digest.
+
+    Args:
+        value: a text, or anything that JSON can take.
+    """
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    shown = "".join(each if each.isprintable() else "?" for each in text)
+    if shown == text and len(text) <= LONGEST_VALUE:
+        return text
+    return f"{shown[: LONGEST_VALUE // 2]}... ({len(text)} characters, {_digest(text.encode()).hex()})"
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalInput:
+    """An image, a sound or the like in a prompt.
+
+    Attributes:
+        content: identifies what it is: the engine's digest of it.
+        offset: the position of its first token in the prompt.
+        length: how many tokens it takes.
+    """
+
+    content: str
+    offset: int
+    length: int
+
+
+def request_conditions(
+    tokens: Sequence[int],
+    *,
+    embedding: bytes = b"",
+    lora: str = "",
+    multimodal: Sequence[MultimodalInput] = (),
+    salt: str = "",
+) -> dict[str, bytes]:
+    """Returns what a request's cache depends on, as digests by name for `open(..., depends_on=...)`.
+
+    What a request does not have is left out, so that a message can say which side has it.
+
+    Args:
+        tokens: those of the prompt whose cache is exchanged.
+        embedding: the bytes of what is given instead of tokens.
+        lora: identifies the adapter: `checkpoints.adapter_identity`, or its name.
+        multimodal: what else the prompt has, in order.
+        salt: keeps the caches of different users apart.
+    """
+    # One pass over a long prompt, in the scheduler's time: 128k tokens take a few milliseconds.
+    conditions = {PROMPT: _digest(np.asarray(tokens, "<i8").tobytes())}
+    if embedding:
+        conditions[PROMPT_EMBEDDING] = _digest(embedding)
+    if lora:
+        conditions[LORA_ADAPTER] = _digest(lora.encode())
+    if multimodal:
+        parts = [[each.content, each.offset, each.length] for each in multimodal]
+        conditions[MULTIMODAL_INPUT] = _digest(json.dumps(parts).encode())
+    if salt:
+        conditions[CACHE_SALT] = _digest(salt.encode())
+    return conditions
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,219 @@
+"""Every kind of cache that SGLang 0.5.23 has, by the class of its pool or its `StateType`, and what becomes of it.
+
+Nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from kvferry.engines.cache_kinds import CacheKind, CacheKinds
+from kvferry.errors import LayoutError
+
+_POOLS = "tests/unit/engines/test_sglang_pools.py::"
+_RANKS = "tests/real_engines/sglang/test_ranks.py::test_caches_arrive"
+_ENGINES = "tests/real_engines/sglang/test_disaggregated.py::test_sixteen_prompts_at_once"
+_WINDOWS = "tests/real_engines/sglang/test_heads_by_layer.py::test_tokens_are_those_of_the_undivided_engine"
+_MIXER = f"{_POOLS}test_a_mixers_convolution_is_cut_into_x_b_and_c"
+
+_NO_SCALES = "SGLang keeps scales beside it that it does not list for a transfer"
+_CUT_SCALES = "scales are not cut yet"
+_SHARDED = "pages lie on several ranks by turns: leave --enable-kv-cache-sharding away"
+_UNIFIED = "all layers share one region: leave --enable-unified-memory away"
+_SPARSE = "the index of sparse attention is not transferred yet"
+_HOST = "pages are in host memory by numbers of their own: leave --enable-hisparse away"
+_NPU = "only pools of cpu and cuda are"
+_PART = "it is a part of another pool, and never a model's own"
+_COMPRESSED = "layers that are compressed in different ways are not transferred yet"
+
+SCALES = "MHATokenToKVPool with scales"
+_LAYOUT = "MHATokenToKVPool with kv_cache_layout"
+
+_REFUSED_POOLS = (
+    ("MHATokenToKVPoolFP4", "keys and values of 4 bits", _NO_SCALES),
+    ("MLATokenToKVPoolFP4", "latents of 4 bits", _NO_SCALES),
+    ("MHATokenToKVPoolMXFP8", "keys and values with scales of blocks", _CUT_SCALES),
+    ("NoOpMHATokenToKVPool", "nothing", "there is none: leave --prefill-only-disable-kv-cache away"),
+    ("PageMajorMHATokenToKVPool", "keys and values, all layers in a page", _UNIFIED),
+    ("PageInterleaveMHATokenToKVPool", "keys and values, sharded by page", _SHARDED),
+    ("PageInterleaveMLATokenToKVPool", "latents, sharded by page", _SHARDED),
+    ("PageInterleaveDSATokenToKVPool", "latents and an index, sharded by page", _SHARDED),
+    ("UnifiedMHATokenToKVPool", "keys and values in unified memory", _UNIFIED),
+    ("UnifiedMLATokenToKVPool", "latents in unified memory", _UNIFIED),
+    ("UnifiedSWAKVPool", "windows in unified memory", _UNIFIED),
+    ("UnifiedHybridLinearKVPool", "recurrent state in unified memory", _UNIFIED),
+    ("UnifiedMambaPool", "recurrent state in unified memory", _UNIFIED),
+    ("UnifiedDraftKVPool", "a draft model's cache in unified memory", _UNIFIED),
+    ("UnifiedDraftSWAKVPool", "a draft model's windows in unified memory", _UNIFIED),
+    ("UnifiedDraftMambaPool", "a draft model's recurrent state in unified memory", _UNIFIED),
+    ("DSATokenToKVPool", "latents and the index of DeepSeek's sparse attention", _SPARSE),
+    (
+        "LayerSplitDSATokenToKVPool",
+        "latents and an index, layers divided by rank",
+        f"leave --enable-dsa-cache-layer-split away; {_SPARSE}",
+    ),
+    ("QSATokenToKVPool", "recurrent state and the index of QSA", _SPARSE),
+    ("MiniMaxSparseKVPool", "MiniMax's sparse attention", _SPARSE),
+    ("MiniMaxM3Nvfp4KVPool", "MiniMax's sparse attention of 4 bits", _SPARSE),
+    ("MiniMaxM3Nvfp4MainKVPool", "MiniMax's keys and values of 4 bits", _PART),
+    ("MiniMaxM3Nvfp4IndexKPool", "MiniMax's index of 4 bits", _PART),
+    ("MHATokenToKOnlyPool", "the keys of an index", _PART),
+    ("DeepSeekV4TokenToKVPool", "DeepSeek V4's latents at several compressions", _COMPRESSED),
+    ("DeepSeekV4SingleKVPool", "DeepSeek V4's latents at one compression", _PART),
+    ("DeepSeekV4UniformFP8KVPool", "DeepSeek V4's latents of 8 bits", _PART),
+    ("DeepSeekV4IndexerPool", "DeepSeek V4's index", _PART),
+    ("HiSparseC4DevicePool", "what HiSparse has of DeepSeek V4 on a device", _HOST),
+    ("HiSparseDSATokenToKVPool", "what HiSparse has of sparse attention on a device", _HOST),
+    ("HiSparseMHAMainPool", "what HiSparse has of keys and values on a device", _HOST),
+    ("NPUMHATokenToKVPool", "keys and values on an NPU", _NPU),
+    ("NPUMHATokenToKOnlyPool", "the keys of an index on an NPU", _NPU),
+    ("NPUMLATokenToKVPool", "latents on an NPU", _NPU),
+    ("NPUMiniMaxSparseKVPool", "MiniMax's sparse attention on an NPU", _NPU),
+    ("DSV4NPUTokenToKVPool", "DeepSeek V4 on an NPU", _NPU),
+    ("NPUDeepSeekV4SingleKVPool", "DeepSeek V4's latents on an NPU", _NPU),
+    ("NPUDeepSeekV4IndexerPool", "DeepSeek V4's index on an NPU", _NPU),
+)
+_REFUSED_STATES = (
+    ("QSA_PENDING", "what QSA has not compressed yet", _SPARSE),
+    ("QSA_COMPRESSED", "the compressed index of QSA", _SPARSE),
+    ("DSA", "the index of DeepSeek's sparse attention", _SPARSE),
+    ("DSA_TAIL", "what DeepSeek's index has not pooled yet", _SPARSE),
+    ("MINIMAX_INDEX_K", "MiniMax's index", _SPARSE),
+    ("MINIMAX_DENSE_KV", "MiniMax's layers with full attention", _SPARSE),
+    ("SWA_RING", "DeepSeek V4's windows, in a ring", "rows of a ring are not transferred yet"),
+    ("DSV4_REQUEST_STATE", "the state of DeepSeek V4's compression", _COMPRESSED),
+    ("REQUEST_ROW", "where a window of DeepSeek V4's draft begins", _COMPRESSED),
+    ("BLOCK_SCALE", "scales of blocks of keys and values", _CUT_SCALES),
+    ("BLOCK_SCALE_SWA", "scales of blocks of a window", _CUT_SCALES),
+)
+
+KINDS = CacheKinds(
+    "SGLang 0.5.23",
+    (
+        CacheKind(
+            "MHATokenToKVPool",
+            "keys and values, tokens before heads",
+            _ENGINES,
+            transfer="any tensor-parallel size to any other where pool and configuration agree on the KV heads, else "
+            "to the same",
+        ),
+        CacheKind(
+            f"{_LAYOUT} vectorized_5d",
+            "keys and values, heads before vectors of 16 bytes",
+            f"{_POOLS}test_vectors_within_a_page_are_cut_by_head_only",
+            transfer="as above, between pages of one size",
+        ),
+        CacheKind(
+            "MLATokenToKVPool",
+            "latents",
+            _RANKS,
+            transfer="once, from ranks that take turns: every rank has the same",
+        ),
+        CacheKind(
+            "SWAKVPool",
+            "full attention, and windows in a pool of their own",
+            _WINDOWS,
+            transfer="each with its own number of KV heads",
+        ),
+        CacheKind(
+            "HybridLinearKVPool",
+            "full attention or latents, beside recurrent state",
+            f"{_POOLS}test_blocks_that_sglang_names_are_taken",
+            transfer="each as if it were alone",
+        ),
+        CacheKind(
+            "MambaPool",
+            "recurrent state and convolutions",
+            _MIXER,
+            transfer="any tensor-parallel size to any other where the blocks of the convolution are known (those that "
+            "SGLang names; x, B and C of Nemotron-H, Granite 4, Falcon-H1 and Mamba 2; one block), else to the same",
+        ),
+        CacheKind(
+            "StateType.SWA",
+            "a sliding window in a pool of its own",
+            _WINDOWS,
+            transfer="the pages that the window meets",
+        ),
+        CacheKind("StateType.MAMBA", "recurrent state and convolutions", _RANKS, transfer="one slot a request"),
+        CacheKind(
+            SCALES,
+            "keys and values of 4 bits, and scales",
+            f"{_POOLS}test_scales_that_would_stay_behind_are_refused",
+            refusal=f"{_NO_SCALES}: choose another --kv-cache-dtype",
+        ),
+        *(
+            CacheKind(
+                f"{_LAYOUT} {name}",
+                meaning,
+                f"{_POOLS}test_an_order_that_cannot_be_described_is_refused",
+                refusal=refusal,
+            )
+            for name, meaning, refusal in (
+                ("hnd", "keys and values, heads before tokens", "SGLang does not list such pools for a transfer"),
+                ("page_major", "keys and values, all layers in a page", _UNIFIED),
+                ("page_major_layer_major", "keys and values, all layers in a page", _UNIFIED),
+            )
+        ),
+        *(
+            CacheKind(name, meaning, f"{_POOLS}test_a_pool_that_is_not_transferred_is_refused", refusal=refusal)
+            for name, meaning, refusal in _REFUSED_POOLS
+        ),
+        *(
+            CacheKind(
+                f"StateType.{name}",
+                meaning,
+                f"{_POOLS}test_state_that_is_not_transferred_is_refused",
+                refusal=refusal,
+            )
+            for name, meaning, refusal in _REFUSED_STATES
+        ),
+    ),
+)
+
+
+def check_pool(pool: Any, layers: str) -> str:
+    """Returns the name of a pool's class.
+
+    Args:
+        pool: one of SGLang's.
+        layers: those that it is for, in words.
+
+    Raises:
+        LayoutError: if kvferry does not transfer such pools, naming it and why.
+    """
+    name = type(pool).__name__
+    KINDS.transferred(name, where=layers)
+    return name
+
+
+def check_order(pool: Any, layers: str) -> None:
+    """Refuses a MHATokenToKVPool whose bytes kvferry cannot describe.
+
+    Args:
+        pool: SGLang's.
+        layers: those that it is for, in words.
+
+    Raises:
+        LayoutError: naming the order within its pages, or its scales, and why.
+    """
+    if pool.kv_cache_layout != "nhd":
+        KINDS.transferred(f"{_LAYOUT} {pool.kv_cache_layout}", where=layers)
+    if any(getattr(pool, each, None) is not None for each in ("k_scale_buffer", "native_k_scale_buffer")):
+        KINDS.transferred(SCALES, where=layers)
+
+
+def check_states(states: Sequence[Enum]) -> None:
+    """Refuses what SGLang would transfer beside keys and values, and kvferry does not.
+
+    Args:
+        states: members of its StateType, or of another enum of such.
+
+    Raises:
+        LayoutError: naming the first, and why; or if there are several of one kind.
+    """
+    for each in states:
+        KINDS.transferred(f"{type(each).__name__}.{each.name}", where="layers of this model")
+    if len(set(states)) != len(states):
+        raise LayoutError(f"layers of this model keep several states of one kind: {[each.value for each in states]}")

@@ -1,0 +1,149 @@
+"""What a rank of SGLang caches, as its scheduler lists it: buffers, heads, blocks of channels.
+
+SGLang describes its caches by lists of buffers: an address, a length, and the bytes of one item, which is a page of
+tokens or the slot of a request. Attention has its layers' keys first and then their values, a latent one buffer a
+layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Buffers of one pool, as SGLang lists them.
+
+    Attributes:
+        addresses: the address of each buffer.
+        lengths: the length of each, in bytes.
+        item_bytes: the bytes of one item of each: a page, or a slot.
+    """
+
+    addresses: tuple[int, ...]
+    lengths: tuple[int, ...]
+    item_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.addresses) == len(self.lengths) == len(self.item_bytes):
+            raise LayoutError(
+                f"{len(self.addresses)} buffers have {len(self.lengths)} lengths and {len(self.item_bytes)} item sizes"
+            )
+        for length, item in zip(self.lengths, self.item_bytes, strict=True):
+            if item < 1 or length < item:
+                raise LayoutError(f"a buffer of {length} bytes has items of {item}")
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def __getitem__(self, part: slice) -> Buffers:
+        return Buffers(self.addresses[part], self.lengths[part], self.item_bytes[part])
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of keys and values, alike in all layers of one pool.
+
+    Attributes:
+        held: how many this rank has.
+        total: how many the whole model has in these layers; None if SGLang does not say it in a way that its pool
+            confirms. Ranks exchange with ranks of the same number then, and sides of as many ranks.
+        key_bytes: of one head's key of one token.
+        value_bytes: of its value.
+        packing: the name of the order within a page, where tokens do not come first; None for NHD.
+    """
+
+    held: int
+    total: int | None
+    key_bytes: int
+    value_bytes: int
+    packing: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """A pool of keys and values, or of latents.
+
+    Attributes:
+        heads: of keys and values; None for latents.
+    """
+
+    buffers: Buffers
+    heads: Heads | None
+
+    def __len__(self) -> int:
+        return len(self.buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Neighbouring channels of recurrent state that ranks divide apart from others.
+
+    Attributes:
+        channels: how many there are over all ranks.
+        units: how many parts they can be cut into: heads or groups. With fewer than ranks, several ranks hold one.
+    """
+
+    channels: int
+    units: int
+
+    def __post_init__(self) -> None:
+        if self.units < 1 or self.channels < 1 or self.channels % self.units:
+            raise LayoutError(f"a block of {self.channels} channels of recurrent state cannot be cut into {self.units}")
+
+
+@dataclass(frozen=True, slots=True)
+class StateBuffer:
+    """One buffer of recurrent state: of one layer, with one item per slot.
+
+    An item is `rows` times `channels` times something; ranks divide the channels.
+
+    Attributes:
+        layer: the layer's number.
+        channels: how many this rank holds; 0 where every rank holds everything.
+        rows: how many there are; no rank divides them.
+        blocks: what the channels are made of; None if that is unknown. Ranks exchange with ranks of the same number
+            then.
+    """
+
+    address: int
+    length: int
+    item_bytes: int
+    layer: int
+    channels: int
+    rows: int = 1
+    blocks: tuple[Block, ...] | None = None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What must be equal in layers that are described together."""
+        return self.length // self.item_bytes, self.item_bytes, self.channels, self.rows, self.blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """All that a rank caches.
+
+    Attributes:
+        kv: full attention, or latents, without those of a draft model.
+        page_tokens: tokens a page, in all pools with pages.
+        draft: a draft model's buffers, whose pages have the numbers of the others'.
+        draft_packing: the order within the draft's pages, as in `Heads`.
+        window: the pool of sliding-window attention, where that has its own.
+        window_tokens: how long that window is.
+        state: recurrent state.
+        first_layer: the number of the first layer on this rank.
+        layers: how many the whole model has; None if all are on this rank.
+    """
+
+    kv: Attention
+    page_tokens: int
+    draft: Buffers = field(default_factory=lambda: Buffers((), (), ()))
+    draft_packing: str | None = None
+    window: Attention | None = None
+    window_tokens: int | None = None
+    state: tuple[StateBuffer, ...] = ()
+    first_layer: int = 0
+    layers: int | None = None

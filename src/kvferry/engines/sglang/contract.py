@@ -1,0 +1,267 @@
+"""What the plug-in builds on in SGLang, line by line.
+
+`LOADING` is what makes kvferry a choice at all, checked when SGLang loads its plug-ins, in every process and whatever
+backend it will use. `SERVING` is all the rest, checked in a process that is about to use kvferry. Where another version
+differs it has lines of its own here, and what differs in the code belongs in one module for that version.
+"""
+
+from __future__ import annotations
+
+from kvferry.engines.contract import Attributes, Call, Contract, Fields, Inherits, Line, Members, Mentions, Signature
+from kvferry.engines.sglang.names import (
+    BACKENDS,
+    CREATE_RECEIVER,
+    CREATE_SENDER,
+    KV_CLASS,
+    STATE_ARGS,
+    TRANSFER_QUEUE,
+    where,
+)
+
+TRIED = ("0.5.23",)
+"""The versions of SGLang with which every line below was tried, by the tests in tests/real_engines/sglang."""
+
+_BASE = "sglang.srt.disaggregation.base.conn"
+_COMMON = "sglang.srt.disaggregation.common.conn"
+_DECODE = "sglang.srt.disaggregation.decode"
+_PREFILL = "sglang.srt.disaggregation.prefill"
+_POOLS = "sglang.srt.mem_cache.memory_pool"
+_SWA_POOL = "sglang.srt.mem_cache.swa_memory_pool"
+_MODEL = "sglang.srt.configs.model_config"
+_HOOKS = "sglang.srt.plugins.hook_registry"
+
+_LOADING: tuple[Line, ...] = (
+    Signature(f"{_HOOKS}:HookRegistry.register", "cls, target, hook, hook_type=, *, source=", "our hooks go in by it"),
+    Call(f"{_HOOKS}:HookRegistry.apply_hooks", 1, (), "we check after it that our hooks are in effect"),
+    Mentions("sglang.srt.plugins:load_plugins", ("HookRegistry", "apply_hooks"), "our hooks are applied there"),
+    Members(f"{_HOOKS}:HookType", {"AFTER": "after", "AROUND": "around", "REPLACE": "replace"}, "our hooks' kinds"),
+    Members(where(BACKENDS), {"NIXL": "nixl"}, "we add our name to them, and may take over this one"),
+    Members(
+        "sglang.srt.disaggregation.utils:KVClassType",
+        {
+            "KVARGS": "kvargs",
+            "MANAGER": "manager",
+            "SENDER": "sender",
+            "RECEIVER": "receiver",
+            "BOOTSTRAP_SERVER": "bootstrap_server",
+        },
+        "we have a class for each of them",
+        and_no_others=True,
+    ),
+    Signature(where(KV_CLASS), "transfer_backend, class_type", "our hook on it gives SGLang our classes"),
+    Call(
+        "sglang.srt.arg_groups.choices:add_disagg_transfer_backend_choices",
+        1,
+        (),
+        "it makes our name one for --disaggregation-transfer-backend",
+    ),
+)
+
+_MANAGER: tuple[Line, ...] = (
+    Inherits(f"{_COMMON}:CommonKVManager", f"{_BASE}:BaseKVManager", "our manager extends it"),
+    Signature(
+        f"{_COMMON}:CommonKVManager.__init__",
+        "self, args, disaggregation_mode, server_args, is_mla_backend=",
+        "the scheduler makes our manager so",
+    ),
+    *(
+        Signature(
+            f"{_COMMON}:CommonKVManager.{name}", parameters, "the scheduler calls it, and ours stands in its place"
+        )
+        for name, parameters in {
+            "try_ensure_parallel_info": "self, bootstrap_addr",
+            "should_verify_kv_checksum": "self, bootstrap_addr",
+            "is_abort_release_safe": "self, bootstrap_room, required_acks",
+            "clear_deferred_abort_state": "self, bootstrap_room",
+        }.items()
+    ),
+    *(
+        Call(f"{_COMMON}:CommonKVManager.{name}", count, (), "our senders and receivers call it")
+        for name, count in {
+            "check_status": 2,
+            "update_status": 3,
+            "record_failure": 3,
+        }.items()
+    ),
+    Mentions(
+        f"{_COMMON}:CommonKVManager.__init__",
+        (
+            *("kv_args", "kv_cache_dtype_str", "kv_layout", "request_status", "failure_records", "prefill_info_table"),
+            *("attn_tp_rank", "attn_tp_size", "pp_rank", "pp_size", "attn_dp_rank", "system_dp_rank", "system_dp_size"),
+            *("dist_init_addr", "bootstrap_host", "bootstrap_port", "enable_deferred_decode_kv_release", "_zmq_ctx"),
+        ),
+        "our manager reads what it sets",
+    ),
+    Fields(
+        f"{_BASE}:KVArgs",
+        (
+            *("kv_data_ptrs", "kv_data_lens", "kv_item_lens", "kv_layer_ids", "kv_layout", "page_size", "gpu_id"),
+            *("aux_data_ptrs", "aux_item_lens", "num_draft_entries", "prefill_start_layer", "ib_device"),
+            *("state_types", "state_data_ptrs", "state_data_lens", "state_item_lens", "state_layer_ids"),
+            *("state_dim_per_tensor", "state_slice_outer_counts", "state_conv_shard_groups"),
+        ),
+        "the caches are described from them",
+    ),
+    Members(f"{_BASE}:StateType", {"SWA": "swa", "MAMBA": "mamba"}, "windows and recurrent state are told apart so"),
+    Signature(
+        where(STATE_ARGS),
+        "kv_args, token_to_kv_pool, draft_token_to_kv_pool=, total_kv_layers=, req_to_token_pool=",
+        "our hook on it remembers the pools, which SGLang does not hand to managers",
+    ),
+    *(
+        Mentions(f"{queue}._init_kv_manager", ("setup_state_kv_args",), "our hook on that is called there")
+        for queue in (f"{_PREFILL}:PrefillBootstrapQueue", f"{_DECODE}:DecodePreallocQueue")
+    ),
+    Mentions(
+        f"{_POOLS}:MHATokenToKVPool.__init__",
+        ("head_num", "head_dim", "v_head_dim", "kv_cache_layout", "k_scale_buffer"),
+        "heads and the order within a page are read from the pool",
+    ),
+    Mentions(f"{_SWA_POOL}:SWAKVPool.__init__", ("full_kv_pool", "swa_kv_pool"), "each of its pools is described"),
+    Mentions(f"{_POOLS}:HybridLinearKVPool.__init__", ("full_kv_pool", "mamba_pool"), "each of its pools is described"),
+    Mentions(f"{_POOLS}:MambaPool.__init__", ("mamba_cache",), "its convolutions are told apart from its heads"),
+    *(
+        Signature(f"{_MODEL}:ModelConfig.{name}", parameters, "heads of the whole model are read by it")
+        for name, parameters in {
+            "get_total_num_kv_heads": "self",
+            "get_swa_num_kv_heads": "self, tensor_parallel_size",
+        }.items()
+    ),
+    Call("sglang.srt.configs.hybrid_arch:mambaish_config", 1, (), "the blocks of convolutions are read from it"),
+    Fields(
+        "sglang.srt.configs.mamba_utils:Mamba2StateShape",
+        ("conv_dim", "intermediate_size", "num_heads", "state_size"),
+        "the blocks of convolutions are read from them",
+    ),
+    Fields(
+        f"{_COMMON}:PrefillServerInfo",
+        (
+            *("attn_tp_size", "attn_cp_size", "pp_size", "page_size", "kv_cache_dtype", "kv_layout"),
+            "decode_allocation_policy",
+        ),
+        "two servers are compared by them",
+    ),
+    Attributes(
+        "sglang.srt.environ:envs",
+        (
+            *("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"),
+            *("SGLANG_DISAGG_STAGING_BUFFER", "SGLANG_RUST_SERVER"),
+            "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT",
+        ),
+        "our limits follow them, and some are refused",
+    ),
+    Call(f"{_MODEL}:ModelConfig.from_server_args", 1, (), "the model is read from it"),
+)
+
+_SENDER: tuple[Line, ...] = (
+    Attributes(
+        f"{_COMMON}:CommonKVSender",
+        (
+            *("abort", "clear", "failure_exception", "get_max_transfer_tokens", "get_transfer_metric", "init"),
+            *("mark_prefill_complete", "poll", "poll_pp_consensus", "pop_decode_prefix_len", "send"),
+            "should_send_kv_chunk",
+        ),
+        "all that the scheduler calls of a sender",
+        and_no_others=True,
+    ),
+    *(
+        Signature(f"{_COMMON}:CommonKVSender.{name}", parameters, "the scheduler calls our sender so")
+        for name, parameters in {
+            "__init__": "self, mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank=",
+            "init": "self, num_kv_indices, aux_index=",
+            "send": "self, kv_indices, state_indices=, num_kv_tokens=, indices_event=",
+            "poll": "self",
+            "poll_pp_consensus": "self",
+            "abort": "self",
+            "clear": "self",
+            "get_transfer_metric": "self",
+            "pop_decode_prefix_len": "self",
+        }.items()
+    ),
+    Mentions(
+        f"{_PREFILL}:PrefillBootstrapQueue.finalize_bootstrap",
+        ("pop_decode_prefix_len", "start_send_idx", "disagg_decode_prefix_len"),
+        "it hands in, and digests, what follows the decode side's prefix",
+    ),
+    Mentions(
+        f"{_PREFILL}:SchedulerDisaggregationPrefillMixin.send_kv_chunk",
+        ("disagg_decode_prefix_len", "set_kv_checksum"),
+        "SGLang's checksum begins behind the decode side's prefix",
+    ),
+    Signature(where(CREATE_SENDER), "self, req, num_kv_heads", "our hook on it takes a request's conditions"),
+    Mentions(where(CREATE_SENDER), ("disagg_kv_sender", "bootstrap_room"), "our sender is made there"),
+)
+
+_RECEIVER: tuple[Line, ...] = (
+    Attributes(
+        f"{_COMMON}:CommonKVReceiver",
+        (
+            *("abort", "clear", "close_all_sockets", "disconnect_endpoint", "ensure_abort_notified"),
+            *("failure_exception", "init", "invalidate_cached_bootstrap_infos", "is_abort_release_safe", "poll"),
+            *("query_prefill_dp_ranks", "send_metadata", "supports_host_destination"),
+        ),
+        "all that the scheduler calls of a receiver",
+        and_no_others=True,
+    ),
+    *(
+        Signature(f"{_COMMON}:CommonKVReceiver.{name}", parameters, "the scheduler calls our receiver so")
+        for name, parameters in {
+            "__init__": "self, mgr, bootstrap_addr, bootstrap_room=",
+            "init": "self, prefill_dp_rank",
+            "send_metadata": (
+                "self, kv_indices, aux_index=, state_indices=, decode_prefix_len=, destination=, device_kv_indices="
+            ),
+            "poll": "self",
+            "abort": "self",
+            "ensure_abort_notified": "self, *, force_arm=",
+            "clear": "self",
+            "is_abort_release_safe": "self",
+        }.items()
+    ),
+    Members(f"{_BASE}:KVTransferDestination", {"DEVICE": "device"}, "other destinations are refused"),
+    Signature(where(CREATE_RECEIVER), "self, req, is_rebootstrap=", "our hook on it takes a request's conditions"),
+    Mentions(where(CREATE_RECEIVER), ("kv_receiver", "bootstrap_room"), "our receiver is made there"),
+    Mentions(
+        f"{_DECODE}:SchedulerDisaggregationDecodeMixin._verify_kv_checksums",
+        ("should_verify_kv_checksum", "cache_protected_len"),
+        "SGLang's checksum begins behind the decode side's prefix",
+    ),
+    Signature(
+        where(TRANSFER_QUEUE),
+        "self, req_to_metadata_buffer_idx_allocator, metadata_buffers, scheduler, tree_cache",
+        "our hook on it keeps pages until it is proven that nothing writes to them",
+    ),
+    Mentions(where(TRANSFER_QUEUE), ("deferred_kv_release_timeout",), "our hook takes away that limit"),
+    Mentions(
+        f"{_DECODE}:DecodeTransferQueue._defer_release",
+        ("deferred_kv_release_timeout",),
+        "pages of a failed request are kept for so long",
+    ),
+    Mentions(
+        f"{_DECODE}:DecodeTransferQueue.resolve_deferred_releases",
+        ("is_abort_release_safe",),
+        "pages of a failed request come back by it",
+    ),
+)
+
+_BOTH: tuple[Line, ...] = (
+    Members(
+        f"{_BASE}:KVPoll",
+        {"Failed": 0, "Bootstrapping": 1, "WaitingForInput": 2, "Transferring": 3, "Success": 4},
+        "we report states so",
+        and_no_others=True,
+    ),
+    Fields(f"{_BASE}:KVTransferMetric", ("transfer_latency_s", "transfer_total_bytes"), "we report measurements so"),
+    Signature(f"{_COMMON}:CommonKVBootstrapServer.__init__", "self, host, port", "our bootstrap server is made so"),
+    Signature(f"{_COMMON}:CommonKVBootstrapServer._setup_routes", "self", "our route is added by it"),
+    Signature(f"{_COMMON}:CommonKVBootstrapServer.close", "self", "our bootstrap server is closed so"),
+    Mentions(f"{_COMMON}:CommonKVBootstrapServer.__init__", ("app", "_setup_routes"), "our route is added by it"),
+    Mentions(
+        "sglang.srt.managers.disagg_service:rust_server_serves_kv_bootstrap",
+        ("CommonKVBootstrapServer", "get_kv_class"),
+        "SGLang's server in Rust leaves the bootstrap server to us, since ours is none of SGLang's",
+    ),
+)
+
+LOADING = (Contract("SGLang", TRIED, _LOADING),)
+SERVING = (Contract("SGLang", TRIED, (*_LOADING, *_MANAGER, *_SENDER, *_RECEIVER, *_BOTH)),)

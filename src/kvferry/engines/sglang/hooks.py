@@ -1,0 +1,140 @@
+"""Whether the plug-in's hooks are in effect.
+
+SGLang logs a hook that it cannot apply, and goes on without it. What is lost then is not always seen: without the hook
+on `get_kv_class`, a server that was told to use kvferry in the place of NIXL uses NIXL; without the one on
+`DecodeTransferQueue`, pages of failed requests are given away after a time, whether something writes to them or not.
+So whoever depends on a hook looks here first.
+"""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+from weakref import WeakSet
+
+from kvferry.engines.sglang.names import TRANSFER_QUEUE
+from kvferry.errors import EngineContractError
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One thing of SGLang's that the plug-in changes.
+
+    Attributes:
+        target: its name.
+        change: a function that is called before, after or around it, or what stands in its place.
+        kind: the name of a HookType.
+    """
+
+    target: str
+    change: Any
+    kind: str
+
+    @property
+    def is_in_effect(self) -> bool:
+        """Whether SGLang has applied it, and nobody has taken it away since."""
+        try:
+            found = pkgutil.resolve_name(self.target)
+        except (ImportError, AttributeError):
+            return False
+        if isinstance(self.change, type) and issubclass(self.change, Enum):
+            # Somebody else may have added to it after us.
+            names = getattr(found, "__members__", {})
+            return all(name in names for name in self.change.__members__)
+        return any(self.change in _enclosed(function) for function in _wrapped(found))
+
+
+def lost(hooks: tuple[Hook, ...]) -> tuple[str, ...]:
+    """Returns the targets of those hooks that are not in effect."""
+    return tuple(hook.target for hook in hooks if not hook.is_in_effect)
+
+
+_registered: list[Hook] = []
+"""What the plug-in has added to SGLang in this process."""
+
+
+def remember(hooks: tuple[Hook, ...]) -> None:
+    """Remembers that the plug-in was registered in this process, to the end."""
+    _registered[:] = hooks
+
+
+def check_hooks() -> None:
+    """Refuses to go on where the plug-in was not registered, or a hook of ours is not in effect.
+
+    Raises:
+        EngineContractError: names what is missing.
+    """
+    if not _registered:
+        raise EngineContractError(
+            "kvferry refuses to serve: its plug-in was not registered in this process. SGLang logs above why, and "
+            "would go on without it; where SGLANG_PLUGINS is set, it must name kvferry"
+        )
+    if gone := lost(tuple(_registered)):
+        raise EngineContractError(loss(gone))
+
+
+def loss(targets: tuple[str, ...]) -> str:
+    """Says which hooks are not in effect."""
+    return (
+        f"kvferry refuses to serve: its hook on {', '.join(targets)} is not in effect. SGLang logs above why it could "
+        "not apply it, and would go on without it; another plug-in may have replaced the same"
+    )
+
+
+# ---- pages that are kept until it is proven that nothing writes to them ---------------------------------------------
+
+_queues: WeakSet[Any] = WeakSet()
+"""This process's transfer queues that keep pages for as long as it takes."""
+
+
+def keep_until_proven(queue: Any, *, limit_is_users: bool) -> None:
+    """Takes away the time after which SGLang gives pages of a failed request away, proof or not.
+
+    Args:
+        queue: a DecodeTransferQueue.
+        limit_is_users: whether the user has set that time: then it stays.
+    """
+    if not limit_is_users:
+        queue.deferred_kv_release_timeout = math.inf
+    _queues.add(queue)
+
+
+def check_pages_are_kept(*, limit_is_users: bool) -> None:
+    """Refuses to receive where pages of failed requests would not be kept until it is safe to give them away.
+
+    Args:
+        limit_is_users: as above.
+
+    Raises:
+        EngineContractError: if this process has no transfer queue that our hook has seen, or one with a limit.
+    """
+    if not _queues:
+        raise EngineContractError(
+            f"kvferry refuses to serve: its hook on {TRANSFER_QUEUE} was not called before SGLang made its manager, so "
+            "that pages of failed requests would be given to others while they may still be written to"
+        )
+    limits = [queue.deferred_kv_release_timeout for queue in _queues]
+    if not limit_is_users and any(limit != math.inf for limit in limits):
+        raise EngineContractError(
+            f"kvferry refuses to serve: SGLang's DecodeTransferQueue gives pages of failed requests away after "
+            f"{limits} s, although our hook on {TRANSFER_QUEUE} took that limit away: set "
+            "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT if that is what you want"
+        )
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _wrapped(function: Any) -> Iterator[Callable[..., Any]]:
+    """Yields a function and those that it wraps, from the outside in."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _enclosed(function: Callable[..., Any]) -> list[Any]:
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]

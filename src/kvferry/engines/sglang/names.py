@@ -1,0 +1,18 @@
+"""Names of what the plug-in puts hooks on, as SGLang's hook registry has them."""
+
+from __future__ import annotations
+
+_DISAGGREGATION = "sglang.srt.disaggregation"
+
+BACKENDS = f"{_DISAGGREGATION}.utils.TransferBackend"
+KV_CLASS = f"{_DISAGGREGATION}.utils.get_kv_class"
+STATE_ARGS = f"{_DISAGGREGATION}.utils.setup_state_kv_args"
+TRANSFER_QUEUE = f"{_DISAGGREGATION}.decode.DecodeTransferQueue.__init__"
+CREATE_RECEIVER = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._create_receiver_and_enqueue"
+CREATE_SENDER = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.create_sender"
+
+
+def where(target: str) -> str:
+    """Returns the name of a hook's target as the contract has it: with a colon behind its module."""
+    module, inside = target.split(".", 4)[:4], target.split(".", 4)[4]
+    return f"{'.'.join(module)}:{inside}"

@@ -1,0 +1,74 @@
+"""Options of SGLang's that its own backends honour and kvferry does not: refused at the start, or said there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
+
+from kvferry.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+INSTEAD = {
+    "SGLANG_DISAGGREGATION_NIXL_BACKEND": "KVFERRY_NIXL_BACKEND chooses NIXL's backend",
+    "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS": "NIXL's backend takes its settings from the environment, as UCX_*",
+    "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE": "KVFERRY_NIXL_THREADS and KVFERRY_WORKERS say how many threads write",
+    "SGLANG_DISAGGREGATION_QUEUE_SIZE": "kvferry has no queues to divide requests among",
+    "SGLANG_DISAGGREGATION_ENGINE_INIT_TIMEOUT": "kvferry starts NIXL without a limit of its own",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "KVFERRY_HEARTBEAT_INTERVAL_S is the interval",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "KVFERRY_PEER_TIMEOUT_S says when a silent peer is given up",
+    "SGLANG_DISAGGREGATION_ZMQ_SEND_TIMEOUT": "kvferry's messages wait for nobody",
+    "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "attention context parallelism is refused",
+    "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "KVFERRY_STAGING_RING_MIB limits staging memory",
+}
+"""Variables of SGLang's that mean nothing to kvferry, and what does."""
+
+
+def check_options(args: KVArgs, mode: DisaggregationMode) -> None:
+    """Refuses options that kvferry does not do, and says which variables it does not read.
+
+    Raises:
+        UsageError: naming every such option.
+    """
+    if found := [*_refused(args, mode)]:
+        raise UsageError(f"kvferry does not do this with SGLang yet: {'; '.join(found)}")
+    for name, instead in INSTEAD.items():
+        if getattr(envs, name).is_set():
+            log.warning("kvferry does not read %s: %s", name, instead)
+
+
+def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
+    parallel, disagg = get_parallel(), get_disagg()
+    is_decode = mode is DisaggregationMode.DECODE
+    options = {
+        "SGLANG_DISAGG_STAGING_BUFFER=1 (kvferry has staging memory of its own: KVFERRY_PATH)": (
+            envs.SGLANG_DISAGG_STAGING_BUFFER.get()
+        ),
+        "attention context parallelism": parallel.attn_cp_size > 1,
+        "decode context parallelism": parallel.attn_dcp_size > 1,
+        "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
+        "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
+        "pipeline stages on the decode side (they work on the prefill side)": is_decode and parallel.pp_size > 1,
+        "SGLANG_RUST_SERVER with data-parallel attention on the prefill side (SGLang registers the ranks with its "
+        "server in Rust there, and not with the bootstrap server)": (
+            not is_decode and envs.SGLANG_RUST_SERVER.get() and parallel.attn_dp_size > 1
+        ),
+        "--enable-hisparse (KV caches in host memory)": get_memory().enable_hisparse,
+        "--enable-unified-memory": get_memory().enable_unified_memory,
+        "--enable-pd-role-switch": disagg.enable_pd_role_switch,
+        "--disaggregation-decode-allocation-policy prefill_complete": (
+            disagg.disaggregation_decode_allocation_policy != "early"
+        ),
+        "--disaggregation-decode-host-receive-threshold below 1": (
+            is_decode and disagg.disaggregation_decode_host_receive_threshold < 1
+        ),
+        f"--disaggregation-ib-device {args.ib_device} (kvferry's network device, as UCX calls it, is "
+        "KVFERRY_NIXL_DEVICE, such as mlx5_0:1)": bool(args.ib_device),
+    }
+    return (name for name, is_on in options.items() if is_on)

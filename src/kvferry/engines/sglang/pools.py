@@ -1,0 +1,274 @@
+"""Reads from SGLang's pools and its model's configuration what a rank caches.
+
+Its list of buffers says where bytes lie, not what they are. How many heads a layer has on this rank is what its pool
+was made for; how many the model has there is what the projections of these layers say, or else the configuration, and
+counts only if the pool confirms it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry import RankCoordinates
+from kvferry.engines.sglang.cache_kinds import check_order, check_pool, check_states
+from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer
+from kvferry.engines.sglang.heads import total_of
+from kvferry.errors import LayoutError, UsageError
+
+log = logging.getLogger(__name__)
+
+_FULL = "layers with full attention"
+_WINDOWS = "layers with sliding windows"
+
+_GROUPS = {
+    "NemotronHConfig": "n_groups",
+    "GraniteMoeHybridConfig": "mamba_n_groups",
+    "FalconH1Config": "mamba_n_groups",
+    "Mamba2Config": "n_groups",
+}
+"""Configurations of the models with SGLang's MambaMixer2, and what they call the number of its groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePools:
+    """The pools of a rank, which its scheduler has and does not hand to managers.
+
+    Attributes:
+        target: keys and values of the model.
+        draft: those of its draft model; None if it has none.
+        requests: which slots requests have; recurrent state is in it, too.
+    """
+
+    target: Any
+    draft: Any
+    requests: Any
+
+
+def remember_pools(
+    kv_args: Any,
+    token_to_kv_pool: Any,
+    draft_token_to_kv_pool: Any = None,
+    total_kv_layers: object = None,  # noqa: ARG001 - SGLang gives it
+    req_to_token_pool: Any = None,
+) -> None:
+    """Keeps a rank's pools with its KVArgs, for `caches_of`. Called with what `setup_state_kv_args` is called with."""
+    kv_args.kvferry_pools = EnginePools(token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool)
+
+
+def caches_of(
+    args: Any, model: Any, recurrent: Any, totals: Mapping[int, frozenset[int]], *, place: RankCoordinates
+) -> Caches:
+    """Reads what a rank caches.
+
+    Args:
+        args: its KVArgs, to which `remember_pools` has added its pools.
+        model: its ModelConfig.
+        recurrent: the configuration of its layers with recurrent state, as `mambaish_config` finds it; None if it has
+            none.
+        totals: what projections say of each layer's KV heads, as `totals_by_layer` finds it.
+        place: where the rank stands.
+
+    Raises:
+        LayoutError: if there is a cache of a kind that kvferry does not transfer.
+        UsageError: if nobody has remembered the pools.
+    """
+    pools = getattr(args, "kvferry_pools", None)
+    if pools is None:
+        raise UsageError(
+            "SGLang did not say which pools this rank has: its setup_state_kv_args was not wrapped by kvferry's "
+            "plug-in. Is it loaded (SGLANG_PLUGINS), and of a version for this SGLang?"
+        )
+    check_states(args.state_types)
+    name = check_pool(pools.target, "layers of this model")
+    main = pools.target if name in ("MHATokenToKVPool", "MLATokenToKVPool") else pools.target.full_kv_pool
+    windowed = pools.target.swa_kv_pool if name == "SWAKVPool" else None
+    claims = _claimed_heads(model, totals, main, windowed)
+    drafts = getattr(args, "num_draft_entries", 0)
+    kv = Buffers(tuple(args.kv_data_ptrs), tuple(args.kv_data_lens), tuple(args.kv_item_lens))
+    window: Attention | None = None
+    state: tuple[StateBuffer, ...] = ()
+    for number, kind in enumerate(args.state_types):
+        given = Buffers(
+            tuple(args.state_data_ptrs[number]),
+            tuple(args.state_data_lens[number]),
+            tuple(args.state_item_lens[number]),
+        )
+        if kind.value == "swa":
+            window = Attention(given, _heads_of(windowed, claims[1], place, _WINDOWS))
+        else:
+            state = tuple(_state_buffers(args, number, given, _mamba_pool(pools), recurrent, place))
+    return Caches(
+        kv=Attention(kv[: len(kv) - drafts], _heads_of(main, claims[0], place, _FULL)),
+        draft=kv[len(kv) - drafts :],
+        draft_packing=_draft_packing(pools.draft),
+        page_tokens=args.page_size,
+        window=window,
+        window_tokens=model.sliding_window_size if window is not None else None,
+        state=state,
+        first_layer=args.prefill_start_layer if place.pp_size > 1 else 0,
+        layers=model.num_hidden_layers if place.pp_size > 1 else None,
+    )
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def _claimed_heads(
+    model: Any, totals: Mapping[int, frozenset[int]], main: Any, windowed: Any
+) -> tuple[int | None, int | None]:
+    """Returns how many heads the whole model has by all that is said, in the main pool and in that of windows.
+
+    Where layers of one pool differ, or nobody knows, it is None.
+    """
+    full, windows = model.get_total_num_kv_heads(), model.get_swa_num_kv_heads(1)
+    if windowed is None:
+        return total_of(totals, None, full if not full or full == windows else None), None
+    of_each = ((main, full), (windowed, windows))
+    first, second = (total_of(totals, getattr(pool, "model_layer_ids", ()), claimed) for pool, claimed in of_each)
+    return first, second
+
+
+def _heads_of(pool: Any, claimed: int | None, place: RankCoordinates, which: str) -> Heads | None:
+    """Returns the heads of a pool's layers; None for latents.
+
+    Args:
+        claimed: how many the whole model has by all that is said.
+        which: the layers, in words.
+
+    Raises:
+        LayoutError: if kvferry does not transfer such pools.
+    """
+    name = check_pool(pool, which)
+    if name == "MLATokenToKVPool" and which == _FULL:
+        return None
+    if name != "MHATokenToKVPool":
+        raise LayoutError(f"{which} keep their cache in a {name}, which kvferry knows elsewhere, but not for them")
+    packing = _packing(pool, which)
+    item = pool.store_dtype.itemsize
+    total = _total(claimed, pool.head_num, place)
+    if total is None:
+        log.warning(
+            "SGLang's pool of %s has %d KV heads on rank %d of %d, and the model does not say how many there are in "
+            "each of these layers (%s): caches can be exchanged with as many tensor-parallel ranks only",
+            which,
+            pool.head_num,
+            place.tp_rank,
+            place.tp_size,
+            "layers differ" if claimed is None else f"it says {claimed}",
+        )
+    return Heads(pool.head_num, total, pool.head_dim * item, pool.v_head_dim * item, packing)
+
+
+def _packing(pool: Any, which: str) -> str | None:
+    """Returns the name of the order within a pool's pages; None for NHD.
+
+    Raises:
+        LayoutError: if kvferry cannot describe it.
+    """
+    check_order(pool, which)
+    if pool.kv_cache_layout == "nhd":
+        return None
+    return f"SGLang's {pool.kv_cache_layout}, elements of {pool.store_dtype.itemsize} bytes"
+
+
+def _draft_packing(pool: Any) -> str | None:
+    if pool is None:
+        return None
+    which = "layers of the draft model"
+    name = check_pool(pool, which)
+    inner = pool.full_kv_pool if name in ("SWAKVPool", "HybridLinearKVPool") else pool
+    return _packing(inner, which) if check_pool(inner, which) == "MHATokenToKVPool" else None
+
+
+def _total(claimed: int | None, held: int, place: RankCoordinates) -> int | None:
+    """Returns how many heads the whole model has; None if the configuration and the pool do not agree.
+
+    Ranks either divide heads evenly, or evenly share each of them.
+    """
+    if place.tp_size == 1:
+        return held
+    if not claimed:
+        return None
+    if claimed % place.tp_size == 0:
+        return claimed if held == claimed // place.tp_size else None
+    return claimed if place.tp_size % claimed == 0 and held == 1 else None
+
+
+# ---- recurrent state ------------------------------------------------------------------------------------------------
+
+
+def _mamba_pool(pools: EnginePools) -> Any:
+    """Returns the pool of recurrent state.
+
+    Raises:
+        LayoutError: if kvferry does not transfer such pools, or there is none.
+    """
+    for holder in (pools.target, pools.requests):
+        pool = getattr(holder, "mamba_pool", None)
+        if pool is not None:
+            check_pool(pool, "layers with recurrent state")
+            return pool
+    raise LayoutError("SGLang lists recurrent state, and no pool of it")
+
+
+def _state_buffers(
+    args: Any, number: int, given: Buffers, pool: Any, recurrent: Any, place: RankCoordinates
+) -> Iterator[StateBuffer]:
+    count = len(given)
+    layers = args.state_layer_ids[number] or range(count)
+    channels = args.state_dim_per_tensor[number] or [0] * count
+    rows = args.state_slice_outer_counts[number] or [1] * count
+    groups = args.state_conv_shard_groups[number] or [None] * count
+    convolutions = {tensor[layer].data_ptr() for tensor in pool.mamba_cache.conv for layer in range(len(tensor))}
+    temporal = pool.mamba_cache.temporal
+    heads = {temporal[layer].data_ptr() for layer in range(len(temporal))}
+    for index, address in enumerate(given.addresses):
+        blocks: tuple[Block, ...] | None = None
+        if address in convolutions:
+            blocks = _convolution(channels[index], groups[index], recurrent, place.tp_size)
+        elif address in heads:
+            total = channels[index] * place.tp_size
+            blocks = (Block(total, total),)
+        yield StateBuffer(
+            address=address,
+            length=given.lengths[index],
+            item_bytes=given.item_bytes[index],
+            layer=layers[index],
+            channels=channels[index],
+            rows=rows[index],
+            blocks=blocks,
+        )
+
+
+def _convolution(channels: int, groups: list[int] | None, recurrent: Any, tp_size: int) -> tuple[Block, ...] | None:
+    """Returns the blocks that a convolution's channels are made of; None if they cannot be known.
+
+    Args:
+        channels: that this rank holds.
+        groups: the sizes of blocks that SGLang names, over all ranks.
+        recurrent: the configuration of layers with recurrent state.
+    """
+    total = channels * tp_size
+    if groups:
+        is_even = sum(groups) == total and all(size > 0 and size % tp_size == 0 for size in groups)
+        return tuple(Block(size, size) for size in groups) if is_even else None
+    shape = recurrent.mamba2_cache_params.shape if recurrent is not None else None
+    if getattr(shape, "conv_dim", None) != total or shape is None:
+        return None
+    if shape.intermediate_size == total:
+        return (Block(total, total),)
+    name = _GROUPS.get(type(recurrent).__name__)
+    if name is None:
+        return None
+    # MambaMixer2 lists x, B and C. It cuts x by heads, and B and C by groups, of which each rank has at least one.
+    count = getattr(recurrent, name)
+    if count % tp_size and count != 1:
+        return None
+    per_group = count * shape.state_size
+    x = Block(shape.intermediate_size, shape.num_heads)
+    b_and_c = Block(per_group, count)
+    held = shape.intermediate_size // tp_size + 2 * max(per_group // tp_size, shape.state_size)
+    return (x, b_and_c, b_and_c) if held == channels else None

@@ -1,0 +1,188 @@
+"""How many KV heads a layer has over all tensor-parallel ranks, and which of them a rank holds.
+
+vLLM's configuration has one number for the whole model, and layers may differ from it; an attention layer knows only
+its own rank's number, and that does not tell whether it is a part of a larger one or the same on several ranks. What
+does know is the projection that makes the keys and values: it loads its weights by the whole number. So that is asked,
+and so is the module around it and what the layer says of its cache, each for itself. If they contradict each other, the
+server does not start; if none of them knows, the number is unknown, and is not guessed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from torch.nn import Module
+
+from kvferry import Interval, RankCoordinates
+from kvferry.engines.vllm.layouts import HeldHeads
+from kvferry.errors import LayoutError
+
+_FURTHEST = 2
+"""How far from an attention layer its projection is looked for: in the attention, then in the decoder layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedHeads:
+    """What a layer says of its own cache, by its spec.
+
+    Attributes:
+        count: KV heads on this rank.
+        are_slots: whether a backend keeps something else than one slot a KV head, such as all keys and then all values.
+        most_shards: on how many tensor-parallel ranks the cache differs; None where the layer does not say.
+    """
+
+    count: int
+    are_slots: bool = False
+    most_shards: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Witness:
+    """What one object says.
+
+    Attributes:
+        name: how messages call it.
+        total: heads of the layer over all ranks.
+        held: those of this rank; None where the object does not know.
+    """
+
+    name: str
+    total: int
+    held: Interval | None
+
+
+def live_modules() -> list[Module]:
+    """Returns all modules of this process. An attention layer knows no module around it, and a connector no model."""
+    return [each for each in gc.get_objects() if issubclass(type(each), Module)]
+
+
+def held_heads(
+    cached: Mapping[str, CachedHeads],
+    attention: Mapping[str, Any],
+    coordinates: RankCoordinates,
+    modules: Callable[[], Iterable[Module]] = live_modules,
+) -> dict[str, HeldHeads | None]:
+    """Finds the KV heads of every layer, by its name; None where they are not known.
+
+    On a single rank all heads are there, and nothing needs to be asked.
+
+    Args:
+        cached: what each layer says of its own cache.
+        attention: the attention layers, as vLLM lists them (`static_forward_context`).
+        coordinates: the rank's place.
+        modules: returns modules among which are those around the attention layers. On a single rank it is not called.
+
+    Raises:
+        LayoutError: if two objects contradict each other, naming the layer, both, and what they say.
+    """
+    is_divided = coordinates.tp_size > 1
+    surroundings = _Surroundings(attention.values(), modules()) if is_divided else None
+    found: dict[str, HeldHeads | None] = {}
+    for name, layer in cached.items():
+        if layer.are_slots:
+            found[name] = None
+        elif surroundings is None:
+            found[name] = HeldHeads(layer.count, Interval(0, layer.count))
+        else:
+            near = surroundings.of(attention[name]) if name in attention else ()
+            found[name] = _agreed(name, list(_witnesses(name, layer, near, coordinates)))
+    return found
+
+
+def _agreed(name: str, witnesses: list[_Witness]) -> HeldHeads | None:
+    for one, other in combinations(witnesses, 2):
+        is_held_by_both = one.held is not None and other.held is not None
+        if one.total != other.total or (is_held_by_both and one.held != other.held):
+            raise _contradiction(name, f"{_said(one)}, {_said(other)}")
+    held = next((witness.held for witness in witnesses if witness.held is not None), None)
+    return None if held is None else HeldHeads(witnesses[0].total, held)
+
+
+def _said(witness: _Witness) -> str:
+    held = "" if witness.held is None else f", of which this rank has {witness.held}"
+    return f"{witness.name} says {witness.total} over all ranks{held}"
+
+
+def _contradiction(name: str, what: str) -> LayoutError:
+    return LayoutError(
+        f"how the KV heads of layer {name!r} are divided is not clear: {what}. kvferry sends nothing that it may take "
+        "for something else; serve this model without it, and please report this"
+    )
+
+
+def _witnesses(
+    name: str, layer: CachedHeads, near: Iterable[Module], coordinates: RankCoordinates
+) -> Iterator[_Witness]:
+    if layer.most_shards == 1:
+        yield _Witness("its cache", layer.count, Interval(0, layer.count))
+    for module in near:
+        total, own = getattr(module, "total_num_kv_heads", None), getattr(module, "num_kv_heads", None)
+        replicas = getattr(module, "num_kv_head_replicas", None)
+        if not isinstance(total, int) or not isinstance(own, int):
+            continue
+        kind = type(module).__name__
+        if isinstance(replicas, int):
+            if own != layer.count:
+                raise _contradiction(name, f"its cache has {layer.count} on this rank, its {kind} makes {own}")
+            yield _Witness(f"its {kind}", total, _projected(name, module, total, own, replicas, coordinates))
+        elif own == layer.count:  # otherwise the number means something else there
+            yield _Witness(f"its {kind}", total, _divided(total, own, coordinates))
+
+
+def _projected(
+    name: str, projection: Module, total: int, own: int, replicas: int, coordinates: RankCoordinates
+) -> Interval:
+    """Returns the heads that a projection makes on this rank: neighbouring ranks make the same, if several do."""
+    if own == total:
+        return Interval(0, total)
+    rank, size = getattr(projection, "tp_rank", None), getattr(projection, "tp_size", None)
+    is_here = (rank, size) == (coordinates.tp_rank, coordinates.tp_size)
+    if not is_here or own * coordinates.tp_size != total * replicas:
+        raise _contradiction(
+            name,
+            f"its {type(projection).__name__} makes {own} of {total}, each on {replicas} ranks, as rank {rank} of "
+            f"{size}, and this is rank {coordinates.tp_rank} of {coordinates.tp_size}",
+        )
+    first = coordinates.tp_rank // replicas * own
+    return Interval(first, first + own)
+
+
+def _divided(total: int, own: int, coordinates: RankCoordinates) -> Interval | None:
+    """Returns the heads of this rank where no other has them, or all have all; None where only a loader knows."""
+    if own == total:
+        return Interval(0, total)
+    if own * coordinates.tp_size == total:
+        return Interval(coordinates.tp_rank * own, (coordinates.tp_rank + 1) * own)
+    return None
+
+
+class _Surroundings:
+    """The modules around attention layers."""
+
+    def __init__(self, attention: Iterable[Any], modules: Iterable[Module]) -> None:
+        self._attention = {id(layer) for layer in attention}
+        self._parents: dict[int, list[Module]] = {}
+        for each in modules:
+            for child in vars(each).get("_modules", {}).values():
+                self._parents.setdefault(id(child), []).append(each)
+
+    def of(self, layer: Any) -> list[Module]:
+        """Returns the modules around a layer that say how many heads there are, unless another layer is among them.
+
+        Those of its own attention come first; what is further away counts only if they say nothing.
+        """
+        level = [layer]
+        for _ in range(_FURTHEST):
+            parents = {id(parent): parent for each in level for parent in self._parents.get(id(each), ())}
+            level = [parent for parent in parents.values() if not self._has_another(parent, layer)]
+            inside = {id(each): each for parent in level for each in parent.modules()}
+            if near := [each for each in inside.values() if hasattr(each, "total_num_kv_heads")]:
+                return near
+        return []
+
+    def _has_another(self, parent: Module, layer: Any) -> bool:
+        return any(id(each) in self._attention and each is not layer for each in parent.modules())

@@ -1,0 +1,76 @@
+"""A prefill and a decode engine of SGLang's, each in processes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tests.real_engines.sglang.engine import EngineProcess, Output, Shape, disaggregated
+from tests.real_engines.sglang.tampering import Tampering
+
+from kvferry.applications.up.supervision import free_ports
+
+TOKENS = 12
+ROOMS = count(1000)
+
+
+class Pair:
+    """A prefill and a decode engine."""
+
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        *,
+        backend: str = "kvferry",
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """Begins to start both.
+
+        Args:
+            options: of SGLang's, of both engines.
+        """
+        self.tampering = Tampering(directory)
+        (self.port,) = free_ports(1)
+        self._model, self._backend, self._options = model, backend, options
+        self._environment = {**self.tampering.environment, **(environment or {})}
+        self.prefill = self._begin("prefill", chunked_prefill_size=128)
+        self.decode = self._begin("decode", disaggregation_decode_enable_radix_cache=True)
+
+    def _begin(self, mode: str, **options: Any) -> EngineProcess:
+        given = disaggregated(mode, self.port, self._backend, **{**self._options, **options})
+        return EngineProcess(Shape(self._model, given, self._environment, (self.tampering.directory,)))
+
+    def started(self) -> Pair:
+        self.prefill.started()
+        self.decode.started()
+        return self
+
+    def submit(self, given: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[int]:
+        """Hands requests to both, as gateways do; returns their rooms."""
+        rooms = [next(ROOMS) for _ in given]
+        for engine in (self.prefill, self.decode):
+            engine.submit(given, tokens, rooms=rooms, port=self.port)
+        return rooms
+
+    def run(self, given: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[Output]:
+        """What the decode engine answers."""
+        self.submit(given, tokens)
+        self.prefill.outputs()
+        return self.decode.outputs()
+
+    def restart_prefill(self) -> None:
+        """In the place of one that was killed."""
+        self.prefill = self._begin("prefill", chunked_prefill_size=128).started()
+
+    def close(self) -> None:
+        self.prefill.close()
+        self.decode.close()
+
+
+def assert_equal(found: Sequence[Output], expected: Sequence[tuple[int, ...]]) -> None:
+    assert [each.error for each in found] == [None] * len(found)
+    assert [each.tokens for each in found] == list(expected)

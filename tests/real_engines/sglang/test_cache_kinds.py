@@ -1,0 +1,92 @@
+"""The table of caches, and the options that are refused, against the SGLang that is installed. No engine is started."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.disaggregation.base.conn import StateType
+from sglang.srt.mem_cache import memory_pool
+from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, place
+
+from kvferry.engines.cache_kinds import names_missing
+from kvferry.engines.sglang.cache_kinds import KINDS
+from kvferry.engines.sglang.options import INSTEAD, check_options
+from kvferry.errors import UsageError
+
+ROOTS = {"KVCache", "BaseSWAKVPool", "MambaPool"}
+BASES = ROOTS - {"MambaPool"}
+"""Of which there is never a pool."""
+
+
+def pools() -> set[str]:
+    """The names of SGLang's pools, by its sources: some can be imported on an NPU alone."""
+    bases: dict[str, set[str]] = {}
+    for file in Path(memory_pool.__file__).parents[1].rglob("*.py"):
+        source = file.read_text()
+        if "Pool(" in source or "KVCache)" in source:
+            classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+            bases |= {each.name: {base.id for base in each.bases if isinstance(base, ast.Name)} for each in classes}
+    found: set[str] = set()
+    while more := {name for name, each in bases.items() if each & (ROOTS | found)} - found:
+        found |= more
+    return {name for name in (found | ROOTS) - BASES if not name.startswith("_")}
+
+
+def test_every_pool_and_state_of_sglangs_is_in_the_table_and_nothing_else():
+    assert names_missing(KINDS, [*pools(), *(f"StateType.{each.name}" for each in StateType)]) == []
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Turns an option on and looks at the options of a rank."""
+
+    def look(mode: Any = DECODE, *, ib_device: str | None = None, **changed: Any) -> None:
+        with place(monkeypatch, 1, Model(), tp=1, tp_rank=0, pp=1, pp_rank=0, **changed):
+            check_options(SimpleNamespace(ib_device=ib_device), mode)
+
+    return look
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"attn_cp_size": 2}, "attention context parallelism"),
+        ({"attn_dcp_size": 2}, "decode context parallelism"),
+        ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
+        ({"enable_dsa_cache_layer_split": True}, "--enable-dsa-cache-layer-split"),
+        ({"pp_size": 2}, "pipeline stages on the decode side"),
+        ({"enable_hisparse": True}, r"--enable-hisparse \(KV caches in host memory\)"),
+        ({"enable_unified_memory": True}, "--enable-unified-memory"),
+        ({"enable_pd_role_switch": True}, "--enable-pd-role-switch"),
+        ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete"),
+        ({"disaggregation_decode_host_receive_threshold": 0.5}, "host-receive-threshold below 1"),
+        ({"ib_device": "mlx5_0"}, r"--disaggregation-ib-device mlx5_0 \(.*KVFERRY_NIXL_DEVICE, such as mlx5_0:1\)"),
+    ],
+)
+def test_what_kvferry_does_not_do_is_refused_at_the_start(on: Any, changed: dict[str, Any], words: str):
+    with pytest.raises(UsageError, match=f"kvferry does not do this with SGLang yet: .*{words}"):
+        on(**changed)
+
+
+def test_a_variable_that_kvferry_does_not_read_is_said(
+    on: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for name in INSTEAD:
+        monkeypatch.setenv(name, "1")
+    with caplog.at_level(logging.WARNING):
+        on(PREFILL)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"kvferry does not read {name}: {instead}" for name, instead in INSTEAD.items()
+    ]
+
+
+def test_usual_options_are_taken_without_a_word(on: Any, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        on(PREFILL)
+        on(DECODE)
+    assert not caplog.records

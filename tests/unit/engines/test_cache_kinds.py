@@ -1,0 +1,52 @@
+"""The tables of what plug-ins transfer: a test behind every row, and no kind twice."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from tests.support.clones import ROOT
+
+from kvferry.engines.cache_kinds import CacheKind, CacheKinds, names_missing
+from kvferry.engines.sglang.cache_kinds import KINDS as SGLANG
+from kvferry.engines.vllm.cache_kinds import KINDS as VLLM
+from kvferry.errors import LayoutError
+
+TABLES = (VLLM, SGLANG)
+EVERY_ROW = [(table.engine, kind) for table in TABLES for kind in table.kinds]
+
+
+def names_of_tests(file: str) -> set[str]:
+    """The names of a file's tests; none if there is no such file."""
+    path = ROOT / file
+    tree = ast.parse(path.read_text() if path.is_file() else "")
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+@pytest.mark.parametrize(("engine", "kind"), EVERY_ROW, ids=lambda each: getattr(each, "name", each))
+def test_the_test_of_every_row_is_there(engine: str, kind: CacheKind):
+    file, _, test = kind.test.partition("::")
+    assert test in names_of_tests(file), f"{engine}: {kind.name} names {kind.test}, which does not exist"
+
+
+def test_a_kind_is_either_transferred_or_refused():
+    with pytest.raises(LayoutError, match="'FullAttention' is either transferred or refused"):
+        CacheKind("FullAttention", "keys", "a::b")
+    with pytest.raises(LayoutError, match="twice: \\['FullAttention'\\]"):
+        CacheKinds("an engine", (CacheKind("FullAttention", "keys", "a::b", transfer="all"),) * 2)
+
+
+def test_what_a_table_lacks_and_what_an_engine_has_no_more_is_found():
+    known = CacheKinds(
+        "an engine", tuple(CacheKind(name, "it", "a::b", transfer="all") for name in ("A", "B", "B with C"))
+    )
+    assert names_missing(known, ["B", "C"]) == ["A", "C"]
+    assert names_missing(known, ["A", "B"]) == []
+
+
+def test_a_row_says_what_becomes_of_a_kind():
+    kinds = (CacheKind("A", "keys", "a::b", transfer="all"), CacheKind("B", "state", "a::c", refusal="not yet"))
+    assert CacheKinds("an engine", kinds).markdown().splitlines()[2:] == [
+        "| `A` | keys | yes: all | `a::b` |",
+        "| `B` | state | refused: not yet | `a::c` |",
+    ]

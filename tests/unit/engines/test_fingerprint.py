@@ -1,0 +1,98 @@
+"""What plug-ins say of caches and requests: the same where these are the same, and another wherever they differ."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from kvferry.engines.fingerprint import (
+    LONGEST_VALUE,
+    CacheIdentity,
+    MultimodalInput,
+    request_conditions,
+    short_text,
+)
+from kvferry.protocol.fingerprint import MAY_BE_UNSAID, MAY_DIFFER, checked_fingerprint
+from kvferry.protocol.request_conditions import checked_conditions, why_different
+
+IDENTITY = CacheIdentity(
+    engine="vllm 0.32.0",
+    weights="3f9a",
+    architecture="Qwen3ForCausalLM",
+    cache_dtype="float8_e4m3fn",
+    scales="of the checkpoint",
+    attention_backend="FLASH_ATTN",
+    content_order="a slot a head: K, V",
+    rope="{'rope_theta': 10000.0}",
+    attention_window="every token",
+    quantization="none",
+    speculative_model="77aa",
+)
+CAT, DOG = MultimodalInput("cat", 3, 5), MultimodalInput("dog", 3, 5)
+
+
+def test_every_attribute_is_a_field_that_travels():
+    fingerprint = IDENTITY.fingerprint()
+    assert fingerprint.keys() == {each.name for each in fields(CacheIdentity)}
+    assert checked_fingerprint(fingerprint) == fingerprint
+    assert "speculative_model" not in replace(IDENTITY, speculative_model="").fingerprint()
+
+
+def test_the_fields_that_need_not_agree_are_among_them():
+    assert {each.name for each in fields(CacheIdentity)} > MAY_DIFFER | MAY_BE_UNSAID
+
+
+@pytest.mark.parametrize("value", ["", "plain", {"b": 1, "a": None}, "x" * LONGEST_VALUE, "x" * 10_000, "a\nb", [1.5]])
+def test_a_text_is_short_and_the_same_for_the_same(value: Any):
+    text = short_text(value)
+    assert len(text) <= LONGEST_VALUE
+    assert text.isprintable()
+    assert text == short_text(dict(reversed(value.items())) if isinstance(value, dict) else value)
+
+
+def test_texts_that_differ_behind_their_beginning_differ():
+    assert short_text("x" * 10_000) != short_text("x" * 9_999 + "y")
+    assert short_text("a\nb") != short_text("a\tb") != short_text("a?b")
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (request_conditions([1, 2, 4]), "another prompt"),
+        (request_conditions([1, 2]), "another prompt"),
+        (request_conditions([1, 2, 3, 0]), "another prompt"),
+        (request_conditions([1, 2, 3], embedding=b"e"), "names a prompt embedding"),
+        (request_conditions([1, 2, 3], lora="a"), "names a LoRA adapter"),
+        (request_conditions([1, 2, 3], multimodal=[CAT]), "names a multimodal input"),
+        (request_conditions([1, 2, 3], salt="s"), "names a cache salt"),
+    ],
+    ids=["token", "shorter", "longer", "embedding", "adapter", "image", "salt"],
+)
+def test_requests_that_differ_in_anything_that_their_caches_depend_on_are_told_apart(
+    other: dict[str, bytes], what: str
+):
+    mine = request_conditions([1, 2, 3])
+    assert what in why_different(mine, checked_conditions(other, where="here"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"lora": "a"}, {"lora": "b"}),
+        ({"salt": "a"}, {"salt": "b"}),
+        ({"embedding": b"a"}, {"embedding": b"b"}),
+        ({"multimodal": [CAT]}, {"multimodal": [DOG]}),
+        ({"multimodal": [CAT]}, {"multimodal": [replace(CAT, offset=4)]}),
+        ({"multimodal": [CAT, DOG]}, {"multimodal": [DOG, CAT]}),
+    ],
+)
+def test_what_both_have_must_be_the_same(one: dict[str, Any], other: dict[str, Any]):
+    assert why_different(request_conditions([1], **one), request_conditions([1], **one)) == ""
+    assert "has another" in why_different(request_conditions([1], **one), request_conditions([1], **other))
+
+
+def test_tokens_count_by_value_and_not_by_type():
+    numpy = pytest.importorskip("numpy")
+    assert request_conditions(numpy.array([1, 2, 3], numpy.int32)) == request_conditions((1, 2, 3))
