@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.errors import RoomExistsError
+from kvferry.testing.simulation.circumstances import ANOTHER_PROMPT
 from kvferry.testing.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
 from kvferry.testing.simulation.processes import Process
 from kvferry.testing.simulation.requests import RankSide, ReceiveSide, SendSide, new_request
@@ -88,10 +89,8 @@ class Callers:
             request.senders[0].chunks[-1] += draw.choice([-1, 1])
             request.excused("one side miscounts")
         # Chance of its own, so that other requests are as they were without it.
-        if (
-            random.Random(f"{self._world.seed} prompt that was computed for request {number}").random()
-            < _ANOTHER_PROMPT_ODDS
-        ):
+        lot = random.Random(f"{self._world.seed} prompt that was computed for request {number}").random()
+        if lot < _ANOTHER_PROMPT_ODDS and ANOTHER_PROMPT not in self._world.limits.without_troubles:
             request.is_another_prompt = True
             request.excused("the two sides have different prompts")
 

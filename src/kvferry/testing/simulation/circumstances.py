@@ -33,6 +33,9 @@ TROUBLES = (
 )
 """What may go wrong. Every world has its own few, so that each also comes alone."""
 
+ANOTHER_PROMPT = "another prompt"
+"""A trouble that every world has unless it is left out: a prefill side computes another prompt than was asked for."""
+
 LINGER_S = 2.5
 """For how long the wire may carry on with the writes of a process that was killed."""
 
