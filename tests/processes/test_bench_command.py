@@ -157,6 +157,7 @@ def test_a_rank_that_dies_ends_the_run_and_leaves_nobody_behind():
     assert_gone(ranks)
 
 
+@pytest.mark.full
 def test_ranks_do_not_outlive_a_parent_that_was_killed():
     command = [sys.executable, "-m", "kvferry", "bench", *SMALL, "--seconds", "60"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.support.caches import Model, Shape
 from tests.support.engines import WAIT_S, Requests
+from tests.support.tiers import Tier
 from tests.support.waiting import eventually
 
 from kvferry import PrefillEndpoint, Receiver, Sender, TransferState
@@ -413,11 +414,11 @@ def test_a_broken_inbox_fails_the_rooms_that_wait_for_it(pair: Callable[..., Req
 # ---- afterwards -------------------------------------------------------------------------------------------------
 
 
-def test_a_number_is_free_as_soon_as_its_transfer_has_ended(pair: Callable[..., Requests]):
+def test_a_number_is_free_as_soon_as_its_transfer_has_ended(pair: Callable[..., Requests], tier: Tier):
     requests = pair(Model(layers=1, heads=1), Shape(), Shape())
     source, destination = requests.prefill.endpoints[0], requests.decode.endpoints[0]
     pages = np.arange(2)
-    for _ in range(400):
+    for _ in range(tier.amount(quick=100, full=400, long=400)):
         receiver = destination.open(1, pages, engine=requests.prefill.name)
         sender = source.open(1)
         sender.submit(pages, last=True)
