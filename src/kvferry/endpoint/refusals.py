@@ -9,14 +9,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
 
 from kvferry.control.ends import Connection
 from kvferry.endpoint.links import Links
 from kvferry.errors import KVFerryError
 from kvferry.protocol import messages
-from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.link import Identity, Link
 from kvferry.protocol.registrations import RankRegistration
+
+_Key: TypeAlias = "tuple[int, int]"
+"""Room and generation."""
+
+IndexT = TypeVar("IndexT")
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +76,9 @@ class Refusals:
         self._pause_s = pause_s
         self._keep_s = keep_s
         self._most = most
-        self._refusals: dict[tuple[int, int], Refusal] = {}  # by room and generation, the oldest first
+        self._refusals: dict[_Key, Refusal] = {}  # the oldest first
+        self._of_rooms: dict[int, dict[_Key, None]] = {}
+        self._through: dict[Link, dict[_Key, None]] = {}
 
     @property
     def all(self) -> Collection[Refusal]:
@@ -79,13 +86,13 @@ class Refusals:
         return self._refusals.values()
 
     @property
-    def links(self) -> set[Link]:
+    def links(self) -> Collection[Link]:
         """Links to ranks that are still to hear of any."""
-        return {refusal.link for refusal in self._refusals.values()}
+        return self._through.keys()
 
     def holds(self, room: int) -> bool:
         """Whether a prefill rank may still be told that a room was refused."""
-        return any(number == room for number, _ in self._refusals)
+        return room in self._of_rooms
 
     def add(
         self, room: int, link: Link, *, generation: int, reason: str, now: float, holder: int | None = None
@@ -97,7 +104,10 @@ class Refusals:
             generation: as in `RefuseRoom`; likewise the holder.
             reason: why, in words.
         """
-        refusal = Refusal(
+        if not link.registrations and not self._links.is_current(link):
+            return  # nobody was found through it, and nobody will be
+        key = (room, generation)
+        refusal = self._refusals[key] = Refusal(
             room,
             link,
             generation,
@@ -107,15 +117,22 @@ class Refusals:
             repeat_at=now + self._pause_s,
             pause_s=2 * self._pause_s,
         )
-        self._refusals[room, generation] = refusal
-        forget_oldest(self._refusals, self._most)
+        self._of_rooms.setdefault(room, {})[key] = None
+        self._through.setdefault(link, {})[key] = None
+        if len(self._refusals) > self._most:
+            self._drop(next(iter(self._refusals)))
         self._tell(refusal)
 
     def link_looked_up(self, link: Link) -> None:
         """Tells ranks that have just been found what was refused before."""
-        for refusal in self._refusals.values():
-            if refusal.link is link:
-                self._tell(refusal)
+        for key in self._through.get(link, ()):
+            self._tell(self._refusals[key])
+
+    def link_failed(self, link: Link) -> None:
+        """Drops what was to be told to ranks that were not found, and will not be any more."""
+        if not link.registrations:
+            for key in list(self._through.get(link, ())):
+                self._drop(key)
 
     def repeat(self, now: float, *, is_due: bool = False) -> None:
         """Tells again whoever has not answered for a while, and gives up on those that have not for long.
@@ -125,15 +142,15 @@ class Refusals:
         """
         for key, refusal in list(self._refusals.items()):
             if now >= refusal.until:
-                del self._refusals[key]
+                self._drop(key)
             elif is_due or now >= refusal.repeat_at:
                 refusal.repeat_at, refusal.pause_s = now + refusal.pause_s, 2 * refusal.pause_s
                 self._tell(refusal)
 
     def forget(self, room: int) -> None:
         """Stops refusing a number that is used again."""
-        for key in [key for key in self._refusals if key[0] == room]:
-            del self._refusals[key]
+        for key in list(self._of_rooms.get(room, ())):
+            self._drop(key)
 
     def take_answer(self, channel: Connection, message: messages.Drained) -> bool:
         """Handles a prefill rank's answer. Returns whether it was the last one to a refusal."""
@@ -145,8 +162,13 @@ class Refusals:
             refusal.answered.add(message.writer)
         if not refusal.is_known_to_all:
             return False
-        del self._refusals[message.room, message.generation]
+        self._drop((message.room, message.generation))
         return True
+
+    def _drop(self, key: _Key) -> None:
+        refusal = self._refusals.pop(key)
+        _remove(self._of_rooms, refusal.room, key)
+        _remove(self._through, refusal.link, key)
 
     def _tell(self, refusal: Refusal) -> None:
         for registration in refusal.unanswered:
@@ -163,3 +185,10 @@ class Refusals:
             )
             with contextlib.suppress(KVFerryError):  # with the next heartbeat, again
                 self._links.tell(registration, message)
+
+
+def _remove(keys: dict[IndexT, dict[_Key, None]], index: IndexT, key: _Key) -> None:
+    """Removes a key from an index, and what of the index is empty then."""
+    del keys[index][key]
+    if not keys[index]:
+        del keys[index]
