@@ -17,6 +17,7 @@ from tests.support.waiting import eventually
 
 from kvferry import PrefillEndpoint, Receiver, Sender, TransferState
 from kvferry.endpoint.sending import OpenReceived
+from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import (
     ChunkError,
     PeerDisconnectedError,
@@ -732,12 +733,11 @@ def test_every_change_of_either_side_calls_back_and_a_callback_that_raises_chang
     assert "room 1: a change callback failed" in caplog.text
 
 
-def test_pages_that_come_back_after_a_failure_call_back(pair: Callable[..., Requests]):
-    requests = pair()
-    request = requests.new(1, 4)
-    requests.open_prefill(request)
-    sender = request.senders[0]
+def test_pages_that_come_back_after_a_failure_call_back():
+    transfer = Transfer(1)
     seen: list[tuple[TransferState, bool]] = []
-    sender.add_change_callback(lambda: seen.append((sender.state, sender.pages_reusable)))
-    sender.abort("enough")
-    eventually("both are reported", lambda: (S.FAILED, True) in seen)
+    transfer.add_change_callback(lambda: seen.append((transfer.state, transfer.pages_reusable)))
+    error = TransferFailedError("it failed")
+    for are_reusable in (False, False, True, True):
+        transfer._update(S.FAILED, error, pages_reusable=are_reusable)
+    assert seen == [(S.FAILED, False), (S.FAILED, True)], "once for each change"
