@@ -13,7 +13,7 @@ import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from tests.real_engines.sglang.ranks import PREFILL, SERVER_ARGS, Model, Rank, Whole, place, plug_in
 
-from kvferry.engines.sglang.conditions import around_a_request
+from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.receiver import KVFerryReceiver
 from kvferry.engines.sglang.sender import KVFerrySender
@@ -78,7 +78,7 @@ class Members:
             extra_key=None,
             cache_salt=salt,
         )
-        return around_a_request(lambda *_: make(), SimpleNamespace(scheduler=None), req)
+        return around_requests(lambda: True)(lambda *_: make(), SimpleNamespace(scheduler=None), req)
 
     def close(self) -> None:
         for manager in self._begun:

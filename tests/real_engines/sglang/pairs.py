@@ -44,9 +44,9 @@ class Pair:
         given = disaggregated(mode, self.port, self._backend, **{**self._options, **options})
         return EngineProcess(Shape(model or self._model, given, self._environment, (self.tampering.directory,)))
 
-    def another_decode(self, model: Path) -> EngineProcess:
-        """Begins to start another decode engine, with another model."""
-        return self._begin("decode", model=model, disaggregation_decode_enable_radix_cache=True)
+    def another_decode(self, model: Path | None = None, **options: Any) -> EngineProcess:
+        """Begins to start another decode engine, with another model or other options."""
+        return self._begin("decode", model=model, disaggregation_decode_enable_radix_cache=True, **options)
 
     def started(self) -> Pair:
         self.prefill.started()

@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def let_checksums_run_on_cpus(note: Callable[..., None]) -> None:
 
     verify = decode.SchedulerDisaggregationDecodeMixin._verify_kv_checksums
 
+    @wraps(verify)  # SGLang has to be what kvferry's contract says
     def verifying(scheduler: Any, batch: Any) -> None:
         expected = {req.bootstrap_room: req for req in batch.reqs if req.expected_kv_checksum}
         pages = {room: _pages_behind_the_prefix(scheduler, req) for room, req in expected.items()}

@@ -17,6 +17,9 @@ from kvferry.applications.up.supervision import free_ports
 
 pytestmark = pytest.mark.timeout(600)
 
+ENDS_S = 2.0
+"""By when both sides have ended after one has refused a request."""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -178,6 +181,29 @@ def test_another_checkpoint_of_the_same_shape_is_refused(pair: Pair, tmp_path: P
         pair.prefill.outputs()
     finally:
         other.close()
+
+
+def test_pages_of_different_size_are_refused_and_both_sides_end(pair: Pair, undivided: EngineProcess):
+    """The decode server refuses before it opens a room; the prefill server has opened its own."""
+    other = pair.another_decode(page_size=32)
+    try:
+        other.started()
+        given = prompts(11, 2, shortest=100)
+        for number, prompt in enumerate(given):
+            room = next(ROOMS)
+            begun_at = time.monotonic()
+            for engine in (pair.prefill, other):
+                engine.submit([prompt], TOKENS, rooms=[room], port=pair.port)
+            (refused,), (told,) = other.outputs(60), pair.prefill.outputs(60)
+            took_s = time.monotonic() - begun_at
+            assert refused.error is not None
+            assert "--page-size is 16 there and 32 here" in refused.error
+            assert told.error is not None
+            assert "refused it: the prefill server at" in told.error
+            assert took_s < ENDS_S, f"request {number}: {took_s:.1f} s"
+    finally:
+        other.close()
+    assert_equal(pair.run(given), undivided.generate(given, TOKENS))
 
 
 def test_a_prefill_engine_that_is_killed_fails_its_requests_soon_and_comes_back(pair: Pair, undivided: EngineProcess):

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.engines.fingerprint import request_conditions
 from kvferry.engines.sglang import conditions
-from kvferry.engines.sglang.conditions import around_a_request, conditions_of, current
+from kvferry.engines.sglang.conditions import around_requests, conditions_of, current
 from kvferry.engines.sglang.identity import cache_identity
 from kvferry.errors import EngineContractError
 
@@ -42,7 +42,9 @@ def identity(**changes: Any) -> Any:
             speculative_algorithm=None, speculative_draft_model_path=None, speculative_draft_model_revision=None
         ),
         "execution": SimpleNamespace(
-            attention_backend="fa3", prefill_attention_backend="fa3", decode_attention_backend="flashinfer"
+            kernel=SimpleNamespace(
+                attention_backend="fa3", prefill_attention_backend="fa3", decode_attention_backend="flashinfer"
+            )
         ),
     }
     for name, value in changes.items():
@@ -61,8 +63,8 @@ def test_a_server_says_what_its_caches_are():
         "scales": "none",
         "attention_backend": "fa3, flashinfer",
         "content_order": "tokens, heads, numbers",
-        "rope": "[('rope_theta', 1000000.0)]",
-        "attention_window": "512 tokens, [('layer_types', ['sliding_attention', 'full_attention'])]",
+        "rope": '{"rope_theta": 1000000.0}',
+        "attention_window": '512 tokens, {"layer_types": ["sliding_attention", "full_attention"]}',
         "quantization": "none",
     }
 
@@ -192,6 +194,14 @@ def test_another_image_is_another_image_and_no_other_prompt():
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"multimodal input"}
 
 
+def test_images_that_sglang_does_not_digest_are_told_apart_by_their_places_alone():
+    def found(content: int, start: int) -> dict[str, bytes]:
+        inputs = SimpleNamespace(mm_items=[image(content, start, start + 3)])
+        return conditions_of(request(multimodal_inputs=inputs), scheduler(), has_digests=False)
+
+    assert found(7, 2) == found(8, 2) != found(7, 3)
+
+
 def test_what_was_generated_is_prompt_to_whoever_computes_it_again():
     again = request(origin_input_ids=array("q", range(38)), output_ids=array("q", [38, 39]))
     assert conditions_of(again, scheduler()) != PLAIN
@@ -206,6 +216,7 @@ def test_conditions_are_those_of_the_request_that_is_being_made():
         assert (arguments[0], named) == (queue, {"is_rebootstrap": False})
         return current("the hook")
 
+    around_a_request = around_requests(lambda: True)
     assert around_a_request(original, queue, request(), is_rebootstrap=False) == PLAIN
     with pytest.raises(EngineContractError, match="kvferry's hook on the hook was not called"):
         current("the hook")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,22 @@ _OF_AN_INPUT = -1
 """Stands for the tokens of an image or the like, which are SGLang's digest of it: that is a condition of its own."""
 
 
-def around_a_request(original: Callable[..., Any], queue: Any, req: Any, *arguments: Any, **named: Any) -> Any:
-    """Calls what makes a request's sender or receiver, which may take its conditions meanwhile.
+def around_requests(has_digests: Callable[[], bool]) -> Callable[..., Any]:
+    """Returns the hook around what makes a request's sender or receiver, which may take its conditions meanwhile.
 
     Args:
-        original: SGLang's own.
-        queue: one of SGLang's queues, which has its scheduler.
-        req: the request.
+        has_digests: whether SGLang digests images and the like; else it gives each a number by chance.
     """
-    token = _current.set(lambda: conditions_of(req, queue.scheduler))
-    try:
-        return original(queue, req, *arguments, **named)
-    finally:
-        _current.reset(token)
+
+    def around_a_request(original: Callable[..., Any], queue: Any, req: Any, *arguments: Any, **named: Any) -> Any:
+        take = partial(conditions_of, req, queue.scheduler, has_digests=has_digests())
+        token = _current.set(take)
+        try:
+            return original(queue, req, *arguments, **named)
+        finally:
+            _current.reset(token)
+
+    return around_a_request
 
 
 def current(target: str) -> dict[str, bytes]:
@@ -59,18 +63,19 @@ def current(target: str) -> dict[str, bytes]:
     return take()
 
 
-def conditions_of(req: Any, scheduler: Any) -> dict[str, bytes]:
+def conditions_of(req: Any, scheduler: Any, *, has_digests: bool = True) -> dict[str, bytes]:
     """Returns what a request's cache depends on.
 
     Args:
         req: SGLang's Req.
         scheduler: its Scheduler, which knows the adapters.
+        has_digests: as for `around_requests`. Without them another image in the same place is not noticed.
     """
     tokens: Any = np.array(req.origin_input_ids, np.int64)
     if getattr(req, "pd_rebootstrap_in_progress", False):
         # What was generated so far is prompt to the prefill side, which computes it again.
         tokens = np.concatenate([tokens, np.array(req.output_ids, np.int64)])
-    inputs = _inputs(req)
+    inputs = _inputs(req, has_digests=has_digests)
     for each in inputs:
         tokens[each.offset : each.offset + each.length] = _OF_AN_INPUT
     embedding = b"" if req.input_embeds is None else np.asarray(req.input_embeds, np.float32).tobytes()
@@ -83,10 +88,10 @@ def conditions_of(req: Any, scheduler: Any) -> dict[str, bytes]:
     )
 
 
-def _inputs(req: Any) -> list[MultimodalInput]:
+def _inputs(req: Any, *, has_digests: bool) -> list[MultimodalInput]:
     given = req.multimodal_inputs
     return [
-        MultimodalInput(f"{item.modality.name} {item.hash}", start, stop + 1 - start)
+        MultimodalInput(f"{item.modality.name} {item.hash if has_digests else ''}", start, stop + 1 - start)
         for item in (given.mm_items if given is not None else ())
         for start, stop in item.offsets or ()
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def _scales(cache_dtype: str, path: str | None) -> str:
 
 
 def _backends(execution: Any) -> str:
-    names = (execution.attention_backend, execution.prefill_attention_backend, execution.decode_attention_backend)
+    kernels = execution.kernel
+    names = (kernels.attention_backend, kernels.prefill_attention_backend, kernels.decode_attention_backend)
     return ", ".join(dict.fromkeys(name for name in names if name)) or NONE
 
 
@@ -81,7 +83,7 @@ def _content_order(args: Any) -> str:
 
 def _some(config: Any, names: tuple[str, ...]) -> str:
     found = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
-    return str(sorted(found.items())) if found else NONE
+    return json.dumps(found, sort_keys=True, default=str) if found else NONE
 
 
 def _windows(model: Any, text: Any) -> str:

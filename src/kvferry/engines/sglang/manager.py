@@ -189,6 +189,17 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             raise IncompatiblePeerError(server.refusal)
         return server.engine
 
+    def refuse(self, bootstrap_address: str, room: int, prefill_dp_rank: int, reason: str) -> None:
+        """Tells a prefill server that was looked up that a room will not be opened here.
+
+        Args:
+            prefill_dp_rank: the data-parallel group there that has the request.
+            reason: why, in words.
+        """
+        server = self._servers.get(bootstrap_address)
+        if server is not None:
+            self.decode.refuse(room, reason, engine=server.engine, prefill_dp_rank=prefill_dp_rank)
+
     def forget_prefill(self, bootstrap_address: str) -> None:
         """Makes the next request look a prefill server up again: another one may have come in its place."""
         self.prefill_info_table.pop(bootstrap_address, None)

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvferry.engines.contract import enforce
 from kvferry.engines.sglang import hooks, pools
-from kvferry.engines.sglang.conditions import around_a_request
+from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.contract import LOADING, SERVING
 from kvferry.engines.sglang.hooks import Hook
 from kvferry.engines.sglang.names import (
@@ -88,6 +88,12 @@ def _register() -> None:
     def remember_pools(_: None, *given: Any, **named: Any) -> None:
         pools.remember_pools(*given, **named)
 
+    def digests_inputs() -> bool:
+        from sglang.srt.environ import envs
+
+        return not envs.SGLANG_MM_SKIP_COMPUTE_HASH.get()
+
+    around_a_request = around_requests(digests_inputs)
     added = (
         Hook(BACKENDS, backends, "REPLACE"),
         Hook(KV_CLASS, choose, "AROUND"),

@@ -43,6 +43,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         try:
             self._transfer = mgr.prefill.open(bootstrap_room, depends_on=current(CREATE_SENDER))
         except KVFerryError as error:
+            mgr.prefill.refuse(bootstrap_room, str(error))
             self._fail(str(error))
             return
         if mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang has refused it
@@ -89,7 +90,8 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
 
     def poll(self) -> int:
         """Returns the state of the transfer."""
-        self._look()
+        if self._transfer is not None and self._transfer.state is not self._seen:
+            self._look()
         return self._conclude(self.kv_mgr.check_status)
 
     def poll_pp_consensus(self) -> int:
