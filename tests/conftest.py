@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -37,6 +38,17 @@ def tier_of(config: pytest.Config) -> Tier:
 def pytest_configure(config: pytest.Config) -> None:
     register_profiles()
     settings.load_profile(tier_of(config).value)  # before tests are collected: budgets are read then
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Collects tests without looking for garbage, then or later, among a million objects that stay to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)  # environments of engines have no pytest-xdist

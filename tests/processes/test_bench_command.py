@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.commands import kvferry
 from tests.support.family import assert_gone, wait_for_ranks
 
 pytest.importorskip("nixl_cu13")
@@ -120,7 +121,7 @@ def test_cases_are_drawn(tmp_path: Path):
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(flags: tuple[str, ...], said: str):
-    run = bench(*flags)
+    run = kvferry("bench", *SMALL, *flags)
     assert run.returncode == 2
     assert said in " ".join(run.stderr.split())
     assert "Traceback" not in run.stderr

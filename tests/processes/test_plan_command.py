@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.commands import kvferry
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 DIVIDED = {"layers": "all", "axes": {"head": 6, "dim": 128}, "dtype": "bfloat16", "tp_axis": "head"}
 
 
 def plan(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvferry", "plan", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return kvferry("plan", *arguments)
 
 
 def described(file: Path, **changes: Any) -> Path:

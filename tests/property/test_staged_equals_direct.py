@@ -28,6 +28,7 @@ from tests.support.tiers import examples
 from kvferry.endpoint.platform import SystemPlatform
 from kvferry.endpoint.receiving import Receiver, ReceivingRoom
 from kvferry.endpoint.scattering import ArrivalTask, Scatterers, ScatterTask
+from kvferry.errors import MessageError
 from kvferry.layout import Device, Region
 from kvferry.observe.records import PlacedRecord
 from kvferry.plan import ElectedRoute, PairPlan, Unit, packing, pair
@@ -274,6 +275,26 @@ def test_layouts_that_engines_have(name: str, chunk_bytes: int):
     sizes: list[int] = []
     check_staged(NAMED[name], chunk_bytes=chunk_bytes, sizes=sizes)
     assert sizes, "nothing was staged"
+
+
+@pytest.mark.parametrize(
+    "change", [lambda segments: segments[:-1], lambda segments: (*segments, segments[-1])], ids=["fewer", "more"]
+)
+def test_a_part_whose_bytes_are_not_those_of_its_segments_is_refused(
+    change: Callable[[tuple[Any, ...]], tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+):
+    right = messages.decode_notification
+
+    def changed(data: bytes) -> Any:
+        message = right(data)
+        assert isinstance(message, StagedArrived)
+        return msgspec.structs.replace(message, segments=change(message.segments))
+
+    monkeypatch.setattr(messages, "decode_notification", changed)
+    monkeypatch.setattr(Scatterer, "scatter", lambda *arguments: pytest.fail("bytes were copied"))
+    for case in NAMED.values():
+        with pytest.raises(MessageError, match="bytes of staging memory for segments of"):
+            check_staged(case, chunk_bytes=100)
 
 
 # ---- can the check fail? --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from tests.simulation.pins import pinned
 from tests.simulation.planted import PLANTED
 from tests.support.tiers import Tier
 
+from kvferry.settings import Settings
 from kvferry.testing.simulation import Limits, ViolationError, World
-from kvferry.testing.simulation.circumstances import TROUBLES
+from kvferry.testing.simulation.circumstances import TROUBLES, drawn
 from kvferry.testing.simulation.memory import Arena
 from kvferry.testing.simulation.search import Findings, run_one, search, shrink
 
@@ -63,6 +65,12 @@ def test_a_seed_is_a_schedule():
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
         )
         assert there.stdout.strip() == here.strip()
+
+
+def test_engines_have_settings_that_a_user_could_give():
+    for seed in range(10):
+        for engine in drawn(random.Random(seed), Limits()).engines.values():
+            assert Settings(**engine.settings.model_dump()) == engine.settings
 
 
 def test_worlds_differ():

@@ -35,6 +35,10 @@ class Loop(ABC):
     def has_work(self) -> bool:
         """Whether a turn would find something to do, sockets and transports apart. For the simulation."""
 
+    def polls_writes(self) -> bool:
+        """Whether a turn polls writes that are on their way. For the simulation."""
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class ThreadHealth:

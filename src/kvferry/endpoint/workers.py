@@ -81,7 +81,10 @@ class Worker(Loop):
         self._writes.add(transfer, peer, on_done, failed, on_broke)
 
     def has_work(self) -> bool:
-        return self._run_queue.has_any or self._has_writes or self._is_stopping
+        return self._run_queue.has_any or bool(self._settling) or self._is_stopping
+
+    def polls_writes(self) -> bool:
+        return bool(self._writes)
 
     @property
     def _has_writes(self) -> bool:

@@ -193,10 +193,14 @@ class TokenShare(msgspec.Struct, frozen=True):
 
     def held_before(self, position: int, *, block: BlockLength) -> int:
         """Returns how many positions before `position` the rank holds: the local position of the next that it holds."""
+        if self.partition.is_whole:
+            return position
         return int(self.local(np.array([position], np.int64), block=block)[0])
 
     def local(self, positions: Positions, *, block: BlockLength) -> Positions:
         """Returns the local position of each position, or of the next that the rank holds where it does not hold it."""
+        if self.partition.is_whole:
+            return positions
         owned, own = self._owned(), self._own(block)
         cycles, within = np.divmod(positions, block.cycle(len(self.partition.pattern)))
         blocks = block.numbers(within)

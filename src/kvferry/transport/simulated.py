@@ -136,7 +136,8 @@ class SimulatedWire:
             self.on_piece(transfer, piece)
             ctypes.memmove(piece.destination, piece.source if piece.sent is None else piece.sent, piece.num_bytes)
         if not transfer.left:
-            self._end(transfer)
+            self._stop(transfer)
+            self.transfers.remove(transfer)
 
     def fail(self, transfer: SimulatedHandle, problem: Exception | None, *, sent: int = 0) -> None:
         """Ends a write as it is.
@@ -149,14 +150,14 @@ class SimulatedWire:
         transfer.left[:] = [
             replace(piece, sent=ctypes.string_at(piece.source, piece.num_bytes)) for piece in transfer.left[:sent]
         ]
-        if transfer.left:
-            transfer.has_ended = True
-        else:
-            self._end(transfer)
+        self._stop(transfer)
+        if not transfer.left:
+            self.transfers.remove(transfer)
 
-    def _end(self, transfer: SimulatedHandle) -> None:
-        transfer.has_ended = True
-        self.transfers.remove(transfer)
+    def _stop(self, transfer: SimulatedHandle) -> None:
+        if not transfer.has_ended:
+            transfer.has_ended = True
+            transfer.source.unreported.add(transfer)
 
     @property
     def moving(self) -> list[SimulatedHandle]:
@@ -176,6 +177,7 @@ class SimulatedTransport(Transport):
     Attributes:
         arrived: notifications that were not taken yet.
         is_mapped: whether its process still has its memory: not so once the process is dead.
+        unreported: writes that have ended without that `poll` has said so.
     """
 
     name = "simulated"
@@ -191,6 +193,7 @@ class SimulatedTransport(Transport):
         self.endpoint_name = endpoint_name
         self.arrived: deque[tuple[str, bytes]] = deque()
         self.is_mapped = True
+        self.unreported: set[SimulatedHandle] = set()
         self._wire = wire
         self._memory = RegisteredMemory("this endpoint")
         self._peers: dict[str, tuple[RegisteredMemory, SimulatedTransport]] = {}
@@ -285,6 +288,7 @@ class SimulatedTransport(Transport):
             self._wire.fail(transfer, PeerDisconnectedError(f"{transfer.target.endpoint_name} was started anew"))
         if not transfer.has_ended:
             return None
+        self.unreported.discard(transfer)
         if transfer.problem is not None:
             raise transfer.problem
         if not transfer.is_known:

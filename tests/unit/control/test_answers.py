@@ -9,15 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 from rich.console import Console
-from tests.support.http_answers import NESTED_GZIP, answering, http_answer
+from tests.support.http_answers import answering, http_answer, nested_gzip
 
 from kvferry.applications.top.asking import ask_once
 from kvferry.applications.top.recording import record
 from kvferry.control.answers import Answer, request
 from kvferry.control.kubernetes import KubernetesClient
 from kvferry.errors import OrchestratorError
-
-BOMB = http_answer(NESTED_GZIP, headers="Content-Encoding: gzip, gzip\r\n")
 
 
 def asked(answer: bytes, *, most_bytes: int = 100) -> Answer:
@@ -61,7 +59,7 @@ def trace(url: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("ask", [kubernetes, top, trace])
 def test_nobody_decodes_what_an_answer_is_encoded_in(ask: Callable[[str, Path], str], tmp_path: Path):
-    with answering(BOMB) as url:
+    with answering(http_answer(nested_gzip(), headers="Content-Encoding: gzip, gzip\r\n")) as url:
         ask(url, tmp_path)  # imports what it needs
         tracemalloc.start()
         try:

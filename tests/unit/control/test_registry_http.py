@@ -21,7 +21,7 @@ import msgspec
 import pytest
 from starlette.responses import JSONResponse
 from tests.support.http import Served
-from tests.support.http_answers import NESTED_GZIP, answering, http_answer
+from tests.support.http_answers import answering, http_answer, nested_gzip
 from tests.support.ports import held_port
 from tests.support.registries import counted_registrations
 from tests.support.waiting import PATIENCE_S, eventually
@@ -506,7 +506,7 @@ class TestClient:
     )
     def test_an_encoded_answer_is_refused_before_it_is_decoded(self, encodings: str):
         with (
-            answering(http_answer(NESTED_GZIP, headers=f"Content-Encoding: {encodings}\r\n")) as url,
+            answering(http_answer(nested_gzip(), headers=f"Content-Encoding: {encodings}\r\n")) as url,
             RegistryClient(url) as client,
         ):
             client.load()

@@ -234,13 +234,20 @@ def test_a_hybrid_has_a_component_for_every_kind_however_its_layers_are_grouped(
     two = hybrid([group([2, 5], "full"), group([0, 1, 3, 4], "a", window_tokens=7)])
     assert one.digest == two.digest
     assert {component.name: component.window_tokens for component in one.components} == {"kv": None, "kv, window 7": 7}
-    held = sorted((shard.component.name, shard.box[0], shard.group) for shard in two.shards)
-    assert held == [
-        ("kv", Interval(2, 3), "full"),
-        ("kv", Interval(5, 6), "full"),
-        ("kv, window 7", Interval(0, 2), "a"),
-        ("kv, window 7", Interval(3, 5), "a"),
+    full = [("kv", Interval(2, 3), "full"), ("kv", Interval(5, 6), "full")]
+    assert held_by(one) == [
+        *full,
+        ("kv, window 7", Interval(0, 1), "a"),
+        ("kv, window 7", Interval(1, 2), "b"),
+        ("kv, window 7", Interval(3, 4), "a"),
+        ("kv, window 7", Interval(4, 5), "b"),
     ]
+    assert held_by(two) == [*full, ("kv, window 7", Interval(0, 2), "a"), ("kv, window 7", Interval(3, 5), "a")]
+
+
+def held_by(layout: RankLayout) -> list[tuple[str, Interval, str]]:
+    """The layers of every shard, with its component and the group of its pages."""
+    return sorted((shard.component.name, shard.box[0], shard.group) for shard in layout.shards)
 
 
 def test_layers_of_several_groups_may_share_memory():

@@ -10,7 +10,7 @@ import pytest
 from kvferry.engines.vllm.choices import MOST_REMEMBERED, FirstChoices
 from kvferry.engines.vllm.layouts import CacheGroup
 from kvferry.engines.vllm.parameters import LARGEST_ROOM, ROOM, receive_parameters, send_parameters
-from kvferry.engines.vllm.scheduling import SchedulerSide
+from kvferry.engines.vllm.scheduling import Conditions, SchedulerSide
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks
 from kvferry.errors import UsageError
 
@@ -48,10 +48,15 @@ class Pool:
 class Scheduler:
     """As much of vLLM's as it takes: block tables, and progress after every step."""
 
-    def __init__(self, *groups: CacheGroup, held_back_tokens: int = 1) -> None:
+    def __init__(self, *groups: CacheGroup, held_back_tokens: int = 1, conditions: Conditions | None = None) -> None:
         self.groups = groups or (FULL,)
         self.side = SchedulerSide(
-            self.groups, engine="here", may_send=True, may_receive=True, held_back_tokens=held_back_tokens
+            self.groups,
+            engine="here",
+            may_send=True,
+            may_receive=True,
+            held_back_tokens=held_back_tokens,
+            conditions=conditions,
         )
         self.tables: dict[str, list[list[Block]]] = {}
         self.pool = Pool()
@@ -165,6 +170,20 @@ class TestSending:
         assert scheduler.side.finished(request, is_aborted=True) == (False, None)
         assert scheduler.step().give_up == {}
 
+    @pytest.mark.parametrize("is_allocated", [False, True])
+    def test_a_request_that_ends_before_any_of_it_leaves_is_refused_to_those_who_may_ask(self, is_allocated: bool):
+        scheduler, request = Scheduler(), prefill_request(14)
+        if is_allocated:
+            scheduler.allocate(request)
+        scheduler.side.finished(request, is_aborted=True)
+        assert scheduler.step().refuse == {9: "the request ended on the prefill side before any of it was computed"}
+
+    def test_a_request_whose_room_nobody_can_know_is_refused_to_nobody(self):
+        scheduler, request = Scheduler(), prefill_request(14, room=None)
+        scheduler.allocate(request)
+        scheduler.side.finished(request, is_aborted=True)
+        assert scheduler.step().refuse == {}
+
     def test_a_prompt_of_one_token_has_nothing_to_send(self):
         scheduler, request = Scheduler(), prefill_request(1)
         scheduler.allocate(request)
@@ -194,6 +213,15 @@ class TestReceiving:
             BlocksToReceive("r", 9, "there", 4, 13, {"full": GroupBlocks(1, (101, 102, 103))})
         ]
         assert scheduler.step().receive == []
+
+    def test_a_window_that_begins_within_a_block_needs_all_of_it(self):
+        scheduler, request = (
+            Scheduler(FULL, CacheGroup("window", ("layers.1",), 4, window_tokens=6)),
+            decode_request(14),
+        )
+        scheduler.allocate(request, external=13)
+        (wanted,) = scheduler.step().receive
+        assert wanted.groups["window"] == GroupBlocks(1, (151, 152, 153))
 
     def test_of_a_window_only_its_blocks_are_wanted(self):
         scheduler, request = Scheduler(FULL, WINDOW), decode_request(14)
@@ -363,7 +391,7 @@ class TestChoicesThatAreFetched:
         scheduler.allocate(second, external=13, first=200)
         (wanted,) = scheduler.step().receive
         assert wanted.problem == "the cache of another choice of the same request did not come"
-        assert wanted.copied_from == {}
+        assert wanted.copied_from, "the prefill engine is told nothing: it is over for it"
         assert scheduler.side.tokens_elsewhere(second, 0) == 0, "vLLM computes it when it schedules it again"
 
     def test_a_request_that_is_aborted_while_it_is_fetched_asks_and_declines_once(self):
@@ -451,6 +479,14 @@ class TestChoicesThatAreSent:
         scheduler.allocate(second)
         assert scheduler.side.finished(second, is_aborted=True) == (False, None)
 
+    def test_one_that_is_aborted_before_it_is_scheduled_refuses_nothing_that_another_is_sent_for(self):
+        scheduler, (first, second, _) = Scheduler(), choices(prefill_request(14))
+        scheduler.allocate(first)
+        scheduler.side.finished(second, is_aborted=True)
+        assert scheduler.step().refuse == {}
+        scheduler.side.finished(first, is_aborted=True)
+        assert list(scheduler.step().refuse) == [9]
+
     def test_requests_that_are_no_choices_are_all_sent(self):
         scheduler = Scheduler()
         for name, room in (("r", 9), ("q", 10), ("cmpl-1-0-abc", 11)):
@@ -483,3 +519,35 @@ class TestParameters:
     def test_an_engine_that_cannot_be_is_refused(self, engine: object):
         with pytest.raises(UsageError, match="remote_engine_id"):
             receive_parameters({"do_remote_prefill": True, "remote_engine_id": engine, ROOM: 1})
+
+
+class TestConditions:
+    """What a request's cache depends on goes with its blocks, of the tokens that are exchanged."""
+
+    def test_every_chunk_that_is_sent_carries_them_and_a_preemption_changes_nothing(self):
+        asked = []
+
+        def conditions(_: Any, tokens: int) -> dict[str, bytes]:
+            asked.append(tokens)
+            return {"prompt": b"1"}
+
+        scheduler = Scheduler(conditions=conditions)
+        request = prefill_request(13)
+        scheduler.allocate(request)
+        assert [each.depends_on for each in scheduler.step(request, 8).send] == [{"prompt": b"1"}]
+        request.num_computed_tokens = 0
+        scheduler.step(preempted=("r",))
+        scheduler.allocate(request)
+        assert [each.depends_on for each in scheduler.step(request, 13).send] == [{"prompt": b"1"}]
+        assert asked == [12], "once, of all tokens but the last"
+
+    @pytest.mark.parametrize("external", [12, 4, 0])
+    def test_a_request_for_a_cache_carries_them_also_where_nothing_is_missing(self, external: int):
+        scheduler = Scheduler(conditions=lambda request, tokens: {"prompt": b"%d" % tokens})
+        scheduler.allocate(decode_request(13), external=external)
+        assert [each.depends_on for each in scheduler.step().receive] == [{"prompt": b"12"}]
+
+    def test_a_request_that_ended_early_is_declined_with_them(self):
+        scheduler = Scheduler(conditions=lambda request, tokens: {"prompt": b"%d" % tokens})
+        scheduler.side.finished(decode_request(13), is_aborted=True)
+        assert [each.depends_on for each in scheduler.step().receive] == [{"prompt": b"12"}]

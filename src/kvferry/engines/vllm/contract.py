@@ -15,7 +15,6 @@ from kvferry.engines.contract import (
     Call,
     Contract,
     Fields,
-    Inherits,
     Line,
     Members,
     Mentions,
@@ -42,6 +41,7 @@ _HOOKS = {
     "get_transfer_results": "self, finished_req_ids",
     "get_kv_connector_stats": "self",
     "build_kv_connector_stats": "cls, data=",
+    "get_required_kvcache_layout": "cls, vllm_config",
     "build_prom_metrics": "cls, vllm_config, metric_types, labelnames, per_engine_labelvalues",
     "bind_kv_cache_manager": "self, kv_cache_manager",
     "get_num_new_matched_tokens": "self, request, num_computed_tokens",
@@ -149,24 +149,36 @@ def _caches() -> Iterator[Line]:
         f"{interface}:KVCacheConfig", ("transfer_groups", "transfer_group_ids", "select_transfer_block_ids"), _READ
     )
     yield Fields(f"{interface}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec", "host_resident"), _READ)
-    attention = ("block_size", "head_size", "dtype", "num_kv_heads", "num_head_slots", "max_tp_shards")
-    yield Fields(f"{interface}:FullAttentionSpec", attention, "caches are described by it")
-    yield Fields(f"{interface}:SlidingWindowSpec", (*attention, "sliding_window"), "caches are described by it")
-    for latent in ("MLAAttentionSpec", "SlidingWindowMLASpec"):
-        yield Present(f"{interface}:{latent}", "caches that are the same on every rank are known by it")
-    yield Inherits(
-        f"{interface}:MLAAttentionSpec", f"{interface}:FullAttentionSpec", "latents are described as attention"
+    yield Fields(f"{interface}:FullAttentionSpec", ("block_size", "head_size", "dtype"), "caches are described by it")
+    yield Fields(f"{interface}:SlidingWindowSpec", ("block_size", "sliding_window"), "caches are described by it")
+    yield Fields(
+        f"{interface}:AttentionSpec",
+        ("num_kv_heads", "num_head_slots", "max_tp_shards", "tokens_per_state"),
+        "it tells how KV heads are kept",
     )
-    yield Inherits(
-        f"{interface}:SlidingWindowMLASpec", f"{interface}:SlidingWindowSpec", "latents are described as attention"
+    yield Members(
+        f"{interface}:SparseCacheRole", {"SPARSE": "sparse", "INDEXER": "indexer"}, "caches of an indexer are refused"
+    )
+    yield Members("vllm.v1.kv_cache_layout:KVCacheLayout", {"LBHNC": (0, 1, 2, 3, 4)}, "ours asks for it")
+    projection = ("total_num_kv_heads", "num_kv_heads", "num_kv_head_replicas")
+    yield Mentions(
+        "vllm.model_executor.layers.linear:QKVParallelLinear.__init__", projection, "it knows how KV heads are divided"
+    )
+    yield Mentions(
+        "vllm.model_executor.layers.linear:ColumnParallelLinear.__init__",
+        ("tp_rank", "tp_size"),
+        "it knows how KV heads are divided",
+    )
+    yield Mentions(
+        "vllm.model_executor.layers.linear:QKVParallelLinear.weight_loader",
+        ("tp_rank", "num_kv_head_replicas"),
+        "ranks that share a KV head are neighbours",
+    )
+    yield Fields(
+        "vllm.config.compilation:CompilationConfig", ("static_forward_context",), "attention layers are listed there"
     )
     yield Attributes(f"{interface}:UniformTypeKVCacheSpecs", ("first_spec",), _READ)
     yield Fields(f"{interface}:UniformTypeKVCacheSpecs", ("kv_cache_specs",), _READ)
-    yield Mentions(
-        "vllm.model_executor.layers.linear:QKVParallelLinear.__init__",
-        ("total_num_kv_heads", "num_kv_heads", "num_kv_head_replicas"),
-        "a layer's KV heads are known from what its projection says",
-    )
 
 
 def _configuration() -> Iterator[Line]:
@@ -177,6 +189,7 @@ def _configuration() -> Iterator[Line]:
             "model_config",
             "cache_config",
             "parallel_config",
+            "compilation_config",
             "kv_transfer_config",
             "attention_config",
             "aux_output_config",
@@ -196,11 +209,57 @@ def _configuration() -> Iterator[Line]:
     yield Fields(transfer, ("engine_id", "kv_connector_extra_config"), _READ)
     yield Attributes(transfer, ("is_kv_producer", "is_kv_consumer"), _READ)
     yield Call("vllm.config.model:ModelConfig.get_total_num_hidden_layers", 1, (), "the model's shape")
-    yield Fields("vllm.config.compilation:CompilationConfig", ("static_forward_context",), "the layers are found in it")
+    yield Attributes("vllm.config.model:ModelConfig", ("use_mla",), "any order of blocks will do for latents")
     state = "vllm.distributed.parallel_state"
     for name in ("get_tp_group", "get_pp_group"):
         yield Call(f"{state}:{name}", 0, (), "a worker's place")
     yield Fields(f"{state}:GroupCoordinator", ("rank_in_group", "world_size"), "a worker's place")
+
+
+def _identity() -> Iterator[Line]:
+    """What says what caches are beyond their layout, and what a request's cache depends on."""
+    fields = {
+        "vllm.config.vllm:VllmConfig": ("load_config", "compilation_config", "speculative_config"),
+        "vllm.config.model:ModelConfig": (
+            "model",
+            "model_weights",
+            "revision",
+            "dtype",
+            "quantization",
+            "hf_text_config",
+            "disable_sliding_window",
+            "multimodal_config",
+        ),
+        "vllm.config.cache:CacheConfig": ("cache_dtype", "kv_cache_dtype_skip_layers", "enable_prefix_caching"),
+        "vllm.config.load:LoadConfig": ("load_format", "download_dir"),
+        "vllm.config.compilation:CompilationConfig": ("static_forward_context",),
+        "vllm.config.speculative:SpeculativeConfig": ("method", "draft_model_config"),
+        "vllm.config.multimodal:MultiModalConfig": ("mm_processor_cache_gb", "mm_hasher_algorithm"),
+        "vllm.v1.kv_cache_interface:AttentionSpec": ("num_kv_heads", "num_head_slots", "state_content_bytes"),
+        "vllm.multimodal.inputs:MultiModalFeatureSpec": ("identifier", "modality", "mm_position"),
+        "vllm.multimodal.inputs:PlaceholderRange": ("offset", "length"),
+        "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
+    }
+    for where, names in fields.items():
+        yield Fields(where, names, "servers are compared by it")
+    yield Attributes("vllm.config.model:ModelConfig", ("architecture",), "servers are compared by it")
+    yield Fields("vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs", ("kv_cache_specs",), _READ)
+    yield Call(
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_attn_backend",
+        1,
+        (),
+        "how a layer's cache is ordered follows from its backend",
+    )
+    yield Mentions(
+        "vllm.v1.request:Request.__init__",
+        ("prompt_embeds", "lora_request", "mm_features", "cache_salt"),
+        "requests are compared by it",
+    )
+    yield Mentions(
+        "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
+        ("lora_extra_keys", "mm_extra_keys", "cache_salt_keys", "prompt_embeds_keys"),
+        "vLLM's own prefix cache tells requests apart by the same",
+    )
 
 
 def _surroundings() -> Iterator[Line]:
@@ -233,7 +292,7 @@ def _surroundings() -> Iterator[Line]:
 
 
 def _contract(tried: str, unknown: frozenset[str] = frozenset()) -> Contract:
-    others = (*_callers(), *_structures(), *_caches(), *_configuration(), *_surroundings())
+    others = (*_callers(), *_structures(), *_caches(), *_configuration(), *_identity(), *_surroundings())
     return Contract("vLLM", (tried,), (*_hooks(unknown), *others))
 
 

@@ -51,6 +51,10 @@ BlockTables = Callable[[str], "Sequence[Sequence[Block]]"]
 """The blocks of a request, group by group."""
 
 
+Conditions = Callable[[Any, int], dict[str, bytes]]
+"""What the cache of a request depends on; see `identity.Conditions`."""
+
+
 class BlockPool(Protocol):
     """What keeps blocks from being given to others."""
 
@@ -70,6 +74,7 @@ class _Sending:
         is_begun: whether the workers have got any.
         is_complete: whether they have got all.
         kept: blocks that vLLM would give away though they are still being read.
+        depends_on: digests of what its cache depends on.
     """
 
     request: Request
@@ -79,6 +84,7 @@ class _Sending:
     is_begun: bool = False
     is_complete: bool = False
     kept: list[Block] = field(default_factory=list)
+    depends_on: dict[str, bytes] = field(default_factory=dict)
 
 
 class SchedulerSide:
@@ -92,6 +98,7 @@ class SchedulerSide:
         may_send: bool,
         may_receive: bool,
         held_back_tokens: int = 1,
+        conditions: Conditions | None = None,
     ) -> None:
         """Begins with no requests.
 
@@ -101,7 +108,10 @@ class SchedulerSide:
             may_send: whether it sends caches.
             may_receive: whether it receives caches.
             held_back_tokens: how many of a prompt's last tokens are not sent. The same on both sides.
+            conditions: returns what the cache of a request depends on, given how many of its tokens are exchanged;
+                nothing if None.
         """
+        self._conditions = conditions or (lambda *_: {})
         self._groups = tuple(groups)
         self._held_back_tokens = held_back_tokens
         self._engine = engine
@@ -109,6 +119,7 @@ class SchedulerSide:
         self._tables: BlockTables | None = None
         self._pool: BlockPool | None = None
         self._sending: dict[str, _Sending] = {}
+        self._unfinished: dict[str, _Sending] = {}  # those of which the workers have not got all
         self._receiving: set[str] = set()
         self._sent_choices: FirstChoices[SendParameters] = FirstChoices()
         self._answered_choices: dict[str, SendParameters] = {}  # of choices that the first one is sent for
@@ -170,15 +181,17 @@ class SchedulerSide:
 
     def _begin_to_send(self, params: SendParameters, request: Request) -> None:
         name = request.request_id
-        whole = whole_request(name)
-        if whole is not None:
-            key = (whole, params.room if params.is_known else None, hash(tuple(request.prompt_token_ids or ())))
+        key = _send_key(request, params)
+        if key is not None:
             first = self._sent_choices.get(key)
             if first is not None:
                 self._answered_choices[name] = first
                 return
             self._sent_choices.add(key, params)
-        self._sending[name] = _Sending(request, params, self._sent_tokens(request))
+        tokens = self._sent_tokens(request)
+        self._sending[name] = self._unfinished[name] = _Sending(
+            request, params, tokens, depends_on=self._conditions(request, tokens)
+        )
 
     def _fetch(
         self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int
@@ -216,7 +229,16 @@ class SchedulerSide:
             groups[group.name] = _numbers(first, table[first:stop])
             if len(groups[group.name].blocks) < stop - first:
                 problem = f"vLLM keeps no block for some of the tokens before token {there} in group {group.name!r}"
-        return BlocksToReceive(request.request_id, params.room, params.engine, there - tokens, there, groups, problem)
+        return BlocksToReceive(
+            request.request_id,
+            params.room,
+            params.engine,
+            there - tokens,
+            there,
+            groups,
+            problem,
+            depends_on=self._conditions(request, there),
+        )
 
     # ---- choices of one request ----------------------------------------------------------------------------------
 
@@ -251,7 +273,7 @@ class SchedulerSide:
         wanted = self._wanted(params, request, blocks, tokens)
         if wanted.problem or fetch.request is None or fetch.state is not FetchState.FETCHED:
             problem = wanted.problem or "the cache of another choice of the same request did not come"
-            self._step.receive.append(replace(wanted, problem=problem))
+            self._step.receive.append(replace(wanted, problem=problem, copied_from=wanted.groups))
             return
         assert self._pool is not None
         kept: list[Block] = []
@@ -289,9 +311,8 @@ class SchedulerSide:
             if sending is not None:
                 step.preempted.add(name)
                 sending.next_blocks.clear()
-        for name in self._sending.keys() & scheduled_tokens.keys():  # as long as the shorter of both
-            sending = self._sending[name]
-            if not sending.is_complete:
+        for name, sending in list(self._unfinished.items()):
+            if name in scheduled_tokens:
                 self._send(sending, sending.request.num_computed_tokens + scheduled_tokens[name], step)
         return step
 
@@ -315,9 +336,13 @@ class SchedulerSide:
                 elif group.window_tokens is not None:
                     self._keep(sending, table[first:stop])
         if groups or is_last:
-            step.send.append(BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last))
+            step.send.append(
+                BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last, sending.depends_on)
+            )
             sending.is_begun = True
-        sending.is_complete = is_last
+        if is_last:
+            sending.is_complete = True
+            del self._unfinished[name]
 
     def _keep(self, sending: _Sending, blocks: Sequence[Block]) -> None:
         """Keeps blocks of a window: vLLM gives them away as soon as no later token attends to them."""
@@ -348,10 +373,10 @@ class SchedulerSide:
             tokens = self._sent_tokens(request)
             return False, None if is_aborted else answer(answered, engine=self._engine, request=name, tokens=tokens)
         sending = self._sending.get(name)
-        if sending is None:
-            return False, None
-        if not sending.is_begun:
-            del self._sending[name]
+        if sending is not None:
+            self._unfinished.pop(name, None)
+        if sending is None or not sending.is_begun:
+            self._refuse(request, is_first=self._sending.pop(name, None) is not None)
             return False, None
         if is_aborted or not sending.is_complete:
             self._step.give_up[name] = "the request was aborted on the prefill side"
@@ -372,6 +397,22 @@ class SchedulerSide:
             if key is not None:
                 self._fetched_choices.add(key, Fetch(None, FetchState.FAILED))
             self._ask(params, request, [()] * len(self._groups), 0)
+
+    def _refuse(self, request: Request, *, is_first: bool) -> None:
+        """Has the decode engine told that a request will not be sent, if it may ask for it.
+
+        Args:
+            request: the request.
+            is_first: whether it was to be sent itself, and not another choice for it.
+        """
+        try:
+            params = send_parameters(request.kv_transfer_params) if self._may_send else None
+        except UsageError:
+            return  # nobody can ask for it
+        if params is None or not params.is_known:
+            return
+        if is_first or self._sent_choices.get(_send_key(request, params)) is None:
+            self._step.refuse[params.room] = "the request ended on the prefill side before any of it was computed"
 
     def reported(self, sent: Iterable[str], received: Collection[str], failed: Collection[str] = ()) -> None:
         """Takes the requests that the workers are done with.
@@ -398,6 +439,14 @@ class SchedulerSide:
 
     def _sent_tokens(self, request: Request) -> int:
         return max(0, request.num_prompt_tokens - self._held_back_tokens)
+
+
+def _send_key(request: Request, params: SendParameters) -> tuple[str, int | None, int] | None:
+    """Returns what all choices of a request have in common, and no two requests; None if it is no choice."""
+    whole = whole_request(request.request_id)
+    if whole is None:
+        return None
+    return whole, params.room if params.is_known else None, hash(tuple(request.prompt_token_ids or ()))
 
 
 def _fetch_key(request: Request, params: ReceiveParameters) -> tuple[str, str, int] | None:

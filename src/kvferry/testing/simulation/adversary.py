@@ -44,6 +44,9 @@ class Adversary:
     def __init__(self, world: World) -> None:
         self._world = world
         self._lingering = random.Random(world.seed + 3)  # what becomes of a write that fails
+        self._happenings = [
+            (kind, odds, _HAPPENINGS[kind]) for kind, odds in world.circumstances.odds.items() if kind in _HAPPENINGS
+        ]
         self.faults = 0
         self.doomed: dict[SimulatedHandle, float] = {}
         self.held: dict[SimulatedHandle, float] = {}
@@ -91,9 +94,9 @@ class Adversary:
 
     def go_wrong(self) -> None:
         """Whatever befalls this step."""
-        for kind, odds in self._world.circumstances.odds.items():
-            happens = _HAPPENINGS.get(kind)
-            if happens is not None and self._world.fate.random() < odds and self._counts(kind):
+        draw = self._world.fate.random
+        for kind, odds, happens in self._happenings:
+            if draw() < odds and self._counts(kind):
                 happens(self)
 
     def _upset_until(self, time_s: float) -> None:
@@ -231,6 +234,7 @@ class Adversary:
         if transfer is not None:
             self._world.note("%s: %s is aborted", side.process.name, side.request)
             side.request.excused("it was aborted")
+            side.process.acts()
             transfer.abort("the simulation says so")
 
     def _fail_write(self) -> None:
@@ -260,6 +264,7 @@ class Adversary:
     def _jump(self) -> None:
         process = self._someone()
         if process is not None:
+            process.changes += 1
             process.platform.skew_s += self._world.fate.choice([0.1, 1.0, 10.0])
             self.unwell_until = self._world.now + RECOVERY_S
             self._excuse_all("a clock jumped")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.errors import RoomExistsError
 from kvferry.testing.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
 from kvferry.testing.simulation.processes import Process
-from kvferry.testing.simulation.requests import ReceiveSide, SendSide, new_request
+from kvferry.testing.simulation.requests import RankSide, ReceiveSide, SendSide, new_request
 
 if TYPE_CHECKING:
     from kvferry.testing.simulation.world import World
@@ -32,27 +30,30 @@ class Callers:
         self._world = world
         self.coming = world.circumstances.requests
         self._next_comes_at = 0.0
+        self._unfinished: list[RankSide] = []  # those that are to be opened, or to be fed
+        self._refusing = random.Random(f"{world.seed} which are refused")
 
     def act(self) -> bool:
         """A caller does something."""
-        todo: list[Callable[[], None]] = []
+        todo: list[RankSide | None] = []  # a side on which something is to be done, or None for a new request
         if self.coming and not self._world.is_ending and self._world.now >= self._next_comes_at:
-            todo.append(self._new_request)
-        for request in self._world.requests:
-            for sending in request.senders:
-                if sending.is_released or not sending.process.takes_work:
-                    continue
-                if sending.sender is None:
-                    todo.append(partial(self._open_sender, sending))
-                elif sending.chunks:
-                    todo.append(partial(self._submit, sending))
-            for receiving in request.receivers:
-                is_waited_for = not receiving.is_released and receiving.receiver is None
-                if is_waited_for and receiving.process.takes_work:
-                    todo.append(partial(self._open_receiver, receiving))
+            todo.append(None)
+        todo += [side for side in self._unfinished if not side.is_released and side.process.takes_work]
         if not todo:
             return False
-        self._world.order.choice(todo)()
+        side = self._world.order.choice(todo)
+        if side is None:
+            self._new_request()
+            return True
+        side.process.acts()
+        if side.is_refusing:
+            self._refuse(side)
+        elif isinstance(side, ReceiveSide):
+            self._open_receiver(side)
+        else:
+            assert isinstance(side, SendSide)
+            (self._submit if side.sender is not None else self._open_sender)(side)
+        self._unfinished = [side for side in self._unfinished if not (side.is_released or side.is_handed_in)]
         return True
 
     def _new_request(self) -> None:
@@ -72,7 +73,8 @@ class Callers:
         if not all(process.is_alive for process in (*prefill.ranks, *decode.ranks)):
             return
         request = new_request(number, room, prefill.ranks, decode.ranks, self._world.circumstances.layers, draw)
-        self._world.requests.append(request)
+        self._world.add(request)
+        self._unfinished += request.sides
         for process in (*prefill.ranks, *decode.ranks):
             if not process.takes_work or self._is_wronged(process):
                 request.excused(f"{process.name} was not well")
@@ -95,6 +97,22 @@ class Callers:
         ):
             request.is_another_prompt = True
             request.excused("the two sides have different prompts")
+        refused = self._world.circumstances.odds.get("refuse")
+        if refused is not None and self._refusing.random() < refused:
+            side = self._refusing.choice(request.sides)
+            side.is_refusing = True
+            request.excused(f"{side.process.name} refuses")
+
+    def _refuse(self, side: RankSide) -> None:
+        endpoint, room, reason = side.process.endpoint, side.request.room, "the simulation refuses it"
+        if isinstance(endpoint, PrefillEndpoint):
+            endpoint.refuse(room, reason)
+        else:
+            endpoint.refuse(room, reason, engine=side.request.prefill)
+        side.is_released = True
+        side.failed_at = self._world.now
+        self._world.outcomes["trouble: refuse"] += 1
+        self._world.note("%s: %s is refused", side.process.name, side.request)
 
     def _is_wronged(self, process: Process) -> bool:
         return process.life > 0 and bool({"crash", "close", "freeze", "cut"} & self._world.troubles)
@@ -112,6 +130,7 @@ class Callers:
             side.process.pool.give_back(pages, SOURCE_GONE)  # its last use is not quite over here: later
             return
         side.pages = pages
+        side.opened_at = self._world.now
         side.process.pool.fill(pages, side.request.computed, 0)
         self._world.note("%s: %s opens, pages %s", side.process.name, side.request, pages)
 
@@ -134,6 +153,7 @@ class Callers:
             side.process.pool.give_back(pages, DESTINATION_GONE)
             return
         side.pages = pages
+        side.opened_at = self._world.now
         side.generation = side.process.platform.last_bits
         if {"abort", "reorder"} & self._world.troubles and self._world.order.random() < _HASTY_ODDS:
             side.request.excused("it was aborted as soon as it was opened")

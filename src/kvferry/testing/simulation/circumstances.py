@@ -11,7 +11,7 @@ from kvferry.settings import Settings
 from kvferry.testing.simulation.memory import HEAD_DIM, HEADS, KINDS, MOST_TOKENS, Shape
 from kvferry.testing.simulation.processes import Process
 
-TROUBLES = (
+_DRAWN = (
     "crash",
     "freeze",
     "close",
@@ -31,7 +31,12 @@ TROUBLES = (
     "absent",
     "miscount",
 )
+
+TROUBLES = (*_DRAWN, "refuse")
 """What may go wrong. Every world has its own few, so that each also comes alone."""
+
+_REFUSING_WORLDS = 0.125
+_REFUSED_REQUESTS = 0.4
 
 LINGER_S = 2.5
 """For how long the wire may carry on with the writes of a process that was killed."""
@@ -114,7 +119,7 @@ class Circumstances:
 
 def drawn(draw: random.Random, limits: Limits) -> Circumstances:
     """Circumstances, with everything about them drawn."""
-    kinds = draw.sample(TROUBLES, draw.choice([0, 1, 2, 2, 3, 4, 5]))
+    kinds = draw.sample(_DRAWN, draw.choice([0, 1, 2, 2, 3, 4, 5]))
     odds = {kind: draw.choice([0.003, 0.01, 0.03]) for kind in kinds}
     for kind in limits.without_troubles:
         odds.pop(kind, None)
@@ -174,7 +179,6 @@ def _engine(name: str, is_prefill: bool, layers: int, path: str, most_bytes: flo
     return Engine(name, is_prefill, shapes, settings)
 
 
-@lru_cache(maxsize=1024)
 def _settings(
     *,
     path: str,
@@ -188,19 +192,28 @@ def _settings(
     scatter_workers: int,
     checksums: bool,
 ) -> Settings:
+    # Copied, not made: to read the environment and validate takes longer than a third of a schedule.
+    return _common_settings().model_copy(
+        update={
+            "path": path,
+            "direct_mib": direct_bytes / 2**20,
+            "direct_receiver_mib": direct_receiver_bytes / 2**20,
+            "staging_chunk_mib": chunk_bytes / 2**20,
+            "staging_ring_mib": ring_bytes / 2**20,
+            "staging_memory_mib": ring_bytes * rings / 2**20,
+            "workers": workers,
+            "gather_workers": gather_workers,
+            "scatter_workers": scatter_workers,
+            "checksums": checksums,
+        }
+    )
+
+
+@lru_cache(maxsize=1)
+def _common_settings() -> Settings:
     return Settings(
         registry_url="http://registry:1",
-        path=path,
-        direct_mib=direct_bytes / 2**20,
-        direct_receiver_mib=direct_receiver_bytes / 2**20,
-        staging_chunk_mib=chunk_bytes / 2**20,
-        staging_ring_mib=ring_bytes / 2**20,
-        staging_memory_mib=ring_bytes * rings / 2**20,
-        workers=workers,
-        gather_workers=gather_workers,
-        scatter_workers=scatter_workers,
         queues=2,
-        checksums=checksums,
         registry_lease_s=LEASE_S,
         bootstrap_timeout_s=WAITS.bootstrap_s,
         waiting_timeout_s=WAITS.waiting_s,
@@ -212,3 +225,9 @@ def _settings(
         end_proofs="process,rank,kubernetes,operator",
         max_pending_opens=10,  # all that there are, from one decode rank: none is refused for it
     )
+
+
+def refusing(seed: int, limits: Limits) -> dict[str, float]:
+    """How often callers refuse requests in the world of a seed; drawn apart, so that other worlds stay as they are."""
+    is_refusing = random.Random(f"{seed} refuses").random() < _REFUSING_WORLDS
+    return {"refuse": _REFUSED_REQUESTS} if is_refusing and "refuse" not in limits.without_troubles else {}

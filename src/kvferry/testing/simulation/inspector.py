@@ -40,6 +40,19 @@ _RECEIVER_FOLLOWERS = _followers(RECEIVER_TRANSITIONS)
 _LOOKS_A_CHECK = 8  # nothing is missed in between: pages are compared again before somebody gets them
 _MOST_PROGRESS = 8  # how often a transfer may get on while its state stays the same: a few chunks and parts
 _SLACK_S = 1.5  # until somebody has a turn, and looks
+_TELLS_S = 2.5  # until the other side has been found and told; less than any deadline
+_TELLS_UNLESS = frozenset(
+    {"crash", "freeze", "close", "cut", "registry", "send fails", "connect fails", "clock", "reorder"}
+)  # then who is to be told may be out of reach, or take its peer for lost
+
+
+def _longest_s(side: Side, state: TransferState) -> float:
+    is_bounded_at_once = state in (TransferState.BOOTSTRAPPING, TransferState.SUCCESS, TransferState.FAILED)
+    return holding(side, state).longest_s(WAITS) * (1 if is_bounded_at_once else _MOST_PROGRESS) + _SLACK_S
+
+
+_LONGEST_S = {(side, state): _longest_s(side, state) for side in Side for state in TransferState}
+"""How long each side may hold pages in each state."""
 
 
 class Raised(logging.Handler):
@@ -77,6 +90,7 @@ class Inspector:
         self._world = world
         self._looks = 0
         self._all_in_reach_since = 0.0
+        self._is_told_soon = not _TELLS_UNLESS & world.troubles
         self._exceeded: list[str] = []
         self._posted_at: dict[SimulatedHandle, float] = {}
         self._about: dict[SimulatedHandle, Notification] = {}  # what each write notifies its receiver of
@@ -92,34 +106,39 @@ class Inspector:
         self._looks += 1
         if self._looks % _LOOKS_A_CHECK == 0 and not process.is_prefill:
             process.pool.check_free(process.name)
-        for request in self._world.requests:
-            for side in request.sides:
-                if side.process is process and side.transfer is not None:
-                    self._check_state(side, side.transfer)
-        for side in self._open_sides():
-            if side.process is process:
-                self._look_at(side)
+        if not process.has_acted:
+            return
+        process.has_acted = False
+        sides = self._world.sides_of(process)
+        for side in sides:
+            if side.transfer is not None:
+                self._check_state(side, side.transfer)
+        for side in sides:
+            if not side.is_released and side.transfer is not None and process.is_alive:
+                self._look_at(side, side.transfer)
 
     def _check_state(self, side: RankSide, transfer: Transfer) -> None:
         """Of those whose pages were given back, too: nothing may happen to them any more."""
-        followers = _SENDER_FOLLOWERS if isinstance(side, SendSide) else _RECEIVER_FOLLOWERS
-        was, side.last_state = side.last_state, transfer.state
-        demand(
-            transfer.state is was or transfer.state in followers[was],
-            Law.STATES,
-            f"{side.process.name}: {side.request} was {was.value}, and is {transfer.state.value}",
-        )
-        demand(
-            (transfer.error is not None) == (transfer.state is TransferState.FAILED),
-            Law.STATES,
-            f"{side.process.name}: {side.request} is {transfer.state.value}, and its error {transfer.error}",
-        )
+        state, was = transfer.state, side.last_state
+        if state is not was:
+            followers = _SENDER_FOLLOWERS if isinstance(side, SendSide) else _RECEIVER_FOLLOWERS
+            side.last_state = state
+            demand(
+                state in followers[was],
+                Law.STATES,
+                f"{side.process.name}: {side.request} was {was.value}, and is {state.value}",
+            )
+        if (transfer.error is not None) != (state is TransferState.FAILED):
+            raise ViolationError(
+                Law.STATES,
+                f"{side.process.name}: {side.request} is {state.value}, and its error {transfer.error}",
+            )
 
-    def _look_at(self, side: RankSide) -> None:
-        transfer = side.transfer
-        assert transfer is not None
+    def _look_at(self, side: RankSide, transfer: Transfer) -> None:
         if transfer.error is not None:
             self._check_error(transfer.error)
+        if transfer.state is TransferState.FAILED and side.failed_at is None:
+            side.failed_at = self._world.now
         if isinstance(side, ReceiveSide) and transfer.state is TransferState.SUCCESS and not side.is_checked:
             self._check_received(side)
         if transfer.pages_reusable:
@@ -154,11 +173,11 @@ class Inspector:
         source = self._world.process_of(transfer.source)
         now = source.platform.now()
         self._posted_at[transfer] = now
-        if not isinstance(decode_notification(transfer.notification), ChunkArrived):
+        if not isinstance(self._what(transfer), ChunkArrived):
             return
         by_target: dict[SimulatedTransport, list[SimulatedHandle]] = {}
         for each in self._world.wire.moving:
-            if each.source is transfer.source and isinstance(decode_notification(each.notification), ChunkArrived):
+            if each.source is transfer.source and isinstance(self._what(each), ChunkArrived):
                 by_target.setdefault(each.target, []).append(each)
         settings = source.endpoint.settings
         self._check_bound(source, by_target[transfer.target], settings.direct_receiver_mib)
@@ -176,27 +195,32 @@ class Inspector:
         if total > most_mib * 2**20 and len(transfers) > 1:
             self._exceeded.append(f"{source.name}: {len(transfers)} direct writes of {total} bytes are on their way")
 
-    def check_piece(self, transfer: SimulatedHandle, piece: Piece) -> None:
-        """A piece is about to land: whose is what it reads and what it overwrites?"""
+    def _what(self, transfer: SimulatedHandle) -> Notification:
+        """What a write notifies its receiver of."""
         about = self._about.get(transfer)
         if about is None:
             about = self._about[transfer] = decode_notification(transfer.notification)
+        return about
+
+    def check_piece(self, transfer: SimulatedHandle, piece: Piece) -> None:
+        """A piece is about to land: whose is what it reads and what it overwrites?"""
+        about = self._what(transfer)
         source, target = self._world.process_of(transfer.source), self._world.process_of(transfer.target)
         if piece.sent is None and source.died_at is None and source.pool.holds(piece.source):
             page, owner = source.pool.owner_at(piece.source)
-            demand(
-                isinstance(owner, SendSide) and owner.request.room == about.room,
-                Law.NO_REUSE_UNDER_A_READ,
-                f"{source.name}: page {page} is read for room {about.room}, but belongs to {_owner_name(owner)}",
-            )
+            if not (isinstance(owner, SendSide) and owner.request.room == about.room):
+                raise ViolationError(
+                    Law.NO_REUSE_UNDER_A_READ,
+                    f"{source.name}: page {page} is read for room {about.room}, but belongs to {_owner_name(owner)}",
+                )
         if target.pool.holds(piece.destination):
             page, owner = target.pool.owner_at(piece.destination)
-            demand(
-                isinstance(owner, ReceiveSide) and owner.generation == about.generation,
-                Law.NO_WRITE_AFTER_RELEASE if owner is None else Law.OWN_PAGES_ONLY,
-                f"{target.name}: page {page} is written to by {source.name} for room {about.room}, but belongs to "
-                f"{_owner_name(owner)}",
-            )
+            if not (isinstance(owner, ReceiveSide) and owner.generation == about.generation):
+                raise ViolationError(
+                    Law.NO_WRITE_AFTER_RELEASE if owner is None else Law.OWN_PAGES_ONLY,
+                    f"{target.name}: page {page} is written to by {source.name} for room {about.room}, but belongs to "
+                    f"{_owner_name(owner)}",
+                )
         elif isinstance(about, StagedArrived) and isinstance(target.endpoint, DecodeEndpoint):
             ring = target.endpoint._driver._staging.ring(transfer.source.endpoint_name, about.epoch)
             demand(
@@ -209,44 +233,63 @@ class Inspector:
         """No state holds pages for longer than the table says."""
         if self._is_anyone_out_of_reach():
             self._all_in_reach_since = self._world.now
+        if self._is_told_soon:
+            self._check_told()
         for side in self._open_sides():
             transfer = side.transfer
             assert transfer is not None
             if side.process.thaws_at is not None or transfer.state is not side.state:
                 side.state, side.held_since = transfer.state, self._world.now
+                side.longest_s = _LONGEST_S[Side.PREFILL if isinstance(side, SendSide) else Side.DECODE, side.state]
                 continue
-            row = holding(Side.PREFILL if isinstance(side, SendSide) else Side.DECODE, transfer.state)
-            since = side.held_since
-            times = 1 if transfer.state in (TransferState.BOOTSTRAPPING, TransferState.SUCCESS) else _MOST_PROGRESS
+            since, longest_s = side.held_since, side.longest_s
             if transfer.state is TransferState.FAILED:
-                since, times = max(since, self._all_in_reach_since), 1
-            longest_s = row.longest_s(WAITS) * times + _SLACK_S
-            demand(
-                self._world.now - since <= longest_s,
-                Law.GIVES_BACK,
-                f"{side.process.name}: {side.request} holds pages for more than {longest_s:g} s while it is "
-                f"{transfer.state.value}, against the table",
-            )
+                since = max(since, self._all_in_reach_since)
+            if self._world.now - since > longest_s:
+                raise ViolationError(
+                    Law.GIVES_BACK,
+                    f"{side.process.name}: {side.request} holds pages for more than {longest_s:g} s while it is "
+                    f"{transfer.state.value}, against the table",
+                )
+
+    def _check_told(self) -> None:
+        """When a side has failed, no rank of the other side goes on for long."""
+        for request in self._world.requests:
+            failed = {
+                True: [side.failed_at for side in request.senders if side.failed_at is not None],
+                False: [side.failed_at for side in request.receivers if side.failed_at is not None],
+            }
+            for side in request.sides:
+                since = failed[isinstance(side, ReceiveSide)]
+                transfer = side.transfer
+                if not since or side.is_released or transfer is None or transfer.state.is_final:
+                    continue
+                waits_s = self._world.now - max(side.opened_at, min(since))
+                demand(
+                    waits_s <= _TELLS_S,
+                    Law.TELLS,
+                    f"{side.process.name}: {request} is {transfer.state.value} {waits_s:.1f} s after the other side "
+                    "failed",
+                )
 
     def _is_anyone_out_of_reach(self) -> bool:
         """Whether somebody is frozen, cut off or not replaced, or a write is slow: then pages may be held."""
         world = self._world
-        delays = (*world.adversary.held.values(), *world.adversary.doomed.values())
         return (
-            any(process.thaws_at is not None for process in world.processes)
-            or any(line.is_cut for line in world.network.lines)
-            or any(until > world.now for until in delays)
+            not world.registry.answers
             or (world.circumstances.wire_bytes_per_s is not None and bool(world.wire.transfers))
-            or any(not process.is_alive for engine in world.circumstances.engines.values() for process in engine.ranks)
-            or not world.registry.answers
+            or max(world.adversary.held.values(), default=0.0) > world.now
+            or max(world.adversary.doomed.values(), default=0.0) > world.now
+            or any(process.thaws_at is not None for process in world.processes)
+            or any(line.is_cut for line in world.network.lines)
+            or not all(process.is_alive for engine in world.circumstances.engines.values() for process in engine.ranks)
         )
 
     def _open_sides(self) -> Iterator[RankSide]:
         """Those whose callers have opened the room, and do not have their pages back."""
-        for request in self._world.requests:
-            for side in request.sides:
-                if not side.is_released and side.transfer is not None and side.process.is_alive:
-                    yield side
+        for side in self._world.sides:
+            if not side.is_released and side.transfer is not None and side.process.is_alive:
+                yield side
 
     def what_is_open(self, *, but_for_frozen: bool) -> tuple[Law, str] | None:
         """What is not over, or left over, and the law against it.

@@ -36,12 +36,27 @@ from kvferry.transport import Transport
 
 
 class Thread(RunningLoop):
-    """A loop that has a turn when the world says so."""
+    """A loop that has a turn when the world says so.
+
+    Attributes:
+        has_work: what the loop says of itself, as of `asked_at`.
+        polls_only: whether it has no work but polls writes, as of then.
+        asked_at: how many `changes` its process had seen then.
+    """
 
     def __init__(self, name: str, loop: Loop) -> None:
         self.name = name
         self.loop = loop
         self.has_ended = False
+        self.has_work = False
+        self.polls_only = False
+        self.asked_at = -1
+
+    def ask(self, changes: int) -> None:
+        """Asks the loop what a turn would find."""
+        self.asked_at = changes
+        self.has_work = self.loop.has_work()
+        self.polls_only = not self.has_work and self.loop.polls_writes()
 
     @property
     def health(self) -> ThreadHealth:
@@ -328,7 +343,11 @@ class SimulatedPlatform(Platform):
         """Whether messages wait to be read."""
         if self.listening is not None:
             return bool(self.listening.arrived)
-        return self.connecting is not None and any(line.arrived or line.has_broken for line in self.connecting.lines)
+        if self.connecting is not None:
+            for line in self.connecting.lines:
+                if line.arrived or line.has_broken:
+                    return True
+        return False
 
     def listen(self, settings: Settings) -> ListeningEnd:
         self.listening = SimulatedListeningEnd(self._network, self._address)

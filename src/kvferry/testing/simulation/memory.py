@@ -162,10 +162,14 @@ class Pool:
         Raises:
             ViolationError: if a byte changed in a page that nobody has.
         """
-        if np.array_equal(self._memory[:, :, self._is_free], self._shadow[:, :, self._is_free]):
+        if self._memory.tobytes() == self._shadow.tobytes():  # where nobody has a page, this is all
             return
-        is_changed = (self._memory != self._shadow).any(axis=(0, 1, 3, 4, 5)) & self._is_free
-        raise ViolationError(Law.NO_WRITE_AFTER_RELEASE, f"{who}: pages {np.flatnonzero(is_changed).tolist()} changed")
+        is_changed = self._memory != self._shadow
+        is_changed &= self._is_free[:, None, None, None]
+        if not is_changed.any():
+            return
+        pages = np.flatnonzero(is_changed.any(axis=(0, 1, 3, 4, 5))).tolist()
+        raise ViolationError(Law.NO_WRITE_AFTER_RELEASE, f"{who}: pages {pages} changed")
 
     def _part(self, contents: Contents, first_token: int) -> Contents:
         stage, heads = self._stage, self._heads

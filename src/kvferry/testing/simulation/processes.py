@@ -26,6 +26,8 @@ class Process:
         thaws_at: until when it is frozen; None if it is not.
         died_at: when it was killed; None if it was not.
         is_closed_in_order: whether it was closed in order.
+        has_acted: whether anything of it ran since its callers last looked.
+        changes: grows whenever anything of it ran or its time went on: only then its loops find other work.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Process:
     thaws_at: float | None = None
     died_at: float | None = None
     is_closed_in_order: bool = False
+    has_acted: bool = True
+    changes: int = 0
     closing: Closing | None = None
     closing_waits_for: tuple[Callable[[], bool], float] | None = None
 
@@ -57,7 +61,7 @@ class Process:
     @property
     def runs(self) -> bool:
         """Whether its threads have turns."""
-        return self.is_alive and self.thaws_at is None
+        return self.died_at is None and self.thaws_at is None and not self.is_closed_in_order
 
     @property
     def takes_work(self) -> bool:
@@ -69,14 +73,21 @@ class Process:
         """Whether messages or notifications wait to be read."""
         return bool(self.transport.arrived) or self.platform.has_input
 
+    def acts(self) -> None:
+        """Anything of it runs: a turn of a thread, or a call of its owner or its callers."""
+        self.has_acted = True
+        self.changes += 1
+
     def begin_closing(self) -> None:
         """Its owner closes the endpoint."""
+        self.acts()
         self.closing = self.endpoint._closing()
         self.closing_waits_for = (lambda: True), 0.0
 
     def go_on_closing(self, now: float) -> bool:
         """Takes the next step if it may; returns whether it has left."""
         assert self.closing is not None
+        self.acts()
         if self.closing_waits_for is not None:
             holds, until = self.closing_waits_for
             if not holds() and now < until:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from kvferry.cpus import usable_cpus
@@ -60,13 +62,26 @@ def run_one(seed: int, arena: Arena, limits: Limits | None = None) -> tuple[Coun
 def _run_batch(seeds: Sequence[int]) -> Findings:
     """Runs some schedules, one after the other, in the memory of one process."""
     found, arena = Findings(), Arena()
-    for seed in seeds:
-        outcomes, violation = run_one(seed, arena)
-        found.outcomes += outcomes
-        found.schedules += 1
-        if violation is not None:
-            found.violations.append(violation)
+    with _garbage_kept():
+        for seed in seeds:
+            outcomes, violation = run_one(seed, arena)
+            found.outcomes += outcomes
+            found.schedules += 1
+            if violation is not None:
+                found.violations.append(violation)
     return found
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Collects what worlds leave behind at the end, at once: all while takes a twelfth of the time."""
+    gc.freeze()  # what is there now stays: it need not be looked through
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 def search(seeds: Iterable[int], *, processes: int | None = None, most_violations: int = 10) -> Iterator[Findings]:

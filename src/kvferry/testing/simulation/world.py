@@ -13,7 +13,7 @@ from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol.messages import ProcessIdentity
 from kvferry.testing.simulation.adversary import RECOVERY_S, Adversary, Restart
 from kvferry.testing.simulation.callers import Callers
-from kvferry.testing.simulation.circumstances import LEASE_S, Engine, Limits, drawn
+from kvferry.testing.simulation.circumstances import LEASE_S, Engine, Limits, drawn, refusing
 from kvferry.testing.simulation.control_network import ControlNetwork
 from kvferry.testing.simulation.inspector import Inspector, Raised, listening
 from kvferry.testing.simulation.laws import Law, ViolationError
@@ -21,7 +21,7 @@ from kvferry.testing.simulation.machines import RegistryProcess, SimulatedPlatfo
 from kvferry.testing.simulation.memory import FRESH, Arena
 from kvferry.testing.simulation.pods import SimulatedPods
 from kvferry.testing.simulation.processes import Process
-from kvferry.testing.simulation.requests import Request
+from kvferry.testing.simulation.requests import RankSide, Request
 from kvferry.transport.simulated import Notification, SimulatedHandle, SimulatedTransport, SimulatedWire
 
 _BURST = 6
@@ -50,6 +50,7 @@ class World:
         processes: every life of every rank.
         restarts: ranks that will be started again.
         requests: those that were made so far.
+        sides: these requests on all ranks.
         wire: carries bytes between processes.
         network: carries messages between processes.
         registry: where processes find each other.
@@ -76,13 +77,18 @@ class World:
         self._draw = random.Random(seed)
         self.order = random.Random(seed + 1)
         self.fate = random.Random(seed + 2)
+        self._lot = self.order.random
         self.circumstances = drawn(self._draw, self.limits)
+        self.circumstances.odds.update(refusing(seed, self.limits))
         self.adversary = Adversary(self)
         self._callers = Callers(self)
         self._inspector = Inspector(self)
         self.processes: list[Process] = []
         self.restarts: list[Restart] = []
         self.requests: list[Request] = []
+        self.sides: list[RankSide] = []
+        self._sides_of: dict[Process, list[RankSide]] = {}
+        self._process_of: dict[SimulatedTransport, Process] = {}
         self.wire = SimulatedWire(
             self._inspector.check_post, self._inspector.check_piece, self.adversary.transport_fails
         )
@@ -94,7 +100,8 @@ class World:
         self._traces = traces
         self._pids = 0
         self._wire_is_busy_until = 0.0
-        self._known_threads: list[tuple[Process, Thread]] | None = None
+        self._known_threads: list[tuple[Process, Thread, bool]] | None = None
+        self._kinds = (self._turn, self._bytes, self._notification, self._callers.act)
         self._hides_processes = random.Random(f"{seed} hides processes").random() < 0.25
 
     @property
@@ -147,6 +154,8 @@ class World:
         )
         process = Process(name, engine.name, rank, life, self._pids, platform, pool, transport, endpoint, address)
         lives.append(process)
+        self._process_of[transport] = process
+        self._sides_of[process] = []
         engine.ranks[rank : rank + 1] = [process]
         self.processes.append(process)
         self.threads_changed()
@@ -202,7 +211,7 @@ class World:
 
     def step(self) -> None:
         """Something happens."""
-        lot = self.order.random()
+        lot = self._lot()
         if lot < 0.45:
             happened = self._turn()
         elif lot < 0.45 + (_FAIR_MAIL_ODDS if self.is_ending else self.circumstances.mail_odds):
@@ -224,16 +233,18 @@ class World:
 
     def _anything(self) -> bool:
         """Whatever there is to do, in an order of chance."""
-        kinds = (self._turn, self._bytes, self._notification, self._callers.act)
-        first = int(self.order.random() * len(kinds))
-        if any(kinds[(first + index) % len(kinds)]() for index in range(len(kinds))):
-            return True
+        kinds = self._kinds
+        first = int(self._lot() * 4)
+        for index in range(first - 4, first):
+            if kinds[index]():
+                return True
         return self._message()
 
     def _pass_time(self, *, is_idle: bool) -> None:
         longest = 0.3 if is_idle else _FAIR_PACE_S if self.is_ending else self.circumstances.pace_s
         self.now += self.order.random() * longest + 1e-4
         for process in self.processes:
+            process.changes += 1
             if process.thaws_at is not None and self.now >= process.thaws_at:
                 process.thaws_at = None
                 self.threads_changed()
@@ -263,23 +274,26 @@ class World:
 
     def _turn(self) -> bool:
         """A thread has a few turns."""
-        if self.order.random() < 0.05 and self._executor():
+        if self._lot() < 0.05 and self._executor():
             return True
         threads = self._threads()
-        first = int(self.order.random() * len(threads))
-        for index in range(len(threads)):
-            process, thread = threads[first - index]
-            loop = thread.loop
-            if not (loop.has_work() or (loop.reads_input and process.has_input)):
+        first = int(self._lot() * len(threads))
+        for index in range(first, first - len(threads), -1):
+            process, thread, reads_input = threads[index]
+            if thread.asked_at != process.changes:
+                thread.ask(process.changes)
+            has_work = thread.has_work or (reads_input and process.has_input)
+            if not (has_work or thread.polls_only):
                 continue
-            assert process.runs
-            for _ in range(1 + int(self.order.random() * _BURST)):
+            left = 1 + int(self._lot() * _BURST)
+            while left and (has_work or process.transport.unreported):  # else polling would find nothing new
+                process.acts()
                 thread.turn()
                 if thread.has_ended:
                     self.threads_changed()
                     break
-                if not (loop.has_work() or process.has_input):
-                    break
+                has_work = thread.loop.has_work() or (reads_input and process.has_input)
+                left -= 1
             self._inspector.look(process)
             return True
         return self._executor()
@@ -287,17 +301,18 @@ class World:
     def _executor(self) -> bool:
         """What takes long is done, such as asking the registry."""
         for process in self.processes:
-            for background_executor in process.platform.executors if process.runs else ():
-                if background_executor.work:
+            for background_executor in process.platform.executors:
+                if background_executor.work and process.runs:
+                    process.acts()
                     background_executor.work.popleft()()
                     return True
         return False
 
-    def _threads(self) -> list[tuple[Process, Thread]]:
-        """Those that may have a turn."""
+    def _threads(self) -> list[tuple[Process, Thread, bool]]:
+        """Those that may have a turn, and whether they read input."""
         if self._known_threads is None:
             self._known_threads = [
-                (process, thread)
+                (process, thread, thread.loop.reads_input)
                 for process in self.processes
                 if process.runs
                 for thread in process.platform.threads
@@ -307,7 +322,12 @@ class World:
 
     def _message(self) -> bool:
         """A message arrives."""
-        lines = [line for line in self.network.lines if not line.is_cut and (line.down or self.network.can_go_up(line))]
+        listening = self.network.listening
+        lines = [
+            line
+            for line in self.network.lines
+            if (line.down or (line.up and line.address in listening)) and not line.is_cut
+        ]
         if not lines:
             return False
         line = self.order.choice(lines)
@@ -321,8 +341,10 @@ class World:
 
     def _bytes(self) -> bool:
         """A piece of a write lands."""
+        if self.now < self._wire_is_busy_until:
+            return False
         transfers = [transfer for transfer in self.wire.transfers if self._gets_on(transfer)]
-        if not transfers or self.now < self._wire_is_busy_until:
+        if not transfers:
             return False
         transfer = self.order.choice(transfers)
         if not transfer.target.is_mapped:
@@ -357,7 +379,18 @@ class World:
 
     def process_of(self, transport: SimulatedTransport) -> Process:
         """Whose transport it is."""
-        return next(process for process in reversed(self.processes) if process.transport is transport)
+        return self._process_of[transport]
+
+    def add(self, request: Request) -> None:
+        """A request was made."""
+        self.requests.append(request)
+        for side in request.sides:
+            self.sides.append(side)
+            self._sides_of[side.process].append(side)
+
+    def sides_of(self, process: Process) -> list[RankSide]:
+        """All requests there, those that are over, too."""
+        return self._sides_of[process]
 
     def _end(self) -> None:
         """No more trouble: whatever is frozen for ever stays so for a while, and then everything must be over."""
