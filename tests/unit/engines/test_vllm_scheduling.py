@@ -391,7 +391,7 @@ class TestChoicesThatAreFetched:
         scheduler.allocate(second, external=13, first=200)
         (wanted,) = scheduler.step().receive
         assert wanted.problem == "the cache of another choice of the same request did not come"
-        assert wanted.copied_from == {}
+        assert wanted.copied_from, "the prefill engine is told nothing: it is over for it"
         assert scheduler.side.tokens_elsewhere(second, 0) == 0, "vLLM computes it when it schedules it again"
 
     def test_a_request_that_is_aborted_while_it_is_fetched_asks_and_declines_once(self):
@@ -478,6 +478,14 @@ class TestChoicesThatAreSent:
         scheduler.allocate(first)
         scheduler.allocate(second)
         assert scheduler.side.finished(second, is_aborted=True) == (False, None)
+
+    def test_one_that_is_aborted_before_it_is_scheduled_refuses_nothing_that_another_is_sent_for(self):
+        scheduler, (first, second, _) = Scheduler(), choices(prefill_request(14))
+        scheduler.allocate(first)
+        scheduler.side.finished(second, is_aborted=True)
+        assert scheduler.step().refuse == {}
+        scheduler.side.finished(first, is_aborted=True)
+        assert list(scheduler.step().refuse) == [9]
 
     def test_requests_that_are_no_choices_are_all_sent(self):
         scheduler = Scheduler()
