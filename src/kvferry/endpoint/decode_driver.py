@@ -520,7 +520,6 @@ class DecodeDriver(Loop):
             self._handle(room, ConnectFailed(error), now)
         for number in list(self._rooms_through.get(link, ())):
             self._handle(self._rooms[number], ConnectFailed(error), now)
-        self._refusals.link_failed(link)
 
     def rank_settled(self, endpoint: str, now: float) -> None:
         """Marks a prefill rank that will not write again as drained in every room."""

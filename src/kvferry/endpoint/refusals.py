@@ -7,9 +7,9 @@ side it would wait for its deadline. All of it runs on the decode endpoint's one
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
 
 from kvferry.control.ends import Connection
 from kvferry.endpoint.links import Links
@@ -17,11 +17,6 @@ from kvferry.errors import KVFerryError
 from kvferry.protocol import messages
 from kvferry.protocol.link import Identity, Link
 from kvferry.protocol.registrations import RankRegistration
-
-_Key: TypeAlias = "tuple[int, int]"
-"""Room and generation."""
-
-IndexT = TypeVar("IndexT")
 
 
 @dataclass(eq=False, slots=True)
@@ -76,9 +71,8 @@ class Refusals:
         self._pause_s = pause_s
         self._keep_s = keep_s
         self._most = most
-        self._refusals: dict[_Key, Refusal] = {}  # the oldest first
-        self._of_rooms: dict[int, dict[_Key, None]] = {}
-        self._through: dict[Link, dict[_Key, None]] = {}
+        self._refusals: dict[int, Refusal] = {}  # by room, the oldest first
+        self._count_of: Counter[Link] = Counter()  # the same, counted by link
 
     @property
     def all(self) -> Collection[Refusal]:
@@ -88,11 +82,11 @@ class Refusals:
     @property
     def links(self) -> Collection[Link]:
         """Links to ranks that are still to hear of any."""
-        return self._through.keys()
+        return self._count_of.keys()
 
     def holds(self, room: int) -> bool:
         """Whether a prefill rank may still be told that a room was refused."""
-        return room in self._of_rooms
+        return room in self._refusals
 
     def add(
         self, room: int, link: Link, *, generation: int, reason: str, now: float, holder: int | None = None
@@ -105,9 +99,8 @@ class Refusals:
             reason: why, in words.
         """
         if not link.registrations and not self._links.is_current(link):
-            return  # nobody was found through it, and nobody will be
-        key = (room, generation)
-        refusal = self._refusals[key] = Refusal(
+            return  # nobody was found, or will be
+        refusal = Refusal(
             room,
             link,
             generation,
@@ -117,22 +110,18 @@ class Refusals:
             repeat_at=now + self._pause_s,
             pause_s=2 * self._pause_s,
         )
-        self._of_rooms.setdefault(room, {})[key] = None
-        self._through.setdefault(link, {})[key] = None
-        if len(self._refusals) > self._most:
-            self._drop(next(iter(self._refusals)))
+        self.forget(room)  # the latest is what counts
+        self._refusals[room] = refusal
+        self._count_of[link] += 1
+        while len(self._refusals) > self._most:
+            self.forget(next(iter(self._refusals)))
         self._tell(refusal)
 
     def link_looked_up(self, link: Link) -> None:
         """Tells ranks that have just been found what was refused before."""
-        for key in self._through.get(link, ()):
-            self._tell(self._refusals[key])
-
-    def link_failed(self, link: Link) -> None:
-        """Drops what was to be told to ranks that were not found, and will not be any more."""
-        if not link.registrations:
-            for key in list(self._through.get(link, ())):
-                self._drop(key)
+        for refusal in self._refusals.values():
+            if refusal.link is link:
+                self._tell(refusal)
 
     def repeat(self, now: float, *, is_due: bool = False) -> None:
         """Tells again whoever has not answered for a while, and gives up on those that have not for long.
@@ -140,35 +129,33 @@ class Refusals:
         Args:
             is_due: whether to tell them now: a connection broke, and may have lost it.
         """
-        for key, refusal in list(self._refusals.items()):
+        for room, refusal in list(self._refusals.items()):
             if now >= refusal.until:
-                self._drop(key)
+                self.forget(room)
             elif is_due or now >= refusal.repeat_at:
                 refusal.repeat_at, refusal.pause_s = now + refusal.pause_s, 2 * refusal.pause_s
                 self._tell(refusal)
 
     def forget(self, room: int) -> None:
-        """Stops refusing a number that is used again."""
-        for key in list(self._of_rooms.get(room, ())):
-            self._drop(key)
+        """Stops telling that a room was refused: all know, or its number is used again."""
+        refusal = self._refusals.pop(room, None)
+        if refusal is not None:
+            self._count_of[refusal.link] -= 1
+            if not self._count_of[refusal.link]:
+                del self._count_of[refusal.link]
 
     def take_answer(self, channel: Connection, message: messages.Drained) -> bool:
-        """Handles a prefill rank's answer. Returns whether it was the last one to a refusal."""
-        refusal = self._refusals.get((message.room, message.generation))
-        if refusal is None:
+        """Handles a prefill rank's answer. Returns whether it was the last one that a link waited for."""
+        refusal = self._refusals.get(message.room)
+        if refusal is None or refusal.generation != message.generation:
             return False
         ranks = {each.engine_rank: each.control_address for each in refusal.link.registrations}
         if ranks.get(message.writer) == channel.address:
             refusal.answered.add(message.writer)
         if not refusal.is_known_to_all:
             return False
-        self._drop((message.room, message.generation))
-        return True
-
-    def _drop(self, key: _Key) -> None:
-        refusal = self._refusals.pop(key)
-        _remove(self._of_rooms, refusal.room, key)
-        _remove(self._through, refusal.link, key)
+        self.forget(message.room)
+        return refusal.link not in self._count_of
 
     def _tell(self, refusal: Refusal) -> None:
         for registration in refusal.unanswered:
@@ -185,10 +172,3 @@ class Refusals:
             )
             with contextlib.suppress(KVFerryError):  # with the next heartbeat, again
                 self._links.tell(registration, message)
-
-
-def _remove(keys: dict[IndexT, dict[_Key, None]], index: IndexT, key: _Key) -> None:
-    """Removes a key from an index, and what of the index is empty then."""
-    del keys[index][key]
-    if not keys[index]:
-        del keys[index]
