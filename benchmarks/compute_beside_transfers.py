@@ -13,14 +13,20 @@ two steps it opens, submits and looks at rooms as an engine would; that time is 
 the 50th and the 99th percentile of a step and how much computing was done, each compared with `alone` in the same round
 and as the median over rounds, and what kvferry's threads took of the processor. With --json, the same as JSON.
 
+A step's time is without what the thread stood in line for a processor, by the operating system's account, so that
+other work on the machine counts less; it counts where kvferry's threads stand in line while they have the lock. "waits"
+is how much of its time the thread that computes neither ran nor stood in line, and so waited for the lock.
+
     python benchmarks/compute_beside_transfers.py [--side prefill] [--path staged] [--rounds 5]
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -45,6 +51,8 @@ REQUEST_PAGES = 128  # 64 MiB
 IN_FLIGHT = 4
 SIDES = ("prefill", "decode")
 PHASES = ("alone", "beside", "apart")
+
+logging.getLogger("kvferry").setLevel(logging.CRITICAL)  # every phase ends with requests that are aborted
 
 Connection = multiprocessing.connection.Connection
 
@@ -148,20 +156,29 @@ class Measured:
     """One phase.
 
     Attributes:
-        steps: seconds of each.
+        steps: seconds of each, without the line for a processor.
         calls_s: seconds of each look at the requests between two steps.
         requests: how many were done.
-        threads_s: processor's seconds of all other threads, by name.
-        wakes: how often these woke, by name.
+        threads: the accounts of all other threads, by name.
         seconds: how long it took.
+        ran_s: how long the thread that computes ran.
+        waited_s: how long it waited for something other than a processor.
+        waits: how often.
     """
 
     steps: np.ndarray
     calls_s: np.ndarray
     requests: int
-    threads_s: dict[str, float]
-    wakes: dict[str, int]
+    threads: dict[str, Account]
     seconds: float
+    ran_s: float
+    waited_s: float
+    waits: int
+
+    @property
+    def wanted_s(self) -> float:
+        """How long it was not in line for a processor."""
+        return self.ran_s + self.waited_s
 
 
 def computing() -> Callable[[], None]:
@@ -189,42 +206,81 @@ def computing() -> Callable[[], None]:
         count += 1
 
 
-def threads() -> dict[str, tuple[float, int]]:
-    """Seconds on a processor and voluntary waits of every thread but this one."""
+@dataclass(frozen=True)
+class Account:
+    """The operating system's account of threads.
+
+    Attributes:
+        ran_s: on a processor.
+        queued_s: in line for one.
+        waits: how often they waited for anything else.
+    """
+
+    ran_s: float = 0.0
+    queued_s: float = 0.0
+    waits: int = 0
+
+    def __add__(self, other: Account) -> Account:
+        return Account(self.ran_s + other.ran_s, self.queued_s + other.queued_s, self.waits + other.waits)
+
+    def __sub__(self, other: Account) -> Account:
+        return Account(self.ran_s - other.ran_s, self.queued_s - other.queued_s, self.waits - other.waits)
+
+
+def account(task: Path) -> Account:
+    """The account of one thread."""
+    ran, queued, _ = (task / "schedstat").read_text().split()
+    waits = (task / "status").read_text().split("\nvoluntary_ctxt_switches:")[1].split()[0]
+    return Account(int(ran) * 1e-9, int(queued) * 1e-9, int(waits))
+
+
+def threads() -> tuple[Account, dict[str, Account]]:
+    """The accounts of this thread, and of all others by name."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    found: dict[str, tuple[float, int]] = {}
+    mine = threading.get_native_id()
+    others: dict[str, Account] = {}
     for task in Path("/proc/self/task").iterdir():
-        if int(task.name) == threading.get_native_id():
-            continue
-        ran_s = int((task / "schedstat").read_text().split()[0]) * 1e-9
-        status = (task / "status").read_text()
-        waits = int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
-        name = names.get(int(task.name), "not Python's")
-        before = found.get(name, (0.0, 0))
-        found[name] = before[0] + ran_s, before[1] + waits
-    return found
+        if int(task.name) != mine:
+            name = names.get(int(task.name), "not Python's")
+            others[name] = others.get(name, Account()) + account(task)
+    return account(Path(f"/proc/self/task/{mine}")), others
 
 
 def phase(step: Callable[[], None], seconds: float, look: Callable[[], None]) -> Measured:
     """Computes for some seconds."""
     steps, calls = [], []
-    before, begun_at = threads(), time.perf_counter()
-    now = begun_at
-    while now - begun_at < seconds:
-        look()
-        called_at = time.perf_counter()
-        calls.append(called_at - now)
-        step()
-        now = time.perf_counter()
-        steps.append(now - called_at)
-    after = threads()
+    others_before = threads()[1]
+    with Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").open("rb") as schedstat:
+        read, descriptor = ctypes.PyDLL(None).pread, schedstat.fileno()  # which keeps the lock, as `os.pread` does not
+        buffer = ctypes.create_string_buffer(100)
+
+        def queued_s() -> float:
+            read(descriptor, buffer, 100, 0)
+            return int(buffer.value.split()[1]) * 1e-9
+
+        before, begun_at = threads()[0], time.perf_counter()
+        now = begun_at
+        while now - begun_at < seconds:
+            look()
+            called_at = time.perf_counter()
+            calls.append(called_at - now)
+            queued = queued_s()
+            step()
+            queued = queued_s() - queued
+            now = time.perf_counter()
+            steps.append(now - called_at - queued)
+    mine, others_after = threads()
+    mine -= before
+    others = {name: each - others_before.get(name, Account()) for name, each in others_after.items()}
     return Measured(
         np.array(steps),
         np.array(calls),
-        0,
-        {name: ran_s - before.get(name, (0.0, 0))[0] for name, (ran_s, _) in after.items()},
-        {name: waits - before.get(name, (0.0, 0))[1] for name, (_, waits) in after.items()},
-        now - begun_at,
+        requests=0,
+        threads=others,
+        seconds=now - begun_at,
+        ran_s=mine.ran_s,
+        waited_s=max(0.0, now - begun_at - mine.ran_s - mine.queued_s),
+        waits=mine.waits,
     )
 
 
@@ -333,15 +389,18 @@ def summary(results: list[dict[str, Measured]]) -> dict[str, Any]:
             **{f"{kind}_of_alone": ratios(results, of, name, "alone") for kind, of in kinds.items()},
             "gb_per_s": statistics.median(each[name].requests * request_gb / each[name].seconds for each in results),
             "call_us": statistics.median(mean(each[name].calls_s) for each in results) * 1e6,
+            "waited": statistics.median(each[name].waited_s / each[name].wanted_s for each in results),
+            "waits_per_s": statistics.median(each[name].waits / each[name].wanted_s for each in results),
+            "step_cpu_us": statistics.median(each[name].ran_s / len(each[name].steps) for each in results) * 1e6,
         }
         for name in PHASES
     }
     lost = {kind: 1 - 1 / ratios(results, of, "beside", "apart") for kind, of in kinds.items()}
     last = results[-1]["beside"]
     threads_of = {
-        name: {"cpu_ms_per_s": 1e3 * ran_s / last.seconds, "wakes_per_s": last.wakes[name] / last.seconds}
-        for name, ran_s in sorted(last.threads_s.items(), key=lambda each: -each[1])
-        if ran_s > 1e-3 * last.seconds
+        name: {"cpu_ms_per_s": 1e3 * each.ran_s / last.seconds, "waits_per_s": each.waits / last.seconds}
+        for name, each in sorted(last.threads.items(), key=lambda item: -item[1].ran_s)
+        if each.ran_s > 1e-3 * last.seconds
     }
     return {"phases": phases, "lost_beside_against_apart": lost, "threads": threads_of}
 
@@ -351,18 +410,19 @@ def show(title: str, found: dict[str, Any]) -> None:
     print(title)
     print(
         f"{'':10}{'p50 us':>9}{'of alone':>10}{'p99 us':>10}{'of alone':>10}{'mean us':>9}{'of alone':>10}"
-        f"{'GB/s':>8}{'calls us':>10}"
+        f"{'GB/s':>8}{'calls us':>10}{'waits %':>9}{'waits/s':>9}{'CPU us':>8}"
     )
     for name, each in found["phases"].items():
         print(
             f"{name:10}{each['p50_us']:9.1f}{each['p50_of_alone']:10.3f}{each['p99_us']:10.1f}{each['p99_of_alone']:10.3f}"
             f"{each['mean_us']:9.1f}{each['mean_of_alone']:10.3f}{each['gb_per_s']:8.2f}{each['call_us']:10.1f}"
+            f"{100 * each['waited']:9.1f}{each['waits_per_s']:9.0f}{each['step_cpu_us']:8.0f}"
         )
     lost = found["lost_beside_against_apart"]
     print(f"computing lost beside them against apart: {100 * lost['mean']:.1f} %", end="")
     print(f" (by the median step {100 * lost['p50']:.1f} %, by the 99th percentile {100 * lost['p99']:.1f} %)")
     for name, each in found["threads"].items():
-        print(f"  {name:36}{each['cpu_ms_per_s']:8.1f} ms of CPU a second,{each['wakes_per_s']:8.0f} wake-ups")
+        print(f"  {name:36}{each['cpu_ms_per_s']:8.1f} ms of CPU a second,{each['waits_per_s']:8.0f} wake-ups")
 
 
 def main() -> None:

@@ -90,45 +90,14 @@ _MIMO_V2: dict[str, object] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
-MIMO_V2 = "mimo-v2"
-"""A model whose layers differ in their KV heads: two in those that attend to a window, one in the others."""
 
-_MIMO_V2: dict[str, object] = {
-    "architectures": ["MiMoV2FlashForCausalLM"],
-    "model_type": "mimo_v2_flash",
-    "torch_dtype": "float32",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_value_scale": None,
-    "layernorm_epsilon": 1e-5,
-    "num_key_value_heads": 1,
-    "v_head_dim": 64,
-    "swa_num_attention_heads": 8,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 64,
-    "swa_v_head_dim": 64,
-    "hybrid_layer_pattern": [0, 1, 1, 0],
-    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-    "moe_layer_freq": [0, 0, 0, 0],
-    "mlp_layer_types": ["dense"] * 4,
-    "sliding_window": 64,
-    "sliding_window_size": 64,
-    "add_swa_attention_sink_bias": False,
-    "add_full_attention_sink_bias": False,
-    "partial_rotary_factor": 1.0,
-    "rope_theta": 10000.0,
-    "swa_rope_theta": 10000.0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
-
-
-def write(name: str, directory: Path) -> Path:
-    """Writes `MIMO_V2` or one of `MODELS` where an engine can load it."""
+def write(name: str, directory: Path, *, seed: int = 11) -> Path:
+    """Writes `MIMO_V2` or one of `MODELS` where an engine can load it; its weights are as the seed says."""
     words = {f"w{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(directory)
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     if name == MIMO_V2:
         _write_mimo_v2(directory)
         return directory

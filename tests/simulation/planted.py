@@ -18,6 +18,7 @@ from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.decode_driver import DecodeDriver
 from kvferry.endpoint.decode_peers import DecodePeers
 from kvferry.endpoint.process_identity import Sight
+from kvferry.endpoint.refusals import Refusals
 from kvferry.endpoint.sending import SendingRoom
 from kvferry.endpoint.timers import Timers
 from kvferry.endpoint.workers import Worker
@@ -743,6 +744,19 @@ def _any_prompt_will_do(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sender, "why_different", lambda prefill, decode: "")
 
 
+# ---- rooms that are refused ------------------------------------------------------------------------------------------
+
+
+def _refusals_kept_to_itself(patch: pytest.MonkeyPatch) -> None:
+    """A decode rank that will not open a room tells no prefill rank."""
+    patch.setattr(Refusals, "_tell", lambda refusals, refusal: None)
+
+
+def _refused_by_silence(patch: pytest.MonkeyPatch) -> None:
+    """A prefill rank whose caller refuses a room lets decode ranks wait."""
+    patch.setattr(RoomTable, "refuse", lambda table, room, error, now: [])
+
+
 PLANTED: dict[str, Plant] = {
     "no generation check": _no_generations,
     "pages released on abort without drain": _release_on_abort_without_drain,
@@ -811,6 +825,8 @@ PLANTED: dict[str, Plant] = {
     "receivers that come late not told": _late_receivers_not_told,
     "a deadline that moved is forgotten": _deadlines_put_off_for_good,
     "another prompt's cache sent": _any_prompt_will_do,
+    "a refusal of the decode side is told nobody": _refusals_kept_to_itself,
+    "a refusal of the prefill side is told nobody": _refused_by_silence,
 }
 
 SEEN_WITH: dict[str, frozenset[str]] = {

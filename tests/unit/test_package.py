@@ -32,7 +32,7 @@ def test_importing_loads_no_command_line_no_server_and_no_nixl():
     assert run.stdout == "[]\n"
 
 
-ENDPOINT = {"layout", "engine", "coordinates", "engine_rank", "settings", "transport"} | {
+ENDPOINT = {"layout", "engine", "coordinates", "engine_rank", "fingerprint", "settings", "transport"} | {
     "open", "open_rooms", "status", "observe_url", "health", "is_healthy", "close"
 }  # fmt: skip
 TRANSFER = {"room", "state", "stats", "error", "pages_reusable", "wait", "completed", "wait_pages_reusable", "abort"}

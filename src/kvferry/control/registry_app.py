@@ -115,7 +115,11 @@ def registry_app(
         name = request.path_params["engine"]
         view = registrations.engine(name, clock())
         if not view.registrations:
-            return _problem(404, UNKNOWN_ENGINE, f"no rank of an engine named {name!r} is registered")
+            others, count = registrations.others(name, clock())
+            message = f"no rank of an engine named {name!r} is registered"
+            return _answered(
+                404, Problem(error=UNKNOWN_ENGINE, message=message[:LONGEST_PROBLEM], others=others, num_others=count)
+            )
         return _json(view)
 
     async def get_engines(_request: Request) -> Response:
@@ -215,5 +219,9 @@ def _json(answer: msgspec.Struct) -> Response:
 
 
 def _problem(status: int, error: str, message: str, headers: Any = None) -> Response:
-    body = msgspec.json.encode(Problem(error=error, message=message[:LONGEST_PROBLEM]))
+    return _answered(status, Problem(error=error, message=message[:LONGEST_PROBLEM]), headers)
+
+
+def _answered(status: int, problem: Problem, headers: Any = None) -> Response:
+    body = msgspec.json.encode(problem)
     return Response(body, status_code=status, media_type="application/json", headers=headers)

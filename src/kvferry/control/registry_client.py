@@ -132,7 +132,7 @@ class RegistryClient:
         return self._answer(*self._exchange("DELETE", _rank_path(engine, engine_rank), params=query), _REMOVAL).removed
 
     def engine(self, name: str) -> EngineView:
-        """Returns the live ranks of one engine; a view without any if none is registered.
+        """Returns the live ranks of one engine; a view without any, and with others' names, if none is registered.
 
         Raises:
             RegistryUnreachableError: if nothing answered.
@@ -144,7 +144,14 @@ class RegistryClient:
         if status == 404:
             problem = self._problem(body)
             if problem is not None and problem.error == UNKNOWN_ENGINE:
-                return EngineView(engine=name, registrations=(), world_size=0, complete=False)
+                return EngineView(
+                    engine=name,
+                    registrations=(),
+                    world_size=0,
+                    complete=False,
+                    others=problem.others,
+                    num_others=problem.num_others,
+                )
         return self._answer(status, body, _ENGINE)
 
     def engines(self) -> tuple[EngineView, ...]:

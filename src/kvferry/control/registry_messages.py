@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 from kvferry.protocol.messages import EndpointName
-from kvferry.protocol.registrations import MOST_ENGINES, MOST_RELEASED, EngineView
+from kvferry.protocol.registrations import MOST_ENGINES, MOST_NAMED, MOST_RELEASED, EngineView, KnownEngine
 
 API_VERSION = 1
 """The `v1` of the routes. A client of another version does not find them."""
@@ -75,13 +75,17 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
+class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why a request failed.
 
     Attributes:
         error: the kind, mostly the name of one of kvferry's errors.
         message: a sentence for a person.
+        others: where an engine is unknown, the names of others, as in `EngineView`.
+        num_others: likewise, how many there are.
     """
 
     error: Annotated[str, msgspec.Meta(max_length=128)]
     message: Annotated[str, msgspec.Meta(max_length=LONGEST_PROBLEM)]
+    others: Annotated[tuple[KnownEngine, ...], msgspec.Meta(max_length=MOST_NAMED)] = ()
+    num_others: Annotated[int, msgspec.Meta(ge=0, le=MOST_ENGINES)] = 0

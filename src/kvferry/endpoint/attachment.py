@@ -57,6 +57,7 @@ class Attachment:
 
     Attributes:
         receiver: its endpoint.
+        engine: its engine.
         coordinates: its place in its engine.
         layout: what it holds and where.
         plan: what this rank may send it.
@@ -75,11 +76,13 @@ class Attachment:
         transport: Transport,
         paths: PathChooser,
         *,
+        engine: str = "",
         verifies: bool = False,
         digests: DigestMemory | None = None,
         merged_bytes: int = MERGED_BYTES,
     ) -> None:
         self.receiver = receiver
+        self.engine = engine
         self.coordinates = coordinates
         self.layout = layout
         self.plan = plan
@@ -267,6 +270,7 @@ def attach(
             plan,
             transport,
             paths,
+            engine=message.engine,
             verifies=message.checksums,
             digests=digests,
             merged_bytes=merged_bytes,

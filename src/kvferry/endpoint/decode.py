@@ -217,11 +217,9 @@ class DecodeEndpoint:
         share_tokens: int | None,
         depends_on: Mapping[str, bytes] | None,
     ) -> Receiver:
-        check_engine_name(engine)
+        key = _link_key(engine, prefill_dp_rank, where=f"room {room}")
         groups = demands_of(self.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=f"room {room}")
         check_share_tokens(self.layout.tokens, tokens, share_tokens, where=f"room {room}")
-        if prefill_dp_rank < 0:
-            raise LayoutError(f"room {room}: prefill_dp_rank is {prefill_dp_rank}: it must not be negative")
         now = self._platform.now()
         machine = ReceiverMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=now)
         generation = self._platform.random_bits(63)
@@ -249,8 +247,33 @@ class DecodeEndpoint:
             self._rooms[room] = receiver
             opened.trace = self._telemetry.observer.begin_receiving(room)
             # Under the lock, so that a close that aborts this room comes behind it.
-            self._driver.open_room(opened, LinkKey(engine, prefill_dp_rank))
+            self._driver.open_room(opened, key)
         return receiver
+
+    def refuse(self, room: SupportsIndex, reason: str, *, engine: str = "prefill", prefill_dp_rank: int = 0) -> None:
+        """Tells a prefill engine that this rank will not open a room, for a caller that cannot.
+
+        The room fails there at once and names the reason, instead of waiting for bootstrap_timeout_s; also where it is
+        opened within that time. Where a transfer of that number is open here it goes on, and the refusal is for the
+        number's next use. Returns at once and does no I/O, and nothing once the endpoint is closed.
+
+        Args:
+            room: the request's number on both sides.
+            reason: why, in words.
+            engine: the prefill engine's name.
+            prefill_dp_rank: the data-parallel group there that has the request.
+
+        Raises:
+            UsageError: if the number is out of range, or the process was forked from the endpoint's.
+            SettingsError: if no engine can have that name.
+            LayoutError: if prefill_dp_rank is negative.
+        """
+        self._owning_process.check(_OWNED)
+        number = checked_room(room)
+        key = _link_key(engine, prefill_dp_rank, where=f"room {number}")
+        with self._lock:
+            if not self._is_closed:
+                self._driver.refuse_room(number, key, reason)
 
     def receiver(self, room: int) -> Receiver:
         """Returns the open transfer of that number.
@@ -390,3 +413,11 @@ class DecodeEndpoint:
     def _forget_room(self, room: int) -> None:
         with self._lock:
             self._rooms.pop(room, None)
+
+
+def _link_key(engine: str, prefill_dp_rank: int, *, where: str) -> LinkKey:
+    """Returns which group of a prefill engine is meant; raises as `DecodeEndpoint.refuse` does."""
+    check_engine_name(engine)
+    if prefill_dp_rank < 0:
+        raise LayoutError(f"{where}: prefill_dp_rank is {prefill_dp_rank}: it must not be negative")
+    return LinkKey(engine, prefill_dp_rank)

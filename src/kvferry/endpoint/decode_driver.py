@@ -19,6 +19,7 @@ from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.links import Links
 from kvferry.endpoint.platform import Platform
 from kvferry.endpoint.receiving import ReceivingRoom
+from kvferry.endpoint.refusals import Refusals
 from kvferry.endpoint.scattering import ArrivalTask, Scatterers, ScatterTask, VerifyTask
 from kvferry.endpoint.threads import Loop, ThreadHealth
 from kvferry.endpoint.timers import Timers
@@ -59,6 +60,7 @@ _SHORTEST_SLEEP_S = 100e-6
 _LONGEST_SLEEP_S = 0.01
 _SLEEP_OF_QUIET = 1 / 16
 """Of the time that nothing has happened: what arrives is noticed that much later than it might be, at the most."""
+_MESSAGES_S = 1e-3
 _LINKS_OPEN_MS = 50
 _IDLE_MS = 500
 _TICK_S = 0.1
@@ -108,6 +110,7 @@ class DecodeDriver(Loop):
             observer=observer,
             user=self,
         )
+        self._refusals = Refusals(identity, self._links, keep_s=settings.bootstrap_timeout_s, most=settings.max_rooms)
         self._waiting: dict[Link, dict[ReceivingRoom, None]] = {}
         self._awaited: dict[ReceivingRoom, Link] = {}  # the same, by room
         self._rooms: dict[int, ReceivingRoom] = {}
@@ -119,6 +122,7 @@ class DecodeDriver(Loop):
         self._unconfirmed: dict[tuple[int, int, int], Link] = {}
         self._arriving: ArrivalTask | None = None  # while its room handles the arrival
         self._last_news_at = 0.0
+        self._next_messages_at = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
         self._is_stopping = threading.Event()
@@ -180,6 +184,23 @@ class DecodeDriver(Loop):
         """Queues a new room for the thread."""
         self.submit(lambda now: self._take_room(room, key, now))
 
+    def refuse_room(self, room: int, key: LinkKey, reason: str) -> None:
+        """Queues the news that a room will not be opened."""
+
+        def refuse(now: float) -> None:
+            holder = self._rooms.get(room)
+            link = self._links.to(key, now + self._settings.bootstrap_timeout_s)
+            self._refusals.add(
+                room,
+                link,
+                generation=self._platform.random_bits(63),
+                reason=reason,
+                now=now,
+                holder=holder.generation if holder is not None else None,
+            )
+
+        self.submit(refuse)
+
     def post_event(self, room: int, generation: int, event: ReceiverEvent) -> None:
         """Queues an event for a room; it is dropped if the room has another generation by then, or has gone."""
 
@@ -229,44 +250,40 @@ class DecodeDriver(Loop):
             return False
         ready = self._wait() if may_wait else self._end.wait(0)
         now = self._platform.now()
-        happened = self._work_inbox(now)
+        self._work_inbox(now)
         if self._rooms:  # before messages: a peer's close must not discard what has arrived from it
-            happened |= self._take_notifications(now)
+            self._take_notifications(now)
         for channel in ready:
             if self._links.owns(channel):
-                happened = True
                 self._receive(channel, now)
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
             self._tick(now)
-        if happened:
-            self._last_news_at = self._platform.now()
         return True
 
     def _wait(self) -> Collection[Connection]:
         """Waits for what there is to do; returns the connections that have news."""
         if not self._rooms:
             return self._end.wait(_LINKS_OPEN_MS if self._waiting or self._links.are_awaited else _IDLE_MS)
-        quiet_s = self._platform.now() - self._last_news_at
-        sleep_s = min(max(_SHORTEST_SLEEP_S, quiet_s * _SLEEP_OF_QUIET), _LONGEST_SLEEP_S)
-        if sleep_s >= 1e-3:
-            return self._end.wait(int(sleep_s * 1e3))
-        ready = self._end.wait(0)  # which can wait for whole milliseconds only
-        if not ready and not self._inbox:
-            self._platform.pause(sleep_s)
-        return ready
+        now = self._platform.now()
+        sleep_s = min(max(_SHORTEST_SLEEP_S, (now - self._last_news_at) * _SLEEP_OF_QUIET), _LONGEST_SLEEP_S)
+        if sleep_s < _MESSAGES_S and now < self._next_messages_at:
+            if not self._inbox:
+                self._platform.pause(sleep_s)
+            return ()
+        # Each call to the system hands the interpreter to others, which may keep it: messages come seldom, and wait.
+        self._next_messages_at = now + _MESSAGES_S
+        return self._end.wait(int(sleep_s / _MESSAGES_S))
 
-    def _work_inbox(self, now: float) -> bool:
-        happened = False
+    def _work_inbox(self, now: float) -> None:
         while self._inbox:
-            happened = True
             self._inbox.popleft()(now)
-        return happened
 
     # ---- rooms --------------------------------------------------------------------------------------------------
 
     def _take_room(self, room: ReceivingRoom, key: LinkKey, now: float) -> None:
         self._rooms[room.room] = room
+        self._refusals.forget(room.room)
         link = self._links.to(key, room.machine.deadline or now)
         if link.state is LinkState.READY:
             self._connect_room(room, link, now)
@@ -283,6 +300,7 @@ class DecodeDriver(Loop):
 
     def _handle(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
         """Passes an event to a room's machine, executes its commands, and forgets the room once it is done."""
+        self._last_news_at = now  # heartbeats' answers do not count: nothing follows them
         try:
             commands = room.handle(event, now)
         except Exception as error:
@@ -294,6 +312,7 @@ class DecodeDriver(Loop):
             self._forget_link(room.room)
             self._timers.set(room.room, None)
             self._unanswered.pop(room.room, None)
+            self._refuse_unopened(room, now)
             self._forget_room(room.room)  # before the caller sees the end: it may use the number again then
         elif self._rooms.get(room.room) is room:
             self._timers.set(room.room, room.machine.deadline)
@@ -308,6 +327,24 @@ class DecodeDriver(Loop):
             is_too_late = isinstance(command, SendOpen) and room.machine.state.is_final
             if link is not None and not is_too_late:
                 self._execute(room, link, command, now)
+
+    def _refuse_unopened(self, room: ReceivingRoom, now: float) -> None:
+        """Tells the prefill side of a room that has ended while it waited for its link."""
+        link = self._stop_waiting(room)
+        if link is not None and room.machine.error is not None:
+            error = room.machine.error
+            cause = error.__cause__
+            reason = str(error) if cause is None else f"{type(cause).__name__}: {cause}"
+            self._refusals.add(room.room, link, generation=room.generation, reason=reason, now=now)
+
+    def _stop_waiting(self, room: ReceivingRoom) -> Link | None:
+        """Takes a room from those that wait for a link. Returns the link; None if it waited for none."""
+        link = self._awaited.pop(room, None)
+        if link is not None:
+            del self._waiting[link][room]
+            if not self._waiting[link]:
+                del self._waiting[link]
+        return link
 
     def _forget_link(self, room: int) -> None:
         link = self._room_links.pop(room, None)
@@ -352,8 +389,8 @@ class DecodeDriver(Loop):
         except KVFerryError as error:
             self._handle(room, SenderLost(rank, error), now)
 
-    def _take_notifications(self, now: float) -> bool:
-        """Handles the transport's notifications; returns whether there were any."""
+    def _take_notifications(self, now: float) -> None:
+        """Handles the transport's notifications."""
         try:
             notifications = self._transport.take_notifications()
         except Exception as error:
@@ -362,10 +399,9 @@ class DecodeDriver(Loop):
                 log.exception("notifications could not be taken; %d rooms fail", len(running))
             for room in running:
                 self._handle(room, ReceiverBroke(error), now)
-            return False
+            return
         for peer, data in notifications:
             self._notified(peer, data, now)
-        return bool(notifications)
 
     def _notified(self, peer: str, data: bytes, now: float) -> None:
         """Handles a notification, if its room is open and it comes from the rank that it names."""
@@ -457,24 +493,27 @@ class DecodeDriver(Loop):
         """Links through which rooms are open."""
         return self._rooms_through.keys()
 
+    @property
+    def links_with_refusals(self) -> Collection[Link]:
+        """Links to ranks that are still to hear of rooms that were refused."""
+        return self._refusals.links
+
+    def link_looked_up(self, link: Link, now: float) -> None:
+        """Tells the ranks that were found of rooms that were refused."""
+        self._refusals.link_looked_up(link)
+
     def link_ready(self, link: Link, now: float) -> None:
         """Opens the rooms that waited for a link."""
-        for room in self._take_waiting(link):
+        for room in list(self._waiting.get(link, ())):
+            self._stop_waiting(room)
             self._connect_room(room, link, now)
 
     def link_failed(self, link: Link, error: KVFerryError, now: float) -> None:
         """Fails the rooms that rely on a link."""
-        for room in self._take_waiting(link):
+        for room in list(self._waiting.get(link, ())):
             self._handle(room, ConnectFailed(error), now)
         for number in list(self._rooms_through.get(link, ())):
             self._handle(self._rooms[number], ConnectFailed(error), now)
-
-    def _take_waiting(self, link: Link) -> list[ReceivingRoom]:
-        """Returns the rooms that wait for a link; they do so no longer."""
-        waiting = list(self._waiting.pop(link, ()))
-        for room in waiting:
-            del self._awaited[room]
-        return [room for room in waiting if self._rooms.get(room.room) is room]
 
     def rank_settled(self, endpoint: str, now: float) -> None:
         """Marks a prefill rank that will not write again as drained in every room."""
@@ -486,6 +525,7 @@ class DecodeDriver(Loop):
 
     def _retransmit(self, channel: Connection, now: float) -> None:
         """Retransmits what a broken connection may have lost, or whose answer it may have; receivers deduplicate."""
+        self._refusals.repeat(now)
         for link in self._links.through(channel):
             rank = link.rank_behind(channel)
             if rank is None or not self._links.retransmit(link, now):
@@ -530,6 +570,8 @@ class DecodeDriver(Loop):
                     self._links.fail(link, problem, now)
 
     def _room_message(self, channel: Connection, message: messages.RoomFailed | messages.Drained, now: float) -> None:
+        if isinstance(message, messages.Drained) and self._refusals.take_answer(channel, message):
+            self._links.close_retired()  # nobody needs them for that any more
         room, link = self._rooms.get(message.room), self._room_links.get(message.room)
         if room is None or link is None or room.generation != message.generation:
             return  # belongs to a room that is over
@@ -570,10 +612,9 @@ class DecodeDriver(Loop):
 
     def _why_late(self, room: ReceivingRoom) -> ReceiverEvent:
         """Returns the event for a room whose deadline has passed: why its link is not ready, if it waits for one."""
-        link = self._awaited.pop(room, None)
+        link = self._awaited.get(room)
         if link is None:
             return ReceiverTick()
-        del self._waiting[link][room]
         return ConnectFailed(self._links.why_not_ready(link))
 
     def _repeat(self, now: float) -> None:
@@ -587,6 +628,7 @@ class DecodeDriver(Loop):
             verified, generation, rank = key
             with contextlib.suppress(KVFerryError):
                 link.send(rank, messages.RoomVerified(room=verified, generation=generation))
+        self._refusals.repeat(now)
         self._links.ask_about_lost_ranks(now)
         for number in list(self._unanswered):
             room, its_link = self._rooms[number], self._room_links.get(number)

@@ -19,6 +19,7 @@ from typing import Protocol
 from kvferry.control.credentials import secret_hint
 from kvferry.control.ends import ConnectingEnd, Connection
 from kvferry.control.registry_client import RegistryClient
+from kvferry.endpoint.early_warnings import MissedEngines
 from kvferry.endpoint.ends import EndProofs
 from kvferry.endpoint.platform import Platform
 from kvferry.errors import (
@@ -54,6 +55,13 @@ class LinkUser(Protocol):
 
     def submit(self, work: Callable[[float], None]) -> None:
         """Runs work soon, on the endpoint's thread, with the time as its argument. May be called from any thread."""
+
+    @property
+    def links_with_refusals(self) -> Collection[Link]:
+        """Links to ranks that are still to hear of rooms that were refused."""
+
+    def link_looked_up(self, link: Link, now: float) -> None:
+        """Called when the registry has named ranks of a link's group, all or some."""
 
     def link_ready(self, link: Link, now: float) -> None:
         """Called when rooms can be opened through a link."""
@@ -118,6 +126,7 @@ class Links:
         self._through: dict[Channel, list[Link]] = {}  # links by connection, and some that do not use it any more
         self._callers: list[_Caller] = []
         self._is_closed = False
+        self._missed = MissedEngines(settings.bootstrap_timeout_s)
         self._lost = LostRanks(settle_s=settings.quarantine_s)
         self._ends = EndProofs(settings, platform, registry, promises=promises, submit=user.submit, ended=self._ended)
         self._channels: dict[str, Connection] = {}  # by address; links to the same rank share one
@@ -136,7 +145,10 @@ class Links:
             is_ready = link.state is LinkState.READY
             if not ranks:
                 name = f"{link.key.engine}/dp{link.key.dp_rank}"
-                shown.append(PeerStatus(name=name, state=link.state.value, is_ready=False, silent_s=0.0))
+                problem = str(link.problem or "")
+                shown.append(
+                    PeerStatus(name=name, state=link.state.value, is_ready=False, silent_s=0.0, problem=problem)
+                )
             for rank in ranks:
                 name = rank.endpoint or f"{link.key.engine}/{rank.rank}"
                 state = "ready" if is_ready else link.state.value
@@ -300,11 +312,14 @@ class Links:
 
     def close_retired(self) -> None:
         """Drops the retired links through which no message can come that matters, and closes their connections."""
-        in_use = self._user.links_with_rooms
+        in_use = {*self._user.links_with_rooms, *self._user.links_with_refusals}
         dropped = [link for link in self._retired if link not in in_use and not self._has_ring_in_doubt(link)]
         for link in dropped:
             self._retired.remove(link)
-        self._close_unused(dict.fromkeys(channel for link in dropped for channel in link.channels))
+        # Those to ranks that were named and not greeted have carried refusals.
+        named = [self._channels.get(each.control_address) for link in dropped for each in link.registrations]
+        channels = dict.fromkeys(channel for link in dropped for channel in link.channels)
+        self._close_unused(dict.fromkeys([*channels, *(channel for channel in named if channel is not None)]))
 
     def close(self) -> None:
         """Sends a close message to every peer, after the endpoint's thread has ended."""
@@ -367,6 +382,8 @@ class Links:
                 self._user.submit(partial(self._resolved, link, view.registrations))
                 return
             problem = PeerDisconnectedError(f"the registry at {self._registry.url} knows {missing}")
+            if view.registrations:
+                self._user.submit(partial(self._looked_up, link, view.group(link.key.dp_rank)))
         except RegistryAccessError as error:  # asking again would not help
             self._user.submit(partial(self.fail, link, error))
             return
@@ -377,13 +394,22 @@ class Links:
             problem.__cause__ = error
         self._user.submit(partial(self._not_resolved, link, problem))
 
+    def _looked_up(self, link: Link, registrations: tuple[RankRegistration, ...], now: float) -> None:
+        link.registrations = registrations
+        self._user.link_looked_up(link, now)
+
     def _not_resolved(self, link: Link, problem: KVFerryError, now: float) -> None:
         link.problem = problem
+        self._missed.missed(link.key.engine, problem, now)
         link.look_up_at = now + link.next_pause_s(self._platform.jitter())
 
     def _resolved(self, link: Link, registrations: tuple[RankRegistration, ...], now: float) -> None:
+        self._missed.found(link.key.engine)
         if not self.is_current(link):
             return
+        self._looked_up(
+            link, tuple(each for each in registrations if each.coordinates.dp_rank == link.key.dp_rank), now
+        )
         try:
             link.resolved(registrations, self._channel, now)
             for channel in link.channels:
@@ -412,6 +438,14 @@ class Links:
         if address not in self._channels:
             self._channels[address] = self._end.connect(address)
         return self._channels[address]
+
+    def tell(self, registration: RankRegistration, message: messages.Message) -> None:
+        """Sends a message to a rank that was looked up, whether or not it was greeted.
+
+        Raises:
+            PeerDisconnectedError: if it cannot be sent.
+        """
+        self._channel(registration.control_address).send(messages.encode(message))
 
     def _close_unused(self, channels: Iterable[Channel]) -> None:
         """Closes those of some connections that no link uses any more."""
@@ -577,9 +611,19 @@ def _missing(view: EngineView, dp_rank: int) -> str | None:
     What the other groups are doing does not matter: no request needs them.
     """
     if not view.registrations:
-        return f"0 of an unknown number of ranks of engine {view.engine!r}"
+        return (
+            f"0 of an unknown number of ranks of engine {view.engine!r}: nobody of that name is there, {_others(view)}"
+        )
     sizes, live = view.registrations[0].coordinates, len(view.group(dp_rank))
     if dp_rank >= sizes.dp_size or live == sizes.group_size:
         return None
     group = f"data-parallel group {dp_rank} of " if sizes.dp_size > 1 else ""
     return f"{live} of {sizes.group_size} ranks of {group}engine {view.engine!r}"
+
+
+def _others(view: EngineView) -> str:
+    """Says which engines are registered where one is not."""
+    if not view.others:
+        return "and no other engine"
+    more = view.num_others - len(view.others)
+    return f"but {', '.join(map(repr, view.others))}" + (f" and {more} more" if more > 0 else "")

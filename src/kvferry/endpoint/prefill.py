@@ -18,11 +18,12 @@ from kvferry.endpoint.admission import Admission
 from kvferry.endpoint.attachment import Attachment
 from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
 from kvferry.endpoint.decode_peers import DecodePeer, DecodePeers
+from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.observing import EndpointTelemetry, endpoint_status
 from kvferry.endpoint.paths import SendingStaging
 from kvferry.endpoint.platform import Platform, SystemPlatform
 from kvferry.endpoint.sender import Sender
-from kvferry.endpoint.sending import OpenReceived, RoomContext, SendingRoom, released_span
+from kvferry.endpoint.sending import OpenReceived, RefusalReceived, RoomContext, SendingRoom, released_span
 from kvferry.endpoint.threads import Loop, RunningLoop, ThreadHealth
 from kvferry.endpoint.timers import Timers
 from kvferry.endpoint.workers import WorkerPool
@@ -33,6 +34,7 @@ from kvferry.errors import (
     PeerError,
     QueueFullError,
     RoomExistsError,
+    TransferAbortedError,
     UnknownRoomError,
     UsageError,
 )
@@ -44,6 +46,7 @@ from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.fingerprint import checked_fingerprint
 from kvferry.protocol.moves import request_of
 from kvferry.protocol.pending_opens import PendingMessage
+from kvferry.protocol.refusals import DecodeRank
 from kvferry.protocol.registrations import RankRegistration, check_engine_name
 from kvferry.protocol.request_conditions import checked_conditions
 from kvferry.protocol.room_table import RoomTable
@@ -169,6 +172,7 @@ class PrefillEndpoint:
             send=self._send,
             open_room=self._open_room,
             abort_room=self._abort_room,
+            refuse_room=self._room_refused,
             write_failed=self._write_failed,
             forget_room=self._forget_room,
             set_deadline=self._timers.set,
@@ -215,6 +219,10 @@ class PrefillEndpoint:
             self._registry = self._platform.serve_registry(settings)
         self.registry_url = self._registry.url if self._registry else settings.registry_address
         self._registry_client = self._platform.registry(settings, self.registry_url)
+        self._unasked = UnaskedRooms(
+            f"prefill rank {self.engine_rank} of {self.engine!r}",
+            f"Does the decode side look for an engine named {self.engine!r}, at the registry {self.registry_url}?",
+        )
 
     def _start_threads(self) -> None:
         name = f"kvferry-prefill-{self.engine_rank}"
@@ -379,10 +387,33 @@ class PrefillEndpoint:
                 )
             opened = SendingRoom(machine, self._workers, self._room_context, self.settings)
             self._timers.set(opened, machine.deadline)
+            self._unasked.opened(room, self._now())
             self._observer.begin_sending(room)
             for receiver, message in self._table.add(opened):
                 self._deliver(opened, receiver, message)
         return opened.sender
+
+    def refuse(self, room: SupportsIndex, reason: str) -> None:
+        """Tells decode ranks that this rank will not send a request's cache, for a caller that cannot open its room.
+
+        Those that have opened the room, or do so within bootstrap_timeout_s, fail at once and name the reason, instead
+        of waiting until then. Where a transfer of that number is open here it goes on, and the next use of the number
+        is refused. Does no I/O, and nothing once the endpoint is closed.
+
+        Args:
+            room: the request's number on both sides.
+            reason: why, in words.
+
+        Raises:
+            UsageError: if the number is out of range, or the process was forked from the endpoint's.
+        """
+        self._owning_process.check(_OWNED)
+        number = checked_room(room)
+        error = TransferAbortedError(f"room {number} was refused by the prefill side: {reason}")
+        with self._rooms_lock:
+            refused = [] if self._is_closed else self._table.refuse(number, error, self._now())
+        for receiver, message in refused:
+            self._refuse_room(receiver, message, error)
 
     def sender(self, room: int) -> Sender:
         """Returns the open transfer of that number.
@@ -491,7 +522,8 @@ class PrefillEndpoint:
             elected = attachment.elected(message.room, self.coordinates.group_rank)
             request_of(message, attachment.layout, elected, where=f"room {message.room} on {receiver}")
             with self._rooms_lock:
-                room = self._table.open_request(receiver, message, self._now())
+                rank = DecodeRank(attachment.engine, attachment.coordinates)
+                room = self._table.open_request(receiver, message, self._now(), rank=rank)
                 if room is not None:
                     room.post(OpenReceived(attachment, message))
         except KVFerryError as error:
@@ -507,6 +539,13 @@ class PrefillEndpoint:
                 self._deliver(room, receiver, message)
                 return
         self._drained(receiver, message.room, message.generation)
+
+    def _room_refused(self, receiver: str, message: messages.RefuseRoom) -> None:
+        """Takes a decode rank's refusal: for the room, or until it is opened here."""
+        with self._rooms_lock:
+            room = self._table.refused_by(receiver, message, self._now())
+            if room is not None:
+                room.post(RefusalReceived(receiver, message))
 
     def _write_failed(self, attachment: Attachment, error: Exception) -> None:
         """A write failed. Where a connection broke, the decode rank is given up: only connecting anew mends it."""
@@ -626,6 +665,8 @@ class PrefillEndpoint:
                     self._send(identity, messages.Gone(process=process))
             case messages.OpenRoom() | messages.AbortRoom():
                 self._room_message(identity, message)
+            case messages.RefuseRoom():
+                self._take_refusal(identity, message)
             case messages.RoomVerified():
                 self._room_verified(identity, message)
             case messages.Credit():
@@ -635,13 +676,38 @@ class PrefillEndpoint:
 
     def _room_message(self, identity: str, message: messages.OpenRoom | messages.AbortRoom) -> None:
         with self._rooms_lock:
+            is_unopened = isinstance(message, messages.AbortRoom) and self._table.is_unopened(identity, message)
             is_considered = self._table.is_new(identity, message)
         if isinstance(message, messages.AbortRoom):
             self._abort_room(identity, message)
+            if is_unopened:
+                self._never_opened(identity, message)
         elif is_considered:
             self._open_room(identity, message)
         else:
             log.debug("dropped a late duplicate of %s's open request for room %d", identity, message.room)
+
+    def _never_opened(self, identity: str, message: messages.AbortRoom) -> None:
+        """Takes an abort whose open request did not come, and does not count any more, for a refusal."""
+        attachment = self._attachment(identity)
+        if attachment is not None:
+            refusal = messages.RefuseRoom(
+                endpoint=self.transport.endpoint_name,
+                engine=attachment.engine,
+                coordinates=attachment.coordinates,
+                room=message.room,
+                generation=message.generation,
+                reason=message.reason,
+            )
+            self._room_refused(identity, refusal)
+
+    def _take_refusal(self, identity: str, message: messages.RefuseRoom) -> None:
+        if message.endpoint == self.transport.endpoint_name:  # else it was for an earlier start, which has ended
+            with self._rooms_lock:
+                is_new = self._table.is_new_refusal(identity, message)
+            if is_new:
+                self._room_refused(identity, message)
+        self._drained(identity, message.room, message.generation)
 
     def _room_verified(self, identity: str, message: messages.RoomVerified) -> None:
         with self._rooms_lock:
@@ -725,8 +791,11 @@ class PrefillEndpoint:
             for span in staged.peer.ring.released:
                 self._send(peer.name, released_span(self.transport.endpoint_name, staged.peer.epoch, span))
 
-    def _deliver(self, room: SendingRoom, identity: str, message: PendingMessage) -> None:
+    def _deliver(self, room: SendingRoom, identity: str, message: PendingMessage | messages.RefuseRoom) -> None:
         """Hands a message to its room."""
+        if isinstance(message, messages.RefuseRoom):
+            room.post(RefusalReceived(identity, message))
+            return
         if isinstance(message, messages.AbortRoom):
             room.post(ReceiverAborted(identity, message.generation, message.reason, message.error))
             return
@@ -783,6 +852,7 @@ class PrefillEndpoint:
             expired = self._table.expired(now)
         for room in self._timers.due(now):
             room.post(SenderTick())
+        self._unasked.look(now, is_unasked=self._is_unasked, decode_ranks=len(self._peers))
         for receiver, message in expired:
             reason = (
                 f"prefill rank {self.engine_rank} was not asked to send room {message.room} within "
@@ -799,6 +869,12 @@ class PrefillEndpoint:
             if silence_s > self.settings.peer_timeout_s:
                 silent = f"silent for {silence_s:.1f} s (KVFERRY_PEER_TIMEOUT_S)"
                 self._give_up(peer.name, PeerDisconnectedError(silent))
+
+    def _is_unasked(self, room: int) -> bool:
+        """Whether a room is open, and no decode rank has opened it."""
+        with self._rooms_lock:
+            opened = self._table.rooms.get(room)
+        return opened is not None and not opened.generations
 
 
 class _Control(Loop):

@@ -25,6 +25,7 @@ from kvferry.protocol import messages
 from kvferry.protocol.chunks import ChunkSequence, HandedIn
 from kvferry.protocol.credits import Span
 from kvferry.protocol.moves import request_of
+from kvferry.protocol.refusals import DecodeRank
 from kvferry.protocol.sender import (
     AwaitTurn,
     ChunkSubmitted,
@@ -33,6 +34,7 @@ from kvferry.protocol.sender import (
     OpenRetransmitted,
     ReceiverAborted,
     ReceiverOpened,
+    ReceiverRefused,
     SendDrained,
     SenderAbortRequested,
     SenderBroke,
@@ -67,6 +69,19 @@ class OpenReceived:
 
     attachment: Attachment
     message: messages.OpenRoom
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalReceived:
+    """A decode rank's refusal to open the room.
+
+    Attributes:
+        receiver: the decode rank.
+        message: its refusal.
+    """
+
+    receiver: str
+    message: messages.RefuseRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +125,7 @@ class PartLanded:
         )
 
 
-RoomEvent: TypeAlias = SenderEvent | HandedIn | OpenReceived | PostNextPart | PartLanded | Admitted
+RoomEvent: TypeAlias = SenderEvent | HandedIn | OpenReceived | RefusalReceived | PostNextPart | PartLanded | Admitted
 
 
 @dataclass(slots=True, eq=False)
@@ -196,6 +211,7 @@ class RoomContext:
         send: sends a control message to a decode rank.
         open_room: takes a decode rank's open request for whoever has the room now, or will have it.
         abort_room: takes back such an open request.
+        refuse_room: takes a decode rank's refusal for whoever has the room now, or will have it.
         write_failed: is told that a write to a decode rank failed: where the connection broke, nothing else will get
             there either.
         forget_room: drops a room that is done.
@@ -211,6 +227,7 @@ class RoomContext:
     send: Callable[[str, messages.Message], None]
     open_room: Callable[[str, messages.OpenRoom], None]
     abort_room: Callable[[str, messages.AbortRoom], None]
+    refuse_room: Callable[[str, messages.RefuseRoom], None]
     write_failed: Callable[[Attachment, Exception], None]
     forget_room: Callable[[SendingRoom], None]
     set_deadline: Callable[[SendingRoom, float | None], None]
@@ -337,6 +354,7 @@ class SendingRoom(Actor):
             sends_aux=self._context.coordinates.is_aux_writer,
             verifies=attachment.verifies,
             held=message.held,
+            rank=DecodeRank(attachment.engine, attachment.coordinates),
         )
 
     def handle(self, event: RoomEvent, worker: Worker) -> None:
@@ -351,6 +369,8 @@ class SendingRoom(Actor):
                     self._handle(self._opened(event), worker)
             case ReceiverAborted():
                 self._aborted(event, worker)
+            case RefusalReceived():
+                self._refused(event, worker)
             case HandedIn():
                 self._submitted_at[event.number] = event.submitted_at
                 if event.is_last:
@@ -385,6 +405,16 @@ class SendingRoom(Actor):
         if kept is not None and kept.generation == generation:
             del self._next_opens[receiver]
         self._handle(event, worker)
+
+    def _refused(self, event: RefusalReceived, worker: Worker) -> None:
+        receiver, message = event.receiver, event.message
+        if self._machine.is_done:  # came while this room ended, and may be for the next one
+            self._context.refuse_room(receiver, message)
+            return
+        rank = DecodeRank(message.engine, message.coordinates)
+        self._handle(ReceiverRefused(receiver, rank, message.reason), worker)
+        if self._machine.state is TransferState.FAILED:  # it is not to be notified: the next that it opens is another
+            self._generations.setdefault(receiver, message.generation)
 
     def _handle(self, event: SenderEvent, worker: Worker) -> None:
         if isinstance(event, WriteFailed) and (event.receiver, event.sequence) not in self._failed_writes:

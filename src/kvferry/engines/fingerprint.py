@@ -49,6 +49,8 @@ class CacheIdentity:
         attention_window: which tokens each layer attends to: cached values of higher layers depend on it.
         quantization: how the weights are quantised, by the engine's name for it.
         speculative_model: the draft model's weights; empty without one. One side alone may have one.
+        multimodal_inputs: by what images and the like in `request_conditions` are told apart; empty for models that
+            take none. An engine's digests of one image may differ between two servers.
     """
 
     engine: str
@@ -62,6 +64,7 @@ class CacheIdentity:
     attention_window: str
     quantization: str
     speculative_model: str = ""
+    multimodal_inputs: str = ""
 
     def fingerprint(self) -> dict[str, str]:
         """Returns the fields as endpoints take them; those that are empty are not said."""

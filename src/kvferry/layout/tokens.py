@@ -199,6 +199,8 @@ class TokenShare(msgspec.Struct, frozen=True):
 
     def local(self, positions: Positions, *, block: BlockLength) -> Positions:
         """Returns the local position of each position, or of the next that the rank holds where it does not hold it."""
+        if self.partition.is_whole:
+            return positions
         owned, own = self._owned(), self._own(block)
         cycles, within = np.divmod(positions, block.cycle(len(self.partition.pattern)))
         blocks = block.numbers(within)

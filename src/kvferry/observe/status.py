@@ -53,12 +53,14 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
         state: the state of the connection.
         is_ready: whether rooms can use it.
         silent_s: for how long no message has come from it, though one was due.
+        problem: why it was not found so far; empty if it was.
     """
 
     name: str
     state: str
     is_ready: bool
     silent_s: float
+    problem: str = ""
 
 
 class LostPeerStatus(msgspec.Struct, frozen=True, kw_only=True):

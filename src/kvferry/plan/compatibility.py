@@ -65,7 +65,7 @@ def _component_differences(theirs: Component, ours: Component, source_name: str,
 def _unknown_shares(theirs: Component, ours: Component, layouts: Iterable[RankLayout]) -> Iterator[str]:
     """Yields what to do where a rank's part of a component is known as its share alone, and shares differ in size."""
     if theirs.axes != ours.axes and any(axis.name == _SHARE for axis in (*theirs.axes, *ours.axes)):
-        held = {str(shard.box[0]) for layout in layouts for shard in layout.shards_of(ours.name)}
+        held = {str(shard.box[0]) for layout in layouts for shard in layout.shards_of(ours.name) if shard.box[0]}
         yield (
             f"an engine does not say which part of {ours.name!r} its ranks have in {ours.axes[0].name} "
             f"{', '.join(sorted(held))}: give both sides the same tensor-parallel size"

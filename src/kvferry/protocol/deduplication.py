@@ -64,6 +64,18 @@ class OpenDeduplicator:
             return Delivery.FIRST
         return Delivery.DUPLICATE
 
+    def has_received(self, receiver: str, attempt: int, serial: int) -> bool:
+        """Returns whether an open request, or an abort that belongs to it, was received, or came too late to count.
+
+        Args:
+            attempt: as in `receive`.
+            serial: likewise.
+        """
+        known = self._attempts.get(receiver)
+        if known is None or known.number < attempt:
+            return False
+        return known.number > attempt or (serial <= known.highest and serial not in known.missing)
+
     def _attempt(self, receiver: str, attempt: int) -> _Attempt:
         known = self._attempts.pop(receiver, None)
         if known is None or known.number < attempt:

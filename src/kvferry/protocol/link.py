@@ -140,6 +140,8 @@ class Link:
         tolerated: what differs from the prefill engine because an operator lets it, a sentence each.
         state: how far it has come.
         deadline: when it must be ready.
+        registrations: ranks of the group that the registry has named, all or some; by an earlier look-up, if another is
+            on its way.
         problem: why the look-up at the registry has not succeeded so far.
         look_up_at: when to ask the registry again; None while it is being asked.
     """
@@ -169,6 +171,7 @@ class Link:
         self._can_prove_end = can_prove_end
         self.state = LinkState.RESOLVING
         self.deadline = deadline
+        self.registrations: tuple[RankRegistration, ...] = ()
         self.problem: KVFerryError | None = None
         self.look_up_at: float | None = None
         self._pause_s = _SHORTEST_PAUSE_S

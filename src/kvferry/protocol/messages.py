@@ -272,7 +272,7 @@ class OpenGroup(msgspec.Struct, frozen=True, array_like=True):
     pages: PageNumbers
 
 
-class OpenRoom(Message, frozen=True):
+class OpenRoom(Message, frozen=True, omit_defaults=True):
     """Decode to prefill: the open request of a room.
 
     Attributes:
@@ -318,6 +318,32 @@ class AbortRoom(Message, frozen=True):
     error: ShortText = ""
     attempt: Random = 0
     serial: Random = 0
+
+    def __post_init__(self) -> None:
+        _shorten(self, "reason")
+
+
+class RefuseRoom(Message, frozen=True):
+    """Decode to prefill: this rank will never open a room. `Drained` answers. Repeated until then.
+
+    It may go to ranks that have not attached this one, and so says who it comes from.
+
+    Attributes:
+        endpoint: the start of the prefill rank that it is for; no other is concerned.
+        engine: the decode rank's.
+        coordinates: its place there.
+        generation: random; distinguishes this refusal from others of the number.
+        holder: the generation of another transfer that has the number on the decode rank, and is not refused; None if
+            there is none. The refusal is for the use of the number that follows that one.
+    """
+
+    endpoint: ShortText
+    engine: ShortText
+    coordinates: RankCoordinates
+    room: Random
+    generation: Random
+    reason: Reason
+    holder: Random | None = None
 
     def __post_init__(self) -> None:
         _shorten(self, "reason")
@@ -490,7 +516,9 @@ class WriterFinished(Message, frozen=True):
     aux: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)] | None = None
 
 
-ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | RoomVerified | IsGone | Credit
+ToPrefill: TypeAlias = (
+    Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | RefuseRoom | RoomVerified | IsGone | Credit
+)
 ToDecode: TypeAlias = (
     Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained | Confirmed | Gone | SpanReleased
 )

@@ -24,7 +24,9 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from difflib import SequenceMatcher
+from functools import lru_cache
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -44,6 +46,14 @@ _REPLACED_REMEMBERED = 8
 MOST_ENGINES = 1024
 MOST_RANKS = 16384
 """Most engines and ranks that a registry holds, and that a registry's answer may have."""
+
+MOST_NAMED = 8
+"""Engines that the answer about an unknown one names."""
+
+KnownEngine: TypeAlias = Annotated[
+    str, msgspec.Meta(max_length=_LONGEST_ENGINE_NAME, pattern=rf"^{_ENGINE_NAME.pattern}\Z")
+]
+"""The name of an engine that is registered."""
 
 MOST_RELEASED = 4096
 """Endpoints of which an operator's word is kept: the latest."""
@@ -110,7 +120,7 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
         return self.coordinates.world_size
 
 
-class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An engine as the registry has it at one moment.
 
     Attributes:
@@ -118,12 +128,16 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
         registrations: the live ranks, by engine rank. Empty if no rank of this name is live.
         world_size: how many ranks the engine has, live or not; 0 if none is live.
         complete: whether every rank of the engine is live.
+        others: names of other engines, where none of this one's ranks is live: the nearest first, at most `MOST_NAMED`.
+        num_others: how many others there are.
     """
 
     engine: Annotated[str, msgspec.Meta(max_length=_LONGEST_ENGINE_NAME)]
     registrations: Annotated[tuple[RankRegistration, ...], msgspec.Meta(max_length=MOST_RANKS)]
     world_size: int
     complete: bool
+    others: Annotated[tuple[KnownEngine, ...], msgspec.Meta(max_length=MOST_NAMED)] = ()
+    num_others: Annotated[int, msgspec.Meta(ge=0, le=MOST_ENGINES)] = 0
 
     def group(self, dp_rank: int) -> tuple[RankRegistration, ...]:
         """Returns the live ranks of one data-parallel group, by engine rank."""
@@ -238,6 +252,12 @@ class Registrations:
         """Returns the live ranks of one engine; a view without any if there are none."""
         return _view(name, self._live_leases(name, now).values())
 
+    def others(self, name: str, now: float) -> tuple[tuple[str, ...], int]:
+        """Returns the names of engines that are like an unknown one, the nearest first, and how many there are."""
+        self._drop_expired(now)
+        names = tuple(sorted(self._leases_by_engine))
+        return _nearest(name, names), len(names)
+
     def engines(self, now: float) -> tuple[EngineView, ...]:
         """Returns every engine that has a live rank, by name."""
         self._drop_expired(now)
@@ -324,6 +344,14 @@ def _view(engine: str, leases: Iterable[_Lease]) -> EngineView:
         world_size=world_size,
         complete=bool(registrations) and len(registrations) == world_size,
     )
+
+
+@lru_cache(maxsize=64)  # whoever asks for an unknown engine asks again, and comparing a thousand names takes 10 ms
+def _nearest(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    def likeness(other: str) -> float:
+        return SequenceMatcher(None, name.casefold(), other.casefold()).ratio()
+
+    return tuple(sorted(names, key=likeness, reverse=True)[:MOST_NAMED])
 
 
 def _check_text(name: str, text: str, longest: int) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from kvferry.errors import EndpointClosedError, KVFerryError, TransferAbortedError
+from kvferry.errors import EndpointClosedError, KVFerryError, TransferAbortedError, TransferFailedError
 from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.deduplication import Delivery, OpenDeduplicator
-from kvferry.protocol.messages import AbortRoom, OpenRoom
+from kvferry.protocol.messages import AbortRoom, OpenRoom, RefuseRoom
 from kvferry.protocol.pending_opens import PendingMessage, PendingOpens
+from kvferry.protocol.refusals import DecodeRank, PendingRefusals
 
 REMEMBERED = 1 << 12
 """Of how many finished rooms the uses of their numbers are remembered at most, one for each decode rank of a room."""
@@ -91,7 +92,9 @@ class RoomTable(Generic[RoomT]):
         self._max_pending = max_pending
         self._keep_s = keep_s
         self._pending = PendingOpens(limit=max_pending, most_page_bytes=most_page_bytes, keep_s=keep_s)
+        self._refusals = PendingRefusals(limit=max_pending, keep_s=keep_s)
         self._failed_alone: dict[int, _FailedAlone] = {}
+        self._refused_next: dict[int, KVFerryError] = {}  # what our caller refused while the number was in use
         # Finished uses of numbers, by receiver and number: where a connection broke, an open request may come
         # twice, or later than the abort that takes it back.
         self._over: dict[tuple[str, int], _Over] = {}
@@ -111,7 +114,7 @@ class RoomTable(Generic[RoomT]):
         """Whether there are no rooms, and no pending opens."""
         return not self.rooms and not len(self._pending)
 
-    def add(self, room: RoomT) -> list[tuple[str, PendingMessage]]:
+    def add(self, room: RoomT) -> list[tuple[str, PendingMessage | RefuseRoom]]:
         """Adds a room that our caller opens. Returns the messages that decode ranks sent for it before."""
         self.rooms[room.room] = room
         self._failed_alone.pop(room.room, None)
@@ -120,7 +123,7 @@ class RoomTable(Generic[RoomT]):
         for receiver, message in pending:
             if isinstance(message, OpenRoom):
                 self._give(room.room, receiver, message.generation)
-        return pending
+        return [*pending, *self._refusals.take(room.room)]
 
     def _give(self, room: int, receiver: str, generation: int) -> None:
         self._given[room][receiver] = generation
@@ -143,6 +146,17 @@ class RoomTable(Generic[RoomT]):
         delivery = self._opens.receive(receiver, message.attempt, message.serial)
         return delivery is Delivery.FIRST or (delivery is Delivery.DUPLICATE and self._knows(receiver, message))
 
+    def is_unopened(self, receiver: str, message: AbortRoom) -> bool:
+        """Whether the open request that an abort takes back has not come, and does not count any more if it does.
+
+        To be asked before `is_new`.
+        """
+        return bool(message.serial) and not self._opens.has_received(receiver, message.attempt, message.serial)
+
+    def is_new_refusal(self, receiver: str, message: RefuseRoom) -> bool:
+        """Records a decode rank's refusal. Returns whether it has to be handled."""
+        return self._refusals.is_new(receiver, message)
+
     def _knows(self, receiver: str, message: OpenRoom) -> bool:
         room, over = self.rooms.get(message.room), self._over.get((receiver, message.room))
         known = {
@@ -162,11 +176,16 @@ class RoomTable(Generic[RoomT]):
         is_given = self._given.get(message.room, {}).get(receiver) == message.generation
         return self.rooms[message.room] if is_given else None
 
-    def open_request(self, receiver: str, message: OpenRoom, now: float) -> RoomT | None:
+    def open_request(
+        self, receiver: str, message: OpenRoom, now: float, *, rank: DecodeRank | None = None
+    ) -> RoomT | None:
         """Handles a decode rank's open request. Returns the room that it is for.
 
         Returns None if there is nothing to do: the request is kept until our caller opens the room, or belongs to a use
         that ended well.
+
+        Args:
+            rank: which decode rank it is: a room that another one of its group has refused cannot succeed.
 
         Raises:
             KVFerryError: if it must be refused, saying why.
@@ -188,7 +207,48 @@ class RoomTable(Generic[RoomT]):
             failed.receivers.add(receiver)
             self._is_over(receiver, message.room, message.generation, failed.error, now)
             raise failed.error
+        self._refusals.forget(receiver, message.room)
+        for refusal in self._refusals.of(message.room):
+            if rank is not None and rank.can_be_beside([DecodeRank(refusal.engine, refusal.coordinates)]):
+                raise _refused_by(refusal)
         self._pending.keep(receiver, message, now)
+        return None
+
+    def refuse(self, room: int, error: KVFerryError, now: float) -> list[tuple[str, OpenRoom]]:
+        """Refuses a number, for our caller: decode ranks that open it within the bootstrap deadline are refused.
+
+        Where a room of that number is open, the use of the number that follows is refused.
+
+        Returns:
+            Pending open requests, to be refused at once.
+        """
+        if room in self.rooms:
+            self._refused_next[room] = error
+            return []
+        pending = [(each, message) for each, message in self._pending.take(room) if isinstance(message, OpenRoom)]
+        self._refusals.take(room)
+        for receiver, message in pending:
+            self._is_over(receiver, room, message.generation, error, now)
+        self._fail_alone(room, error, {receiver for receiver, _ in pending}, now)
+        return pending
+
+    def refused_by(self, receiver: str, message: RefuseRoom, now: float) -> RoomT | None:
+        """Takes a decode rank's refusal of a number. Returns the open room that it is for.
+
+        Returns None if there is nothing to do: the refusal is kept until our caller opens the room, or belongs to a use
+        that has ended.
+        """
+        over = self._over.get((receiver, message.room))
+        if message.holder is not None and (over is None or over.generation != message.holder):
+            return None  # another transfer of the decode rank has the number still
+        room = self.rooms.get(message.room)
+        if room is not None:
+            return room
+        failed = self._failed_alone.get(message.room)
+        if failed is not None and receiver not in failed.receivers:
+            failed.receivers.add(receiver)
+        else:
+            self._refusals.keep(receiver, message, now)
         return None
 
     def abort(self, receiver: str, message: AbortRoom, now: float) -> RoomT | None:
@@ -216,10 +276,16 @@ class RoomTable(Generic[RoomT]):
         self._most_receivers = max(self._most_receivers, len(room.generations))
         for receiver, generation in room.generations.items():
             self._is_over(receiver, room.room, generation, room.error, now)
-        if room.failed_alone and room.error is not None:
-            self._failed_alone.pop(room.room, None)  # so that it is the youngest
-            self._failed_alone[room.room] = _FailedAlone(room.error, set(room.generations), now + self._keep_s)
-            forget_oldest(self._failed_alone, self._max_pending)
+        refused = self._refused_next.pop(room.room, None)
+        if refused is not None:
+            self._fail_alone(room.room, refused, set(), now)
+        elif room.failed_alone and room.error is not None:
+            self._fail_alone(room.room, room.error, set(room.generations), now)
+
+    def _fail_alone(self, room: int, error: KVFerryError, receivers: set[str], now: float) -> None:
+        self._failed_alone.pop(room, None)  # so that it is the youngest
+        self._failed_alone[room] = _FailedAlone(error, receivers, now + self._keep_s)
+        forget_oldest(self._failed_alone, self._max_pending)
 
     def _is_over(self, receiver: str, room: int, generation: int, error: KVFerryError | None, now: float) -> None:
         self._over.pop((receiver, room), None)  # so that it is the youngest
@@ -237,9 +303,16 @@ class RoomTable(Generic[RoomT]):
             del self._failed_alone[next(iter(self._failed_alone))]
         while self._over and now >= next(iter(self._over.values())).until:
             del self._over[next(iter(self._over))]
+        self._refusals.forget_old(now)
         return list(self._pending.expired(now))
 
     def close(self) -> list[tuple[str, OpenRoom]]:
         """Refuses open requests from now on. Returns the pending ones, to be refused too."""
         self._is_closed = True
         return list(self._pending.expired(float("inf")))
+
+
+def _refused_by(refusal: RefuseRoom) -> KVFerryError:
+    return TransferFailedError(
+        f"decode rank {refusal.coordinates.engine_rank} of {refusal.engine!r} refused it: {refusal.reason}"
+    )

@@ -25,6 +25,7 @@ from kvferry.protocol.chunks import Chunk, refuse_impossible
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.failures import caused
 from kvferry.protocol.moves import Move, ReceiverRequest, check_chunk, moves_of
+from kvferry.protocol.refusals import DecodeRank
 from kvferry.protocol.request_conditions import why_different
 from kvferry.protocol.states import SENDER_TRANSITIONS, SenderTrigger, TransferState
 
@@ -42,6 +43,7 @@ class ReceiverOpened:
         sends_aux: whether this rank sends it the aux data.
         verifies: whether it compares digests, and then sends `RoomVerified`.
         held: tokens at the start of the request that it holds already.
+        rank: which decode rank it is; None where that does not matter.
     """
 
     receiver: str
@@ -51,6 +53,7 @@ class ReceiverOpened:
     sends_aux: bool
     verifies: bool = False
     held: int = 0
+    rank: DecodeRank | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,15 @@ class ReceiverAborted:
 
 
 @dataclass(frozen=True, slots=True)
+class ReceiverRefused:
+    """A decode rank that has not opened the room never will."""
+
+    receiver: str
+    rank: DecodeRank
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReceiverVerified:
     """A decode rank has compared all digests of ours, and they are right."""
 
@@ -192,6 +204,7 @@ SenderEvent: TypeAlias = (
     | FinishSent
     | FinishFailed
     | ReceiverAborted
+    | ReceiverRefused
     | ReceiverVerified
     | ReceiverLost
     | SenderAbortRequested
@@ -423,6 +436,8 @@ class SenderMachine:
                 commands = self._fail(caused(f"notifying {name} that room {self.room} is complete failed", error))
             case ReceiverAborted():
                 commands = self._receiver_aborted(event)
+            case ReceiverRefused():
+                commands = self._receiver_refused(event)
             case ReceiverVerified(name, generation):
                 commands = self._receiver_verified(name, generation, now)
             case ReceiverLost(name, error):
@@ -598,6 +613,15 @@ class SenderMachine:
         if event.error == ChecksumError.__name__:
             return self._fail(ChecksumError(f"{name} found wrong bytes: {reason}"))
         return self._fail(TransferAbortedError(f"room {self.room} was aborted by {name}: {reason}"))
+
+    def _receiver_refused(self, event: ReceiverRefused) -> list[SenderCommand]:
+        known = [receiver.opened.rank for receiver in self._receivers.values()]
+        ranks = [rank for rank in known if rank is not None]
+        is_awaited = self.state is TransferState.BOOTSTRAPPING and event.receiver not in self._receivers
+        if not (is_awaited and event.rank.can_be_beside(ranks)):
+            return []
+        who = f"decode rank {event.rank.coordinates.engine_rank} of {event.rank.engine!r}"
+        return self._fail(TransferFailedError(f"room {self.room}: {who} refused it: {event.reason}"))
 
     def _receiver_lost(self, name: str, error: Exception) -> list[SenderCommand]:
         receiver = self._receivers.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from tests.real_engines.sglang.ranks import PREFILL, SERVER_ARGS, Model, Rank, Whole, place, plug_in
 
+from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.receiver import KVFerryReceiver
 from kvferry.engines.sglang.sender import KVFerrySender
@@ -53,16 +55,30 @@ class Members:
 
     def sender(self, manager: KVFerryManager, room: int) -> KVFerrySender:
         with place(self._patch, self.port, self.model, tp=1, tp_rank=0, pp=1, pp_rank=0):
-            return KVFerrySender(manager, self.address, room)
+            sender: KVFerrySender = self._made(room, lambda: KVFerrySender(manager, self.address, room))
+            return sender
 
-    def receiver(self, manager: KVFerryManager, room: int) -> KVFerryReceiver:
+    def receiver(self, manager: KVFerryManager, room: int, *, salt: str | None = None) -> KVFerryReceiver:
         deadline = time.monotonic() + WAIT_S
         while not manager.try_ensure_parallel_info(self.address):
             assert time.monotonic() < deadline, "the prefill server cannot be found"
             time.sleep(0.05)
-        receiver = KVFerryReceiver(manager, self.address, room)
+        receiver: KVFerryReceiver = self._made(room, lambda: KVFerryReceiver(manager, self.address, room), salt=salt)
         receiver.init(0)
         return receiver
+
+    def _made(self, room: int, make: Callable[[], Any], *, salt: str | None = None) -> Any:
+        """Makes a sender or a receiver, as SGLang does for a request."""
+        req = SimpleNamespace(
+            origin_input_ids=[room, 2, 3],
+            output_ids=[],
+            input_embeds=None,
+            multimodal_inputs=None,
+            lora_id=None,
+            extra_key=None,
+            cache_salt=salt,
+        )
+        return around_requests(lambda: True)(lambda *_: make(), SimpleNamespace(scheduler=None), req)
 
     def close(self) -> None:
         for manager in self._begun:

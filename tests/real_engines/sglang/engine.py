@@ -151,8 +151,14 @@ class EngineProcess:
         assert kind == "ready", answer
         return self
 
-    def submit(self, prompts: Sequence[Sequence[int]], count: int, *, rooms: Sequence[int] = (), port: int = 0) -> None:
-        """Hands requests in, all at once; `outputs` waits for them."""
+    def submit(
+        self, prompts: Sequence[Sequence[int]], count: int, *, rooms: Sequence[int] = (), port: int = 0, **more: Any
+    ) -> None:
+        """Hands requests in, all at once; `outputs` waits for them.
+
+        Args:
+            more: arguments of SGLang's `Engine.generate`.
+        """
         arguments: dict[str, Any] = {
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": [{"temperature": 0, "max_new_tokens": count, "ignore_eos": True}] * len(prompts),
@@ -163,6 +169,7 @@ class EngineProcess:
                 "bootstrap_port": [port] * len(prompts),
                 "bootstrap_room": list(rooms),
             }
+        arguments |= more
         self._pipe.send(("generate", arguments))
 
     def outputs(self, limit_s: float = ANSWER_S) -> list[Output]:

@@ -40,9 +40,13 @@ class Pair:
         self.prefill = self._begin("prefill", chunked_prefill_size=128)
         self.decode = self._begin("decode", disaggregation_decode_enable_radix_cache=True)
 
-    def _begin(self, mode: str, **options: Any) -> EngineProcess:
+    def _begin(self, mode: str, *, model: Path | None = None, **options: Any) -> EngineProcess:
         given = disaggregated(mode, self.port, self._backend, **{**self._options, **options})
-        return EngineProcess(Shape(self._model, given, self._environment, (self.tampering.directory,)))
+        return EngineProcess(Shape(model or self._model, given, self._environment, (self.tampering.directory,)))
+
+    def another_decode(self, model: Path | None = None, **options: Any) -> EngineProcess:
+        """Begins to start another decode engine, with another model or other options."""
+        return self._begin("decode", model=model, disaggregation_decode_enable_radix_cache=True, **options)
 
     def started(self) -> Pair:
         self.prefill.started()
@@ -61,6 +65,10 @@ class Pair:
         self.submit(given, tokens)
         self.prefill.outputs()
         return self.decode.outputs()
+
+    def free_tokens(self, side: str) -> dict[str, Any]:
+        """How many tokens the scheduler of one side can give to requests, and since when."""
+        return [each for each in self.tampering.said("free") if each["side"] == side][-1]
 
     def restart_prefill(self) -> None:
         """In the place of one that was killed."""

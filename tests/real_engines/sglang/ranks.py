@@ -40,6 +40,7 @@ class Model:
         head_bytes: of one head and token, or of a latent.
         state_layers: with recurrent state, which has `heads` times 4 channels of 6 bytes, and a convolution whose
             channels are three blocks.
+        weights: identifies them.
         groups: of a mixer of Mamba 2, whose convolution has blocks for them that SGLang does not name; None for blocks
             that it names.
     """
@@ -52,6 +53,7 @@ class Model:
     window_tokens: int = 8
     window_heads: int | None = None
     state_layers: int = 0
+    weights: str = "the same"
     groups: int | None = None
 
     @property
@@ -309,6 +311,7 @@ def place(
         disaggregation_decode_host_receive_threshold=1.0,
         enable_pd_role_switch=False,
     )
+    identity = SimpleNamespace(fingerprint=lambda: {"weights": model.weights})
     memory = SimpleNamespace(enable_hisparse=False, enable_unified_memory=False)
     for options in (parallel, disagg, memory):
         vars(options).update({name: value for name, value in changed.items() if name in vars(options)})
@@ -326,6 +329,7 @@ def place(
         within.setattr(conn, "linear_attn_tp_size", lambda: tp)
         within.setattr(conn, "PPConsensusStore", Consensus)
         within.setattr(ModelConfig, "from_server_args", lambda _: config)
+        within.setattr(manager_module, "_identity", lambda *_: identity)
         yield
 
 

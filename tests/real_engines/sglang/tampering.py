@@ -8,9 +8,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,7 @@ def let_checksums_run_on_cpus(note: Callable[..., None]) -> None:
 
     verify = decode.SchedulerDisaggregationDecodeMixin._verify_kv_checksums
 
+    @wraps(verify)  # SGLang has to be what kvferry's contract says
     def verifying(scheduler: Any, batch: Any) -> None:
         expected = {req.bootstrap_room: req for req in batch.reqs if req.expected_kv_checksum}
         pages = {room: _pages_behind_the_prefix(scheduler, req) for room, req in expected.items()}
@@ -84,14 +88,34 @@ def let_checksums_run_on_cpus(note: Callable[..., None]) -> None:
 
 
 def _pages_behind_the_prefix(scheduler: Any, req: Any) -> int:
-    page_tokens = scheduler.token_to_kv_pool_allocator.page_size
-    return -(-(len(req.origin_input_ids) - req.kv.cache_protected_len) // page_tokens)
+    page_tokens: int = scheduler.token_to_kv_pool_allocator.page_size
+    tokens: int = len(req.origin_input_ids) - req.kv.cache_protected_len
+    return -(-tokens // page_tokens)
+
+
+def watch_tokens(scheduler: Any, note: Callable[..., None]) -> None:
+    """Writes down how many tokens a scheduler can give to requests, and when that has changed."""
+
+    def look() -> None:
+        before = None
+        while True:
+            cached = scheduler.tree_cache.evictable_size()
+            free = scheduler.token_to_kv_pool_allocator.available_size() + cached
+            if free != before:
+                note("free", side=scheduler.disaggregation_mode.value, tokens=free, at=time.time())
+                before = free
+            time.sleep(0.02)
+
+    threading.Thread(target=look, daemon=True).start()
 
 
 def register() -> None:
     """Called by SGLang."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     from kvferry.endpoint import DecodeEndpoint, Sender
     from kvferry.engines.sglang.metadata_rows import MetadataRows
+    from kvferry.engines.sglang.sender import KVFerrySender
 
     directory = Path(os.environ[DIRECTORY])
 
@@ -103,8 +127,12 @@ def register() -> None:
         return (directory / "fault").read_text()
 
     submit, open_room, read = Sender.submit, DecodeEndpoint.open, MetadataRows.read
+    pop = KVFerrySender.pop_decode_prefix_len
 
     def submitting(sender: Any, pages: Mapping[str, Any], **more: Any) -> None:
+        if fault() == "no end" and more["last"]:
+            note("withheld", room=sender.room)
+            return
         note("submitted", room=sender.room, pages=len(pages["kv"].pages), last=more["last"])
         if fault() == "another page" and len(pages["kv"].pages):
             wrong = pages["kv"].pages.copy()
@@ -124,6 +152,16 @@ def register() -> None:
         return msgspec.msgpack.encode([bytes([first[0] ^ 1]) + first[1:], *others])
 
     let_checksums_run_on_cpus(note)
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.__init__",
+        lambda _, scheduler, *__, **___: watch_tokens(scheduler, note),
+        HookType.AFTER,
+    )
+
+    def popping(sender: Any) -> int:
+        return 0 if fault() == "no prefix" else pop(sender)
+
+    KVFerrySender.pop_decode_prefix_len = popping  # type: ignore[method-assign, assignment]
     Sender.submit = submitting  # type: ignore[method-assign, assignment]
     DecodeEndpoint.open = opening  # type: ignore[method-assign, assignment]
     MetadataRows.read = reading  # type: ignore[method-assign, assignment]

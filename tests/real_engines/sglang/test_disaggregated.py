@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
-from tests.real_engines.sglang.engine import EngineProcess, Shape
+from tests.real_engines.sglang.engine import EngineProcess, Shape, disaggregated
 from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal
+from tests.support.waiting import eventually
+
+from kvferry.applications.up.supervision import free_ports
 
 pytestmark = pytest.mark.timeout(600)
+
+ENDS_S = 2.0
+"""By when both sides have ended after one has refused a request."""
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +79,15 @@ def test_what_the_decode_side_has_does_not_travel(pair: Pair, undivided: EngineP
     assert compared == [{"room": room, "pages": 6, "mismatch": False}]
 
 
+def test_sglangs_checksum_would_differ_if_the_prefill_side_did_not_know_the_prefix(pair: Pair):
+    """As it was: every request of which the decode side had the first pages failed."""
+    (prompt,) = prompts(14, 1, shortest=320)
+    assert [each.error for each in pair.run([prompt])] == [None]
+    pair.tampering.plant("no prefix")
+    (found,) = pair.run([prompt + prompts(15, 1, shortest=90)[0]])
+    assert found.error == "KV checksum mismatch"
+
+
 def test_sglangs_checksum_finds_another_page_behind_a_prefix(pair: Pair, undivided: EngineProcess):
     (prompt,) = prompts(11, 1, shortest=320)
     assert_equal(pair.run([prompt]), undivided.generate([prompt], TOKENS))
@@ -115,6 +130,82 @@ def test_an_abort(pair: Pair, undivided: EngineProcess, side: str):
     assert_equal(pair.run([given]), undivided.generate([given], TOKENS))
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_abort_in_the_middle_gives_everything_back_on_both_sides(pair: Pair, undivided: EngineProcess, side: str):
+    eventually_idle = {each: pair.free_tokens(each)["tokens"] for each in ("prefill", "decode")}
+    assert eventually_idle == dict.fromkeys(eventually_idle, 4096)
+    (given,) = prompts(20 + len(side), 1, shortest=900)
+    pair.tampering.plant("no end")
+    (room,) = pair.submit([given])
+    eventually("all but the last chunk is sent", lambda: [{"room": room}] == pair.tampering.said("withheld")[-1:])
+    assert all(pair.free_tokens(each)["tokens"] < 4096 for each in eventually_idle)
+    aborted_at = time.time()
+    (pair.prefill if side == "prefill" else pair.decode).abort()
+    for engine in (pair.prefill, pair.decode):
+        (answer,) = engine.outputs(30)
+        assert answer.error
+    for each in eventually_idle:
+        eventually(f"{each} has all back", lambda each=each: pair.free_tokens(each)["tokens"] == 4096)
+        assert pair.free_tokens(each)["at"] - aborted_at < 2
+    pair.tampering.heal()
+    assert_equal(pair.run([given]), undivided.generate([given], TOKENS))
+
+
+def test_another_salt_on_one_side_is_refused_by_name(pair: Pair, undivided: EngineProcess):
+    given = prompts(30, 2, shortest=100)
+    for same in (False, True):
+        rooms = [next(ROOMS) for _ in given]
+        pair.prefill.submit(given, TOKENS, rooms=rooms, port=pair.port, cache_salt=["one tenant"] * 2)
+        salts = ["one tenant", "one tenant" if same else "another tenant"]
+        pair.decode.submit(given, TOKENS, rooms=rooms, port=pair.port, cache_salt=salts)
+        sent, found = pair.prefill.outputs(), pair.decode.outputs()
+        expected = undivided.generate(given, TOKENS)
+        assert_equal(found[:1], expected[:1])
+        if same:
+            assert_equal(found, expected)
+        else:
+            assert "cache salt" in (sent[1].error or "")
+            assert "cache salt" in (found[1].error or "")
+
+
+def test_another_checkpoint_of_the_same_shape_is_refused(pair: Pair, tmp_path: Path):
+    other = pair.another_decode(write("llama", tmp_path / "model", seed=12)).started()
+    try:
+        (given,) = prompts(40, 1, shortest=100)
+        rooms = [next(ROOMS)]
+        pair.prefill.submit([given], TOKENS, rooms=rooms, port=pair.port)
+        other.submit([given], TOKENS, rooms=rooms, port=pair.port)
+        (answer,) = other.outputs()
+        assert "weights" in (answer.error or ""), answer
+        pair.prefill.abort()
+        pair.prefill.outputs()
+    finally:
+        other.close()
+
+
+def test_pages_of_different_size_are_refused_and_both_sides_end(pair: Pair, undivided: EngineProcess):
+    """The decode server refuses before it opens a room; the prefill server has opened its own."""
+    other = pair.another_decode(page_size=32)
+    try:
+        other.started()
+        given = prompts(11, 2, shortest=100)
+        for number, prompt in enumerate(given):
+            room = next(ROOMS)
+            begun_at = time.monotonic()
+            for engine in (pair.prefill, other):
+                engine.submit([prompt], TOKENS, rooms=[room], port=pair.port)
+            (refused,), (told,) = other.outputs(60), pair.prefill.outputs(60)
+            took_s = time.monotonic() - begun_at
+            assert refused.error is not None
+            assert "--page-size is 16 there and 32 here" in refused.error
+            assert told.error is not None
+            assert "refused it: the prefill server at" in told.error
+            assert took_s < ENDS_S, f"request {number}: {took_s:.1f} s"
+    finally:
+        other.close()
+    assert_equal(pair.run(given), undivided.generate(given, TOKENS))
+
+
 def test_a_prefill_engine_that_is_killed_fails_its_requests_soon_and_comes_back(pair: Pair, undivided: EngineProcess):
     given = prompts(9, 4, shortest=500)
     pair.decode.submit(given, TOKENS, rooms=[next(ROOMS) for _ in given], port=pair.port)
@@ -137,3 +228,19 @@ def test_kvferry_in_the_place_of_nixl(model: Path, undivided: EngineProcess, tmp
         assert len({each["room"] for each in both.tampering.said("submitted")}) == len(given)
     finally:
         both.close()
+
+
+def test_pipeline_stages_on_the_prefill_side(pair: Pair, undivided: EngineProcess, model: Path):
+    (port,) = free_ports(1)
+    options = disaggregated("prefill", port, pp_size=2, chunked_prefill_size=128)
+    prefill = EngineProcess(Shape(model, options, {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}))
+    try:
+        given = prompts(11, 6, shortest=20, longest=400)
+        rooms = [next(ROOMS) for _ in given]
+        prefill.started()
+        for engine in (prefill, pair.decode):
+            engine.submit(given, TOKENS, rooms=rooms, port=port)
+        prefill.outputs()
+        assert_equal(pair.decode.outputs(), undivided.generate(given, TOKENS))
+    finally:
+        prefill.close()

@@ -252,6 +252,7 @@ def test_without_deferred_release_sglang_hears_of_a_failure_when_pages_are_safe(
         ({"layers": 2}, "layer 3|layer"),
         ({"heads": 2}, "head 4|head"),
         ({"window_layers": 1}, "window"),
+        ({"weights": "others"}, "weights.*'the same'.*'others'|weights.*'others'.*'the same'"),
     ],
 )
 def test_engines_that_cannot_work_together_say_so(pair: Pair, changes: dict[str, int], words: str):
@@ -262,6 +263,30 @@ def test_engines_that_cannot_work_together_say_so(pair: Pair, changes: dict[str,
         state: list[Any] = [[]] * bool(changes.get("window_layers"))
         receiver.send_metadata(np.arange(3, dtype=np.int32), 0, state)
     assert_fails(lambda: [receiver.poll()], [receiver], words)
+
+
+def test_a_request_with_another_salt_is_refused_by_name(pair: Pair):
+    pair.begin(Model())
+    (manager,) = pair.decode.managers
+    sender = pair.sender(pair.prefill.managers[0], 1)
+    receiver = pair.receiver(manager, 1, salt="tenant b")
+    receiver.send_metadata(np.arange(3, dtype=np.int32), 0)
+    assert_fails(lambda: [receiver.poll()], [receiver], "cache salt")
+    assert_fails(lambda: [sender.poll()], [sender], "cache salt")
+
+
+def test_without_its_hook_a_request_is_not_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    pair.begin(Model())
+    with monkeypatch.context() as lost:
+        lost.setattr(pair, "_made", lambda _, make, **__: make())
+        sender = pair.sender(pair.prefill.managers[0], 1)
+        receiver = pair.receiver(pair.decode.managers[0], 2)
+    assert_fails(lambda: [sender.poll()], [sender], r"hook on .*PrefillBootstrapQueue.create_sender was not called")
+    assert_fails(
+        lambda: [receiver.poll()],
+        [receiver],
+        r"hook on .*DecodePreallocQueue._create_receiver_and_enqueue was not called",
+    )
 
 
 def test_metadata_rows_of_other_sizes_fail_the_request(pair: Pair):

@@ -40,6 +40,8 @@ class Shape:
         pool_mib: of the KV cache on every rank.
         step_tokens: the most that one step computes: a longer prompt comes in chunks.
         policy: what happens to a request whose cache does not come: fail or recompute.
+        cache_dtype: of the KV cache.
+        adapters: LoRA adapters that requests may name, by name.
         settings: of kvferry's.
         beside: connectors that stand beside it in a MultiConnector, as vLLM's configuration has them; None for none.
         lacks: what its vLLM's interface of connectors has not got, as if it had been renamed.
@@ -55,6 +57,8 @@ class Shape:
     step_tokens: int = 2048
     prefix_cache: bool = False
     policy: str = "fail"
+    cache_dtype: str = "auto"
+    adapters: Mapping[str, Path] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[Mapping[str, Any], ...] | None = None
@@ -121,9 +125,12 @@ class _Engine:
                 enforce_eager=True,
                 enable_prefix_caching=shape.prefix_cache,
                 kv_transfer_config=transfer,
+                kv_cache_dtype=shape.cache_dtype,
+                **_lora(shape),
                 disable_log_stats=False,
             )
         )
+        self.adapters = {name: (number, path) for number, (name, path) in enumerate(shape.adapters.items(), start=1)}
         client = self.engine.engine_core
         add_request = client.add_request
         # As where the core is a process of its own: what one choice of a request does to its parameters stays there.
@@ -157,9 +164,16 @@ class _Engine:
         return True
 
     def submit(
-        self, name: str, prompt: Sequence[int], count: int, parameters: dict[str, Any] | None, choices: int = 1
+        self,
+        name: str,
+        prompt: Sequence[int],
+        count: int,
+        parameters: dict[str, Any] | None,
+        choices: int = 1,
+        adapter: str = "",
     ) -> None:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         sampling = SamplingParams(
@@ -171,7 +185,11 @@ class _Engine:
             extra_args=None if parameters is None else {"kv_transfer_params": parameters},
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+        lora = None
+        if adapter:
+            number, path = self.adapters[adapter]
+            lora = LoRARequest(adapter, number, str(path))
+        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling, lora_request=lora)
 
     def take(self, name: str) -> Output | None:
         return self.outputs.pop(name, None)
@@ -188,6 +206,11 @@ class _Engine:
 
     def abort(self, name: str) -> None:
         self.engine.abort_request([name])
+
+    def submit_and_abort(self, name: str, prompt: Sequence[int], parameters: dict[str, Any]) -> None:
+        """Hands a request in that ends before a step computes any of it."""
+        self.submit(name, prompt, 1, parameters)
+        self.abort(name)
 
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -224,6 +247,11 @@ class _Engine:
 
     def heal(self) -> None:
         self.faults.heal()
+
+
+def _lora(shape: Shape) -> dict[str, Any]:
+    """What an engine with adapters is started with."""
+    return {"enable_lora": True, "max_loras": len(shape.adapters), "max_lora_rank": 8} if shape.adapters else {}
 
 
 class Messages(logging.Handler):
@@ -270,9 +298,10 @@ class Faults:
             "a head is missing": self._drop_head,
             "the last chunk is missing": self._skip_last,
             "choices copy nothing": self._skip_copies,
+            "requests are not compared": self._compare_nothing,
         }[fault]()
 
-    def _replace(self, owner: type, name: str, replacement: Callable[..., Any]) -> None:
+    def _replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         setattr(owner, name, replacement)
         self._undo.append(lambda: setattr(owner, name, original))
@@ -285,9 +314,10 @@ class Faults:
 
         def swapped(side: WorkerSide, *arguments: Any) -> PagesToSend:
             given = original(side, *arguments)
-            first, *middle, last = given.pages
             # Two full ones would change nothing: keys know their positions, and attention sums over all of them.
-            return PagesToSend(given.start, (last, *middle, first))
+            pages = given.pages.copy()
+            pages[[0, -1]] = pages[[-1, 0]]
+            return PagesToSend(given.start, pages)
 
         self._replace(WorkerSide, "_pages", swapped)
 
@@ -303,6 +333,11 @@ class Faults:
             return given
 
         self._replace(WorkerSide, "_pages", dropped)
+
+    def _compare_nothing(self) -> None:
+        from kvferry.protocol import sender
+
+        self._replace(sender, "why_different", lambda prefill, decode: "")
 
     def _skip_last(self) -> None:
         from kvferry.engines.vllm.outgoing import OutgoingRequests
@@ -409,9 +444,10 @@ class EngineProcess:
         count: int,
         parameters: dict[str, Any] | None = None,
         choices: int = 1,
+        adapter: str = "",
     ) -> None:
         """Hands a request in. Several choices are sampled, with a seed; one is the likeliest."""
-        self.ask("submit", name, list(prompt), count, parameters, choices)
+        self.ask("submit", name, list(prompt), count, parameters, choices, adapter)
 
     def output(self, name: str, limit_s: float = ANSWER_S) -> Output:
         """Waits for the end of a request."""

@@ -12,7 +12,12 @@ from tests.real_engines.prompts import prompts
 from tests.real_engines.vllm.engine import EngineError, Output
 from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
 
+from kvferry.engines.vllm.parameters import ROOM
+
 pytestmark = pytest.mark.timeout(600)
+
+ENDS_S = 2.0
+"""By when both sides have ended, and have all blocks back, after one has refused a request."""
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +90,35 @@ def test_what_the_decode_side_has_does_not_travel(engines: Engines, both: Pair):
     assert sent == (19 - 12) * block_bytes, "600 tokens are 19 blocks of 32; 12 whole ones were there"
 
 
-def test_pages_of_different_size_are_refused_in_words(engines: Engines):
+def test_pages_of_different_size_are_refused_in_words_and_both_sides_end(engines: Engines):
     """On CPU a block's inner order depends on its size. vLLM's own connector takes it, and answers something else."""
     pair = Pair(engines.prefill("prefill"), engines.decode("decode-64", block_tokens=64))
-    (prompt,) = prompts(9, 1, shortest=100)
-    pair.begin("refused", prompt)
-    assert pair.decode.output("refused").reason == "error"
+    free = pair.free_blocks()
+    for number, prompt in enumerate(prompts(9, 3, shortest=100)):  # the first connects
+        pair.begin(f"refused-{number}", prompt)
+        begun_at = time.monotonic()
+        assert pair.decode.output(f"refused-{number}").reason == "error"
+        pair.prefill.output(f"refused-{number}")
+        assert pair.free_blocks() == free
+        assert time.monotonic() - begun_at < ENDS_S
     assert "32 tokens a page" in pair.said
     assert "64 tokens a page" in pair.said
-    pair.prefill.output("refused")
-    pair.prefill.wait_idle()
+    there = [line for line in pair.prefill.ask("logged") if "refused it" in line]
+    assert all("decode rank 0 of 'decode-64' refused it: IncompatiblePeerError: " in line for line in there)
+    assert len(there) == 3
+
+
+def test_a_request_that_ends_on_the_prefill_side_before_it_is_computed_fails_on_the_other(engines: Engines, both: Pair):
+    """It never had a room there."""
+    free = both.free_blocks()
+    (prompt,) = prompts(17, 1, shortest=100)
+    name, room = "never-computed", 10**6
+    both.prefill.ask("submit_and_abort", name, prompt, {"do_remote_decode": True, ROOM: room})
+    parameters = {"do_remote_prefill": True, "remote_engine_id": both.prefill.shape.name, ROOM: room}
+    both.decode.submit(name, prompt, COUNT, parameters)
+    assert both.decode.output(name, ENDS_S).reason == "error"
+    assert "ended on the prefill side before any of it was computed" in both.said
+    assert both.free_blocks() == free
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

@@ -61,6 +61,12 @@ class Deployment:
         found: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=10).json()
         return found
 
+    def received(self) -> int:
+        """How many caches the decode server has received."""
+        metrics = httpx.get(f"{self.health()['decode'][0]['url']}/metrics", timeout=10).text
+        lines = [line for line in metrics.splitlines() if line.startswith("vllm:kvferry_receive_seconds_count")]
+        return round(sum(float(line.split()[-1]) for line in lines))
+
     def pid_of(self, name: str) -> int:
         """Of a server, by the name of its engine on its command line."""
         for each in psutil.Process(self.process.pid).children(recursive=True):
@@ -88,6 +94,22 @@ def test_curl_streams_a_completion(deployment: Deployment):
     assert events[-1] == "[DONE]"
     assert len(events) == 6
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]).strip()
+
+
+def test_three_choices_of_one_request_are_those_of_a_server_that_works_alone(deployment: Deployment):
+    body = {"model": deployment.model, "prompt": "w7 w8 w9 " * 50, "max_tokens": 8, "ignore_eos": True}
+    body |= {"n": 3, "temperature": 1.0, "seed": 11}
+
+    def choices(url: str) -> list[str]:
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return [choice["text"] for choice in sorted(answer.json()["choices"], key=lambda choice: choice["index"])]
+
+    before = deployment.received()
+    crossed = choices(deployment.url)
+    assert len(set(crossed)) == 3
+    assert crossed == choices(deployment.health()["prefill"][0]["url"])
+    assert deployment.received() - before == 1, "one fetch for all of them"
 
 
 def test_a_prefill_server_that_is_killed_costs_a_retry_and_comes_back(deployment: Deployment):

@@ -230,10 +230,33 @@ def test_what_is_no_request_is_refused(deployment: Deployment, body: str):
     assert answer.status_code == 400
 
 
-def test_several_answers_to_one_request_are_refused(deployment: Deployment):
-    answer = deployment.ask(n=2)
+def test_several_choices_are_asked_of_the_decode_server_alone(deployment: Deployment):
+    """They share the cache of one prompt, which the prefill server computes once."""
+    assert deployment.ask(n=3).status_code == 200
+    (prefill,), (decode,) = deployment.asked("prefill"), deployment.asked("decode")
+    assert "n" not in prefill
+    assert decode["n"] == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"best_of": 2}, "best_of: ask for several choices with n instead"),
+        ({"prompt": ["one", "two"]}, "prompt: 2 prompts in one request; send one request for each"),
+        ({"prompt": [[1, 2], [3, 4]]}, "prompt: 2 prompts in one request; send one request for each"),
+    ],
+)
+def test_what_would_be_several_prompts_is_refused(deployment: Deployment, body: dict[str, Any], said: str):
+    answer = deployment.ask(**body)
     assert answer.status_code == 400
-    assert "n: one answer to a request" in answer.text
+    assert answer.json()["error"]["message"] == said
+    assert deployment.asked("prefill") == []
+
+
+@pytest.mark.parametrize("prompt", ["one", ["one"], [1, 2, 3], [[1, 2, 3]]])
+def test_a_prompt_in_any_form_is_passed_on(deployment: Deployment, prompt: object):
+    assert deployment.ask(prompt=prompt).status_code == 200
+    assert [body["prompt"] for body in deployment.asked("prefill")] == [prompt]
 
 
 def test_a_client_that_goes_lets_the_decode_server_know(deployment: Deployment):

@@ -21,7 +21,6 @@ from tests.unit.endpoint.test_life_of_a_room import nothing_left
 
 from kvferry import Sender, Settings
 from kvferry.endpoint.actors import Actor, RunQueue, Waker
-from kvferry.endpoint.decode_driver import DecodeDriver
 from kvferry.endpoint.prefill import _Control
 from kvferry.endpoint.threads import SupervisedThread
 from kvferry.endpoint.workers import Worker
@@ -464,7 +463,7 @@ def test_a_waker_looks_while_events_are_handed_in_and_rests_otherwise(takers: Ca
 def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
     pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
 ):
-    """Counts turns of all loops during 50 ms. A machine that is busy takes fewer."""
+    """Counts turns of the prefill side's loops during 50 ms, and asks how long the decode side's would wait."""
     requests = pair(SMALL)
     requests.connect()
     prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
@@ -479,7 +478,15 @@ def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
     decode._driver._last_news_at -= 10.0
     time.sleep(0.005)  # the turns that have begun
     turns: collections.Counter[type] = collections.Counter()
-    for loop in (Waker, Worker, _Control, DecodeDriver):
+    waits_ms: list[int] = []
+    right_wait = decode._driver._end.wait
+
+    def wait(timeout_ms: int) -> Any:
+        waits_ms.append(timeout_ms)
+        return right_wait(timeout_ms)
+
+    monkeypatch.setattr(decode._driver._end, "wait", wait)
+    for loop in (Waker, Worker, _Control):
         right = loop.turn
 
         def turn(self: Any, *, may_wait: bool, right: Callable[..., bool] = right) -> bool:
@@ -490,7 +497,8 @@ def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
     time.sleep(0.05)
     assert turns[Waker] == turns[Worker] == 0
     assert turns[_Control] <= 2
-    assert turns[DecodeDriver] <= 8
+    eventually("the decode side's thread waits", lambda: len(waits_ms) > 2)
+    assert set(waits_ms) == {10}
 
 
 def test_submit_wakes_no_thread(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ IDENTITY = CacheIdentity(
     attention_window="every token",
     quantization="none",
     speculative_model="77aa",
+    multimodal_inputs="by digest",
 )
 CAT, DOG = MultimodalInput("cat", 3, 5), MultimodalInput("dog", 3, 5)
 
@@ -96,3 +99,9 @@ def test_what_both_have_must_be_the_same(one: dict[str, Any], other: dict[str, A
 def test_tokens_count_by_value_and_not_by_type():
     numpy = pytest.importorskip("numpy")
     assert request_conditions(numpy.array([1, 2, 3], numpy.int32)) == request_conditions((1, 2, 3))
+
+
+def test_the_page_about_vllm_says_what_every_field_is():
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    for each in fields(CacheIdentity):
+        assert re.search(rf"^\|.*`{each.name}`.*\|.*\|", page, flags=re.MULTILINE), each.name

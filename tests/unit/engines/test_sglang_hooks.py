@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 
 from kvferry.engines.sglang import hooks
-from kvferry.engines.sglang.names import BACKENDS, KV_CLASS, TRANSFER_QUEUE
+from kvferry.engines.sglang.names import BACKENDS, CREATE_RECEIVER, CREATE_SENDER, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE
 from kvferry.engines.sglang.plugin import register
 from kvferry.errors import EngineContractError
 
 log = logging.getLogger("sglang")
+
+ALL = [BACKENDS, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER]
 
 
 class HookType(Enum):
@@ -61,9 +63,13 @@ class FakeSGLang:
         def get_kv_class(transfer_backend: Any, class_type: Any) -> str:
             return f"SGLang's own {class_type.value} of {transfer_backend.value}"
 
-        self.utils.get_kv_class = get_kv_class
+        def setup_state_kv_args(kv_args: Any, token_to_kv_pool: Any, draft_token_to_kv_pool: Any = None) -> None: ...
+
+        self.utils.get_kv_class, self.utils.setup_state_kv_args = get_kv_class, setup_state_kv_args
         self.queue = self._queue_class()
-        self._module("sglang.srt.disaggregation.decode").DecodeTransferQueue = self.queue
+        decode = self._module("sglang.srt.disaggregation.decode")
+        decode.DecodeTransferQueue, decode.DecodePreallocQueue = self.queue, self._making_queue_class()
+        self._module("sglang.srt.disaggregation.prefill").PrefillBootstrapQueue = self._making_queue_class()
         self.registry = self._registry_class()
         module = self._module("sglang.srt.plugins.hook_registry")
         module.HookRegistry, module.HookType = self.registry, HookType
@@ -94,6 +100,16 @@ class FakeSGLang:
                 self.deferred_kv_release_timeout = 30.0
 
         return DecodeTransferQueue
+
+    @staticmethod
+    def _making_queue_class() -> type:
+        class Queue:
+            def create_sender(self, req: Any, num_kv_heads: int) -> bool:
+                return True
+
+            def _create_receiver_and_enqueue(self, req: Any, is_rebootstrap: bool = False) -> None: ...
+
+        return Queue
 
     @staticmethod
     def _registry_class() -> Any:
@@ -189,7 +205,7 @@ def test_without_its_plug_in_nothing_is_served(sglang: FakeSGLang, caplog: pytes
         hooks.check_hooks()
 
 
-@pytest.mark.parametrize("lost", [BACKENDS, KV_CLASS, TRANSFER_QUEUE])
+@pytest.mark.parametrize("lost", ALL)
 def test_a_hook_that_sglang_could_not_apply_is_named(sglang: FakeSGLang, caplog: pytest.LogCaptureFixture, lost: str):
     sglang.registry.refused.add(lost)
     sglang.start()
@@ -200,7 +216,7 @@ def test_a_hook_that_sglang_could_not_apply_is_named(sglang: FakeSGLang, caplog:
         hooks.check_hooks()
 
 
-@pytest.mark.parametrize("lost", [BACKENDS, KV_CLASS, TRANSFER_QUEUE])
+@pytest.mark.parametrize("lost", ALL)
 def test_nixl_does_not_run_in_our_place_where_a_hook_is_lost(
     sglang: FakeSGLang, monkeypatch: pytest.MonkeyPatch, lost: str
 ):
@@ -307,3 +323,10 @@ def test_queues_of_other_backends_are_left_alone(sglang: FakeSGLang):
     sglang.context.disaggregation_transfer_backend = "mooncake"
     sglang.start()
     assert sglang.queue().deferred_kv_release_timeout == 30.0
+
+
+def test_managers_are_given_the_pools_that_sglang_keeps_to_itself(sglang: FakeSGLang):
+    sglang.start()
+    args, pool = SimpleNamespace(), object()
+    sglang.utils.setup_state_kv_args(args, pool)
+    assert args.kvferry_pools.target is pool

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,6 +158,12 @@ def test_projections_are_found_from_their_layers():
     draft = Attention(0, 4)  # numbered from 0 again
     assert totals_by_layer([*model.modules(), *draft.modules()]) == {0: {1, 4}, 1: {2}}
     assert draft in list(loaded_modules())
+
+
+def test_a_module_that_is_only_begun_is_passed_over():
+    begun = Module.__new__(Module)
+    assert begun not in list(loaded_modules())
+    assert isinstance(totals_by_layer(loaded_modules()), dict)
 
 
 def test_heads_that_fill_other_bytes_are_refused():
@@ -336,7 +341,7 @@ def test_a_pool_that_is_not_transferred_is_refused(name: str):
 @pytest.mark.parametrize("name", refused(STATE))
 def test_state_that_is_not_transferred_is_refused(name: str):
     args = plain(1)
-    args.state_types = [next(iter(Enum("StateType", {name: name.lower()})))]
+    args.state_types = [type("StateType", (SimpleNamespace,), {})(name=name, value=name.lower())]
     with pytest.raises(LayoutError, match="layers of this model keep ") as error:
         read(args, model_config(1))
     assert_refused(STATE + name, error.value)

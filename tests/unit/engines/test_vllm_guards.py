@@ -6,15 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from kvferry import RankCoordinates
 from kvferry.engines.vllm.guards import held_back_tokens, refuse_what_would_be_wrong
-from kvferry.errors import SettingsError
+from kvferry.engines.vllm.layouts import CacheGroup, ModelShape, describe
+from kvferry.errors import LayoutError, SettingsError
 
 
 def configuration(
     *, experts: bool = False, hisparse: object = None, decode: int = 1, prefill: int = 1, lookahead: int = 0
 ) -> Any:
-    """As much of vLLM's as it takes; `CONTRACT` says that vLLM's has the same."""
+    """As much of vLLM's as it takes; `CONTRACTS` say that vLLM's has the same."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(decode_context_parallel_size=decode, prefill_context_parallel_size=prefill),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=experts),
@@ -56,3 +59,12 @@ def test_all_of_it_is_said_at_once():
 def test_a_model_that_drafts_with_several_modules_holds_back_as_many_tokens(lookahead: int, held_back: int):
     """One module, as EAGLE's, reads one token ahead, which is known for all but the last."""
     assert held_back_tokens(configuration(lookahead=lookahead)) == held_back
+
+
+def test_draft_layers_that_are_numbered_from_0_again_are_refused_by_name():
+    """Their number would be the place of the model's own layer."""
+    names = ("model.layers.0.self_attn.attn", "mtp.layers.0.self_attn.attn")
+    caches = {name: torch.zeros(4, 2, 16, 8) for name in names}
+    group = CacheGroup("group 0", names, block_tokens=16)
+    with pytest.raises(LayoutError, match=r"'model.layers.0.self_attn.attn' and 'mtp.layers.0.* the same number"):
+        describe(caches, [group], ModelShape(1, 2), RankCoordinates(), num_blocks=4)

@@ -108,6 +108,14 @@ def test_a_projection_in_the_decoder_layer_is_found_and_that_of_another_layer_is
     assert len(model) == 2
 
 
+def test_the_projection_of_another_attention_in_the_same_decoder_layer_is_not_asked():
+    layer, place = Module(), RankCoordinates(tp_rank=5, tp_size=8)
+    layer.self_attn, layer.cross_attn = SelfAttention(Projection(4, 5, 8)), SelfAttention()
+    both = {NAME: layer.self_attn.attn, "model.layers.0.cross_attn.attn": layer.cross_attn.attn}
+    found = held_heads(dict.fromkeys(both, CachedHeads(1)), both, place, lambda: layer.modules())
+    assert list(found.values()) == [HeldHeads(4, Interval(2, 3)), None]
+
+
 def test_a_wrapped_projection_is_found():
     """LoRA puts another module around it."""
     wrapper = Module()

@@ -10,7 +10,7 @@ import pytest
 from kvferry.engines.vllm.choices import MOST_REMEMBERED, FirstChoices
 from kvferry.engines.vllm.layouts import CacheGroup
 from kvferry.engines.vllm.parameters import LARGEST_ROOM, ROOM, receive_parameters, send_parameters
-from kvferry.engines.vllm.scheduling import SchedulerSide
+from kvferry.engines.vllm.scheduling import Conditions, SchedulerSide
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks
 from kvferry.errors import UsageError
 
@@ -48,10 +48,15 @@ class Pool:
 class Scheduler:
     """As much of vLLM's as it takes: block tables, and progress after every step."""
 
-    def __init__(self, *groups: CacheGroup, held_back_tokens: int = 1) -> None:
+    def __init__(self, *groups: CacheGroup, held_back_tokens: int = 1, conditions: Conditions | None = None) -> None:
         self.groups = groups or (FULL,)
         self.side = SchedulerSide(
-            self.groups, engine="here", may_send=True, may_receive=True, held_back_tokens=held_back_tokens
+            self.groups,
+            engine="here",
+            may_send=True,
+            may_receive=True,
+            held_back_tokens=held_back_tokens,
+            conditions=conditions,
         )
         self.tables: dict[str, list[list[Block]]] = {}
         self.pool = Pool()
@@ -164,6 +169,20 @@ class TestSending:
         scheduler.step(request, 2)
         assert scheduler.side.finished(request, is_aborted=True) == (False, None)
         assert scheduler.step().give_up == {}
+
+    @pytest.mark.parametrize("is_allocated", [False, True])
+    def test_a_request_that_ends_before_any_of_it_leaves_is_refused_to_those_who_may_ask(self, is_allocated: bool):
+        scheduler, request = Scheduler(), prefill_request(14)
+        if is_allocated:
+            scheduler.allocate(request)
+        scheduler.side.finished(request, is_aborted=True)
+        assert scheduler.step().refuse == {9: "the request ended on the prefill side before any of it was computed"}
+
+    def test_a_request_whose_room_nobody_can_know_is_refused_to_nobody(self):
+        scheduler, request = Scheduler(), prefill_request(14, room=None)
+        scheduler.allocate(request)
+        scheduler.side.finished(request, is_aborted=True)
+        assert scheduler.step().refuse == {}
 
     def test_a_prompt_of_one_token_has_nothing_to_send(self):
         scheduler, request = Scheduler(), prefill_request(1)
@@ -391,12 +410,21 @@ class TestChoicesThatAreFetched:
             scheduler.side.finished(request, is_aborted=True)
         assert [(told.request, told.is_wanted) for told in scheduler.step().receive] == [("0_r", False)]
 
-    def test_where_the_first_has_all_the_others_copy_from_it(self):
+    def test_where_the_first_has_all_from_elsewhere_nothing_is_copied(self):
+        """It may be another connector's, which has not loaded it yet though vLLM counts it as there."""
         scheduler, (first, second, _) = Scheduler(), choices(decode_request(14))
         first.num_computed_tokens = 13
         scheduler.allocate(first)
         assert [told.is_wanted for told in scheduler.step().receive] == [False]
-        assert scheduler.side.tokens_elsewhere(second, 12) == 1
+        assert scheduler.side.tokens_elsewhere(second, 4) == 0
+        scheduler.allocate(second, first=200)
+        assert scheduler.step().receive == []
+
+    def test_nothing_is_copied_from_one_that_was_preempted_and_counts_as_there_again(self):
+        scheduler, (first, second, _) = self.fetched()
+        scheduler.step(preempted=("0_r",))
+        assert first.num_computed_tokens == 13
+        assert scheduler.side.tokens_elsewhere(second, 0) == 0
 
     def test_another_request_of_the_same_name_is_another_one(self):
         """Names are the caller's where vLLM is told not to make them unique."""
@@ -436,6 +464,15 @@ class TestChoicesThatAreSent:
         assert parameters is not None
         assert (keeps, parameters[ROOM]) == (False, sent.room)
 
+    def test_another_prompt_is_another_request_whatever_its_name(self):
+        """Names are the caller's where vLLM is told not to make them unique."""
+        scheduler, (first, second, _) = Scheduler(), choices(prefill_request(14, room=None))
+        second.prompt_token_ids = [2] * 14
+        scheduler.allocate(first)
+        scheduler.allocate(second, first=200)
+        rooms = {scheduler.step(request, 14).send[0].room for request in (first, second)}
+        assert len(rooms) == 2
+
     def test_one_that_is_aborted_answers_nothing(self):
         scheduler, (first, second, _) = Scheduler(), choices(prefill_request(14))
         scheduler.allocate(first)
@@ -474,3 +511,35 @@ class TestParameters:
     def test_an_engine_that_cannot_be_is_refused(self, engine: object):
         with pytest.raises(UsageError, match="remote_engine_id"):
             receive_parameters({"do_remote_prefill": True, "remote_engine_id": engine, ROOM: 1})
+
+
+class TestConditions:
+    """What a request's cache depends on goes with its blocks, of the tokens that are exchanged."""
+
+    def test_every_chunk_that_is_sent_carries_them_and_a_preemption_changes_nothing(self):
+        asked = []
+
+        def conditions(_: Any, tokens: int) -> dict[str, bytes]:
+            asked.append(tokens)
+            return {"prompt": b"1"}
+
+        scheduler = Scheduler(conditions=conditions)
+        request = prefill_request(13)
+        scheduler.allocate(request)
+        assert [each.depends_on for each in scheduler.step(request, 8).send] == [{"prompt": b"1"}]
+        request.num_computed_tokens = 0
+        scheduler.step(preempted=("r",))
+        scheduler.allocate(request)
+        assert [each.depends_on for each in scheduler.step(request, 13).send] == [{"prompt": b"1"}]
+        assert asked == [12], "once, of all tokens but the last"
+
+    @pytest.mark.parametrize("external", [12, 4, 0])
+    def test_a_request_for_a_cache_carries_them_also_where_nothing_is_missing(self, external: int):
+        scheduler = Scheduler(conditions=lambda request, tokens: {"prompt": b"%d" % tokens})
+        scheduler.allocate(decode_request(13), external=external)
+        assert [each.depends_on for each in scheduler.step().receive] == [{"prompt": b"12"}]
+
+    def test_a_request_that_ended_early_is_declined_with_them(self):
+        scheduler = Scheduler(conditions=lambda request, tokens: {"prompt": b"%d" % tokens})
+        scheduler.side.finished(decode_request(13), is_aborted=True)
+        assert [each.depends_on for each in scheduler.step().receive] == [{"prompt": b"12"}]

@@ -163,6 +163,30 @@ def test_different_packings_are_refused_with_both_names():
     assert "layout of 'kv': prefill has packed pages (cpu-1), decode has packed pages (cpu-2)" in message
 
 
+def share(tp_size: int, layers: Interval) -> RankLayout:
+    """What the first of so many ranks holds, where its engine does not say which part that is."""
+    axes = (Axis("layer", 4), Axis("tensor-parallel share", tp_size), Axis("byte", 8))
+    held = Shard(
+        component=Component(name="kv", axes=axes, dtype="uint8"),
+        box=(layers, Interval(0, 1), Interval(0, 8)),
+        addresses=tuple(4096 * (number + 1) for number in range(len(layers))),
+        strides=(0, 1),
+        paging=Paging(page_tokens=4, num_pages=3, page_stride=32, token_stride=8),
+    )
+    return RankLayout(shards=(held,))
+
+
+def test_shares_of_another_number_of_ranks_are_refused_with_their_layers_and_what_to_do():
+    check(share(4, Interval(0, 4)), share(4, Interval(0, 2)))
+    with pytest.raises(IncompatiblePeerError) as raised:
+        check(share(4, Interval(0, 2)), share(2, Interval(0, 2)))
+    assert str(raised.value).endswith(
+        "prefill (layer 4, tensor-parallel share 4, byte 8), decode (layer 4, tensor-parallel share 2, byte 8); an "
+        "engine does not say which part of 'kv' its ranks have in layer [0, 2): give both sides the same "
+        "tensor-parallel size"
+    )
+
+
 def test_state_and_entries_for_tokens_are_refused():
     state = state_component("k", num_layers=2, axes=(Axis("head", 4), Axis("dim", 8)), dtype="float16")
     slots = RankLayout(shards=(empty_shard(state, page_tokens=1, num_pages=2),))

@@ -50,6 +50,7 @@ from kvferry.protocol.messages import (
     Pong,
     ProcessIdentity,
     Refused,
+    RefuseRoom,
     RoomFailed,
     RoomVerified,
     SpanReleased,
@@ -135,6 +136,9 @@ EXAMPLES: list[Message] = [
     Pong(endpoint="p0", attached=False),
     RoomFailed(room=1, generation=2, writer=3, error="PageError", reason="page 7 is out of range"),
     Drained(endpoint="p0", room=1, generation=2, writer=3),
+    RefuseRoom(
+        endpoint="p0", engine="decode", coordinates=COORDINATES, room=1, generation=2, reason="no memory", holder=3
+    ),
     RoomVerified(room=1, generation=2),
     Confirmed(endpoint="p0", room=1, generation=2, writer=3),
     IsGone(process=PROCESS),

@@ -380,3 +380,13 @@ class RegistryRules(RuleBasedStateMachine):
 
 RegistryRules.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestRegistryRules = RegistryRules.TestCase
+
+
+def test_who_is_not_registered_hears_who_is_the_nearest_first():
+    registrations = Registrations(LEASE_S)
+    for name in ("decode", *(f"other-{number:02}" for number in range(12)), "Prefill-1", "prefill-2"):
+        registrations.register(rank(engine=name), now=100.0)
+    names, count = registrations.others("prefill-1", now=101.0)
+    assert names[:2] == ("Prefill-1", "prefill-2")
+    assert (len(names), count) == (8, 15)
+    assert registrations.others("prefill-1", now=100.0 + LEASE_S) == ((), 0)

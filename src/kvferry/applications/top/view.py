@@ -64,6 +64,7 @@ def troubles(samples: Sequence[Sample]) -> Iterator[str]:
                 yield f"{name}: thread {thread.name} has ended ({thread.last_failure or 'without an error'})"
         if status.problem:
             yield f"{name}: {status.problem}"
+        yield from (f"{name}: {peer.name} is not found: {peer.problem}" for peer in status.peers if peer.problem)
         for peer in status.silent_peers:
             yield (
                 f"{name} has received nothing from {peer.name} for {peer.silent_s:.1f} s, "

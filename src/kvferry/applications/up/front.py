@@ -35,6 +35,8 @@ _CONNECT_S = 5.0
 _AFTERMATH_S = 0.5
 _CLIENT_LEFT = 499  # as nginx has it; nobody reads it
 _PASSED_ON = ("authorization", "x-request-id")
+_DECODE_ONLY = ("n", "min_tokens", "stream_options")
+"""What a prefill server is not asked for. All choices of an answer (`n`) have the cache of one prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -159,9 +161,8 @@ class Front:
             body = None
         if not isinstance(body, dict):
             return _problem(400, "the body must be a JSON object")
-        if several := sorted(name for name in ("n", "best_of") if body.get(name) not in (None, 1)):
-            # vLLM makes several requests of it, with the same parameters. A room is for one.
-            return _problem(400, f"{' and '.join(several)}: one answer to a request; ask several times for several")
+        if problem := _not_one_room(body):
+            return _problem(400, problem)
         avoided: set[Server] = set()
         last_problem = ""
         for _ in range(self._attempts):
@@ -210,7 +211,7 @@ class Front:
 
     async def _ask_prefill(self, request: Request, body: Mapping[str, Any], server: Server, room: int) -> None:
         parameters = {"do_remote_decode": True, ROOM: room}
-        asked = {name: value for name, value in body.items() if name not in ("stream_options", "min_tokens")}
+        asked = {name: value for name, value in body.items() if name not in _DECODE_ONLY}
         asked |= {"stream": False, "max_tokens": 1, "kv_transfer_params": parameters}
         if "max_completion_tokens" in asked:
             asked["max_completion_tokens"] = 1
@@ -286,6 +287,16 @@ async def _first_event(pieces: AsyncIterator[bytes], server: Server) -> bytes:
                     raise TryAnotherError(server, line.decode(errors="replace")[:200])
                 return begun
     raise TryAnotherError(server, "the stream ended before the first token")
+
+
+def _not_one_room(body: Mapping[str, Any]) -> str:
+    """Returns why a request cannot be one room: servers make several requests of it, under the same number."""
+    if body.get("best_of") not in (None, 1):
+        return "best_of: ask for several choices with n instead"
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt):
+        return f"prompt: {len(prompt)} prompts in one request; send one request for each"
+    return ""
 
 
 def _headers(request: Request) -> dict[str, str]:

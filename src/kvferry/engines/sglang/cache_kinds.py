@@ -213,7 +213,8 @@ def check_states(states: Sequence[Enum]) -> None:
     Raises:
         LayoutError: naming the first, and why; or if there are several of one kind.
     """
-    for each in states:
-        KINDS.transferred(f"{type(each).__name__}.{each.name}", where="layers of this model")
-    if len(set(states)) != len(states):
-        raise LayoutError(f"layers of this model keep several states of one kind: {[each.value for each in states]}")
+    names = [f"{type(each).__name__}.{each.name}" for each in states]
+    for name in names:
+        KINDS.transferred(name, where="layers of this model")
+    if len(set(names)) != len(names):
+        raise LayoutError(f"layers of this model keep several states of one kind: {', '.join(names)}")

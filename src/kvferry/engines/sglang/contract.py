@@ -145,7 +145,7 @@ _MANAGER: tuple[Line, ...] = (
         "sglang.srt.environ:envs",
         (
             *("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"),
-            *("SGLANG_DISAGG_STAGING_BUFFER", "SGLANG_RUST_SERVER"),
+            *("SGLANG_DISAGG_STAGING_BUFFER", "SGLANG_RUST_SERVER", "SGLANG_MM_SKIP_COMPUTE_HASH"),
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT",
         ),
         "our limits follow them, and some are refused",
@@ -263,5 +263,22 @@ _BOTH: tuple[Line, ...] = (
     ),
 )
 
+_REQUEST: tuple[Line, ...] = (
+    Mentions(
+        "sglang.srt.managers.schedule_batch:Req.__init__",
+        ("origin_input_ids", "output_ids", "lora_id", "extra_key", "cache_salt", "input_embeds", "multimodal_inputs"),
+        "a request's conditions are read from them",
+    ),
+    Fields(
+        "sglang.srt.managers.schedule_batch:MultimodalInputs", ("mm_items",), "images and the like are read from it"
+    ),
+    Fields(
+        "sglang.srt.managers.schedule_batch:MultimodalDataItem",
+        ("modality", "hash", "offsets"),
+        "images and the like are told apart by them",
+    ),
+    Fields("sglang.srt.lora.lora_registry:LoRARef", ("lora_name", "lora_path"), "adapters are told apart by them"),
+)
+
 LOADING = (Contract("SGLang", TRIED, _LOADING),)
-SERVING = (Contract("SGLang", TRIED, (*_LOADING, *_MANAGER, *_SENDER, *_RECEIVER, *_BOTH)),)
+SERVING = (Contract("SGLang", TRIED, (*_LOADING, *_MANAGER, *_SENDER, *_RECEIVER, *_REQUEST, *_BOTH)),)

@@ -15,8 +15,8 @@ from torch.nn import Module
 
 
 def loaded_modules() -> Iterator[Module]:
-    """Yields every module of this process."""
-    return (each for each in gc.get_objects() if issubclass(type(each), Module))
+    """Yields every module of this process that has been made to the end."""
+    return (each for each in gc.get_objects() if issubclass(type(each), Module) and "_modules" in vars(each))
 
 
 def totals_by_layer(modules: Iterable[Module]) -> Mapping[int, frozenset[int]]:

@@ -6,6 +6,7 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -14,17 +15,20 @@ from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg
+from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
 from kvferry import DecodeEndpoint, Device, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
+from kvferry.engines.fingerprint import CacheIdentity
 from kvferry.engines.sglang.directory import Directory, ask, get, registry_url
 from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
 from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
+from kvferry.engines.sglang.identity import cache_identity
 from kvferry.engines.sglang.layouts import describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.options import check_options
+from kvferry.engines.sglang.plugin import engine_version
 from kvferry.engines.sglang.pools import caches_of
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.errors import IncompatiblePeerError, RegistryError, UsageError, quoted
@@ -102,13 +106,19 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         model = ModelConfig.from_server_args(server_args)
         totals = totals_by_layer(loaded_modules()) if self.attn_tp_size > 1 else {}  # one rank has all heads
         caches = caches_of(args, model, mambaish_config(model), totals, place=self._coordinates)
+        fingerprint = _identity(args, model).fingerprint()
         layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
         if disaggregation_mode is DisaggregationMode.PREFILL:
             address = self._own_bootstrap_address()
             announcement = ask(address)
             where = settings.model_copy(update={"registry_url": registry_url(address, announcement, settings)})
             self._prefill = PrefillEndpoint(
-                layout, engine=announcement.engine, coordinates=self._coordinates, settings=where, host_registry=False
+                layout,
+                engine=announcement.engine,
+                coordinates=self._coordinates,
+                settings=where,
+                host_registry=False,
+                fingerprint=fingerprint,
             )
             return
         self._directory = Directory(settings)
@@ -118,6 +128,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             coordinates=self._coordinates,
             settings=settings,
             registry=self._directory,
+            fingerprint=fingerprint,
         )
         self._helper = ThreadPoolExecutor(4, "kvferry-sglang-look-up")
         self._look_ups: dict[str, Future[PrefillServerInfo]] = {}
@@ -177,6 +188,17 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             self.forget_prefill(bootstrap_address)  # it may come back with other options
             raise IncompatiblePeerError(server.refusal)
         return server.engine
+
+    def refuse(self, bootstrap_address: str, room: int, prefill_dp_rank: int, reason: str) -> None:
+        """Tells a prefill server that was looked up that a room will not be opened here.
+
+        Args:
+            prefill_dp_rank: the data-parallel group there that has the request.
+            reason: why, in words.
+        """
+        server = self._servers.get(bootstrap_address)
+        if server is not None:
+            self.decode.refuse(room, reason, engine=server.engine, prefill_dp_rank=prefill_dp_rank)
 
     def forget_prefill(self, bootstrap_address: str) -> None:
         """Makes the next request look a prefill server up again: another one may have come in its place."""
@@ -260,6 +282,17 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         else:
             host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bootstrap_host, self.bootstrap_host)  # noqa: S104
         return str(NetworkAddress(host, self.bootstrap_port).to_host_port_str())
+
+
+def _identity(args: KVArgs, model: Any) -> CacheIdentity:
+    return cache_identity(
+        args,
+        model,
+        given=get_model(),
+        speculative=get_spec(),
+        execution=get_exec(),
+        version=engine_version(),
+    )
 
 
 def _device(name: str, index: int) -> Device:

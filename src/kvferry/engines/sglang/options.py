@@ -39,7 +39,8 @@ def check_options(args: KVArgs, mode: DisaggregationMode) -> None:
     if found := [*_refused(args, mode)]:
         raise UsageError(f"kvferry does not do this with SGLang yet: {'; '.join(found)}")
     for name, instead in INSTEAD.items():
-        if getattr(envs, name).is_set():
+        variable = getattr(envs, name, None)  # another version may have it no more
+        if variable is not None and variable.is_set():
             log.warning("kvferry does not read %s: %s", name, instead)
 
 

@@ -15,9 +15,17 @@ from typing import Any
 
 from kvferry.engines.contract import enforce
 from kvferry.engines.sglang import hooks, pools
+from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.contract import LOADING, SERVING
 from kvferry.engines.sglang.hooks import Hook
-from kvferry.engines.sglang.names import BACKENDS, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE
+from kvferry.engines.sglang.names import (
+    BACKENDS,
+    CREATE_RECEIVER,
+    CREATE_SENDER,
+    KV_CLASS,
+    STATE_ARGS,
+    TRANSFER_QUEUE,
+)
 from kvferry.engines.sglang.settings import PluginSettings
 
 log = logging.getLogger(__name__)
@@ -80,11 +88,19 @@ def _register() -> None:
     def remember_pools(_: None, *given: Any, **named: Any) -> None:
         pools.remember_pools(*given, **named)
 
+    def digests_inputs() -> bool:
+        from sglang.srt.environ import envs
+
+        return not envs.SGLANG_MM_SKIP_COMPUTE_HASH.get()
+
+    around_a_request = around_requests(digests_inputs)
     added = (
         Hook(BACKENDS, backends, "REPLACE"),
         Hook(KV_CLASS, choose, "AROUND"),
         Hook(STATE_ARGS, remember_pools, "AFTER"),
         Hook(TRANSFER_QUEUE, keep_until_proven, "AFTER"),
+        Hook(CREATE_SENDER, around_a_request, "AROUND"),
+        Hook(CREATE_RECEIVER, around_a_request, "AROUND"),
     )
     for hook in added:
         HookRegistry.register(hook.target, hook.change, HookType[hook.kind])

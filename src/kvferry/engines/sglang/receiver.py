@@ -9,8 +9,10 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from kvferry import GroupPages, Receiver, TransferState
+from kvferry.engines.sglang.conditions import current
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.engines.sglang.names import CREATE_RECEIVER
 from kvferry.engines.sglang.transfers import POLLS, give_up, state_pages
 from kvferry.errors import KVFerryError, UsageError
 
@@ -28,7 +30,13 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state, unless it has ended
         self._aux_index: int | None = None
         self._engine = ""
+        self._has_refused = False
         self.bootstrap_infos: list[dict[str, Any]] = []  # SGLang counts the ranks that it waits for: none
+        self._depends_on: dict[str, bytes] = {}
+        try:
+            self._depends_on = current(CREATE_RECEIVER)
+        except KVFerryError as error:
+            self._fail(str(error))
 
     def init(self, prefill_dp_rank: int) -> None:
         """Takes the prefill engine's name from the look-up of its server."""
@@ -38,6 +46,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         try:
             self._engine = self.kv_mgr.engine_at(self.bootstrap_addr)
         except KVFerryError as error:
+            self._refuse(str(error))
             self._fail(str(error))
             return
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
@@ -66,8 +75,10 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
                 engine=self._engine,
                 prefill_dp_rank=self.prefill_dp_rank,
                 prefix_tokens=prefix_tokens,
+                depends_on=self._depends_on,
             )
         except KVFerryError as error:
+            self._refuse(str(error))
             self._fail(str(error))
             return
         self._aux_index = aux_index
@@ -94,12 +105,14 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         SGLang calls it for failures, and `abort` does.
         """
         give_up(self._transfer, "SGLang gave the request up")
+        self._refuse("SGLang gave the request up before it had pages for it")
         self.abort_notified = self._transfer is not None
 
     def clear(self) -> None:
         """Forgets the request, which SGLang is done with."""
         super().clear()
         give_up(self._transfer, "SGLang is through with the request")
+        self._refuse("SGLang is through with the request, and never had pages for it")
         self.kv_mgr.received(self.bootstrap_room)
 
     def is_abort_release_safe(self) -> bool:
@@ -127,6 +140,13 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.forget_prefill(self.bootstrap_addr)
         self._fail(str(transfer.error))
         return int(KVPoll.Failed)
+
+    def _refuse(self, reason: str) -> None:
+        """Tells the prefill server, once, that a room that was not opened never will be."""
+        if self._transfer is None and self._owns_bootstrap_room and not self._has_refused:
+            self._has_refused = True
+            dp_rank = getattr(self, "prefill_dp_rank", 0)  # SGLang sets it with `init`
+            self.kv_mgr.refuse(self.bootstrap_addr, self.bootstrap_room, dp_rank, reason)
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)

@@ -9,8 +9,10 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from kvferry import GroupPages, Sender, TransferState
+from kvferry.engines.sglang.conditions import current
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.engines.sglang.names import CREATE_SENDER
 from kvferry.engines.sglang.transfers import POLLS, give_up, state_pages
 from kvferry.errors import KVFerryError
 
@@ -39,8 +41,9 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         self._prefix_pages = 0
         self.num_kv_indices = 0
         try:
-            self._transfer = mgr.prefill.open(bootstrap_room)
+            self._transfer = mgr.prefill.open(bootstrap_room, depends_on=current(CREATE_SENDER))
         except KVFerryError as error:
+            mgr.prefill.refuse(bootstrap_room, str(error))
             self._fail(str(error))
             return
         if mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang has refused it
@@ -87,7 +90,8 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
 
     def poll(self) -> int:
         """Returns the state of the transfer."""
-        self._look()
+        if self._transfer is not None and self._transfer.state is not self._seen:
+            self._look()
         return self._conclude(self.kv_mgr.check_status)
 
     def poll_pp_consensus(self) -> int:

@@ -48,7 +48,7 @@ class Fetch(Generic[Request]):
     """The fetch that serves all choices of a request.
 
     Attributes:
-        request: the first choice, which fetches; None once it has ended.
+        request: the first choice, which fetches; None once it has lost what it had, or where it had it from elsewhere.
         state: how far it is.
     """
 

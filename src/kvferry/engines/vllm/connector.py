@@ -9,6 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -26,6 +27,13 @@ from kvferry.engines.vllm.cache_kinds import check_on_device, check_transferred
 from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.guards import held_back_tokens, refuse_what_would_be_wrong
 from kvferry.engines.vllm.heads import CachedHeads, held_heads
+from kvferry.engines.vllm.identity import (
+    BY_PLACE,
+    MULTIMODAL_FIELD,
+    Conditions,
+    cache_identity,
+    multimodal_inputs,
+)
 from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
 from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.outgoing import Fence
@@ -86,6 +94,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 may_send=transfer.is_kv_producer,
                 may_receive=transfer.is_kv_consumer,
                 held_back_tokens=held_back_tokens(vllm_config),
+                conditions=Conditions(compares_content=compares_content(vllm_config, self._settings)).of,
             )
 
     def shutdown(self) -> None:
@@ -115,7 +124,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             engine=self._engine,
             sends=self._kv_transfer_config.is_kv_producer,
             receives=self._kv_transfer_config.is_kv_consumer,
+            fingerprint=self._fingerprint(),
         )
+
+    def _fingerprint(self) -> dict[str, str]:
+        """Returns what this worker's caches are beyond their layout."""
+        identity = cache_identity(
+            self._vllm_config,
+            kept_by_layers(self._vllm_config, self._kv_cache_config),
+            version=vllm.__version__,
+            fp8_dtype=str(current_platform.fp8_dtype()),
+            packing=model_shape(self._vllm_config, self._kv_cache_config).packing,
+        )
+        return identity.fingerprint()
 
     def handle_preemptions(self, kv_connector_metadata: KVFerryMetadata) -> None:
         """Drops the pages of preempted requests, before their blocks are written to."""
@@ -292,6 +313,24 @@ def cpu_packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         for spec in specs
     }
     return f"vLLM's CPU kernels ({', '.join(sorted(orders))})"
+
+
+def kept_by_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[tuple[KVCacheSpec, str]]:
+    """Returns what every layer that is transferred keeps, and the name of the backend that reads and writes it."""
+    layers = vllm_config.compilation_config.static_forward_context
+    kept = []
+    for group in kv_cache_config.transfer_groups:
+        spec = group.kv_cache_spec
+        for name in group.layer_names:
+            own = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+            kept.append((own, layers[name].get_attn_backend().get_name()))
+    return kept
+
+
+def compares_content(vllm_config: VllmConfig, settings: Settings) -> bool:
+    """Returns whether vLLM's digests of multimodal inputs are the same on both sides, for all that is known here."""
+    is_waived = MULTIMODAL_FIELD in settings.fields_that_may_differ
+    return not is_waived and multimodal_inputs(vllm_config) != BY_PLACE
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:

@@ -8,13 +8,13 @@ its own beside this one, and a contract of its own here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvferry.engines.contract import (
     Attributes,
     Call,
     Contract,
     Fields,
-    Inherits,
     Line,
     Members,
     Mentions,
@@ -41,6 +41,7 @@ _HOOKS = {
     "get_transfer_results": "self, finished_req_ids",
     "get_kv_connector_stats": "self",
     "build_kv_connector_stats": "cls, data=",
+    "get_required_kvcache_layout": "cls, vllm_config",
     "build_prom_metrics": "cls, vllm_config, metric_types, labelnames, per_engine_labelvalues",
     "bind_kv_cache_manager": "self, kv_cache_manager",
     "get_num_new_matched_tokens": "self, request, num_computed_tokens",
@@ -55,9 +56,14 @@ _CALLED = "vLLM calls ours so"
 _READ = "ours reads it"
 
 
-def _hooks() -> Iterator[Line]:
+_NEW_IN_0_32 = frozenset({"get_loaded_kv_cache_group_ids"})
+"""Which blocks a load overwrites, so that vLLM need not clear them: before, it left out all blocks of the load."""
+
+
+def _hooks(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
     for name, parameters in _HOOKS.items():
-        yield Signature(f"{_BASE}.{name}", parameters, _CALLED)
+        if name not in unknown:
+            yield Signature(f"{_BASE}.{name}", parameters, _CALLED)
     yield Signature(f"{_V1}.base:SupportsHMA.request_finished_all_groups", "self, request, block_ids", _CALLED)
     yield Call(f"{_BASE}._get_connector_metadata", 1, (), "ours gets its step from it")
     yield Mentions(
@@ -142,18 +148,37 @@ def _caches() -> Iterator[Line]:
     yield Attributes(
         f"{interface}:KVCacheConfig", ("transfer_groups", "transfer_group_ids", "select_transfer_block_ids"), _READ
     )
-    yield Fields(f"{interface}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec"), _READ)
+    yield Fields(f"{interface}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec", "host_resident"), _READ)
     yield Fields(f"{interface}:FullAttentionSpec", ("block_size", "head_size", "dtype"), "caches are described by it")
     yield Fields(f"{interface}:SlidingWindowSpec", ("block_size", "sliding_window"), "caches are described by it")
-    for latent in ("MLAAttentionSpec", "SlidingWindowMLASpec"):
-        yield Present(f"{interface}:{latent}", "caches that are the same on every rank are known by it")
-    yield Inherits(
-        f"{interface}:MLAAttentionSpec", f"{interface}:FullAttentionSpec", "latents are described as attention"
+    yield Fields(
+        f"{interface}:AttentionSpec",
+        ("num_kv_heads", "num_head_slots", "max_tp_shards", "tokens_per_state"),
+        "it tells how KV heads are kept",
     )
-    yield Inherits(
-        f"{interface}:SlidingWindowMLASpec", f"{interface}:SlidingWindowSpec", "latents are described as attention"
+    yield Members(
+        f"{interface}:SparseCacheRole", {"SPARSE": "sparse", "INDEXER": "indexer"}, "caches of an indexer are refused"
+    )
+    yield Members("vllm.v1.kv_cache_layout:KVCacheLayout", {"LBHNC": (0, 1, 2, 3, 4)}, "ours asks for it")
+    projection = ("total_num_kv_heads", "num_kv_heads", "num_kv_head_replicas")
+    yield Mentions(
+        "vllm.model_executor.layers.linear:QKVParallelLinear.__init__", projection, "it knows how KV heads are divided"
+    )
+    yield Mentions(
+        "vllm.model_executor.layers.linear:ColumnParallelLinear.__init__",
+        ("tp_rank", "tp_size"),
+        "it knows how KV heads are divided",
+    )
+    yield Mentions(
+        "vllm.model_executor.layers.linear:QKVParallelLinear.weight_loader",
+        ("tp_rank", "num_kv_head_replicas"),
+        "ranks that share a KV head are neighbours",
+    )
+    yield Fields(
+        "vllm.config.compilation:CompilationConfig", ("static_forward_context",), "attention layers are listed there"
     )
     yield Attributes(f"{interface}:UniformTypeKVCacheSpecs", ("first_spec",), _READ)
+    yield Fields(f"{interface}:UniformTypeKVCacheSpecs", ("kv_cache_specs",), _READ)
 
 
 def _configuration() -> Iterator[Line]:
@@ -164,6 +189,7 @@ def _configuration() -> Iterator[Line]:
             "model_config",
             "cache_config",
             "parallel_config",
+            "compilation_config",
             "kv_transfer_config",
             "attention_config",
             "aux_output_config",
@@ -181,12 +207,58 @@ def _configuration() -> Iterator[Line]:
     transfer = "vllm.config.kv_transfer:KVTransferConfig"
     yield Fields(transfer, ("engine_id", "kv_connector_extra_config"), _READ)
     yield Attributes(transfer, ("is_kv_producer", "is_kv_consumer"), _READ)
-    for name in ("get_total_num_hidden_layers", "get_total_num_kv_heads"):
-        yield Call(f"vllm.config.model:ModelConfig.{name}", 1, (), "the model's shape")
+    yield Call("vllm.config.model:ModelConfig.get_total_num_hidden_layers", 1, (), "the model's shape")
+    yield Attributes("vllm.config.model:ModelConfig", ("use_mla",), "any order of blocks will do for latents")
     state = "vllm.distributed.parallel_state"
     for name in ("get_tp_group", "get_pp_group"):
         yield Call(f"{state}:{name}", 0, (), "a worker's place")
     yield Fields(f"{state}:GroupCoordinator", ("rank_in_group", "world_size"), "a worker's place")
+
+
+def _identity() -> Iterator[Line]:
+    """What says what caches are beyond their layout, and what a request's cache depends on."""
+    fields = {
+        "vllm.config.vllm:VllmConfig": ("load_config", "compilation_config", "speculative_config"),
+        "vllm.config.model:ModelConfig": (
+            "model",
+            "model_weights",
+            "revision",
+            "dtype",
+            "quantization",
+            "hf_text_config",
+            "disable_sliding_window",
+            "multimodal_config",
+        ),
+        "vllm.config.cache:CacheConfig": ("cache_dtype", "kv_cache_dtype_skip_layers", "enable_prefix_caching"),
+        "vllm.config.load:LoadConfig": ("load_format", "download_dir"),
+        "vllm.config.compilation:CompilationConfig": ("static_forward_context",),
+        "vllm.config.speculative:SpeculativeConfig": ("method", "draft_model_config"),
+        "vllm.config.multimodal:MultiModalConfig": ("mm_processor_cache_gb", "mm_hasher_algorithm"),
+        "vllm.v1.kv_cache_interface:AttentionSpec": ("num_kv_heads", "num_head_slots", "state_content_bytes"),
+        "vllm.multimodal.inputs:MultiModalFeatureSpec": ("identifier", "modality", "mm_position"),
+        "vllm.multimodal.inputs:PlaceholderRange": ("offset", "length"),
+        "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
+    }
+    for where, names in fields.items():
+        yield Fields(where, names, "servers are compared by it")
+    yield Attributes("vllm.config.model:ModelConfig", ("architecture",), "servers are compared by it")
+    yield Fields("vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs", ("kv_cache_specs",), _READ)
+    yield Call(
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_attn_backend",
+        1,
+        (),
+        "how a layer's cache is ordered follows from its backend",
+    )
+    yield Mentions(
+        "vllm.v1.request:Request.__init__",
+        ("prompt_embeds", "lora_request", "mm_features", "cache_salt"),
+        "requests are compared by it",
+    )
+    yield Mentions(
+        "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
+        ("lora_extra_keys", "mm_extra_keys", "cache_salt_keys", "prompt_embeds_keys"),
+        "vLLM's own prefix cache tells requests apart by the same",
+    )
 
 
 def _surroundings() -> Iterator[Line]:
@@ -218,12 +290,13 @@ def _surroundings() -> Iterator[Line]:
     yield Fields("vllm.platforms.interface:Platform", ("device_type",), "ours asks where it runs")
 
 
-CONTRACT = Contract(
-    engine="vLLM",
-    tried=("0.32.0",),
-    lines=(*_hooks(), *_callers(), *_structures(), *_caches(), *_configuration(), *_surroundings()),
-)
-"""What holds wherever vLLM runs."""
+def _contract(tried: str, unknown: frozenset[str] = frozenset()) -> Contract:
+    others = (*_callers(), *_structures(), *_caches(), *_configuration(), *_identity(), *_surroundings())
+    return Contract("vLLM", (tried,), (*_hooks(unknown), *others))
+
+
+CONTRACTS = (_contract("0.31.0", _NEW_IN_0_32), _contract("0.32.0"))
+"""What holds wherever vLLM runs, in each version that was tried."""
 
 CPU_LINES: tuple[Line, ...] = (
     Call(
@@ -242,13 +315,13 @@ def check() -> None:
     Raises:
         EngineContractError: if something that the connector builds on has changed; names all that has.
     """
-    lines = CONTRACT.lines
+    more: tuple[Line, ...] = ()
     try:
         if find("vllm.platforms:current_platform").is_cpu():
-            lines += CPU_LINES
+            more = CPU_LINES
     except (MissingError, AttributeError):
-        lines += (Present("vllm.platforms:current_platform.is_cpu", "ours asks where it runs"),)
-    enforce((Contract(CONTRACT.engine, CONTRACT.tried, lines),), version())
+        more = (Present("vllm.platforms:current_platform.is_cpu", "ours asks where it runs"),)
+    enforce([replace(contract, lines=contract.lines + more) for contract in CONTRACTS], version())
 
 
 def version() -> str:

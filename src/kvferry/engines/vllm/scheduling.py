@@ -51,6 +51,10 @@ BlockTables = Callable[[str], "Sequence[Sequence[Block]]"]
 """The blocks of a request, group by group."""
 
 
+Conditions = Callable[[Any, int], dict[str, bytes]]
+"""What the cache of a request depends on; see `identity.Conditions`."""
+
+
 class BlockPool(Protocol):
     """What keeps blocks from being given to others."""
 
@@ -70,6 +74,7 @@ class _Sending:
         is_begun: whether the workers have got any.
         is_complete: whether they have got all.
         kept: blocks that vLLM would give away though they are still being read.
+        depends_on: digests of what its cache depends on.
     """
 
     request: Request
@@ -79,6 +84,7 @@ class _Sending:
     is_begun: bool = False
     is_complete: bool = False
     kept: list[Block] = field(default_factory=list)
+    depends_on: dict[str, bytes] = field(default_factory=dict)
 
 
 class SchedulerSide:
@@ -92,6 +98,7 @@ class SchedulerSide:
         may_send: bool,
         may_receive: bool,
         held_back_tokens: int = 1,
+        conditions: Conditions | None = None,
     ) -> None:
         """Begins with no requests.
 
@@ -101,7 +108,10 @@ class SchedulerSide:
             may_send: whether it sends caches.
             may_receive: whether it receives caches.
             held_back_tokens: how many of a prompt's last tokens are not sent. The same on both sides.
+            conditions: returns what the cache of a request depends on, given how many of its tokens are exchanged;
+                nothing if None.
         """
+        self._conditions = conditions or (lambda *_: {})
         self._groups = tuple(groups)
         self._held_back_tokens = held_back_tokens
         self._engine = engine
@@ -109,6 +119,7 @@ class SchedulerSide:
         self._tables: BlockTables | None = None
         self._pool: BlockPool | None = None
         self._sending: dict[str, _Sending] = {}
+        self._unfinished: dict[str, _Sending] = {}  # those of which the workers have not got all
         self._receiving: set[str] = set()
         self._sent_choices: FirstChoices[SendParameters] = FirstChoices()
         self._answered_choices: dict[str, SendParameters] = {}  # of choices that the first one is sent for
@@ -172,13 +183,16 @@ class SchedulerSide:
         name = request.request_id
         whole = whole_request(name)
         if whole is not None:
-            key = (whole, params.room if params.is_known else None)
+            key = (whole, params.room if params.is_known else None, hash(tuple(request.prompt_token_ids or ())))
             first = self._sent_choices.get(key)
             if first is not None:
                 self._answered_choices[name] = first
                 return
             self._sent_choices.add(key, params)
-        self._sending[name] = _Sending(request, params, self._sent_tokens(request))
+        tokens = self._sent_tokens(request)
+        self._sending[name] = self._unfinished[name] = _Sending(
+            request, params, tokens, depends_on=self._conditions(request, tokens)
+        )
 
     def _fetch(
         self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int
@@ -190,10 +204,13 @@ class SchedulerSide:
             if tokens:
                 self._copy(fetch, params, request, blocks, tokens)
             return
-        if key is not None:
-            fetch = Fetch(request, FetchState.FETCHING if tokens else FetchState.FETCHED)
-            self._fetched_choices.add(key, fetch)
+        if key is not None and tokens:
+            fetch = Fetch(request, FetchState.FETCHING)
             self._fetches[request.request_id] = fetch
+            self._fetched_choices.add(key, fetch)
+        elif key is not None:
+            # What it has came from elsewhere, and may be on its way: the others have their own prefix, or compute.
+            self._fetched_choices.add(key, Fetch(None, FetchState.FETCHED))
         self._ask(params, request, blocks, tokens)
 
     def _ask(self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
@@ -213,7 +230,16 @@ class SchedulerSide:
             groups[group.name] = _numbers(first, table[first:stop])
             if len(groups[group.name].blocks) < stop - first:
                 problem = f"vLLM keeps no block for some of the tokens before token {there} in group {group.name!r}"
-        return BlocksToReceive(request.request_id, params.room, params.engine, there - tokens, there, groups, problem)
+        return BlocksToReceive(
+            request.request_id,
+            params.room,
+            params.engine,
+            there - tokens,
+            there,
+            groups,
+            problem,
+            depends_on=self._conditions(request, there),
+        )
 
     # ---- choices of one request ----------------------------------------------------------------------------------
 
@@ -279,13 +305,15 @@ class SchedulerSide:
         """
         step, self._step = self._step, Step()
         for name in preempted:
+            fetch = self._fetches.pop(name, None)
+            if fetch is not None:
+                fetch.request = None
             sending = self._sending.get(name)
             if sending is not None:
                 step.preempted.add(name)
                 sending.next_blocks.clear()
-        for name in self._sending.keys() & scheduled_tokens.keys():  # as long as the shorter of both
-            sending = self._sending[name]
-            if not sending.is_complete:
+        for name, sending in list(self._unfinished.items()):
+            if name in scheduled_tokens:
                 self._send(sending, sending.request.num_computed_tokens + scheduled_tokens[name], step)
         return step
 
@@ -309,9 +337,13 @@ class SchedulerSide:
                 elif group.window_tokens is not None:
                     self._keep(sending, table[first:stop])
         if groups or is_last:
-            step.send.append(BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last))
+            step.send.append(
+                BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last, sending.depends_on)
+            )
             sending.is_begun = True
-        sending.is_complete = is_last
+        if is_last:
+            sending.is_complete = True
+            del self._unfinished[name]
 
     def _keep(self, sending: _Sending, blocks: Sequence[Block]) -> None:
         """Keeps blocks of a window: vLLM gives them away as soon as no later token attends to them."""
@@ -338,13 +370,15 @@ class SchedulerSide:
             if fetch is not None:
                 fetch.state = FetchState.FAILED
         answered = self._answered_choices.pop(name, None)
-        if answered is not None and not is_aborted:
-            return False, answer(answered, engine=self._engine, request=name, tokens=self._sent_tokens(request))
+        if answered is not None:
+            tokens = self._sent_tokens(request)
+            return False, None if is_aborted else answer(answered, engine=self._engine, request=name, tokens=tokens)
         sending = self._sending.get(name)
-        if sending is None:
-            return False, None
-        if not sending.is_begun:
-            del self._sending[name]
+        if sending is not None:
+            self._unfinished.pop(name, None)
+        if sending is None or not sending.is_begun:
+            self._sending.pop(name, None)
+            self._refuse(request)
             return False, None
         if is_aborted or not sending.is_complete:
             self._step.give_up[name] = "the request was aborted on the prefill side"
@@ -365,6 +399,15 @@ class SchedulerSide:
             if key is not None:
                 self._fetched_choices.add(key, Fetch(None, FetchState.FAILED))
             self._ask(params, request, [()] * len(self._groups), 0)
+
+    def _refuse(self, request: Request) -> None:
+        """Has the decode engine told that a request will not be sent, if it may ask for it."""
+        try:
+            params = send_parameters(request.kv_transfer_params) if self._may_send else None
+        except UsageError:
+            return  # nobody can ask for it
+        if params is not None and params.is_known:
+            self._step.refuse[params.room] = "the request ended on the prefill side before any of it was computed"
 
     def reported(self, sent: Iterable[str], received: Collection[str], failed: Collection[str] = ()) -> None:
         """Takes the requests that the workers are done with.

@@ -43,6 +43,7 @@ class BlocksToSend:
         tokens: how many tokens are sent in all.
         groups: its blocks, by group.
         is_last: whether these are the last ones.
+        depends_on: digests of what the request's cache depends on.
     """
 
     request: str
@@ -50,6 +51,7 @@ class BlocksToSend:
     tokens: int
     groups: dict[str, GroupBlocks]
     is_last: bool
+    depends_on: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class BlocksToReceive:
         problem: why it cannot be received, if so.
         copied_from: by group, the blocks of another choice of the same request that has them already, in the order of
             those that they are copied to. Nothing is asked of the prefill engine then.
+        depends_on: digests of what the request's cache depends on.
     """
 
     request: str
@@ -76,6 +79,7 @@ class BlocksToReceive:
     groups: dict[str, GroupBlocks]
     problem: str = ""
     copied_from: dict[str, GroupBlocks] = field(default_factory=dict)
+    depends_on: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def is_wanted(self) -> bool:
@@ -92,9 +96,11 @@ class Step:
         receive: the caches that are requested.
         preempted: requests that have just lost their blocks. They come again from the start.
         give_up: requests that are not needed any more, and why.
+        refuse: rooms that the other side knows and that will not be opened to send, and why.
     """
 
     send: list[BlocksToSend] = field(default_factory=list)
     receive: list[BlocksToReceive] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     give_up: dict[str, str] = field(default_factory=dict)
+    refuse: dict[int, str] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +57,7 @@ class WorkerSide:
         engine: str,
         sends: bool,
         receives: bool,
+        fingerprint: Mapping[str, str],
     ) -> None:
         """Registers the caches and starts what is needed.
 
@@ -68,6 +69,7 @@ class WorkerSide:
             engine: this engine's name.
             sends: whether it sends caches.
             receives: whether it receives caches.
+            fingerprint: what its caches are beyond their layout.
 
         Raises:
             KVFerryError: if memory cannot be registered, or a port is taken.
@@ -88,10 +90,14 @@ class WorkerSide:
 
         def start() -> None:
             if sends:
-                self._prefill = PrefillEndpoint(layout, engine=engine, coordinates=coordinates, settings=settings)
+                self._prefill = PrefillEndpoint(
+                    layout, engine=engine, coordinates=coordinates, settings=settings, fingerprint=fingerprint
+                )
                 self._outgoing = OutgoingRequests()
             if receives:
-                self._decode = DecodeEndpoint(layout, engine=engine, coordinates=coordinates, settings=settings)
+                self._decode = DecodeEndpoint(
+                    layout, engine=engine, coordinates=coordinates, settings=settings, fingerprint=fingerprint
+                )
 
         try:
             on_all_processors(start)
@@ -111,7 +117,7 @@ class WorkerSide:
 
     def before(self, step: Step) -> None:
         """Drops the pages of preempted requests. Called before the step runs, which may write to their blocks."""
-        if self._outgoing is not None:
+        if self._outgoing is not None and step.preempted:
             self._outgoing.preempt(step.preempted)
 
     def receive(self, step: Step) -> None:
@@ -133,6 +139,9 @@ class WorkerSide:
                 receiver.abort(reason)
             elif self._outgoing is not None:
                 self._outgoing.give_up(request, reason)
+        if self._prefill is not None:
+            for room, reason in step.refuse.items():
+                self._prefill.refuse(room, reason)
 
     def results(self, finished: Collection[str]) -> Results:
         """Returns what is done.
@@ -175,10 +184,13 @@ class WorkerSide:
             return
         pages = {name: self._pages(name, blocks, sending.tokens) for name, blocks in sending.groups.items()}
         try:
-            open_sender = partial(self._prefill.open, sending.room, tokens=sending.tokens)
+            open_sender = partial(
+                self._prefill.open, sending.room, tokens=sending.tokens, depends_on=sending.depends_on
+            )
             self._outgoing.add(sending.request, open_sender, pages, fence, last=sending.is_last)
         except KVFerryError as error:
             log.error("request %s cannot be sent: %s", sending.request, error)
+            self._prefill.refuse(sending.room, str(error))
             self._unreported.add(sending.request)
 
     def _receive(self, receiving: BlocksToReceive) -> None:
@@ -202,9 +214,11 @@ class WorkerSide:
                 engine=receiving.engine,
                 prefix_tokens=receiving.prefix_tokens,
                 tokens=receiving.tokens,
+                depends_on=receiving.depends_on,
             )
         except KVFerryError as error:
             log.error("request %s cannot be received: %s", request, error)
+            self._decode.refuse(receiving.room, str(error), engine=receiving.engine)
             if receiving.is_wanted:
                 self._not_begun.add(request)
             return

@@ -32,6 +32,7 @@ class Callers:
         self.coming = world.circumstances.requests
         self._next_comes_at = 0.0
         self._unfinished: list[RankSide] = []  # those that are to be opened, or to be fed
+        self._refusing = random.Random(f"{world.seed} which are refused")
 
     def act(self) -> bool:
         """A caller does something."""
@@ -46,7 +47,9 @@ class Callers:
             self._new_request()
             return True
         side.process.acts()
-        if isinstance(side, ReceiveSide):
+        if side.is_refusing:
+            self._refuse(side)
+        elif isinstance(side, ReceiveSide):
             self._open_receiver(side)
         else:
             assert isinstance(side, SendSide)
@@ -93,6 +96,22 @@ class Callers:
         if lot < _ANOTHER_PROMPT_ODDS and ANOTHER_PROMPT not in self._world.limits.without_troubles:
             request.is_another_prompt = True
             request.excused("the two sides have different prompts")
+        refused = self._world.circumstances.odds.get("refuse")
+        if refused is not None and self._refusing.random() < refused:
+            side = self._refusing.choice(request.sides)
+            side.is_refusing = True
+            request.excused(f"{side.process.name} refuses")
+
+    def _refuse(self, side: RankSide) -> None:
+        endpoint, room, reason = side.process.endpoint, side.request.room, "the simulation refuses it"
+        if isinstance(endpoint, PrefillEndpoint):
+            endpoint.refuse(room, reason)
+        else:
+            endpoint.refuse(room, reason, engine=side.request.prefill)
+        side.is_released = True
+        side.failed_at = self._world.now
+        self._world.outcomes["trouble: refuse"] += 1
+        self._world.note("%s: %s is refused", side.process.name, side.request)
 
     def _is_wronged(self, process: Process) -> bool:
         return process.life > 0 and bool({"crash", "close", "freeze", "cut"} & self._world.troubles)
@@ -110,6 +129,7 @@ class Callers:
             side.process.pool.give_back(pages, SOURCE_GONE)  # its last use is not quite over here: later
             return
         side.pages = pages
+        side.opened_at = self._world.now
         side.process.pool.fill(pages, side.request.computed, 0)
         self._world.note("%s: %s opens, pages %s", side.process.name, side.request, pages)
 
@@ -132,6 +152,7 @@ class Callers:
             side.process.pool.give_back(pages, DESTINATION_GONE)
             return
         side.pages = pages
+        side.opened_at = self._world.now
         side.generation = side.process.platform.last_bits
         if {"abort", "reorder"} & self._world.troubles and self._world.order.random() < _HASTY_ODDS:
             side.request.excused("it was aborted as soon as it was opened")

@@ -11,7 +11,7 @@ from kvferry.settings import Settings
 from kvferry.testing.simulation.memory import HEAD_DIM, HEADS, KINDS, MOST_TOKENS, Shape
 from kvferry.testing.simulation.processes import Process
 
-TROUBLES = (
+_DRAWN = (
     "crash",
     "freeze",
     "close",
@@ -31,10 +31,15 @@ TROUBLES = (
     "absent",
     "miscount",
 )
+
+TROUBLES = (*_DRAWN, "refuse")
 """What may go wrong. Every world has its own few, so that each also comes alone."""
 
 ANOTHER_PROMPT = "another prompt"
 """A trouble that every world has unless it is left out: a prefill side computes another prompt than was asked for."""
+
+_REFUSING_WORLDS = 0.125
+_REFUSED_REQUESTS = 0.4
 
 LINGER_S = 2.5
 """For how long the wire may carry on with the writes of a process that was killed."""
@@ -117,7 +122,7 @@ class Circumstances:
 
 def drawn(draw: random.Random, limits: Limits) -> Circumstances:
     """Circumstances, with everything about them drawn."""
-    kinds = draw.sample(TROUBLES, draw.choice([0, 1, 2, 2, 3, 4, 5]))
+    kinds = draw.sample(_DRAWN, draw.choice([0, 1, 2, 2, 3, 4, 5]))
     odds = {kind: draw.choice([0.003, 0.01, 0.03]) for kind in kinds}
     for kind in limits.without_troubles:
         odds.pop(kind, None)
@@ -223,3 +228,9 @@ def _common_settings() -> Settings:
         end_proofs="process,rank,kubernetes,operator",
         max_pending_opens=10,  # all that there are, from one decode rank: none is refused for it
     )
+
+
+def refusing(seed: int, limits: Limits) -> dict[str, float]:
+    """How often callers refuse requests in the world of a seed; drawn apart, so that other worlds stay as they are."""
+    is_refusing = random.Random(f"{seed} refuses").random() < _REFUSING_WORLDS
+    return {"refuse": _REFUSED_REQUESTS} if is_refusing and "refuse" not in limits.without_troubles else {}

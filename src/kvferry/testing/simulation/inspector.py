@@ -40,6 +40,10 @@ _RECEIVER_FOLLOWERS = _followers(RECEIVER_TRANSITIONS)
 _LOOKS_A_CHECK = 8  # nothing is missed in between: pages are compared again before somebody gets them
 _MOST_PROGRESS = 8  # how often a transfer may get on while its state stays the same: a few chunks and parts
 _SLACK_S = 1.5  # until somebody has a turn, and looks
+_TELLS_S = 2.5  # until the other side has been found and told; less than any deadline
+_TELLS_UNLESS = frozenset(
+    {"crash", "freeze", "close", "cut", "registry", "send fails", "connect fails", "clock", "reorder"}
+)  # then who is to be told may be out of reach, or take its peer for lost
 
 
 def _longest_s(side: Side, state: TransferState) -> float:
@@ -86,6 +90,7 @@ class Inspector:
         self._world = world
         self._looks = 0
         self._all_in_reach_since = 0.0
+        self._is_told_soon = not _TELLS_UNLESS & world.troubles
         self._exceeded: list[str] = []
         self._posted_at: dict[SimulatedHandle, float] = {}
         self._about: dict[SimulatedHandle, Notification] = {}  # what each write notifies its receiver of
@@ -132,6 +137,8 @@ class Inspector:
     def _look_at(self, side: RankSide, transfer: Transfer) -> None:
         if transfer.error is not None:
             self._check_error(transfer.error)
+        if transfer.state is TransferState.FAILED and side.failed_at is None:
+            side.failed_at = self._world.now
         if isinstance(side, ReceiveSide) and transfer.state is TransferState.SUCCESS and not side.is_checked:
             self._check_received(side)
         if transfer.pages_reusable:
@@ -226,6 +233,8 @@ class Inspector:
         """No state holds pages for longer than the table says."""
         if self._is_anyone_out_of_reach():
             self._all_in_reach_since = self._world.now
+        if self._is_told_soon:
+            self._check_told()
         for side in self._open_sides():
             transfer = side.transfer
             assert transfer is not None
@@ -241,6 +250,26 @@ class Inspector:
                     Law.GIVES_BACK,
                     f"{side.process.name}: {side.request} holds pages for more than {longest_s:g} s while it is "
                     f"{transfer.state.value}, against the table",
+                )
+
+    def _check_told(self) -> None:
+        """When a side has failed, no rank of the other side goes on for long."""
+        for request in self._world.requests:
+            failed = {
+                True: [side.failed_at for side in request.senders if side.failed_at is not None],
+                False: [side.failed_at for side in request.receivers if side.failed_at is not None],
+            }
+            for side in request.sides:
+                since = failed[isinstance(side, ReceiveSide)]
+                transfer = side.transfer
+                if not since or side.is_released or transfer is None or transfer.state.is_final:
+                    continue
+                waits_s = self._world.now - max(side.opened_at, min(since))
+                demand(
+                    waits_s <= _TELLS_S,
+                    Law.TELLS,
+                    f"{side.process.name}: {request} is {transfer.state.value} {waits_s:.1f} s after the other side "
+                    "failed",
                 )
 
     def _is_anyone_out_of_reach(self) -> bool:

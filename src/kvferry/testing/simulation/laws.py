@@ -14,6 +14,7 @@ class Law(Enum):
     OWN_PAGES_ONLY = "a write touches pages of the transfer that it belongs to, and nothing else"
     BOUNDED = "no more bytes of direct writes are on their way than the settings allow"
     ENDS = "every transfer ends on both sides by its deadline"
+    TELLS = "when one side of a transfer fails or refuses it, the other side ends soon"
     GIVES_BACK = "every page comes back once nothing can touch it"
     LEAVES_NOTHING = "once all is over nothing is left of it"
     ISOLATED = "what fails no part of a transfer fails it not"

@@ -26,6 +26,9 @@ class RankSide(ABC):
         held_since: since when it has stood there.
         longest_s: how long it may.
         last_state: where the law of states last saw it.
+        is_refusing: whether its caller refuses the room instead of opening it.
+        opened_at: when its caller opened the room.
+        failed_at: when it was seen to have failed, or its caller refused it.
     """
 
     request: Request
@@ -36,6 +39,9 @@ class RankSide(ABC):
     held_since: float = field(default=0.0, kw_only=True)
     longest_s: float = field(default=0.0, kw_only=True)
     last_state: TransferState = field(default=TransferState.BOOTSTRAPPING, kw_only=True)
+    is_refusing: bool = field(default=False, kw_only=True)
+    opened_at: float = field(default=0.0, kw_only=True)
+    failed_at: float | None = field(default=None, kw_only=True)
 
     @property
     @abstractmethod
@@ -71,7 +77,8 @@ class SendSide(RankSide):
     def is_known(self) -> bool:
         """Whether decode ranks that come late would still be told how the room ended."""
         endpoint = self.process.endpoint
-        if self.sender is None or not self.process.is_alive or not isinstance(endpoint, PrefillEndpoint):
+        has_come = self.sender is not None or self.is_refusing
+        if not has_come or not self.process.is_alive or not isinstance(endpoint, PrefillEndpoint):
             return False
         return self.request.room in endpoint._table.failed_alone
 
@@ -106,9 +113,13 @@ class ReceiveSide(RankSide):
 
     @property
     def is_known(self) -> bool:
-        """Whether the room is open still."""
+        """Whether the room is open still, or prefill ranks would still be told that it was refused."""
         endpoint = self.process.endpoint
-        if self.receiver is None or not self.process.is_alive or not isinstance(endpoint, DecodeEndpoint):
+        if not self.process.is_alive or not isinstance(endpoint, DecodeEndpoint):
+            return False
+        if endpoint._driver._refusals.holds(self.request.room):
+            return True
+        if self.receiver is None:
             return False
         try:
             return endpoint.receiver(self.request.room) is self.receiver

@@ -1,0 +1,128 @@
+"""What a request's cache depends on beside the server: its tokens, its adapter, its images, its salt.
+
+SGLang gives senders and receivers the number of a room, and nothing of the request. So hooks stand around the places
+where it makes them, and whoever is made there takes the request's conditions from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvferry.engines.checkpoints import adapter_identity
+from kvferry.engines.fingerprint import MultimodalInput, request_conditions
+from kvferry.errors import EngineContractError, ModelError
+
+_current: ContextVar[Callable[[], dict[str, bytes]] | None] = ContextVar("kvferry request", default=None)
+
+_adapters: dict[str, str] = {}
+"""Adapters that were identified, by the id that this server gave them, which no other adapter gets."""
+
+_OF_AN_INPUT = -1
+"""Stands for the tokens of an image or the like, which are SGLang's digest of it: that is a condition of its own."""
+
+
+def around_requests(has_digests: Callable[[], bool]) -> Callable[..., Any]:
+    """Returns the hook around what makes a request's sender or receiver, which may take its conditions meanwhile.
+
+    Args:
+        has_digests: whether SGLang digests images and the like; else it gives each a number by chance.
+    """
+
+    def around_a_request(original: Callable[..., Any], queue: Any, req: Any, *arguments: Any, **named: Any) -> Any:
+        take = partial(conditions_of, req, queue.scheduler, has_digests=has_digests())
+        token = _current.set(take)
+        try:
+            return original(queue, req, *arguments, **named)
+        finally:
+            _current.reset(token)
+
+    return around_a_request
+
+
+def current(target: str) -> dict[str, bytes]:
+    """Returns the conditions of the request whose sender or receiver is being made.
+
+    Args:
+        target: where the hook is, for the error.
+
+    Raises:
+        EngineContractError: if our hook was not called.
+    """
+    take = _current.get()
+    if take is None:
+        raise EngineContractError(
+            f"kvferry's hook on {target} was not called: what this request's cache depends on is not known, and so "
+            "it is not exchanged"
+        )
+    return take()
+
+
+def conditions_of(req: Any, scheduler: Any, *, has_digests: bool = True) -> dict[str, bytes]:
+    """Returns what a request's cache depends on.
+
+    Args:
+        req: SGLang's Req.
+        scheduler: its Scheduler, which knows the adapters.
+        has_digests: as for `around_requests`. Without them another image in the same place is not noticed.
+    """
+    tokens: Any = np.array(req.origin_input_ids, np.int64)
+    if getattr(req, "pd_rebootstrap_in_progress", False):
+        # What was generated so far is prompt to the prefill side, which computes it again.
+        tokens = np.concatenate([tokens, np.array(req.output_ids, np.int64)])
+    inputs = _inputs(req, has_digests=has_digests)
+    for each in inputs:
+        tokens[each.offset : each.offset + each.length] = _OF_AN_INPUT
+    embedding = b"" if req.input_embeds is None else np.asarray(req.input_embeds, np.float32).tobytes()
+    return request_conditions(
+        tokens,
+        embedding=embedding,
+        lora=_adapter(req.lora_id, scheduler),
+        multimodal=inputs,
+        salt=_salt(req),
+    )
+
+
+def _inputs(req: Any, *, has_digests: bool) -> list[MultimodalInput]:
+    given = req.multimodal_inputs
+    return [
+        MultimodalInput(f"{item.modality.name} {item.hash if has_digests else ''}", start, stop + 1 - start)
+        for item in (given.mm_items if given is not None else ())
+        for start, stop in item.offsets or ()
+    ]
+
+
+def _adapter(lora_id: str | None, scheduler: Any) -> str:
+    if lora_id is None:
+        return ""
+    if lora_id not in _adapters:
+        # Ids are this server's own; what an adapter is, is in its files.
+        manager = scheduler.tp_worker.model_runner.lora_manager
+        refs: Mapping[str, Any] = {} if manager is None else manager.lora_refs
+        _adapters[lora_id] = _identified(refs.get(lora_id), lora_id)
+    return _adapters[lora_id]
+
+
+def _identified(ref: Any, lora_id: str) -> str:
+    if ref is None:
+        return lora_id
+    directory = Path(ref.lora_path or "")
+    if ref.lora_path and directory.is_dir():
+        try:
+            return adapter_identity(directory)
+        except ModelError:
+            pass
+    return str(ref.lora_name or ref.lora_path or lora_id)
+
+
+def _salt(req: Any) -> str:
+    key = req.extra_key or ""
+    if req.lora_id is not None:
+        key = key.removesuffix(req.lora_id)  # SGLang puts it there
+    parts = [part for part in (key, req.cache_salt) if part]
+    return "\0".join(parts)

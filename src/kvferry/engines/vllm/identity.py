@@ -1,0 +1,265 @@
+"""What vLLM's caches are beyond their shape, and what a request's cache depends on; from vLLM's own objects.
+
+Nothing of vLLM is imported: the connector hands its objects in. What of vLLM's each field stands on is said beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvferry.engines.checkpoints import adapter_identity, weights_identity
+from kvferry.engines.fingerprint import (
+    NONE,
+    CacheIdentity,
+    MultimodalInput,
+    request_conditions,
+    short_text,
+)
+from kvferry.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+MULTIMODAL_FIELD = "multimodal_inputs"
+"""The field that lets multimodal inputs be compared by place alone where an operator lets it differ."""
+
+BY_PLACE = "by place alone"
+
+_K_THEN_V = frozenset(
+    {
+        "FLASH_ATTN",
+        "FLASH_ATTN_DIFFKV",
+        "FLASHINFER",
+        "FLEX_ATTENTION",
+        "HPC_ATTN",
+        "ROCM_AITER_UNIFIED_ATTN",
+        "TRITON_ATTN",
+    }
+)
+"""Backends whose kernels split the content of a head into K and, behind it, V; read in their sources of vLLM 0.32."""
+
+_NOT_QUANTIZED = frozenset({"auto", "float16", "bfloat16"})
+_SCALED_BY_TENSOR = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"})
+
+_MOST_ADAPTERS = 1024
+
+
+def cache_identity(
+    vllm_config: Any,
+    layers: Iterable[tuple[Any, str]],
+    *,
+    version: str,
+    fp8_dtype: str,
+    packing: str | None,
+) -> CacheIdentity:
+    """Returns what a worker's caches are. Reads samples of the model's files.
+
+    Args:
+        vllm_config: vLLM's.
+        layers: of every layer that is transferred, what it keeps (an `AttentionSpec`) and its backend's name.
+        version: of vLLM.
+        fp8_dtype: what `fp8` stands for on this platform.
+        packing: the name of an order that only the kernel knows, which the layout has; None where there is none.
+    """
+    layers = list(layers)
+    model = vllm_config.model_config
+    config = _as_dict(model.hf_text_config)
+    load = vllm_config.load_config
+    return CacheIdentity(
+        engine=f"vllm {version}",
+        weights=_weights(model, load),
+        architecture=str(model.architecture),
+        cache_dtype=cache_dtype(vllm_config.cache_config, str(model.dtype), fp8_dtype),
+        scales=scales(vllm_config.cache_config.cache_dtype),
+        attention_backend=", ".join(sorted({backend for _, backend in layers})),
+        content_order="; ".join(sorted({content_order(spec, backend, packing) for spec, backend in layers})),
+        rope=short_text(_chosen(config, "rope", "rotary")),
+        attention_window=short_text(
+            _chosen(config, "window", "layer_types", "attention_chunk_size")
+            | {"is_off": bool(model.disable_sliding_window)}
+        ),
+        quantization=str(model.quantization or NONE),
+        speculative_model=_speculative_model(vllm_config),
+        multimodal_inputs=multimodal_inputs(vllm_config),
+    )
+
+
+def cache_dtype(cache_config: Any, model_dtype: str, fp8_dtype: str) -> str:
+    """Returns the type of cached numbers by its exact name: vLLM stores two types of fp8 as bytes, and calls one fp8.
+
+    Args:
+        model_dtype: what `auto` stands for.
+        fp8_dtype: what `fp8` stands for.
+    """
+    named = str(cache_config.cache_dtype)
+    exact = {"auto": model_dtype, "fp8": fp8_dtype, "fp8_e4m3": fp8_dtype, "fp8_e5m2": "float8_e5m2"}.get(named, named)
+    skipped = sorted(map(str, cache_config.kv_cache_dtype_skip_layers or ()))
+    exceptions = f", but {model_dtype} in layers {', '.join(skipped)}" if skipped else ""
+    return (exact + exceptions).replace("torch.", "")
+
+
+def scales(cache_dtype: str) -> str:
+    """Returns where the scales of quantised numbers are.
+
+    Scales of whole tensors are 1 or the checkpoint's, whose identity covers them: vLLM 0.32 computes none itself.
+
+    Args:
+        cache_dtype: as vLLM calls it.
+    """
+    if cache_dtype in _NOT_QUANTIZED:
+        return NONE
+    return "of the checkpoint, or 1" if cache_dtype in _SCALED_BY_TENSOR else "in the cache"
+
+
+def content_order(spec: Any, backend: str, packing: str | None) -> str:
+    """Returns how a block's content lies behind the dimensions that vLLM gives it: block, head, token, content.
+
+    Backends say so by how they change a layer's spec (`customize_spec`): FLASH_ATTN has a slot for every head, with K
+    and V behind each other; B12X one slot for the K of all heads and one for their V. Both may have one shape.
+
+    Args:
+        spec: what the layer keeps, as its backend has changed it.
+        packing: as for `cache_identity`.
+    """
+    slots, content = spec.num_head_slots, spec.state_content_bytes
+    if packing is not None:
+        return "as the layout names it"
+    if slots is None and content is None:
+        if "MLA" in type(spec).__name__:
+            return "one latent"
+        return "a slot a head: K, V" if backend in _K_THEN_V else f"a slot a head: as {backend} orders it"
+    if content is not None and slots == 2 and content == spec.num_kv_heads * spec.head_size * spec.dtype.itemsize:
+        # Not the same for all that do so: ROCM_ATTN keeps K by groups of elements.
+        return f"a slot for K of all heads, a slot for V: as {backend} orders them"
+    if slots is not None and slots == 2 * spec.num_kv_heads:
+        return f"a slot for K of each head, then a slot for V of each: as {backend} packs it"
+    return f"as {backend} packs it"
+
+
+def multimodal_inputs(vllm_config: Any) -> str:
+    """Returns by what images and the like are told apart; empty for models that take none.
+
+    vLLM tells them apart by a digest of their content and of the model's name, which may be a path; and by a count
+    where neither its prefix cache nor its processor cache needs a digest.
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None:
+        return ""
+    if multimodal.mm_processor_cache_gb == 0 and not vllm_config.cache_config.enable_prefix_caching:
+        return BY_PLACE
+    return f"by {multimodal.mm_hasher_algorithm} of content and of {vllm_config.model_config.model!r}"
+
+
+class Conditions:
+    """Digests of what the caches of requests depend on: what vLLM's own block hashes are made of."""
+
+    def __init__(self, *, compares_content: bool = True) -> None:
+        """Begins with no adapters.
+
+        Args:
+            compares_content: whether vLLM's digests of multimodal inputs are the same on both sides.
+        """
+        self._compares_content = compares_content
+        self._adapters: dict[tuple[str, int, str], str] = {}
+
+    def of(self, request: Any, tokens: int) -> dict[str, bytes]:
+        """Returns what the cache of a request depends on.
+
+        Args:
+            request: vLLM's.
+            tokens: how many of its prompt are exchanged, from the first on.
+        """
+        features = getattr(request, "mm_features", None) or ()
+        return request_conditions(
+            (request.prompt_token_ids or ())[:tokens],
+            embedding=_bytes_of(getattr(request, "prompt_embeds", None), tokens),
+            lora=self._adapter(getattr(request, "lora_request", None)),
+            multimodal=[
+                MultimodalInput(
+                    f"{each.modality} {each.identifier}" if self._compares_content else each.modality,
+                    each.mm_position.offset,
+                    each.mm_position.length,
+                )
+                for each in features
+            ],
+            salt=getattr(request, "cache_salt", None) or "",
+        )
+
+    def _adapter(self, lora: Any) -> str:
+        """Identifies an adapter, by its weights if they are here. They are read once."""
+        if lora is None:
+            return ""
+        key = lora.lora_name, lora.lora_int_id, lora.lora_path
+        known = self._adapters.get(key)
+        if known is None:
+            known = _identified(adapter_identity, Path(lora.lora_path), f"the adapter {lora.lora_name!r}")
+            self._adapters[key] = known
+            while len(self._adapters) > _MOST_ADAPTERS:
+                del self._adapters[next(iter(self._adapters))]
+        return known
+
+
+def _identified(identify: Callable[[Path], str], directory: Path, name: str) -> str:
+    """Identifies what a directory has, or says its name where there is nothing to read."""
+    try:
+        if directory.is_dir():
+            return identify(directory)
+    except ModelError as error:
+        log.warning("%s is identified by its name alone: %s", name, error)
+    return name
+
+
+def _weights(model: Any, load: Any) -> str:
+    if load.load_format == "dummy":
+        return "dummy"
+    name = model.model_weights or model.model
+    revision = f", revision {model.revision}" if model.revision else ""
+    directory = _directory(name, model.revision, load.download_dir)
+    return _identified(weights_identity, directory or Path(name), f"{name}{revision}")
+
+
+def _directory(name: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Returns where the files of a model are that is named as on Hugging Face's hub; None if it is not."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
+    except Exception as error:  # it has many, and none of them matters here
+        log.debug("%s is not in the hub's cache: %s", name, error)
+        return None
+
+
+def _speculative_model(vllm_config: Any) -> str:
+    """Identifies the draft model; empty without one, and for what drafts without a cache."""
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
+    if draft is None or draft is vllm_config.model_config:
+        return ""
+    return f"{speculative.method}: {_weights(draft, vllm_config.load_config)}"
+
+
+def _as_dict(config: Any) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    return found
+
+
+def _chosen(config: Mapping[str, Any], *parts: str) -> dict[str, Any]:
+    """Returns the entries whose names have one of these parts and that say anything."""
+    return {
+        name: value
+        for name, value in config.items()
+        if value is not None and any(part in name for part in parts) and not name.startswith("_")
+    }
+
+
+def _bytes_of(tensor: Any, tokens: int) -> bytes:
+    if tensor is None:
+        return b""
+    import torch
+
+    data: bytes = tensor[:tokens].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return data

@@ -1,0 +1,140 @@
+"""The contract with SGLang's version, and what a server says whose SGLang has changed, with SGLang itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.real_engines.sglang.changed import (
+    RefuseToApply,
+    ask_senders_for_more,
+    call_it_another_version,
+    change_a_signature,
+    check_hooks,
+    drop_a_field,
+    drop_a_state,
+    drop_get_kv_class,
+    end_deferred_releases_otherwise,
+    number_states_anew,
+    outcome,
+    rename_a_kind_of_class,
+    rename_the_hook_on_senders,
+    served,
+    started,
+)
+
+from kvferry.engines.sglang.contract import LOADING, SERVING, TRIED
+from kvferry.engines.sglang.names import BACKENDS, CREATE_RECEIVER, CREATE_SENDER, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE
+from kvferry.engines.sglang.plugin import engine_version
+
+pytestmark = pytest.mark.timeout(240)
+
+REPLACES = {"KVFERRY_SGLANG_REPLACES_NIXL": "1"}
+
+
+def test_this_version_was_tried():
+    assert engine_version() in TRIED
+    assert [contract.broken() for contract in (*LOADING, *SERVING)] == [(), ()]
+    assert len(SERVING[0].lines) > 60
+
+
+def test_an_untouched_sglang_serves():
+    assert outcome(started, served) == ("served", "")
+    assert outcome(started, served, environment=REPLACES) == ("served", "")
+
+
+# ---- an SGLang that has changed -------------------------------------------------------------------------------------
+
+
+SERVING_CHANGES = [
+    (
+        rename_the_hook_on_senders,
+        "sglang.srt.disaggregation.prefill:PrefillBootstrapQueue.create_sender is gone: there is no 'create_sender' "
+        "(our hook on it takes a request's conditions)",
+    ),
+    (
+        change_a_signature,
+        "sglang.srt.disaggregation.common.conn:CommonKVSender.send takes (self, kv_indices, layers, state_indices=), "
+        "and took (self, kv_indices, state_indices=, num_kv_tokens=, indices_event=) (the scheduler calls our sender "
+        "so)",
+    ),
+    (drop_a_state, "sglang.srt.disaggregation.base.conn:KVPoll: Transferring is gone (we report states so)"),
+    (
+        number_states_anew,
+        "sglang.srt.disaggregation.base.conn:KVPoll: Failed is 4, and was 0, Success is 0, and was 4 (we report states "
+        "so)",
+    ),
+    (
+        drop_a_field,
+        "sglang.srt.disaggregation.base.conn:KVArgs has no field state_item_lens (the caches are described from them)",
+    ),
+    (
+        ask_senders_for_more,
+        "sglang.srt.disaggregation.common.conn:CommonKVSender: confirm is new (all that the scheduler calls of a "
+        "sender)",
+    ),
+    (
+        end_deferred_releases_otherwise,
+        "sglang.srt.disaggregation.decode:DecodeTransferQueue._defer_release does not use deferred_kv_release_timeout "
+        "any more (pages of a failed request are kept for so long)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), SERVING_CHANGES, ids=[change.__name__ for change, _ in SERVING_CHANGES])
+def test_a_server_with_another_sglang_says_what_has_changed(change: Callable[[], None], said: str):
+    ended, _ = outcome(change, started, served)
+    assert ended.startswith(
+        f"EngineContractError: kvferry's plug-in does not fit SGLang {engine_version()}, and refuses to serve with it: "
+    )
+    assert said in ended
+    assert ended.endswith(
+        "Every line of the contract was tried with SGLang 0.5.23: install one of these, or a kvferry that knows "
+        f"SGLang {engine_version()}"
+    )
+
+
+def test_a_version_that_was_not_tried_is_said():
+    ended, logged = outcome(call_it_another_version, started, served)
+    assert ended == "served"
+    lines = len(SERVING[0].lines)
+    assert logged == (
+        "WARNING:kvferry.engines.contract:SGLang 0.5.24 is not among the versions that kvferry's plug-in was tried "
+        f"with: 0.5.23. All {lines} names and signatures that it builds on are there; whether they still mean the "
+        "same, nobody has tried.\n"
+    )
+
+
+# ---- a plug-in that SGLang goes on without --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [BACKENDS, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER])
+def test_sglangs_own_nixl_does_not_run_where_a_hook_was_lost(target: str):
+    """Before, SGLang logged the hook and served with its own backend."""
+    ended, logged = outcome(RefuseToApply(target), started, environment=REPLACES)
+    assert f"Failed to apply hooks to {target}" in logged
+    assert ended.startswith(
+        "the process ends: KVFERRY_SGLANG_REPLACES_NIXL is set, and kvferry cannot take the place of nixl: kvferry "
+        f"refuses to serve: its hook on {target} is not in effect."
+    )
+
+
+@pytest.mark.parametrize("change", [drop_get_kv_class, rename_a_kind_of_class])
+def test_sglangs_own_nixl_does_not_run_where_our_plug_in_fails(change: Callable[[], None]):
+    """Before, SGLang logged the plug-in and served with its own backend."""
+    ended, _ = outcome(change, started, environment=REPLACES)
+    assert ended.startswith("the process ends: KVFERRY_SGLANG_REPLACES_NIXL is set, and kvferry cannot take the place")
+
+
+@pytest.mark.parametrize("target", [STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER])
+def test_a_manager_is_not_made_where_a_hook_was_lost(target: str):
+    ended, _ = outcome(RefuseToApply(target), started, served, check_hooks)
+    assert ended == (
+        f"EngineContractError: kvferry refuses to serve: its hook on {target} is not in effect. SGLang logs above why "
+        "it could not apply it, and would go on without it; another plug-in may have replaced the same"
+    )
+
+
+def test_without_the_plug_in_sglang_does_not_know_our_name():
+    ended, _ = outcome(started, served, environment={"SGLANG_PLUGINS": "another"})
+    assert ended == "ValueError: 'kvferry' is not a valid TransferBackend"

@@ -1,0 +1,222 @@
+"""What SGLang's plug-in says of a server and of a request, from objects as SGLang has them."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.engines.fingerprint import request_conditions
+from kvferry.engines.sglang import conditions
+from kvferry.engines.sglang.conditions import around_requests, conditions_of, current
+from kvferry.engines.sglang.identity import cache_identity
+from kvferry.errors import EngineContractError
+
+# ---- servers --------------------------------------------------------------------------------------------------------
+
+
+def identity(**changes: Any) -> Any:
+    """A server's, with changes by the names of what is given to `cache_identity`, as "given.model_path"."""
+    text = SimpleNamespace(rope_theta=1e6, layer_types=["sliding_attention", "full_attention"])
+    objects: dict[str, Any] = {
+        "args": SimpleNamespace(kv_cache_dtype_str="auto", kv_layout=None),
+        "model": SimpleNamespace(
+            hf_text_config=text,
+            hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
+            dtype="torch.bfloat16",
+            sliding_window_size=512,
+            quantization=None,
+        ),
+        "given": SimpleNamespace(
+            model_path="Qwen/Qwen3-8B",
+            revision=None,
+            load_format="auto",
+            quantization=None,
+            quantization_param_path=None,
+        ),
+        "speculative": SimpleNamespace(
+            speculative_algorithm=None, speculative_draft_model_path=None, speculative_draft_model_revision=None
+        ),
+        "execution": SimpleNamespace(
+            kernel=SimpleNamespace(
+                attention_backend="fa3", prefill_attention_backend="fa3", decode_attention_backend="flashinfer"
+            )
+        ),
+    }
+    for name, value in changes.items():
+        which, _, field = name.partition("__")
+        setattr(objects[which] if which in objects else getattr(objects["model"], which), field, value)
+    args, model = objects.pop("args"), objects.pop("model")
+    return cache_identity(args, model, version="0.5.23", **objects)
+
+
+def test_a_server_says_what_its_caches_are():
+    assert identity().fingerprint() == {
+        "engine": "SGLang 0.5.23",
+        "weights": "Qwen/Qwen3-8B at its default revision",
+        "architecture": "Qwen3ForCausalLM",
+        "cache_dtype": "bfloat16",
+        "scales": "none",
+        "attention_backend": "fa3, flashinfer",
+        "content_order": "tokens, heads, numbers",
+        "rope": '{"rope_theta": 1000000.0}',
+        "attention_window": '512 tokens, {"layer_types": ["sliding_attention", "full_attention"]}',
+        "quantization": "none",
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("weights", {"given__revision": "v2"}),
+        ("weights", {"given__model_path": "Qwen/Qwen3-8B-Base"}),
+        ("weights", {"given__load_format": "dummy"}),
+        ("weights", {"hf_config___commit_hash": "abc"}),
+        ("architecture", {"hf_config__architectures": ["Qwen2ForCausalLM"]}),
+        ("cache_dtype", {"args__kv_cache_dtype_str": "fp8_e5m2"}),
+        ("cache_dtype", {"model__dtype": "torch.float16"}),
+        ("content_order", {"args__kv_layout": "packed"}),
+        ("rope", {"hf_text_config__rope_theta": 1e4}),
+        ("rope", {"hf_text_config__rope_scaling": {"factor": 4}}),
+        ("attention_window", {"model__sliding_window_size": 1024}),
+        ("attention_window", {"model__sliding_window_size": None}),
+        ("quantization", {"model__quantization": "awq"}),
+        ("speculative_model", {"speculative__speculative_algorithm": "EAGLE"}),
+    ],
+)
+def test_servers_that_differ_say_so(field: str, changes: dict[str, Any]):
+    one, other = identity(), identity(**changes)
+    assert getattr(one, field) != getattr(other, field)
+    same = replace(other, **{field: getattr(one, field)})
+    assert same == one or (field == "cache_dtype" and replace(same, scales=one.scales) == one)
+
+
+def test_scales_are_told_apart_by_what_is_in_their_file(tmp_path: Path):
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    one.write_text("{}")
+    other.write_text("{}")
+    fp8 = {"args__kv_cache_dtype_str": "fp8_e4m3"}
+    given = [identity(**fp8, given__quantization_param_path=str(path)).scales for path in (one, other)]
+    assert given[0] == given[1] != identity(**fp8).scales != identity().scales
+    other.write_text('{"scale": 2}')
+    assert identity(**fp8, given__quantization_param_path=str(other)).scales != given[0]
+
+
+# ---- requests -------------------------------------------------------------------------------------------------------
+
+
+def image(content: int, start: int, stop: int) -> Any:
+    return SimpleNamespace(modality=SimpleNamespace(name="IMAGE"), hash=content, offsets=[(start, stop)])
+
+
+def request(**changes: Any) -> Any:
+    given = {
+        "origin_input_ids": array("q", range(40)),
+        "output_ids": array("q"),
+        "input_embeds": None,
+        "multimodal_inputs": None,
+        "lora_id": None,
+        "extra_key": None,
+        "cache_salt": None,
+    }
+    return SimpleNamespace(**{**given, **changes})
+
+
+def scheduler(**refs: Any) -> Any:
+    manager = SimpleNamespace(lora_refs=refs)
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager)))
+
+
+def adapter(directory: Path, weights: str) -> Any:
+    directory.mkdir()
+    (directory / "adapter_model.bin").write_text(weights)
+    (directory / "adapter_config.json").write_text("{}")
+    return SimpleNamespace(lora_name="any", lora_path=str(directory))
+
+
+PLAIN = request_conditions(list(range(40)))
+
+
+def test_a_prompt_alone():
+    assert conditions_of(request(), scheduler()) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("prompt", {"origin_input_ids": array("q", range(41))}),
+        ("prompt embedding", {"input_embeds": [[0.5, 1.0]]}),
+        ("multimodal input", {"multimodal_inputs": SimpleNamespace(mm_items=[image(7, 3, 9)])}),
+        ("LoRA adapter", {"lora_id": "f00"}),
+        ("cache salt", {"cache_salt": "tenant"}),
+        ("cache salt", {"extra_key": "tenant"}),
+    ],
+)
+def test_what_differs_is_named(name: str, changes: dict[str, Any]):
+    found = conditions_of(request(**changes), scheduler())
+    assert found.get(name) != PLAIN.get(name)
+
+
+def test_the_same_adapter_has_another_id_on_every_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(conditions, "_adapters", {})
+    here, there = adapter(tmp_path / "here", "a"), adapter(tmp_path / "there", "a")
+    other = adapter(tmp_path / "other", "b")
+    known = scheduler(id1=here, id2=there, id3=other)
+    # SGLang puts the adapter's id into the key of its own cache.
+    one, two, three = (
+        conditions_of(request(lora_id=each, extra_key=f"salt{each}"), known) for each in known_ids(known)
+    )
+    assert one == two
+    assert {name for name in one if one[name] != three[name]} == {"LoRA adapter"}
+
+
+def known_ids(of: Any) -> list[str]:
+    return list(of.tp_worker.model_runner.lora_manager.lora_refs)
+
+
+def test_another_image_is_another_image_and_no_other_prompt():
+    """SGLang writes its digest of an image where the image's tokens are."""
+    prompts = [[1, 2, *[1000 + content] * 4, 3] for content in (7, 8)]
+    found = [
+        conditions_of(
+            request(
+                origin_input_ids=array("q", prompt),
+                multimodal_inputs=SimpleNamespace(mm_items=[image(content, 2, 5)]),
+            ),
+            scheduler(),
+        )
+        for prompt, content in zip(prompts, (7, 8), strict=True)
+    ]
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == {"multimodal input"}
+
+
+def test_images_that_sglang_does_not_digest_are_told_apart_by_their_places_alone():
+    def found(content: int, start: int) -> dict[str, bytes]:
+        inputs = SimpleNamespace(mm_items=[image(content, start, start + 3)])
+        return conditions_of(request(multimodal_inputs=inputs), scheduler(), has_digests=False)
+
+    assert found(7, 2) == found(8, 2) != found(7, 3)
+
+
+def test_what_was_generated_is_prompt_to_whoever_computes_it_again():
+    again = request(origin_input_ids=array("q", range(38)), output_ids=array("q", [38, 39]))
+    assert conditions_of(again, scheduler()) != PLAIN
+    again.pd_rebootstrap_in_progress = True
+    assert conditions_of(again, scheduler()) == PLAIN
+
+
+def test_conditions_are_those_of_the_request_that_is_being_made():
+    queue = SimpleNamespace(scheduler=scheduler())
+
+    def original(*arguments: Any, **named: Any) -> Any:
+        assert (arguments[0], named) == (queue, {"is_rebootstrap": False})
+        return current("the hook")
+
+    around_a_request = around_requests(lambda: True)
+    assert around_a_request(original, queue, request(), is_rebootstrap=False) == PLAIN
+    with pytest.raises(EngineContractError, match="kvferry's hook on the hook was not called"):
+        current("the hook")

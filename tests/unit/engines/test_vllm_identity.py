@@ -1,0 +1,275 @@
+"""What the plug-in for vLLM says of caches and requests, from objects like vLLM's."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.engines.vllm.identity import (
+    BY_PLACE,
+    Conditions,
+    cache_dtype,
+    cache_identity,
+    content_order,
+    multimodal_inputs,
+    scales,
+)
+from kvferry.errors import IncompatiblePeerError
+from kvferry.protocol.fingerprint import check_same_fingerprint
+from kvferry.protocol.request_conditions import why_different
+
+
+def spec(**changes: Any) -> Any:
+    """An `AttentionSpec` of two KV heads of 64 elements."""
+    usual = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, "num_head_slots": None}
+    return SimpleNamespace(**usual | {"state_content_bytes": None} | changes)
+
+
+FLASH = spec(), "FLASH_ATTN"
+B12X = spec(num_head_slots=2, state_content_bytes=2 * 64 * 2), "B12X"
+"""As vLLM's backends change it: with two heads both give (blocks, 2, tokens, 128)."""
+
+
+class Config(SimpleNamespace):
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def vllm_config(**changes: Any) -> Any:
+    text = {"rope_parameters": {"rope_theta": 1e4}, "sliding_window": None, "_name_or_path": "/a/rope", "vocab_size": 9}
+    model = {
+        "model": "/not/here",
+        "model_weights": "",
+        "revision": None,
+        "architecture": "Qwen3ForCausalLM",
+        "dtype": torch.bfloat16,
+        "quantization": None,
+        "disable_sliding_window": False,
+        "multimodal_config": None,
+        "hf_text_config": Config(**text | changes.pop("text", {})),
+    }
+    cache = {"cache_dtype": "auto", "kv_cache_dtype_skip_layers": [], "enable_prefix_caching": True}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**model | changes.pop("model", {})),
+        cache_config=SimpleNamespace(**cache | changes.pop("cache", {})),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        speculative_config=changes.pop("speculative", None),
+    )
+
+
+def fields(layers: Any = (FLASH,), *, packing: str | None = None, **changes: Any) -> dict[str, str]:
+    config = vllm_config(**changes)
+    identity = cache_identity(config, layers, version="0.32.0", fp8_dtype="torch.float8_e4m3fn", packing=packing)
+    return identity.fingerprint()
+
+
+def refusal(prefill: dict[str, str], decode: dict[str, str]) -> str:
+    with pytest.raises(IncompatiblePeerError) as caught:
+        check_same_fingerprint(prefill, decode, may_differ=(), prefill_name="prefill", decode_name="decode")
+    return str(caught.value)
+
+
+def test_two_backends_whose_caches_have_one_shape_and_another_order_are_refused():
+    said = refusal(fields([FLASH]), fields([B12X]))
+    assert (
+        "content_order is 'a slot a head: K, V' on prefill, 'a slot for K of all heads, a slot for V: as B12X" in said
+    )
+
+
+def test_backends_that_keep_the_same_in_the_same_place_may_differ():
+    ours, theirs = fields([FLASH]), fields([(spec(), "FLASHINFER")])
+    assert ours["attention_backend"] != theirs["attention_backend"]
+    check_same_fingerprint(ours, theirs, may_differ=(), prefill_name="prefill", decode_name="decode")
+
+
+@pytest.mark.parametrize(
+    ("kept", "backend", "packing", "expected"),
+    [
+        (spec(), "TRITON_ATTN", None, "a slot a head: K, V"),
+        (spec(), "SOMEBODYS_OWN", None, "a slot a head: as SOMEBODYS_OWN orders it"),
+        (spec(), "CPU_ATTN", "vLLM's CPU kernels (amx)", "as the layout names it"),
+        (B12X[0], "ROCM_ATTN", None, "a slot for K of all heads, a slot for V: as ROCM_ATTN orders them"),
+        (spec(num_head_slots=4, state_content_bytes=36), "FLASHINFER", None, "for V of each: as FLASHINFER packs it"),
+        (spec(state_content_bytes=100), "TURBOQUANT", None, "as TURBOQUANT packs it"),
+    ],
+    ids=["plain", "unknown", "cpu", "by kind", "nvfp4", "packed"],
+)
+def test_the_order_of_a_block_follows_from_what_the_backend_makes_of_it(
+    kept: Any, backend: str, packing: str | None, expected: str
+):
+    assert content_order(kept, backend, packing).endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ("auto", "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("fp8", "float8_e4m3fn"),
+        ("fp8_e4m3", "float8_e4m3fn"),
+        ("fp8_e5m2", "float8_e5m2"),
+        ("nvfp4", "nvfp4"),
+    ],
+)
+def test_a_cache_dtype_is_what_is_stored_whatever_it_was_called(named: str, expected: str):
+    config = SimpleNamespace(cache_dtype=named, kv_cache_dtype_skip_layers=[])
+    assert cache_dtype(config, "torch.bfloat16", "torch.float8_e4m3fn") == expected
+
+
+def test_layers_that_are_left_out_of_a_cache_dtype_count():
+    config = SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=["3", "0"])
+    assert cache_dtype(config, "torch.bfloat16", "torch.float8_e4m3fn") == (
+        "float8_e4m3fn, but bfloat16 in layers 0, 3"
+    )
+
+
+def test_scales_are_somewhere():
+    assert {scales(each) for each in ("auto", "bfloat16")} == {"none"}
+    assert {scales(each) for each in ("fp8", "fp8_e5m2")} == {"of the checkpoint, or 1"}
+    assert {scales(each) for each in ("int8_per_token_head", "fp8_ds_mla", "nvfp4")} == {"in the cache"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"text": {"rope_parameters": {"rope_theta": 1e6}}}, "rope"),
+        ({"text": {"partial_rotary_factor": 0.5}}, "rope"),
+        ({"text": {"sliding_window": 128}}, "attention_window"),
+        ({"text": {"layer_types": ["sliding_attention"]}}, "attention_window"),
+        ({"model": {"disable_sliding_window": True}}, "attention_window"),
+        ({"model": {"quantization": "fp8"}}, "quantization"),
+        ({"model": {"architecture": "LlamaForCausalLM"}}, "architecture"),
+        ({"model": {"model": "/neither/here"}}, "weights"),
+    ],
+)
+def test_what_changes_cached_values_is_refused_by_name(changes: Any, field: str):
+    said = refusal(fields(), fields(**changes))
+    assert f"KVFERRY_MAY_DIFFER={field}" in said
+    assert said.count(" on prefill, ") == 1
+
+
+def test_two_types_of_fp8_are_refused_by_name():
+    said = refusal(*(fields(cache={"cache_dtype": named}) for named in ("fp8", "fp8_e5m2")))
+    assert "cache_dtype is 'float8_e4m3fn' on prefill, 'float8_e5m2' on decode. Start" in said
+    assert said.endswith("KVFERRY_MAY_DIFFER=cache_dtype")
+
+
+def test_what_changes_no_cached_value_is_not_said():
+    assert fields() == fields(text={"_name_or_path": "/b", "vocab_size": 10, "max_rope_dummy": None})
+
+
+def test_weights_that_are_not_here_are_called_by_their_name(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        assert fields()["weights"] == "/not/here"
+        assert fields(model={"revision": "main"})["weights"] == "/not/here, revision main"
+    assert not caplog.records
+
+
+def test_weights_that_are_here_are_called_by_what_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights.bin").write_bytes(bytes(1000))
+    (tmp_path / "c").mkdir()
+    ours, theirs = (fields(model={"model": str(tmp_path / name)}) for name in "ab")
+    assert ours == theirs
+    assert fields(model={"model": str(tmp_path / "c")})["weights"] == str(tmp_path / "c")
+    assert "is identified by its name alone" in caplog.text
+
+
+def test_a_draft_model_counts_where_both_have_one():
+    def speculative(model: str) -> Any:
+        return SimpleNamespace(method="eagle3", draft_model_config=vllm_config(model={"model": model}).model_config)
+
+    drafts = [fields(speculative=speculative(name)) for name in ("/one", "/other")]
+    assert "speculative_model is 'eagle3: /one' on prefill, 'eagle3: /other' on decode" in refusal(*drafts)
+    check_same_fingerprint(drafts[0], fields(), may_differ=(), prefill_name="prefill", decode_name="decode")
+
+
+def test_drafting_without_a_model_is_no_draft_model():
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace(method="ngram", draft_model_config=config.model_config)
+    identity = cache_identity(config, [FLASH], version="0", fp8_dtype="", packing=None)
+    assert "speculative_model" not in identity.fingerprint()
+
+
+# ---- requests ------------------------------------------------------------------------------------------------------
+
+
+def image(identifier: str, offset: int = 1) -> Any:
+    place = SimpleNamespace(offset=offset, length=4)
+    return SimpleNamespace(modality="image", identifier=identifier, mm_position=place)
+
+
+def request(*tokens: int, **more: Any) -> Any:
+    usual = {"prompt_token_ids": list(tokens), "prompt_embeds": None, "lora_request": None, "mm_features": []}
+    return SimpleNamespace(**usual | {"cache_salt": None} | more)
+
+
+def lora(name: str, number: int = 1, path: str = "/not/here") -> Any:
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (request(1, 2, 3, 9), request(1, 2, 3, 8), ""),
+        (request(1, 2, 3, 9), request(1, 2, 4, 9), "another prompt"),
+        (request(1, 2, 3), request(1, 2, 3, lora_request=lora("a")), "names a LoRA adapter"),
+        (request(1, 2, 3, lora_request=lora("a")), request(1, 2, 3, lora_request=lora("b")), "another LoRA adapter"),
+        (request(1, 2, 3, lora_request=lora("a")), request(1, 2, 3, lora_request=lora("a", 7)), ""),
+        (request(1, 2, 3, mm_features=[image("x")]), request(1, 2, 3, mm_features=[image("y")]), "another multimodal"),
+        (request(1, 2, 3, cache_salt="a"), request(1, 2, 3, cache_salt="b"), "another cache salt"),
+        (request(1, 2, 3, cache_salt=""), request(1, 2, 3), ""),
+    ],
+    ids=["last token", "token", "no adapter", "adapter", "number", "image", "salt", "no salt"],
+)
+def test_requests_are_the_same_where_their_caches_are(one: Any, other: Any, said: str):
+    found = why_different(Conditions().of(one, 3), Conditions().of(other, 3))
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+def test_images_are_told_apart_by_place_where_digests_are_not_the_same_on_both_sides():
+    by_place = Conditions(compares_content=False)
+    one, other, moved = (
+        by_place.of(request(1, mm_features=[image(*given)]), 1) for given in (("x",), ("y",), ("x", 2))
+    )
+    assert one == other
+    assert "multimodal" in why_different(one, moved)
+
+
+def test_embeddings_instead_of_tokens_count_as_far_as_they_are_exchanged():
+    def given(*values: float) -> dict[str, bytes]:
+        embeddings = torch.tensor([[value] for value in values], dtype=torch.bfloat16)
+        return Conditions().of(SimpleNamespace(prompt_token_ids=None, prompt_embeds=embeddings), 2)
+
+    assert given(1, 2, 3) == given(1, 2, 4)
+    assert "another prompt embedding" in why_different(given(1, 2, 3), given(1, 5, 3))
+
+
+def test_an_adapter_is_its_files_whatever_it_is_called_and_is_read_once(tmp_path: Path):
+    for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.bin").write_bytes(content)
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    conditions = Conditions()
+    first, second, third = (
+        conditions.of(request(1, lora_request=lora(name, 1, str(tmp_path / name))), 1) for name in "abc"
+    )
+    assert first == second != third
+    (tmp_path / "a" / "adapter_model.bin").unlink()
+    assert conditions.of(request(1, lora_request=lora("a", 1, str(tmp_path / "a"))), 1) == first
+
+
+def test_how_images_are_told_apart_is_a_field_of_models_that_take_them():
+    assert multimodal_inputs(vllm_config()) == ""
+    multimodal = {"multimodal_config": SimpleNamespace(mm_processor_cache_gb=4, mm_hasher_algorithm="blake3")}
+    assert multimodal_inputs(vllm_config(model=multimodal)) == "by blake3 of content and of '/not/here'"
+    multimodal["multimodal_config"].mm_processor_cache_gb = 0
+    assert multimodal_inputs(vllm_config(model=multimodal)) != BY_PLACE
+    assert multimodal_inputs(vllm_config(model=multimodal, cache={"enable_prefix_caching": False})) == BY_PLACE
