@@ -129,7 +129,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(flags: tuple[str, ...], said
 
 @pytest.mark.skipif(has_cuda(), reason="there is a GPU here")
 def test_a_gpu_is_asked_for_where_there_is_none():
-    run = bench("--device", "cuda")
+    run = kvferry("bench", *SMALL, "--device", "cuda")
     assert run.returncode == 2
     assert "--device cuda: a GPU was asked for" in " ".join(run.stderr.split())
 
