@@ -530,9 +530,9 @@ class PrefillEndpoint:
             with self._rooms_lock:
                 self._table.refused(receiver, message, error, self._now())
             self._refuse_room(receiver, message, error)
-            rank = self._given_up.get(receiver)
-            if rank is not None:  # it fails there, and nobody will open it here
-                self._not_opened(receiver, rank, message.room, message.generation, str(error))
+            given_up = self._given_up.get(receiver)
+            if given_up is not None:  # it fails there, and nobody will open it here
+                self._not_opened(receiver, given_up, message.room, message.generation, str(error))
 
     def _abort_room(self, receiver: str, message: messages.AbortRoom) -> None:
         """Takes back such an open request, and answers when nothing can be written for it any more."""
