@@ -152,7 +152,7 @@ class PrefillEndpoint:
             most_page_bytes=int(self.settings.max_pending_opens_mib * 2**20),
             keep_s=self.settings.bootstrap_timeout_s,
         )
-        self._given_up: dict[str, None] = {}  # decode ranks that may come back; the latest stand last
+        self._given_up: dict[str, DecodeRank | None] = {}  # decode ranks that may come back; the latest stand last
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
         self._outbox: deque[tuple[str, messages.Message]] = deque()
         self._admission = Admission(
@@ -530,6 +530,9 @@ class PrefillEndpoint:
             with self._rooms_lock:
                 self._table.refused(receiver, message, error, self._now())
             self._refuse_room(receiver, message, error)
+            given_up = self._given_up.get(receiver)
+            if given_up is not None:  # it fails there, and nobody will open it here
+                self._not_opened(receiver, given_up, message.room, message.generation, str(error))
 
     def _abort_room(self, receiver: str, message: messages.AbortRoom) -> None:
         """Takes back such an open request, and answers when nothing can be written for it any more."""
@@ -691,15 +694,20 @@ class PrefillEndpoint:
         """Takes an abort whose open request did not come, and does not count any more, for a refusal."""
         attachment = self._attachment(identity)
         if attachment is not None:
-            refusal = messages.RefuseRoom(
-                endpoint=self.transport.endpoint_name,
-                engine=attachment.engine,
-                coordinates=attachment.coordinates,
-                room=message.room,
-                generation=message.generation,
-                reason=message.reason,
-            )
-            self._room_refused(identity, refusal)
+            rank = DecodeRank(attachment.engine, attachment.coordinates)
+            self._not_opened(identity, rank, message.room, message.generation, message.reason)
+
+    def _not_opened(self, identity: str, rank: DecodeRank, room: int, generation: int, reason: str) -> None:
+        """Ends a room that a decode rank will not open, as if it had refused it."""
+        refusal = messages.RefuseRoom(
+            endpoint=self.transport.endpoint_name,
+            engine=rank.engine,
+            coordinates=rank.coordinates,
+            room=room,
+            generation=generation,
+            reason=reason,
+        )
+        self._room_refused(identity, refusal)
 
     def _take_refusal(self, identity: str, message: messages.RefuseRoom) -> None:
         if message.endpoint == self.transport.endpoint_name:  # else it was for an earlier start, which has ended
@@ -842,7 +850,8 @@ class PrefillEndpoint:
         """Loses a decode rank that may live: the answer to its next heartbeat makes it connect anew."""
         log.error("lost decode rank %s: %s", receiver, error)
         self._observer.peer_lost(receiver, error)
-        self._given_up[receiver] = None
+        attachment = self._attachment(receiver)
+        self._given_up[receiver] = DecodeRank(attachment.engine, attachment.coordinates) if attachment else None
         forget_oldest(self._given_up, self.settings.max_decode_ranks)
         self._lose(receiver, error)
 
