@@ -66,6 +66,11 @@ class Pair:
         self.prefill.outputs()
         return self.decode.outputs()
 
+    def most_tokens(self, side: str) -> int:
+        """How many tokens the scheduler of one side could ever give to requests: all."""
+        most: int = max(each["tokens"] for each in self.tampering.said("free") if each["side"] == side)
+        return most
+
     def free_tokens(self, side: str) -> dict[str, Any]:
         """How many tokens the scheduler of one side can give to requests, and since when."""
         return [each for each in self.tampering.said("free") if each["side"] == side][-1]

@@ -17,7 +17,7 @@ from kvferry.applications.up.supervision import free_ports
 
 pytestmark = pytest.mark.timeout(600)
 
-ENDS_S = 2.0
+ENDS_S = 5.0
 """By when both sides have ended after one has refused a request."""
 
 
@@ -132,20 +132,19 @@ def test_an_abort(pair: Pair, undivided: EngineProcess, side: str):
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_abort_in_the_middle_gives_everything_back_on_both_sides(pair: Pair, undivided: EngineProcess, side: str):
-    eventually_idle = {each: pair.free_tokens(each)["tokens"] for each in ("prefill", "decode")}
-    assert eventually_idle == dict.fromkeys(eventually_idle, 4096)
+    idle = {each: pair.most_tokens(each) for each in ("prefill", "decode")}
     (given,) = prompts(20 + len(side), 1, shortest=900)
     pair.tampering.plant("no end")
     (room,) = pair.submit([given])
     eventually("all but the last chunk is sent", lambda: [{"room": room}] == pair.tampering.said("withheld")[-1:])
-    assert all(pair.free_tokens(each)["tokens"] < 4096 for each in eventually_idle)
+    assert all(pair.free_tokens(each)["tokens"] < idle[each] for each in idle)
     aborted_at = time.time()
     (pair.prefill if side == "prefill" else pair.decode).abort()
     for engine in (pair.prefill, pair.decode):
         (answer,) = engine.outputs(30)
         assert answer.error
-    for each in eventually_idle:
-        eventually(f"{each} has all back", lambda each=each: pair.free_tokens(each)["tokens"] == 4096)
+    for each in idle:
+        eventually(f"{each} has all back", lambda each: pair.free_tokens(each)["tokens"] == idle[each], each)
         assert pair.free_tokens(each)["at"] - aborted_at < 2
     pair.tampering.heal()
     assert_equal(pair.run([given]), undivided.generate([given], TOKENS))

@@ -33,10 +33,11 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._has_refused = False
         self.bootstrap_infos: list[dict[str, Any]] = []  # SGLang counts the ranks that it waits for: none
         self._depends_on: dict[str, bytes] = {}
+        self._problem: KVFerryError | None = None  # said once the prefill side can be told of it
         try:
             self._depends_on = current(CREATE_RECEIVER)
         except KVFerryError as error:
-            self._fail(str(error))
+            self._problem = error
 
     def init(self, prefill_dp_rank: int) -> None:
         """Takes the prefill engine's name from the look-up of its server."""
@@ -45,6 +46,8 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.prefill_dp_rank = prefill_dp_rank
         try:
             self._engine = self.kv_mgr.engine_at(self.bootstrap_addr)
+            if self._problem is not None:
+                raise self._problem
         except KVFerryError as error:
             self._refuse(str(error))
             self._fail(str(error))
