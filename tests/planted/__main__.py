@@ -1,6 +1,6 @@
 """Plants every fault of the catalogue in a copy of the tree, and says which tier finds it: `make planted`.
 
-python -m tests.planted                 all of them
+python -m tests.planted                 all of them; CONTRIBUTING.md gets the table
 python -m tests.planted window prefix   those whose names or files have one of the words
 """
 
@@ -12,12 +12,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.planted.catalogue import CATALOGUE, PlantedFault
 
 ROOT = Path(__file__).parents[2]
 LONGEST_S = 1800.0
+
+TABLE = ROOT / "CONTRIBUTING.md"
+MARKS = "<!-- catalogue -->\n", "<!-- /catalogue -->"
+TIERS = ("make test", "make test-all", "nothing")
+"""What may find a fault, the first that does."""
 
 
 def copy(target: Path) -> None:
@@ -67,22 +73,40 @@ def found_by(fault: PlantedFault, tree: Path) -> str:
         file.write_text(right)
 
 
+def markdown(found: Mapping[PlantedFault, str]) -> str:
+    """Renders what found which fault as a table, layer by layer."""
+    lines = ["| layer | faults | " + " | ".join(f"found by {tier}" for tier in TIERS) + " |", "|---|---|---|---|---|"]
+    for layer in dict.fromkeys(fault.layer for fault in found):
+        counts = Counter(tier for fault, tier in found.items() if fault.layer == layer)
+        cells = [counts.total(), *(counts[tier] for tier in TIERS)]
+        lines.append(f"| `{layer}` | {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def write(found: Mapping[PlantedFault, str]) -> None:
+    """Writes the table."""
+    before, rest = TABLE.read_text().split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    TABLE.write_text(f"{before}{MARKS[0]}{markdown(found)}\n{MARKS[1]}{after}")
+
+
 def main() -> int:
     """Says which fault is found by what; the exit code is 0 only if each is found by something."""
     words = sys.argv[1:]
     faults = [each for each in CATALOGUE if not words or any(word in f"{each.name} {each.file}" for word in words)]
-    tiers: Counter[str] = Counter()
+    found: dict[PlantedFault, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy(tree)
         for fault in faults:
             begun = time.monotonic()
-            tier = found_by(fault, tree)
-            tiers[tier] += 1
+            found[fault] = tier = found_by(fault, tree)
             sys.stdout.write(f"{fault.layer:10} {fault.name}: found by {tier} ({time.monotonic() - begun:.0f} s)\n")
             sys.stdout.flush()
-    sys.stdout.write(f"{len(faults)} faults: {', '.join(f'{count} by {tier}' for tier, count in tiers.items())}\n")
-    return int(tiers["nothing"] > 0)
+    if not words:
+        write(found)
+    sys.stdout.write(f"{len(faults)} faults:\n{markdown(found)}\n")
+    return int("nothing" in found.values())
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(flags: tuple[str, ...], said
 
 @pytest.mark.skipif(has_cuda(), reason="there is a GPU here")
 def test_a_gpu_is_asked_for_where_there_is_none():
-    run = bench("--device", "cuda")
+    run = kvferry("bench", *SMALL, "--device", "cuda")
     assert run.returncode == 2
     assert "--device cuda: a GPU was asked for" in " ".join(run.stderr.split())
 
@@ -157,6 +157,7 @@ def test_a_rank_that_dies_ends_the_run_and_leaves_nobody_behind():
     assert_gone(ranks)
 
 
+@pytest.mark.full
 def test_ranks_do_not_outlive_a_parent_that_was_killed():
     command = [sys.executable, "-m", "kvferry", "bench", *SMALL, "--seconds", "60"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:

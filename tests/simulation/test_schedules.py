@@ -58,7 +58,10 @@ def test_a_seed_is_a_schedule():
     for seed in range(5):
         run_one(seed, arena)
     here = trace_of(3)
-    program = "from tests.simulation.test_schedules import trace_of; print(trace_of(3))"
+    program = (
+        "from kvferry.testing.simulation import World; world = World(3, traces=True); world.run(); "
+        "print('\\n'.join(world.trace))"
+    )
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         there = subprocess.run(

@@ -33,7 +33,7 @@ def test_importing_loads_no_command_line_no_server_and_no_nixl():
 
 
 ENDPOINT = {"layout", "engine", "coordinates", "engine_rank", "fingerprint", "settings", "transport"} | {
-    "open", "open_rooms", "status", "observe_url", "health", "is_healthy", "close"
+    "open", "refuse", "open_rooms", "status", "observe_url", "health", "is_healthy", "close"
 }  # fmt: skip
 TRANSFER = {"room", "state", "stats", "error", "pages_reusable", "wait", "completed", "wait_pages_reusable", "abort"}
 PUBLIC = {

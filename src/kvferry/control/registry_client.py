@@ -98,6 +98,14 @@ class RegistryClient:
         """The registry's address, without a slash at the end."""
         return self._url
 
+    def url_for(self, engine: str) -> str:
+        """Returns the address of the registry that is asked for an engine: this one, unless a subclass knows several.
+
+        Args:
+            engine: the prefill engine's name.
+        """
+        return self.url
+
     def register(self, registration: RankRegistration) -> float:
         """Registers a rank, or renews its lease.
 

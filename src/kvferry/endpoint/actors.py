@@ -127,32 +127,41 @@ class Waker(Loop):
 
     It looks every millisecond while events are handed in, and rests when none was for some time. Only the first event
     after that wakes a thread: this one.
-
-    Attributes:
-        is_resting: whether it sleeps until the next event is handed in.
     """
 
     def __init__(self, queues: Sequence[RunQueue]) -> None:
         """Looks after the queues of workers."""
         self._queues = queues
-        self.is_resting = False
         self._is_stopping = False
         self._is_called = False  # whether anything was handed in since the last look
         self._looks_until = 0.0
-        self._called = threading.Event()
+        # Held while it rests, and released by the one who takes it from here. An event would cost callers more.
+        self._rests_on: deque[threading.Lock] = deque()
         for run_queue in queues:
             run_queue.watch_by(self)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether it sleeps until the next event is handed in."""
+        return bool(self._rests_on)
 
     def look(self) -> None:
         """Takes notice of an event that was handed in. Returns at once."""
         self._is_called = True
-        if self.is_resting:
-            self._called.set()
+        if self._rests_on:
+            self._end_rest()
+
+    def _end_rest(self) -> None:
+        try:
+            rest = self._rests_on.pop()
+        except IndexError:
+            return  # another thread does it
+        rest.release()
 
     def stop(self) -> None:
         """Ends the loop after its turn."""
         self._is_stopping = True
-        self._called.set()
+        self._end_rest()
 
     def has_work(self) -> bool:
         return self._is_stopping
@@ -172,11 +181,12 @@ class Waker(Loop):
         if now < self._looks_until:
             time.sleep(_LOOK_S)
             return
-        self._called.clear()
-        self.is_resting = True
+        rest = threading.Lock()
+        rest.acquire()
+        self._rests_on.append(rest)
         if not (self._is_called or self._is_stopping):  # looked at now: before, nobody woke this thread
-            self._called.wait()
-        self.is_resting = False
+            rest.acquire()
+        self._rests_on.clear()
 
 
 class Actor(ABC):

@@ -110,7 +110,13 @@ class DecodeDriver(Loop):
             observer=observer,
             user=self,
         )
-        self._refusals = Refusals(identity, self._links, keep_s=settings.bootstrap_timeout_s, most=settings.max_rooms)
+        self._refusals = Refusals(
+            identity,
+            self._links,
+            pause_s=settings.heartbeat_interval_s,
+            keep_s=settings.bootstrap_timeout_s,
+            most=settings.max_rooms,
+        )
         self._waiting: dict[Link, dict[ReceivingRoom, None]] = {}
         self._awaited: dict[ReceivingRoom, Link] = {}  # the same, by room
         self._rooms: dict[int, ReceivingRoom] = {}
@@ -525,7 +531,7 @@ class DecodeDriver(Loop):
 
     def _retransmit(self, channel: Connection, now: float) -> None:
         """Retransmits what a broken connection may have lost, or whose answer it may have; receivers deduplicate."""
-        self._refusals.repeat(now)
+        self._refusals.repeat(now, is_due=True)
         for link in self._links.through(channel):
             rank = link.rank_behind(channel)
             if rank is None or not self._links.retransmit(link, now):

@@ -187,7 +187,7 @@ class Links:
             problem = caller.link.problem if caller.link is not None else None
             raise TransferTimeoutError(
                 f"prefill engine {key.engine!r} was not connected within {timeout_s:g} s; is it running, and "
-                f"registered at the same registry, {self._registry.url}? {problem or ''}"
+                f"registered at the same registry, {self._registry.url_for(key.engine)}? {problem or ''}"
             ) from problem
         finally:
             self._callers.remove(caller)
@@ -381,7 +381,9 @@ class Links:
             if missing is None:
                 self._user.submit(partial(self._resolved, link, view.registrations))
                 return
-            problem = PeerDisconnectedError(f"the registry at {self._registry.url} knows {missing}")
+            problem = PeerDisconnectedError(
+                f"the registry at {self._registry.url_for(link.key.engine)} knows {missing}"
+            )
             if view.registrations:
                 self._user.submit(partial(self._looked_up, link, view.group(link.key.dp_rank)))
         except RegistryAccessError as error:  # asking again would not help

@@ -7,6 +7,7 @@ side it would wait for its deadline. All of it runs on the decode endpoint's one
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -14,7 +15,6 @@ from kvferry.control.ends import Connection
 from kvferry.endpoint.links import Links
 from kvferry.errors import KVFerryError
 from kvferry.protocol import messages
-from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.link import Identity, Link
 from kvferry.protocol.registrations import RankRegistration
 
@@ -28,6 +28,8 @@ class Refusal:
         generation: distinguishes it from other refusals of the number.
         holder: as in `RefuseRoom`.
         until: when to give up on ranks that do not answer.
+        repeat_at: when to tell these again.
+        pause_s: how long to wait after that: ever longer, since few messages are lost where no connection breaks.
         answered: engine ranks that know.
     """
 
@@ -37,6 +39,8 @@ class Refusal:
     reason: str
     holder: int | None
     until: float
+    repeat_at: float
+    pause_s: float
     answered: set[int] = field(default_factory=set)
 
     @property
@@ -54,18 +58,21 @@ class Refusal:
 class Refusals:
     """The refusals of a decode endpoint that some prefill rank may not know of."""
 
-    def __init__(self, identity: Identity, links: Links, *, keep_s: float, most: int) -> None:
+    def __init__(self, identity: Identity, links: Links, *, pause_s: float, keep_s: float, most: int) -> None:
         """Begins with none.
 
         Args:
+            pause_s: how long to wait for an answer at first, in seconds.
             keep_s: how long a rank is told that does not answer, in seconds.
             most: how many are kept; the oldest are dropped.
         """
         self._identity = identity
         self._links = links
+        self._pause_s = pause_s
         self._keep_s = keep_s
         self._most = most
-        self._refusals: dict[tuple[int, int], Refusal] = {}  # by room and generation, the oldest first
+        self._refusals: dict[int, Refusal] = {}  # by room, the oldest first
+        self._count_of: Counter[Link] = Counter()  # the same, counted by link
 
     @property
     def all(self) -> Collection[Refusal]:
@@ -73,13 +80,13 @@ class Refusals:
         return self._refusals.values()
 
     @property
-    def links(self) -> set[Link]:
+    def links(self) -> Collection[Link]:
         """Links to ranks that are still to hear of any."""
-        return {refusal.link for refusal in self._refusals.values()}
+        return self._count_of.keys()
 
     def holds(self, room: int) -> bool:
         """Whether a prefill rank may still be told that a room was refused."""
-        return any(number == room for number, _ in self._refusals)
+        return room in self._refusals
 
     def add(
         self, room: int, link: Link, *, generation: int, reason: str, now: float, holder: int | None = None
@@ -91,9 +98,23 @@ class Refusals:
             generation: as in `RefuseRoom`; likewise the holder.
             reason: why, in words.
         """
-        refusal = Refusal(room, link, generation, reason, holder, until=now + self._keep_s)
-        self._refusals[room, generation] = refusal
-        forget_oldest(self._refusals, self._most)
+        if not link.registrations and not self._links.is_current(link):
+            return  # nobody was found, or will be
+        refusal = Refusal(
+            room,
+            link,
+            generation,
+            reason,
+            holder,
+            until=now + self._keep_s,
+            repeat_at=now + self._pause_s,
+            pause_s=2 * self._pause_s,
+        )
+        self.forget(room)  # the latest is what counts
+        self._refusals[room] = refusal
+        self._count_of[link] += 1
+        while len(self._refusals) > self._most:
+            self.forget(next(iter(self._refusals)))
         self._tell(refusal)
 
     def link_looked_up(self, link: Link) -> None:
@@ -102,31 +123,39 @@ class Refusals:
             if refusal.link is link:
                 self._tell(refusal)
 
-    def repeat(self, now: float) -> None:
-        """Tells again whoever has not answered, and gives up on those that have not for long."""
-        for key, refusal in list(self._refusals.items()):
+    def repeat(self, now: float, *, is_due: bool = False) -> None:
+        """Tells again whoever has not answered for a while, and gives up on those that have not for long.
+
+        Args:
+            is_due: whether to tell them now: a connection broke, and may have lost it.
+        """
+        for room, refusal in list(self._refusals.items()):
             if now >= refusal.until:
-                del self._refusals[key]
-            else:
+                self.forget(room)
+            elif is_due or now >= refusal.repeat_at:
+                refusal.repeat_at, refusal.pause_s = now + refusal.pause_s, 2 * refusal.pause_s
                 self._tell(refusal)
 
     def forget(self, room: int) -> None:
-        """Stops refusing a number that is used again."""
-        for key in [key for key in self._refusals if key[0] == room]:
-            del self._refusals[key]
+        """Stops telling that a room was refused: all know, or its number is used again."""
+        refusal = self._refusals.pop(room, None)
+        if refusal is not None:
+            self._count_of[refusal.link] -= 1
+            if not self._count_of[refusal.link]:
+                del self._count_of[refusal.link]
 
     def take_answer(self, channel: Connection, message: messages.Drained) -> bool:
-        """Handles a prefill rank's answer. Returns whether it was the last one to a refusal."""
-        refusal = self._refusals.get((message.room, message.generation))
-        if refusal is None:
+        """Handles a prefill rank's answer. Returns whether it was the last one that a link waited for."""
+        refusal = self._refusals.get(message.room)
+        if refusal is None or refusal.generation != message.generation:
             return False
         ranks = {each.engine_rank: each.control_address for each in refusal.link.registrations}
         if ranks.get(message.writer) == channel.address:
             refusal.answered.add(message.writer)
         if not refusal.is_known_to_all:
             return False
-        del self._refusals[message.room, message.generation]
-        return True
+        self.forget(message.room)
+        return refusal.link not in self._count_of
 
     def _tell(self, refusal: Refusal) -> None:
         for registration in refusal.unanswered:

@@ -107,6 +107,8 @@ class Worker(Loop):
             if may_wait:
                 time.sleep(self._sleep_s)
             return False
+        if not may_wait and not self._run_queue.has_any:
+            return False
         try:
             actor = self._run_queue.take((self._sleep_s if self._has_writes else None) if may_wait else 0.0)
         except queue.Empty:

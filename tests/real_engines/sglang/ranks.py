@@ -136,7 +136,7 @@ class Rank:
             args.state_layer_ids[-1] = [*range(layers), *range(layers)]
             groups = None if self.model.groups else [channels for channels, _ in self.model.blocks]
             args.state_conv_shard_groups[-1] = [groups] * layers + [None] * layers
-        remember_pools(args, self._pools)
+        remember_pools(args, self._pools, None, None, SimpleNamespace(mamba_pool=self._mamba_pool))
         return args
 
     @property
@@ -150,9 +150,13 @@ class Rank:
             windows = heads_pool(len(self._heads(model.heads_in_windows)), model.head_bytes)
             return named("SWAKVPool", full_kv_pool=full, swa_kv_pool=windows)
         if model.state_layers:
-            convolution, state = ([each.ctypes.data for each in kind] for kind in (self.convolution, self.state))
-            return named("HybridLinearKVPool", full_kv_pool=full, mamba_pool=mamba_pool([convolution], state))
+            return named("HybridLinearKVPool", full_kv_pool=full, mamba_pool=self._mamba_pool)
         return full
+
+    @property
+    def _mamba_pool(self) -> Any:
+        convolution, state = ([each.ctypes.data for each in kind] for kind in (self.convolution, self.state))
+        return mamba_pool([convolution], state) if self.state else None
 
     def _add_state(self, args: KVArgs, kind: StateType, pools: Sequence[np.ndarray]) -> None:
         args.state_types.append(kind)

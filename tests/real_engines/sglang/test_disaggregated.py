@@ -17,7 +17,7 @@ from kvferry.applications.up.supervision import free_ports
 
 pytestmark = pytest.mark.timeout(600)
 
-ENDS_S = 2.0
+ENDS_S = 5.0
 """By when both sides have ended after one has refused a request."""
 
 

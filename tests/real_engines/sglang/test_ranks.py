@@ -99,6 +99,13 @@ def test_caches_arrive(
     Request(pair, 1).run()  # the number again
 
 
+def test_each_rank_gets_its_own_heads_in_every_room(pair: Pair):
+    # Each of two ranks has one head of either kind of layer: of full attention the same, of windows its own.
+    pair.begin(Model(heads=1, window_layers=2, window_heads=2), prefill_tp=2, decode_tp=2)
+    for room in range(1, 7):
+        Request(pair, room).run()
+
+
 def test_what_is_closed_lets_go_of_its_port(pair: Pair):
     pair.begin(Model())
     managers = [*pair.prefill.managers, *pair.decode.managers]
@@ -342,14 +349,40 @@ def test_without_deferred_release_sglang_hears_of_a_failure_when_pages_are_safe(
         ({"weights": "others"}, "weights.*'the same'.*'others'|weights.*'others'.*'the same'"),
     ],
 )
-def test_engines_that_cannot_work_together_say_so(pair: Pair, changes: dict[str, int], words: str):
+def test_engines_that_cannot_work_together_say_so_on_both_sides(pair: Pair, changes: dict[str, int], words: str):
     pair.begin(Model(), **changes)
     manager = pair.decode.managers[0]
+    sender = pair.sender(pair.prefill.managers[0], 1)
     receiver = pair.receiver(manager, 1)
     if receiver.poll() != KVPoll.Failed:
         state: list[Any] = [[]] * bool(changes.get("window_layers"))
         receiver.send_metadata(np.arange(3, dtype=np.int32), 0, state)
     assert_fails(lambda: [receiver.poll()], [receiver], words)
+    assert_fails(lambda: [sender.poll()], [sender], f"decode rank 0 of 'sglang-decode' refused it: .*({words})")
+    assert sender._transfer is not None
+    assert sender._transfer.pages_reusable
+
+
+@pytest.mark.parametrize("how", ["abort", "clear"])
+def test_a_request_that_the_decode_side_gives_up_before_it_has_pages_ends_on_the_other(pair: Pair, how: str):
+    pair.begin(Model(), decode_tp=2)
+    sender = pair.sender(pair.prefill.managers[0], 1)
+    receivers = [pair.receiver(manager, 1) for manager in pair.decode.managers]
+    getattr(receivers[1], how)()
+    assert_fails(lambda: [sender.poll()], [sender], "decode rank 1 of 'sglang-decode' refused it: SGLang")
+
+
+def test_a_room_that_cannot_be_opened_on_the_prefill_side_ends_on_the_other(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("KVFERRY_MAX_ROOMS", "1")
+    pair.begin(Model())
+    pair.sender(pair.prefill.managers[0], 1)
+    sender = pair.sender(pair.prefill.managers[0], 2)
+    receiver = pair.receiver(pair.decode.managers[0], 2)
+    receiver.send_metadata(np.arange(3, dtype=np.int32), 0)
+    assert_fails(lambda: [sender.poll()], [sender], "KVFERRY_MAX_ROOMS")
+    assert_fails(lambda: [receiver.poll()], [receiver], "refused by the prefill side: .*KVFERRY_MAX_ROOMS")
 
 
 def test_a_request_with_another_salt_is_refused_by_name(pair: Pair):

@@ -37,6 +37,7 @@ class Shape:
         connector: "kvferry", "nixl" for vLLM's own, or "" for an engine that works alone.
         role: kv_producer or kv_consumer.
         name: the engine's, by which others find it.
+        has_hybrid_blocks: whether layers of several kinds have block tables of their own, and blocks of several sizes.
         pool_mib: of the KV cache on every rank.
         step_tokens: the most that one step computes: a longer prompt comes in chunks.
         policy: what happens to a request whose cache does not come: fail or recompute.
@@ -53,6 +54,7 @@ class Shape:
     name: str = ""
     tp: int = 1
     block_tokens: int = 32
+    has_hybrid_blocks: bool = True
     pool_mib: int = 64
     step_tokens: int = 2048
     prefix_cache: bool = False
@@ -118,6 +120,7 @@ class _Engine:
                 dtype="float32",
                 tensor_parallel_size=shape.tp,
                 block_size=shape.block_tokens,
+                disable_hybrid_kv_cache_manager=None if shape.has_hybrid_blocks else True,
                 kv_cache_memory_bytes=shape.pool_mib << 20,
                 max_model_len=1024,
                 max_num_batched_tokens=shape.step_tokens,

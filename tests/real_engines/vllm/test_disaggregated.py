@@ -16,7 +16,7 @@ from kvferry.engines.vllm.parameters import ROOM
 
 pytestmark = pytest.mark.timeout(600)
 
-ENDS_S = 2.0
+ENDS_S = 5.0
 """By when both sides have ended, and have all blocks back, after one has refused a request."""
 
 
@@ -105,7 +105,7 @@ def test_pages_of_different_size_are_refused_in_words_and_both_sides_end(engines
     assert "64 tokens a page" in pair.said
     there = [line for line in pair.prefill.ask("logged") if "refused it" in line]
     assert all("decode rank 0 of 'decode-64' refused it: IncompatiblePeerError: " in line for line in there)
-    assert len(there) == 3
+    assert len({line.partition(" failed")[0] for line in there}) == 3
 
 
 def test_a_request_that_ends_on_the_prefill_side_before_it_is_computed_fails_on_the_other(engines: Engines, both: Pair):

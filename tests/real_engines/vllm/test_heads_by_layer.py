@@ -24,17 +24,28 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     begun.close()
 
 
-@pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp"),
-    [(2, 2), pytest.param(1, 1, marks=pytest.mark.long), (2, 1), pytest.param(1, 2, marks=pytest.mark.long)],
-)
-def test_every_rank_gets_the_heads_of_its_layers(engines: Engines, prefill_tp: int, decode_tp: int):
-    prefill = engines.prefill(f"prefill-tp{prefill_tp}", tp=prefill_tp)
-    pair = Pair(prefill, engines.decode(f"decode-tp{decode_tp}", tp=decode_tp))
-    each = prompts(20 + 2 * prefill_tp + decode_tp, 8, longest=300)
+def check(engines: Engines, pair: Pair, tag: str) -> None:
+    """The tokens are those of the undivided engine, and no prompt was computed on the decode side."""
+    each = prompts(20 + 2 * pair.prefill.shape.tp + pair.decode.shape.tp, 8, longest=300)
     before = pair.received
-    outputs = pair.run(each, f"{prefill_tp}-{decode_tp}")
+    outputs = pair.run(each, tag)
     expected = engines.alone().started().generate(each, COUNT)
     wrong = [number for number, output in enumerate(outputs) if output.tokens != expected[number]]
     assert not wrong, f"{len(wrong)} of {len(each)} prompts: {pair.said}"
     assert pair.received - before == len(each), "prompts were computed on the decode side"
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(1, marks=pytest.mark.long)])
+def test_every_rank_gets_the_heads_of_its_layers(engines: Engines, tp: int):
+    pair = Pair(engines.prefill(f"prefill-tp{tp}", tp=tp), engines.decode(f"decode-tp{tp}", tp=tp))
+    check(engines, pair, f"equal-{tp}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_ranks_of_another_number_get_theirs(engines: Engines, prefill_tp: int, decode_tp: int):
+    """Where every layer has blocks of the same size: those of several sizes follow from the heads on a rank, and on CPU
+    a block's inner order depends on its size."""
+    prefill = engines.prefill(f"prefill-even-tp{prefill_tp}", tp=prefill_tp, has_hybrid_blocks=False)
+    decode = engines.decode(f"decode-even-tp{decode_tp}", tp=decode_tp, has_hybrid_blocks=False)
+    check(engines, Pair(prefill, decode), f"unequal-{prefill_tp}-{decode_tp}")

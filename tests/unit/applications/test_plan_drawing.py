@@ -92,7 +92,7 @@ def test_windows_are_kinds_of_their_own():
 @pytest.mark.parametrize(
     ("prefill", "decode", "suffix"),
     [
-        ("tp=8,pp=8", "tp=64", "png"),
+        pytest.param("tp=8,pp=8", "tp=64", "png", marks=pytest.mark.full),
         ("tp=2,cp=4:zigzag", "cp=2:interleaved:16", "svg"),
         ("tp=2,cp=4:zigzag", "cp=2:interleaved:16", "pdf"),
         ("pp=16", "tp=1", "png"),

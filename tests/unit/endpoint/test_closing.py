@@ -522,7 +522,7 @@ def test_a_close_that_is_interrupted_anywhere_is_finished_by_the_next(registry_u
         "decode": ("endpoint/decode.py", "decode_driver.py", "links.py", "control/ends.py", "control/channel.py"),
     }[side]
     before, network, open_files = our_threads(), InProcessNetwork(), []
-    for line in itertools.count(1, tier.amount(quick=3, full=1, long=1)):
+    for line in itertools.count(1, tier.amount(quick=5, full=1, long=1)):
         engine = f"interrupted-{side}-{line}"
         settings = Settings(registry_url=registry_url, workers=1, close_timeout_s=0.05)
         transports = FaultyTransport(network), FaultyTransport(network)

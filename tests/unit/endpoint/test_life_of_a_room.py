@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from tests.support.caches import Model, Shape
 from tests.support.engines import WAIT_S, Requests
+from tests.support.tiers import Tier
 from tests.support.waiting import eventually
 
 from kvferry import PrefillEndpoint, Receiver, Sender, TransferState
 from kvferry.endpoint.sending import OpenReceived
+from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import (
     ChunkError,
     PeerDisconnectedError,
@@ -413,11 +415,11 @@ def test_a_broken_inbox_fails_the_rooms_that_wait_for_it(pair: Callable[..., Req
 # ---- afterwards -------------------------------------------------------------------------------------------------
 
 
-def test_a_number_is_free_as_soon_as_its_transfer_has_ended(pair: Callable[..., Requests]):
+def test_a_number_is_free_as_soon_as_its_transfer_has_ended(pair: Callable[..., Requests], tier: Tier):
     requests = pair(Model(layers=1, heads=1), Shape(), Shape())
     source, destination = requests.prefill.endpoints[0], requests.decode.endpoints[0]
     pages = np.arange(2)
-    for _ in range(400):
+    for _ in range(tier.amount(quick=100, full=400, long=400)):
         receiver = destination.open(1, pages, engine=requests.prefill.name)
         sender = source.open(1)
         sender.submit(pages, last=True)
@@ -731,12 +733,11 @@ def test_every_change_of_either_side_calls_back_and_a_callback_that_raises_chang
     assert "room 1: a change callback failed" in caplog.text
 
 
-def test_pages_that_come_back_after_a_failure_call_back(pair: Callable[..., Requests]):
-    requests = pair()
-    request = requests.new(1, 4)
-    requests.open_prefill(request)
-    sender = request.senders[0]
+def test_pages_that_come_back_after_a_failure_call_back():
+    transfer = Transfer(1)
     seen: list[tuple[TransferState, bool]] = []
-    sender.add_change_callback(lambda: seen.append((sender.state, sender.pages_reusable)))
-    sender.abort("enough")
-    eventually("both are reported", lambda: (S.FAILED, True) in seen)
+    transfer.add_change_callback(lambda: seen.append((transfer.state, transfer.pages_reusable)))
+    error = TransferFailedError("it failed")
+    for are_reusable in (False, False, True, True):
+        transfer._update(S.FAILED, error, pages_reusable=are_reusable)
+    assert seen == [(S.FAILED, False), (S.FAILED, True)], "once for each change"

@@ -102,6 +102,14 @@ def test_a_room_that_the_decode_caller_gives_up_while_it_connects_ends_there_too
     assert_ended_soon(open_all(late, 1), "the client went away")
 
 
+def test_where_nobody_was_found_nothing_is_left_to_tell(engines: Callable[..., Engines]):
+    decode = engines(bootstrap_timeout_s=0.2).decode(Model()).endpoints[0]
+    receiver = decode.open(1, [0], engine=new_engine_name("missing"))
+    with pytest.raises(TransferFailedError, match="nobody of that name is there"):
+        receiver.wait(WAIT_S)
+    wait_told(decode)
+
+
 def test_the_caller_of_a_decode_rank_refuses_a_room_that_it_cannot_open(pair: Callable[..., Requests]):
     requests = pair()
     decode, name = requests.decode.endpoints[0], requests.prefill.name

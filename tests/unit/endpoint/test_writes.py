@@ -97,7 +97,7 @@ class Bench:
         return self.transport.polls.total() - before
 
 
-@pytest.mark.parametrize("peers", [1, 64, 512])
+@pytest.mark.parametrize("peers", [1, pytest.param(64, marks=pytest.mark.full), 512])
 def test_an_event_takes_as_many_polls_with_ten_thousand_writes_on_their_way_as_with_a_hundred(peers: int):
     most = {count: max(Bench(count, peers).event() for _ in range(3)) for count in (100, 1_000, 10_000)}
     assert len(set(most.values())) == 1, most

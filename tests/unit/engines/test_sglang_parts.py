@@ -128,6 +128,7 @@ def test_a_directory_asks_the_registry_of_the_engine():
             directory.engine("a")
         directory.add("a", one.url)
         directory.add("b", other.url)
+        assert [directory.url_for(name) for name in ("a", "b", "c")] == [one.url, other.url, directory.url]
         other.close()
         assert directory.engine("a").registrations == ()
         with pytest.raises(RegistryUnreachableError):

@@ -67,4 +67,4 @@ def test_draft_layers_that_are_numbered_from_0_again_are_refused_by_name():
     caches = {name: torch.zeros(4, 2, 16, 8) for name in names}
     group = CacheGroup("group 0", names, block_tokens=16)
     with pytest.raises(LayoutError, match=r"'model.layers.0.self_attn.attn' and 'mtp.layers.0.* the same number"):
-        describe(caches, [group], ModelShape(1, 2), RankCoordinates(), num_blocks=4)
+        describe(caches, [group], ModelShape(1), RankCoordinates(), heads=dict.fromkeys(names, None), num_blocks=4)

@@ -108,6 +108,16 @@ def test_a_projection_in_the_decoder_layer_is_found_and_that_of_another_layer_is
     assert len(model) == 2
 
 
+def test_layers_without_a_cache_do_not_count():
+    """vLLM lists mixtures of experts beside attention layers."""
+    layer, place = Module(), RankCoordinates(tp_rank=5, tp_size=8)
+    layer.self_attn, layer.qkv_proj, layer.mlp = SelfAttention(), Projection(4, 5, 8), Module()
+    listed = {NAME: layer.self_attn.attn, "model.layers.0.mlp.experts": layer.mlp}
+    assert held_heads({NAME: CachedHeads(1)}, listed, place, lambda: layer.modules()) == {
+        NAME: HeldHeads(4, Interval(2, 3))
+    }
+
+
 def test_the_projection_of_another_attention_in_the_same_decoder_layer_is_not_asked():
     layer, place = Module(), RankCoordinates(tp_rank=5, tp_size=8)
     layer.self_attn, layer.cross_attn = SelfAttention(Projection(4, 5, 8)), SelfAttention()

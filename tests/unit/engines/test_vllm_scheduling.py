@@ -391,7 +391,7 @@ class TestChoicesThatAreFetched:
         scheduler.allocate(second, external=13, first=200)
         (wanted,) = scheduler.step().receive
         assert wanted.problem == "the cache of another choice of the same request did not come"
-        assert wanted.copied_from == {}
+        assert wanted.copied_from, "the prefill engine is told nothing: it is over for it"
         assert scheduler.side.tokens_elsewhere(second, 0) == 0, "vLLM computes it when it schedules it again"
 
     def test_a_request_that_is_aborted_while_it_is_fetched_asks_and_declines_once(self):
@@ -479,6 +479,14 @@ class TestChoicesThatAreSent:
         scheduler.allocate(second)
         assert scheduler.side.finished(second, is_aborted=True) == (False, None)
 
+    def test_one_that_is_aborted_before_it_is_scheduled_refuses_nothing_that_another_is_sent_for(self):
+        scheduler, (first, second, _) = Scheduler(), choices(prefill_request(14))
+        scheduler.allocate(first)
+        scheduler.side.finished(second, is_aborted=True)
+        assert scheduler.step().refuse == {}
+        scheduler.side.finished(first, is_aborted=True)
+        assert list(scheduler.step().refuse) == [9]
+
     def test_requests_that_are_no_choices_are_all_sent(self):
         scheduler = Scheduler()
         for name, room in (("r", 9), ("q", 10), ("cmpl-1-0-abc", 11)):
@@ -493,6 +501,14 @@ def test_only_the_latest_requests_are_remembered():
         first.add(number, number)
     assert first.get(0) is None
     assert first.get(MOST_REMEMBERED) == MOST_REMEMBERED
+
+    @pytest.mark.parametrize("is_first", [True, False])
+    def test_a_choice_that_ends_before_it_is_scheduled_refuses_no_room_of_another(self, is_first: bool):
+        scheduler, each = Scheduler(), choices(prefill_request(14))
+        if not is_first:
+            scheduler.allocate(each[0])
+        scheduler.side.finished(each[1], is_aborted=True)
+        assert set(scheduler.step().refuse) == ({9} if is_first else set())
 
 
 class TestParameters:

@@ -296,6 +296,7 @@ assert threads() > before, "a copy that should take torch's threads took none: t
 """
 
 
+@pytest.mark.full
 def test_torchs_thread_pool_is_left_to_the_engine():
     environment = {"PYTHONPATH": str(Path(kvferry.__file__).parent.parent), "PATH": ""}
     done = subprocess.run(

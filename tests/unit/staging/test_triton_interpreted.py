@@ -13,6 +13,7 @@ from tests.support.tiers import Tier
 HERE = Path(__file__).parent
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_kernels_keep_the_law_under_tritons_interpreter(tier: Tier):
     pytest.importorskip("triton", reason="Triton has no wheels for this platform")

@@ -144,6 +144,12 @@ class Directory(RegistryClient):
         if known is not None:
             known.close()
 
+    def url_for(self, engine: str) -> str:
+        """Returns the address of an engine's registry, see `RegistryClient.url_for`."""
+        with self._clients_lock:
+            client = self._by_engine.get(engine)
+        return self.url if client is None else client.url
+
     def engine(self, name: str) -> EngineView:
         """Returns the live ranks of one engine, see `RegistryClient.engine`."""
         with self._clients_lock:

@@ -193,6 +193,7 @@ def _configuration() -> Iterator[Line]:
             "kv_transfer_config",
             "attention_config",
             "aux_output_config",
+            "compilation_config",
         ),
         _READ,
     )

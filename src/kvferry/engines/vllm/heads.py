@@ -72,7 +72,7 @@ def held_heads(
 
     Args:
         cached: what each layer says of its own cache.
-        attention: the attention layers, as vLLM lists them (`static_forward_context`).
+        attention: the layers of the model, as vLLM lists them (`static_forward_context`).
         coordinates: the rank's place.
         modules: returns modules among which are those around the attention layers. On a single rank it is not called.
 
@@ -80,7 +80,8 @@ def held_heads(
         LayoutError: if two objects contradict each other, naming the layer, both, and what they say.
     """
     is_divided = coordinates.tp_size > 1
-    surroundings = _Surroundings(attention.values(), modules()) if is_divided else None
+    layers = [attention[name] for name in cached if name in attention]  # vLLM lists other layers too
+    surroundings = _Surroundings(layers, modules()) if is_divided else None
     found: dict[str, HeldHeads | None] = {}
     for name, layer in cached.items():
         if layer.are_slots:

@@ -181,9 +181,8 @@ class SchedulerSide:
 
     def _begin_to_send(self, params: SendParameters, request: Request) -> None:
         name = request.request_id
-        whole = whole_request(name)
-        if whole is not None:
-            key = (whole, params.room if params.is_known else None, hash(tuple(request.prompt_token_ids or ())))
+        key = _send_key(request, params)
+        if key is not None:
             first = self._sent_choices.get(key)
             if first is not None:
                 self._answered_choices[name] = first
@@ -274,7 +273,7 @@ class SchedulerSide:
         wanted = self._wanted(params, request, blocks, tokens)
         if wanted.problem or fetch.request is None or fetch.state is not FetchState.FETCHED:
             problem = wanted.problem or "the cache of another choice of the same request did not come"
-            self._step.receive.append(replace(wanted, problem=problem))
+            self._step.receive.append(replace(wanted, problem=problem, copied_from=wanted.groups))
             return
         assert self._pool is not None
         kept: list[Block] = []
@@ -377,8 +376,7 @@ class SchedulerSide:
         if sending is not None:
             self._unfinished.pop(name, None)
         if sending is None or not sending.is_begun:
-            self._sending.pop(name, None)
-            self._refuse(request)
+            self._refuse(request, is_first=self._sending.pop(name, None) is not None)
             return False, None
         if is_aborted or not sending.is_complete:
             self._step.give_up[name] = "the request was aborted on the prefill side"
@@ -400,13 +398,20 @@ class SchedulerSide:
                 self._fetched_choices.add(key, Fetch(None, FetchState.FAILED))
             self._ask(params, request, [()] * len(self._groups), 0)
 
-    def _refuse(self, request: Request) -> None:
-        """Has the decode engine told that a request will not be sent, if it may ask for it."""
+    def _refuse(self, request: Request, *, is_first: bool) -> None:
+        """Has the decode engine told that a request will not be sent, if it may ask for it.
+
+        Args:
+            request: the request.
+            is_first: whether it was to be sent itself, and not another choice for it.
+        """
         try:
             params = send_parameters(request.kv_transfer_params) if self._may_send else None
         except UsageError:
             return  # nobody can ask for it
-        if params is not None and params.is_known:
+        if params is None or not params.is_known:
+            return
+        if is_first or self._sent_choices.get(_send_key(request, params)) is None:
             self._step.refuse[params.room] = "the request ended on the prefill side before any of it was computed"
 
     def reported(self, sent: Iterable[str], received: Collection[str], failed: Collection[str] = ()) -> None:
@@ -434,6 +439,14 @@ class SchedulerSide:
 
     def _sent_tokens(self, request: Request) -> int:
         return max(0, request.num_prompt_tokens - self._held_back_tokens)
+
+
+def _send_key(request: Request, params: SendParameters) -> tuple[str, int | None, int] | None:
+    """Returns what all choices of a request have in common, and no two requests; None if it is no choice."""
+    whole = whole_request(request.request_id)
+    if whole is None:
+        return None
+    return whole, params.room if params.is_known else None, hash(tuple(request.prompt_token_ids or ()))
 
 
 def _fetch_key(request: Request, params: ReceiveParameters) -> tuple[str, str, int] | None:

@@ -67,7 +67,7 @@ class BlocksToReceive:
         groups: where they go, by group. Without any blocks the prefill engine only learns that none are needed.
         problem: why it cannot be received, if so.
         copied_from: by group, the blocks of another choice of the same request that has them already, in the order of
-            those that they are copied to. Nothing is asked of the prefill engine then.
+            those that they are copied to. Nothing is asked of the prefill engine then, and nothing said to it.
         depends_on: digests of what the request's cache depends on.
     """
 

@@ -218,7 +218,8 @@ class WorkerSide:
             )
         except KVFerryError as error:
             log.error("request %s cannot be received: %s", request, error)
-            self._decode.refuse(receiving.room, str(error), engine=receiving.engine)
+            if not receiving.copied_from:
+                self._decode.refuse(receiving.room, str(error), engine=receiving.engine)
             if receiving.is_wanted:
                 self._not_begun.add(request)
             return

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kvferry.testing.simulation.world import World
 
 
-_ANOTHER_PROMPT_ODDS = 1 / 64
 _HASTY_ODDS = 0.4  # how often who gives up does so at once: the abort may overtake the open request then
 
 
@@ -31,7 +30,9 @@ class Callers:
         self.coming = world.circumstances.requests
         self._next_comes_at = 0.0
         self._unfinished: list[RankSide] = []  # those that are to be opened, or to be fed
+        # Chances of their own, so that other requests are as they were without them.
         self._refusing = random.Random(f"{world.seed} which are refused")
+        self._prompts = random.Random(f"{world.seed} which prompts differ")
 
     def act(self) -> bool:
         """A caller does something."""
@@ -90,15 +91,11 @@ class Callers:
         if "miscount" in self._world.circumstances.odds and draw.random() < 0.3:
             request.senders[0].chunks[-1] += draw.choice([-1, 1])
             request.excused("one side miscounts")
-        # Chance of its own, so that other requests are as they were without it.
-        if (
-            random.Random(f"{self._world.seed} prompt that was computed for request {number}").random()
-            < _ANOTHER_PROMPT_ODDS
-        ):
+        if self._prompts.random() < self._world.circumstances.odds.get("another prompt", 0.0):
             request.is_another_prompt = True
+            self._world.outcomes["trouble: another prompt"] += 1
             request.excused("the two sides have different prompts")
-        refused = self._world.circumstances.odds.get("refuse")
-        if refused is not None and self._refusing.random() < refused:
+        if self._refusing.random() < self._world.circumstances.odds.get("refuse", 0.0):
             side = self._refusing.choice(request.sides)
             side.is_refusing = True
             request.excused(f"{side.process.name} refuses")

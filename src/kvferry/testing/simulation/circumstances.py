@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -32,11 +33,11 @@ _DRAWN = (
     "miscount",
 )
 
-TROUBLES = (*_DRAWN, "refuse")
-"""What may go wrong. Every world has its own few, so that each also comes alone."""
+_DRAWN_APART: Mapping[str, tuple[float, float]] = {"refuse": (0.125, 0.4), "another prompt": (1.0, 1 / 64)}
+"""By kind, the share of worlds that have it, and the share of their requests that meet it."""
 
-_REFUSING_WORLDS = 0.125
-_REFUSED_REQUESTS = 0.4
+TROUBLES = (*_DRAWN, *_DRAWN_APART)
+"""What may go wrong. Every world has its own few, so that each also comes alone."""
 
 LINGER_S = 2.5
 """For how long the wire may carry on with the writes of a process that was killed."""
@@ -227,7 +228,10 @@ def _common_settings() -> Settings:
     )
 
 
-def refusing(seed: int, limits: Limits) -> dict[str, float]:
-    """How often callers refuse requests in the world of a seed; drawn apart, so that other worlds stay as they are."""
-    is_refusing = random.Random(f"{seed} refuses").random() < _REFUSING_WORLDS
-    return {"refuse": _REFUSED_REQUESTS} if is_refusing and "refuse" not in limits.without_troubles else {}
+def drawn_apart(seed: int, limits: Limits) -> dict[str, float]:
+    """What requests meet in the world of a seed, and how often; drawn apart, so that other worlds stay as they are."""
+    return {
+        kind: of_requests
+        for kind, (of_worlds, of_requests) in _DRAWN_APART.items()
+        if kind not in limits.without_troubles and random.Random(f"{seed} {kind}s").random() < of_worlds
+    }

@@ -13,7 +13,7 @@ from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol.messages import ProcessIdentity
 from kvferry.testing.simulation.adversary import RECOVERY_S, Adversary, Restart
 from kvferry.testing.simulation.callers import Callers
-from kvferry.testing.simulation.circumstances import LEASE_S, Engine, Limits, drawn, refusing
+from kvferry.testing.simulation.circumstances import LEASE_S, Engine, Limits, drawn, drawn_apart
 from kvferry.testing.simulation.control_network import ControlNetwork
 from kvferry.testing.simulation.inspector import Inspector, Raised, listening
 from kvferry.testing.simulation.laws import Law, ViolationError
@@ -79,7 +79,7 @@ class World:
         self.fate = random.Random(seed + 2)
         self._lot = self.order.random
         self.circumstances = drawn(self._draw, self.limits)
-        self.circumstances.odds.update(refusing(seed, self.limits))
+        self.circumstances.odds.update(drawn_apart(seed, self.limits))
         self.adversary = Adversary(self)
         self._callers = Callers(self)
         self._inspector = Inspector(self)

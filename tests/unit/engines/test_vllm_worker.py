@@ -1,0 +1,151 @@
+"""What a worker reports after a step, and which pages it makes of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvferry import GroupPages, RankCoordinates, Settings, TransferState, attention_components, shard_from_tensors
+from kvferry.engines.vllm import worker as worker_module
+from kvferry.engines.vllm.layouts import DescribedCaches
+from kvferry.engines.vllm.steps import BlocksToReceive, GroupBlocks, Step
+from kvferry.engines.vllm.worker import WorkerSide
+from kvferry.layout import RankLayout
+
+PAGE_TOKENS = 16
+
+
+class Receiver:
+    """As much of a room as it takes; counts how often it is looked at."""
+
+    def __init__(self, pages: dict[str, GroupPages]) -> None:
+        self.pages = pages
+        self.state = TransferState.WAITING_FOR_INPUT
+        self.error: Exception | None = None
+        self.looks = 0
+        self.callbacks: list[Callable[[], None]] = []
+        self._are_pages_reusable = False
+
+    @property
+    def pages_reusable(self) -> bool:
+        self.looks += 1
+        return self._are_pages_reusable
+
+    @property
+    def stats(self) -> Any:
+        class Stats:
+            opened_at, ended_at = 1.0, 2.0
+
+        return Stats()
+
+    def add_change_callback(self, callback: Callable[[], None]) -> None:
+        self.callbacks.append(callback)
+
+    def end(self, state: TransferState, *, pages_reusable: bool = True) -> None:
+        self.state, self._are_pages_reusable = state, pages_reusable
+        for callback in self.callbacks:
+            callback()
+
+
+class Decode:
+    """As much of an endpoint as it takes."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.opened: list[Receiver] = []
+        self.end_at_once: TransferState | None = None
+
+    def open(self, room: int, pages: dict[str, GroupPages], **_: Any) -> Receiver:
+        receiver = Receiver(pages)
+        if self.end_at_once is not None:
+            receiver.end(self.end_at_once)
+        self.opened.append(receiver)
+        return receiver
+
+    def close(self) -> None:
+        pass
+
+
+def described(pages_per_block: int) -> DescribedCaches:
+    (component, _) = attention_components(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
+    tensor = np.zeros((64, PAGE_TOKENS, 1, 8), np.float32)
+    shard = shard_from_tensors(component, [tensor], dims=("page", "token", "head", "dim"))
+    layout = RankLayout(shards=(shard,))
+    return DescribedCaches(layout, {group.name: pages_per_block for group in layout.groups})
+
+
+Started = tuple[WorkerSide, Decode, str]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Started]:
+    monkeypatch.setattr(worker_module, "DecodeEndpoint", Decode)
+
+    def started(pages_per_block: int = 1) -> Started:
+        caches = described(pages_per_block)
+        side = WorkerSide(
+            caches,
+            cast(Any, None),
+            RankCoordinates(),
+            Settings(),
+            engine="e",
+            sends=False,
+            receives=True,
+            fingerprint={},
+        )
+        return side, cast(Decode, side._decode), caches.layout.groups[0].name
+
+    return started
+
+
+def receive(side: WorkerSide, group: str, *names: str, blocks: Sequence[int] = (3,), tokens: int = PAGE_TOKENS) -> None:
+    side.receive(
+        Step(
+            receive=[
+                BlocksToReceive(name, number, "there", 0, tokens, {group: GroupBlocks(0, blocks)})
+                for number, name in enumerate(names)
+            ]
+        )
+    )
+
+
+def test_a_step_looks_at_the_requests_of_which_something_has_happened_and_at_no_other(start: Callable[..., Started]):
+    side, decode, group = start()
+    names = [f"request {number}" for number in range(1000)]
+    receive(side, group, *names)
+    side.results(())
+    for receiver in decode.opened:
+        receiver.looks = 0
+    assert side.results(()).received == set()
+    decode.opened[500].end(TransferState.SUCCESS)
+    decode.opened[7].end(TransferState.FAILED)
+    decode.opened[8].end(TransferState.FAILED, pages_reusable=False)
+    results = side.results(())
+    assert (results.received, results.failed) == ({"request 500", "request 7"}, {"request 7"})
+    assert [receiver.looks for receiver in decode.opened if receiver.looks] == [1, 1, 1]
+    decode.opened[8].end(TransferState.FAILED)
+    assert side.results(()).failed == {"request 8"}
+    assert side.results(()).received == set()
+
+
+def test_a_request_that_ended_before_anybody_could_be_called_back_is_reported(start: Callable[..., Started]):
+    side, decode, group = start()
+    decode.end_at_once = TransferState.FAILED
+    receive(side, group, "r")
+    assert side.results(()).failed == {"r"}
+    assert side.results(()).received == set()
+
+
+@pytest.mark.parametrize("ratio", [1, 3])
+@pytest.mark.parametrize("blocks", [(), (5,), (9, 2, 4)])
+@pytest.mark.parametrize("tokens", [1, PAGE_TOKENS, 5 * PAGE_TOKENS + 1, 1000])
+def test_the_pages_of_blocks_reach_as_far_as_the_requests_tokens(
+    start: Callable[..., Started], ratio: int, blocks: tuple[int, ...], tokens: int
+):
+    side, decode, group = start(ratio)
+    receive(side, group, "r", blocks=blocks, tokens=tokens)
+    pages = [block * ratio + page for block in blocks for page in range(ratio)][: -(-tokens // PAGE_TOKENS)]
+    assert np.asarray(decode.opened[0].pages[group].pages).tolist() == pages
+    assert decode.opened[0].pages[group].start == (0 if pages else None)
