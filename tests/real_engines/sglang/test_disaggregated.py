@@ -85,7 +85,7 @@ def test_sglangs_checksum_would_differ_if_the_prefill_side_did_not_know_the_pref
     assert [each.error for each in pair.run([prompt])] == [None]
     pair.tampering.plant("no prefix")
     (found,) = pair.run([prompt + prompts(15, 1, shortest=90)[0]])
-    assert found.error == "KV checksum mismatch"
+    assert "KV checksum mismatch" in (found.error or "")
 
 
 def test_sglangs_checksum_finds_another_page_behind_a_prefix(pair: Pair, undivided: EngineProcess):
@@ -95,7 +95,7 @@ def test_sglangs_checksum_finds_another_page_behind_a_prefix(pair: Pair, undivid
     pair.tampering.plant("another page")
     found = pair.run(given)
     pair.tampering.heal()
-    assert [each.error for each in found] == ["KV checksum mismatch"] * 2
+    assert ["KV checksum mismatch" in (each.error or "") for each in found] == [True, True]
     assert_equal(pair.run(given), undivided.generate(given, TOKENS))
 
 
@@ -151,20 +151,16 @@ def test_an_abort_in_the_middle_gives_everything_back_on_both_sides(pair: Pair, 
 
 
 def test_another_salt_on_one_side_is_refused_by_name(pair: Pair, undivided: EngineProcess):
-    given = prompts(30, 2, shortest=100)
-    for same in (False, True):
-        rooms = [next(ROOMS) for _ in given]
-        pair.prefill.submit(given, TOKENS, rooms=rooms, port=pair.port, cache_salt=["one tenant"] * 2)
-        salts = ["one tenant", "one tenant" if same else "another tenant"]
-        pair.decode.submit(given, TOKENS, rooms=rooms, port=pair.port, cache_salt=salts)
-        sent, found = pair.prefill.outputs(), pair.decode.outputs()
-        expected = undivided.generate(given, TOKENS)
-        assert_equal(found[:1], expected[:1])
-        if same:
-            assert_equal(found, expected)
+    (given,) = prompts(30, 1, shortest=100)
+    for salt in ("another tenant", "one tenant"):
+        rooms = [next(ROOMS)]
+        pair.prefill.submit([given], TOKENS, rooms=rooms, port=pair.port, cache_salt=["one tenant"])
+        pair.decode.submit([given], TOKENS, rooms=rooms, port=pair.port, cache_salt=[salt])
+        answers = [*pair.prefill.outputs(), *pair.decode.outputs()]
+        if salt == "one tenant":
+            assert_equal(answers[1:], undivided.generate([given], TOKENS))
         else:
-            assert "cache salt" in (sent[1].error or "")
-            assert "cache salt" in (found[1].error or "")
+            assert ["another cache salt" in (each.error or "") for each in answers] == [True, True], answers
 
 
 def test_another_checkpoint_of_the_same_shape_is_refused(pair: Pair, tmp_path: Path):
@@ -174,10 +170,9 @@ def test_another_checkpoint_of_the_same_shape_is_refused(pair: Pair, tmp_path: P
         rooms = [next(ROOMS)]
         pair.prefill.submit([given], TOKENS, rooms=rooms, port=pair.port)
         other.submit([given], TOKENS, rooms=rooms, port=pair.port)
-        (answer,) = other.outputs()
-        assert "weights" in (answer.error or ""), answer
-        pair.prefill.abort()
-        pair.prefill.outputs()
+        for engine in (other, pair.prefill):
+            (answer,) = engine.outputs()
+            assert "the two sides' caches do not mean the same: weights is" in (answer.error or ""), answer
     finally:
         other.close()
 

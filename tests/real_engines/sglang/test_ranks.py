@@ -7,14 +7,19 @@ process therefore; `test_disaggregated` and `test_unequal` have processes, and N
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.checksum import page_indices_for_request
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, KVTransferError
+from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue, SchedulerDisaggregationPrefillMixin
 from tests.real_engines.sglang.crossings import WAIT_S, Members, Request, wait
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
 
@@ -23,6 +28,7 @@ from kvferry.applications.up.supervision import free_ports, refuse_taken
 from kvferry.endpoint import decode as decode_module
 from kvferry.endpoint import prefill as prefill_module
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
+from kvferry.engines.sglang.sender import KVFerrySender
 from kvferry.transport.inprocess import InProcessTransport
 
 pytestmark = pytest.mark.timeout(40)
@@ -133,6 +139,87 @@ def test_pages_that_the_decode_side_holds_do_not_travel(pair: Pair):
     request.run()
     per_page = 2 * 3 * 4 * 4 * 8
     assert request.senders[0].get_transfer_metric().transfer_total_bytes == 3 * per_page
+
+
+class Checksums:
+    """SGLang's checksum of a request on one rank, by SGLang's own functions but for the arithmetic."""
+
+    def __init__(self, rank: Rank, request: Request, pages: list[int]) -> None:
+        """Gives a scheduler as much as those functions look at.
+
+        Args:
+            pages: all of the request's on this rank.
+        """
+        tokens = rank.model.page_tokens
+        slots = [page * tokens + offset for page in pages for offset in range(tokens)]
+        self._rank, self.digest = rank, 0
+        self.scheduler = SimpleNamespace(
+            kv_checksum_computer=self,
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.tensor([slots])),
+            token_to_kv_pool_allocator=SimpleNamespace(page_size=tokens, get_kvcache=object),
+            disagg_prefill_bootstrap_queue=SimpleNamespace(kv_checksum_signature=1),
+            disagg_metadata_buffers=SimpleNamespace(set_kv_checksum=self._set),
+            _send_kv_chunk=lambda *_, **__: None,
+            ensure_metadata_buffer=lambda _: True,
+            _num_pages_to_send=lambda *_: request.pages - request.held_pages,
+        )
+        self.req = SimpleNamespace(
+            rid="a request",
+            origin_input_ids=[0] * len(slots),
+            extend_end=len(slots),
+            kv=SimpleNamespace(req_pool_idx=0, cache_protected_len=request.held_pages * tokens),
+            pending_bootstrap=True,
+            metadata_buffer_index=request.aux_index,
+            time_stats=SimpleNamespace(set_bootstrap_done_time=lambda: None),
+        )
+
+    def _set(self, _: Any, digest: int, signature: int) -> None:
+        self.digest = digest
+
+    def compute(self, pages: Any, state: Any) -> int:
+        digest = 1
+        for pool in (pool for kind in self._rank.kv for pool in kind):
+            for page in pages.tolist():
+                digest = zlib.adler32(pool[page].tobytes(), digest)
+        return digest
+
+    def sent(self, sender: KVFerrySender) -> int:
+        """The prefill side's, which it sends along."""
+        self.req.disagg_kv_sender = sender
+        PrefillBootstrapQueue.finalize_bootstrap(self.scheduler, self.req)
+        SchedulerDisaggregationPrefillMixin.send_kv_chunk(self.scheduler, self.req, last_chunk=True)
+        return self.digest
+
+    def found(self) -> int:
+        """The decode side's, which it compares with that."""
+        start = self.req.kv.cache_protected_len
+        pages = page_indices_for_request(self.scheduler, self.req, len(self.req.origin_input_ids), start_idx=start)
+        return self.compute(pages, None)
+
+
+@pytest.mark.parametrize("held_pages", [0, 5])
+def test_sglangs_checksum_is_of_what_the_decode_side_lacked(pair: Pair, held_pages: int):
+    """Before, it was of the whole prompt, so that SGLang failed every request whose prefix hit with status 500."""
+    pair.begin(Model())
+    request = Request(pair, 1, pages=8, held_pages=held_pages)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    sent = Checksums(pair.prefill.ranks[0], request, request.source[0]).sent(request.senders[0])
+    request.send()
+    wait(request.received, KVPoll.Success)
+    held = [page for page in range(40) if page not in request.destination[0]][:held_pages]
+    decode = Checksums(pair.decode.ranks[0], request, [*held, *request.destination[0]])
+    assert decode.found() == sent
+    pair.decode.ranks[0].kv[0][0][request.destination[0][1], 0, 0] ^= 1
+    assert decode.found() != sent
+    assert pair.decode.managers[0].should_verify_kv_checksum(pair.address)
+
+
+def test_sglangs_checksum_is_the_first_ranks_alone(pair: Pair):
+    """It comes with the first token: before, every other rank compared it with its own bytes, and failed."""
+    pair.begin(Model(), prefill_tp=2, decode_tp=2)
+    Request(pair, 1).run()
+    assert [each.should_verify_kv_checksum(pair.address) for each in pair.decode.managers] == [True, False]
 
 
 def test_a_request_without_pages_ends(pair: Pair):
