@@ -35,12 +35,22 @@ def test_importing_loads_no_command_line_no_server_and_no_nixl():
 ENDPOINT = {"layout", "engine", "coordinates", "engine_rank", "fingerprint", "settings", "transport"} | {
     "open", "refuse", "open_rooms", "status", "observe_url", "health", "is_healthy", "close"
 }  # fmt: skip
-TRANSFER = {"room", "state", "stats", "error", "pages_reusable", "wait", "completed", "wait_pages_reusable", "abort"}
+TRANSFER = {
+    "room",
+    "state",
+    "stats",
+    "error",
+    "pages_reusable",
+    "wait",
+    "completed",
+    "wait_pages_reusable",
+    "abort",
+} | {"add_change_callback"}
 PUBLIC = {
     kvferry.PrefillEndpoint: ENDPOINT
     | {"sender", "control_address", "registry_url", "registry_error", "wait_registered"},
     kvferry.DecodeEndpoint: ENDPOINT | {"receiver", "connect", "release"},
-    kvferry.Sender: TRANSFER | {"submit", "is_at_rest"},
+    kvferry.Sender: TRANSFER | {"submit", "is_at_rest", "prefix_tokens"},
     kvferry.Receiver: TRANSFER | {"aux"},
 }
 
