@@ -513,26 +513,32 @@ class PrefillEndpoint:
             if known is not None:  # also where the receiver is lost by now: nobody else knows whether it is drained
                 known.post(OpenRetransmitted(receiver, message.generation))
                 return
+        attachment = self._attachment(receiver)
         try:
-            attachment = self._attachment(receiver)
             if attachment is None:
                 # Else it hears of that with its next heartbeat, and loses every room that it opens until then.
                 self._send(receiver, messages.Pong(endpoint=self.transport.endpoint_name, attached=False))
                 raise PeerDisconnectedError(f"{receiver} must attach before it opens rooms")
             elected = attachment.elected(message.room, self.coordinates.group_rank)
             request_of(message, attachment.layout, elected, where=f"room {message.room} on {receiver}")
+        except KVFerryError as error:
+            self._refuse_open(receiver, message, error)
+            rank = self._given_up.get(receiver) if attachment is None else _rank_of(attachment)
+            if rank is not None:  # the room fails there, and nobody will open it here
+                self._not_opened(receiver, rank, message.room, message.generation, str(error))
+            return
+        try:
             with self._rooms_lock:
-                rank = DecodeRank(attachment.engine, attachment.coordinates)
-                room = self._table.open_request(receiver, message, self._now(), rank=rank)
+                room = self._table.open_request(receiver, message, self._now(), rank=_rank_of(attachment))
                 if room is not None:
                     room.post(OpenReceived(attachment, message))
         except KVFerryError as error:
-            with self._rooms_lock:
-                self._table.refused(receiver, message, error, self._now())
-            self._refuse_room(receiver, message, error)
-            given_up = self._given_up.get(receiver)
-            if given_up is not None:  # it fails there, and nobody will open it here
-                self._not_opened(receiver, given_up, message.room, message.generation, str(error))
+            self._refuse_open(receiver, message, error)
+
+    def _refuse_open(self, receiver: str, message: messages.OpenRoom, error: KVFerryError) -> None:
+        with self._rooms_lock:
+            self._table.refused(receiver, message, error, self._now())
+        self._refuse_room(receiver, message, error)
 
     def _abort_room(self, receiver: str, message: messages.AbortRoom) -> None:
         """Takes back such an open request, and answers when nothing can be written for it any more."""
@@ -694,8 +700,7 @@ class PrefillEndpoint:
         """Takes an abort whose open request did not come, and does not count any more, for a refusal."""
         attachment = self._attachment(identity)
         if attachment is not None:
-            rank = DecodeRank(attachment.engine, attachment.coordinates)
-            self._not_opened(identity, rank, message.room, message.generation, message.reason)
+            self._not_opened(identity, _rank_of(attachment), message.room, message.generation, message.reason)
 
     def _not_opened(self, identity: str, rank: DecodeRank, room: int, generation: int, reason: str) -> None:
         """Ends a room that a decode rank will not open, as if it had refused it."""
@@ -707,7 +712,10 @@ class PrefillEndpoint:
             generation=generation,
             reason=reason,
         )
-        self._room_refused(identity, refusal)
+        with self._rooms_lock:
+            is_new = self._table.is_new_refusal(identity, refusal)
+        if is_new:  # the same open request may come again
+            self._room_refused(identity, refusal)
 
     def _take_refusal(self, identity: str, message: messages.RefuseRoom) -> None:
         if message.endpoint == self.transport.endpoint_name:  # else it was for an earlier start, which has ended
@@ -851,7 +859,7 @@ class PrefillEndpoint:
         log.error("lost decode rank %s: %s", receiver, error)
         self._observer.peer_lost(receiver, error)
         attachment = self._attachment(receiver)
-        self._given_up[receiver] = DecodeRank(attachment.engine, attachment.coordinates) if attachment else None
+        self._given_up[receiver] = _rank_of(attachment) if attachment is not None else None
         forget_oldest(self._given_up, self.settings.max_decode_ranks)
         self._lose(receiver, error)
 
@@ -884,6 +892,10 @@ class PrefillEndpoint:
         with self._rooms_lock:
             opened = self._table.rooms.get(room)
         return opened is not None and not opened.generations
+
+
+def _rank_of(attachment: Attachment) -> DecodeRank:
+    return DecodeRank(attachment.engine, attachment.coordinates)
 
 
 class _Control(Loop):

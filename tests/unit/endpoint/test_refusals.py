@@ -20,6 +20,7 @@ from kvferry.errors import (
     UsageError,
 )
 from kvferry.protocol import messages
+from kvferry.protocol.page_numbers import PageNumbers
 
 SOON_S = 2.0
 """By when both sides have ended; alone, a side waits for its deadline of 60 s."""
@@ -221,6 +222,24 @@ def test_a_room_that_all_have_opened_is_refused_by_nobody(pair: Callable[..., Re
     prefill._take_refusal("a stale start of the decode rank", refusal)
     requests.submit(request)
     request.wait()
+
+
+def test_an_open_request_that_cannot_be_met_ends_the_room_on_both_sides(pair: Callable[..., Requests]):
+    requests = pair()
+    requests.connect()
+    prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    impossible = messages.OpenGroup(
+        "nowhere", held=0, start=0, stop=4, first_page=0, pages=PageNumbers.of(np.arange(1))
+    )
+    opened = messages.OpenRoom(
+        room=1, generation=7, attempt=1, serial=1, receivers=1, tokens=None, groups=(impossible,)
+    )
+    name = decode.transport.endpoint_name
+    senders = open_all(requests.prefill, 1)
+    prefill._open_room(name, opened)
+    assert_ended_soon(senders, "decode rank 0 of .* refused it: .*nowhere")
+    prefill._open_room(name, opened)  # the same again
+    requests.run(1)
 
 
 def test_a_refusal_that_comes_twice_counts_once(pair: Callable[..., Requests]):
