@@ -19,7 +19,8 @@ def printed(script: str, *flags: str) -> dict[str, Any]:
     command = [sys.executable, f"benchmarks/{script}", "--json", *flags]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert run.stderr == ""
+    # A rank that waits for its peer on a busy machine says so.
+    assert not [line for line in run.stderr.splitlines() if "no decode rank has asked for" not in line]
     result: dict[str, Any] = json.loads(run.stdout)
     return result
 

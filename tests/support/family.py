@@ -14,13 +14,23 @@ def command_line(process: psutil.Process) -> str:
         return ""
 
 
+def _threads(process: psutil.Process) -> int:
+    try:
+        return process.num_threads()
+    except psutil.NoSuchProcess:
+        return 0
+
+
 def wait_for_ranks(parent: int, count: int) -> list[psutil.Process]:
-    """Returns the ranks of `kvferry bench`, once its fork server has started all of them."""
+    """Returns the ranks of `kvferry bench`, once all of them have threads of endpoints.
+
+    Before them, the fork server starts a process that does nothing.
+    """
     found: list[psutil.Process] = []
 
     def all_run() -> bool:
         servers = [child for child in psutil.Process(parent).children() if "forkserver" in command_line(child)]
-        found[:] = [rank for server in servers for rank in server.children()]
+        found[:] = [rank for server in servers for rank in server.children() if _threads(rank) > 1]
         return len(found) == count
 
     eventually(f"{count} ranks run", all_run)

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvferry.applications.bench.options import BenchOptions
-from kvferry.applications.bench.teams import BenchError, LocalTeam, Pollable, listen
+from kvferry.applications.bench.teams import BenchError, LocalTeam, Pollable, begin_to_import, listen
 from kvferry.applications.partner import Caller, Listener, Message, calling, listening
 from kvferry.control.construction import create_registry_client
 from kvferry.control.registry_client import LeaseKeeper
@@ -193,6 +193,7 @@ def _welcomed(
     connection: ExitStack, registry_url: str, options: Mapping[str, str], settings: Settings
 ) -> Caller[ToDecode]:
     """Calls whichever prefill side is entered at the registry, until one says welcome."""
+    imports = begin_to_import()
     deadline = time.monotonic() + settings.bootstrap_timeout_s
     known: RankRegistration | None = None
     caller: Caller[ToDecode] | None = None
@@ -207,6 +208,7 @@ def _welcomed(
             except RegistryError as error:
                 problem = str(error)
             if found is not None and found != known:
+                imports.join()  # from the first word on, neither side may be silent for long
                 known, problem = found, f"it is entered there, but does not answer at {found.control_address}"
                 connection.close()
                 caller = connection.enter_context(
@@ -287,6 +289,7 @@ def _wait_for_leader(
     lease: LeaseKeeper,
     registry_url: str,
 ) -> None:
+    imports = begin_to_import()
     deadline = time.monotonic() + settings.bootstrap_timeout_s
     while time.monotonic() < deadline:
         if isinstance(lease.last_error, (RegistrationRefusedError, RegistryAccessError)):
@@ -295,6 +298,8 @@ def _wait_for_leader(
         for message in listener.receive():
             assert isinstance(message, Lead), "the first message of a conversation opens it"
             reason = difference(options, message.options)
+            if reason is None:
+                imports.join()  # from the welcome on, neither side may be silent for long
             listener.send(Welcome() if reason is None else Refused(reason))
             if reason is not None:
                 raise IncompatiblePeerError(reason)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -21,6 +23,8 @@ from kvferry.errors import KVFerryError
 _END_S = 10.0
 _PRELOADED = ["torch", ranks.__name__]  # what is not installed is left out
 _LONGEST_POLL_S = 0.5
+_CAUSE_S = 2.0
+"""How long a rank's error waits for a death to explain it: whoever wrote to a rank that died hears of it first."""
 
 Pollable: TypeAlias = "int | zmq.Socket[bytes]"
 Answer = TypeVar("Answer")
@@ -60,6 +64,30 @@ class Team(Speaker, Protocol):
         """Gives a rank a command."""
 
 
+def begin_to_import() -> threading.Thread:
+    """Begins to import what ranks need, which may take many seconds; once the thread has ended, teams start at once."""
+    thread = threading.Thread(target=_import, name="kvferry-bench-import", daemon=True)
+    thread.start()
+    return thread
+
+
+def _import() -> None:
+    process = _context().Process(target=_nothing, daemon=True)
+    process.start()
+    process.join()
+
+
+def _context() -> ForkServerContext:
+    # A fork server imports once what every rank needs, before any thread exists.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def _nothing() -> None:
+    """What a process does that is started only to have the fork server ready."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Child:
     process: BaseProcess
@@ -85,9 +113,7 @@ class LocalTeam:
         """
         side = planned[0].side(name)
         team = LocalTeam(name, side.tp_size)
-        # A fork server imports once what every rank needs, before any thread exists.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = _context()
         main = mains[name]
         try:
             for coordinates in side.coordinates:
@@ -226,11 +252,18 @@ class Teams:
             for team, rank, said in listen((self.prefill, self.decode), left_s):
                 answer = commands.decode_answer(said)
                 if isinstance(answer, commands.Crashed):
+                    self._listen_for_a_death()
                     raise BenchError(f"{team.name} rank {rank} failed: {answer.error}\n{answer.details}")
                 if (team.name, rank) not in waiting:
                     raise BenchError(f"{team.name} rank {rank} answered without being asked: {answer}")
                 answers[waiting.pop((team.name, rank))] = answer
         return answers
+
+    def _listen_for_a_death(self) -> None:
+        """Waits a moment for word that a rank is gone, and raises that."""
+        deadline = time.monotonic() + _CAUSE_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            listen((self.prefill, self.decode), left_s)
 
 
 def listen(speakers: Sequence[AnySpeaker], timeout_s: float) -> list[tuple[AnySpeaker, int, bytes]]:
