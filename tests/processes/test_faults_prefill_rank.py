@@ -173,6 +173,7 @@ def frozen_for_long(cell: PrefillCell) -> None:
         # Which of them it hears of first, when it thaws, is chance: the messages that came meanwhile, or the time.
         causes = (
             f"aborted by {cell.decode.name}|{cell.decode.name}.* is gone: .*silent for|decode ranks opened it within"
+            f"|of '{cell.decode.name}' refused it: PeerDisconnectedError: .* has been silent for"
         )
         assert re.search(causes, end.error), end
     if prefill.name in room.is_open:

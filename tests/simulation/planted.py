@@ -176,7 +176,7 @@ def _removed_while_writes_fly(patch: pytest.MonkeyPatch) -> None:
 
 
 def _aborts_that_come_first_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """Neither as the last use of the number nor as the number of an open request."""
+    """Neither as the last use of the number nor as the number of an open request, nor does it count as a refusal."""
     right, right_hears = RoomTable.abort, RoomTable.is_new
 
     def abort(table: Any, *arguments: Any) -> Any:
@@ -189,6 +189,7 @@ def _aborts_that_come_first_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(RoomTable, "abort", abort)
     patch.setattr(RoomTable, "is_new", is_new)
+    patch.setattr(PrefillEndpoint, "_never_opened", lambda *_: None)
 
 
 def _successors_speak_for_the_dead(patch: pytest.MonkeyPatch) -> None:

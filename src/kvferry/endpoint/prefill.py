@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import SupportsIndex
 
@@ -71,6 +72,19 @@ _IDLE_MS = 1000
 _CONNECTING_MS = 5
 _CONNECTING_S = 1.0  # after a decode rank has asked for it; while its bytes move, workers make the progress
 _LAST_MOMENT_S = 1.0  # for workers to end that have no room any more, however long writes took
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenUp:
+    """A decode rank that was given up.
+
+    Attributes:
+        rank: which it is; None if it had not attached.
+        error: why.
+    """
+
+    rank: DecodeRank | None
+    error: KVFerryError
 
 
 class PrefillEndpoint:
@@ -152,7 +166,7 @@ class PrefillEndpoint:
             most_page_bytes=int(self.settings.max_pending_opens_mib * 2**20),
             keep_s=self.settings.bootstrap_timeout_s,
         )
-        self._given_up: dict[str, DecodeRank | None] = {}  # decode ranks that may come back; the latest stand last
+        self._given_up: dict[str, _GivenUp] = {}  # decode ranks that may come back; the latest stand last
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
         self._outbox: deque[tuple[str, messages.Message]] = deque()
         self._admission = Admission(
@@ -513,17 +527,18 @@ class PrefillEndpoint:
             if known is not None:  # also where the receiver is lost by now: nobody else knows whether it is drained
                 known.post(OpenRetransmitted(receiver, message.generation))
                 return
-        attachment = self._attachment(receiver)
+        attachment, given_up = self._attachment(receiver), self._given_up.get(receiver)
         try:
             if attachment is None:
                 # Else it hears of that with its next heartbeat, and loses every room that it opens until then.
                 self._send(receiver, messages.Pong(endpoint=self.transport.endpoint_name, attached=False))
-                raise PeerDisconnectedError(f"{receiver} must attach before it opens rooms")
+                why = "" if given_up is None else f", since it was given up: {given_up.error}"
+                raise PeerDisconnectedError(f"{receiver} must attach before it opens rooms{why}")
             elected = attachment.elected(message.room, self.coordinates.group_rank)
             request_of(message, attachment.layout, elected, where=f"room {message.room} on {receiver}")
         except KVFerryError as error:
             self._refuse_open(receiver, message, error)
-            rank = self._given_up.get(receiver) if attachment is None else _rank_of(attachment)
+            rank = _rank_of(attachment) if attachment is not None else given_up.rank if given_up is not None else None
             if rank is not None:  # the room fails there, and nobody will open it here
                 self._not_opened(receiver, rank, message.room, message.generation, str(error))
             return
@@ -859,7 +874,7 @@ class PrefillEndpoint:
         log.error("lost decode rank %s: %s", receiver, error)
         self._observer.peer_lost(receiver, error)
         attachment = self._attachment(receiver)
-        self._given_up[receiver] = _rank_of(attachment) if attachment is not None else None
+        self._given_up[receiver] = _GivenUp(_rank_of(attachment) if attachment is not None else None, error)
         forget_oldest(self._given_up, self.settings.max_decode_ranks)
         self._lose(receiver, error)
 
