@@ -89,7 +89,9 @@ class DecodeCell(Cell):
         if self.step is Step.ABORTING:
             cause = f"aborted by {self.decode.name}.*the test wants it so"
         elif not is_found:
-            cause = rf"0 of an unknown number of decode ranks opened it within {DEADLINE_S:g} s"
+            # One that was frozen may open it when it thaws, and hear that it was given up.
+            late = f"decode rank . of '{self.decode.name}' refused it: .* given up: silent for"
+            cause = rf"0 of an unknown number of decode ranks opened it within {DEADLINE_S:g} s|{late}"
         else:
             gone = "PeerDisconnectedError: .*(silent for|connection to .* is gone)"
             cause = rf"{self.decode.name}\S* (is gone|failed): {gone}"

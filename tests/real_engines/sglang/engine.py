@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-START_S = 240.0
+START_S = 480.0
 ANSWER_S = 120.0
 
 ROOT = Path(__file__).resolve().parents[3]
