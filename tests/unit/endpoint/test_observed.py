@@ -164,14 +164,14 @@ def test_quarantined_pages_are_shown_until_they_are_safe(watched: Callable[..., 
 
 
 def test_silent_peers_are_named(watched: Callable[..., Requests], caplog: pytest.LogCaptureFixture):
-    requests = watched(heartbeat_interval_s=0.1, peer_timeout_s=30.0)
+    requests = watched(heartbeat_interval_s=0.4, peer_timeout_s=30.0)
     prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
     requests.connect()
     eventually("both are heard", lambda: not status_of(prefill).silent_peers)
     decode._driver._next_ping_at = float("inf")  # as if it had stopped
     name = decode.transport.endpoint_name
     eventually("it is noticed", lambda: [peer.name for peer in status_of(prefill).silent_peers] == [name])
-    assert metrics_of(prefill)["peer_silent_seconds", name] > 0.2
+    assert metrics_of(prefill)["peer_silent_seconds", name] > 0.8
     assert metrics_of(prefill)["peers", "silent"] == 1
 
     def lines() -> list[str]:
