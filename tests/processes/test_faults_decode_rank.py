@@ -31,6 +31,7 @@ from tests.support.victims import (
     Step,
     noticed,
 )
+from tests.support.waiting import eventually
 
 pytest.importorskip("nixl_cu13")
 OPENED_AFTERWARDS = (Step.NOT_CONNECTED, Step.OPEN_ON_DECODE)
@@ -96,6 +97,21 @@ class DecodeCell(Cell):
             gone = "PeerDisconnectedError: .*(silent for|connection to .* is gone)"
             cause = rf"{self.decode.name}\S* (is gone|failed): {gone}"
         assert re.search(cause, end.error), end
+
+    def is_attached_anew(self) -> bool:
+        """Whether the decode rank noticed the silence first, attached anew and opened the room: then it is served.
+
+        Else it read first that it is attached, which is no longer so, and its open request is refused.
+        """
+        state = ""
+
+        def is_decided() -> bool:
+            nonlocal state
+            state, _, _ = self.prefill.do(Rank.state, self.room.number)
+            return state != "BOOTSTRAPPING"
+
+        eventually("the room is opened or refused", is_decided)
+        return state != "FAILED"
 
     def comes_back(self) -> None:
         """The prefill rank's pages may be used again."""
@@ -167,6 +183,8 @@ def frozen_for_long(cell: DecodeCell) -> None:
         cluster.finish(room)
     elif cell.step is Step.BEFORE_FINISH:  # it hears that all is there, or first that it was given up
         assert decode.do(Rank.end, room.number, END_S).state in ("SUCCESS", "FAILED")
+    elif cell.step is Step.ATTACHING and cell.is_attached_anew():
+        cluster.finish(room)
     elif cell.step is not Step.SUCCEEDED:
         end = cluster.fails(decode, room)
         assert re.search("silent for|does not know this endpoint any more|the test wants it so|must attach", end.error)

@@ -567,6 +567,9 @@ class SendingRoom(Actor):
             queue = self._direct.get(receiver)
             is_deferred = queue is not None and queue.writes
             moved_at = (self._context.admission.moved_at(receiver) or 0.0) if is_deferred else attachment.moved_at
+            staged = self._staged.get(receiver)
+            if staged is not None and staged.waits_since is not None and attachment.keeps_failed_spans:
+                moved_at = self._context.now()
             self._machine.handle(WriteProgressed(receiver), max(moved_at, attachment.moved_at))
 
     def _write_directly(self, command: Write, account: _Account, admitted: Admitted, worker: Worker) -> None:
@@ -695,6 +698,7 @@ class SendingRoom(Actor):
 
     def _watch_part(self, queue: StagedQueue, write: StagedWrite, posted: Posted, worker: Worker) -> None:
         receiver, sequence = write.command.receiver, write.command.sequence
+        attachment = self._attachments[receiver]
         is_posting = True
         thread = threading.current_thread().name
         landed: list[PartLanded] = []
@@ -705,9 +709,11 @@ class SendingRoom(Actor):
 
         def failed(error: Exception) -> None:
             posted.memory.give_back(posted.slot)
+            attachment.begin_settling()
             self.post(WriteFailed(receiver, sequence, error, may_arrive=True))
 
         def settled(error: Exception) -> None:
+            attachment.end_settling(self._context.now())
             queue.packing.give_up(posted.span)
             ended(error)
 
