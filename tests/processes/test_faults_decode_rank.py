@@ -103,15 +103,14 @@ class DecodeCell(Cell):
 
         Else it read first that it is attached, which is no longer so, and its open request is refused.
         """
-        state = ""
 
-        def is_decided() -> bool:
-            nonlocal state
-            state, _, _ = self.prefill.do(Rank.state, self.room.number)
-            return state != "BOOTSTRAPPING"
+        def state() -> str:
+            name: str
+            name, _, _ = self.prefill.do(Rank.state, self.room.number)
+            return name
 
-        eventually("the room is opened or refused", is_decided)
-        return state != "FAILED"
+        eventually("the room is opened or refused", lambda: state() != "BOOTSTRAPPING")
+        return state() != "FAILED"
 
     def comes_back(self) -> None:
         """The prefill rank's pages may be used again."""

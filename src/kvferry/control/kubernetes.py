@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from kvferry.control.answers import request
+from kvferry.answers import request
 from kvferry.errors import OrchestratorError, quoted
 from kvferry.protocol.messages import PodIdentity
 from kvferry.protocol.pods import NodeObject, PodObject

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from kvferry.control.answers import request
+from kvferry.answers import request
 from kvferry.control.credentials import client_context
 from kvferry.control.owning_process import OwningProcess
 from kvferry.control.registry_messages import UNKNOWN_ENGINE, EngineList, Health, Lease, Problem, Released, Removal

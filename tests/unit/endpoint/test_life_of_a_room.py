@@ -365,7 +365,9 @@ def test_what_a_failed_write_may_still_reach_is_nobodys_until_it_has_had_time_to
 
 def test_a_room_that_waits_for_a_failed_writes_span_is_not_given_up_for_that(pair: Callable[..., Requests]):
     """The ring is not free for longer than a write may take: that is not the receiver's fault, and passes."""
-    requests = pair(quarantine_s=1.5, write_timeout_s=0.5, path="staged", staging_ring_mib=2**-8, staging_chunk_mib=2**-8)
+    requests = pair(
+        quarantine_s=1.5, write_timeout_s=0.5, path="staged", staging_ring_mib=2**-8, staging_chunk_mib=2**-8
+    )
     transport = requests.prefill.transports[0]
     requests.run(1)
     transport.may_deliver_late = True

@@ -13,7 +13,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry._version import __version__
-from kvferry.control.answers import request
+from kvferry.answers import request
 from kvferry.errors import ConfigurationError
 from kvferry.observe.server import PORTS
 from kvferry.observe.status import EndpointStatus

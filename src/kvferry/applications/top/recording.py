@@ -12,8 +12,8 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from kvferry.answers import request
 from kvferry.applications.top.asking import addresses
-from kvferry.control.answers import request
 from kvferry.observe.tracing import Window, chrome_trace
 
 _LONGER_S = 10.0

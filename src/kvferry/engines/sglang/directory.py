@@ -10,14 +10,13 @@ from __future__ import annotations
 import platform
 import re
 import threading
-import time
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
 from kvferry import EngineView, RegistryClient, Settings, create_registry_client
+from kvferry.answers import Answer, request
 from kvferry.errors import RegistryError, RegistryUnreachableError
 
 ROUTE = "/kvferry"
@@ -48,14 +47,6 @@ def engine_name(port: int) -> str:
     return f"sglang-{re.sub('[^A-Za-z0-9.-]', '-', platform.node())[:100]}:{port}"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a bootstrap server has answered, whatever that is."""
-
-    status: int
-    body: bytes
-
-
 def get(bootstrap_address: str, path: str) -> Answer:
     """Requests a path of a bootstrap server; reads no more of its answer than one can have, and decodes nothing.
 
@@ -67,30 +58,12 @@ def get(bootstrap_address: str, path: str) -> Answer:
     """
     url = f"http://{bootstrap_address}{path}"
     try:
-        with (
-            httpx.Client(timeout=_ANSWER_S, trust_env=False) as client,
-            client.stream("GET", url, headers={"accept-encoding": "identity"}) as response,
-        ):
-            return Answer(response.status_code, _body(response))
+        with httpx.Client(timeout=_ANSWER_S, trust_env=False) as client:
+            return request(client, url, most_bytes=_MOST_ANSWER_BYTES, timeout_s=_ANSWER_S)
     except httpx.HTTPError as error:
         raise RegistryUnreachableError(
             f"the bootstrap server at {bootstrap_address} cannot be reached: {error}"
         ) from error
-
-
-def _body(response: httpx.Response) -> bytes:
-    encoding = response.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() != "identity":
-        raise httpx.RemoteProtocolError(f"it encodes its answers ({encoding[:60]!r}), though asked not to")
-    deadline = time.monotonic() + _ANSWER_S
-    body = bytearray()
-    for piece in response.iter_raw():
-        body += piece
-        if len(body) > _MOST_ANSWER_BYTES:
-            raise httpx.RemoteProtocolError(f"its answer does not end within {_MOST_ANSWER_BYTES} bytes")
-        if time.monotonic() > deadline:
-            raise httpx.ReadTimeout(f"it did not finish its answer within {_ANSWER_S:g} s")
-    return bytes(body)
 
 
 def ask(bootstrap_address: str) -> Announcement:

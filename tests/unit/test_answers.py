@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 from tests.support.http_answers import answering, http_answer, nested_gzip
 
+from kvferry.answers import Answer, request
 from kvferry.applications.top.asking import ask_once
 from kvferry.applications.top.recording import record
-from kvferry.control.answers import Answer, request
 from kvferry.control.kubernetes import KubernetesClient
 from kvferry.errors import OrchestratorError
 
