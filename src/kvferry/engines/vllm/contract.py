@@ -56,6 +56,10 @@ _CALLED = "vLLM calls ours so"
 _READ = "ours reads it"
 
 
+_NEW_IN_0_32 = frozenset({"get_loaded_kv_cache_group_ids"})
+"""Which blocks a load overwrites, so that vLLM need not clear them: before, it left out all blocks of the load."""
+
+
 def _hooks(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
     for name, parameters in _HOOKS.items():
         if name not in unknown:
@@ -287,14 +291,13 @@ def _surroundings() -> Iterator[Line]:
     yield Fields("vllm.platforms.interface:Platform", ("device_type",), "ours asks where it runs")
 
 
-CONTRACTS = (
-    Contract(
-        "vLLM",
-        ("0.32.0",),
-        (*_hooks(), *_callers(), *_structures(), *_caches(), *_configuration(), *_identity(), *_surroundings()),
-    ),
-)
-"""What holds wherever vLLM runs, for each version that was tried, the oldest first."""
+def _contract(tried: str, unknown: frozenset[str] = frozenset()) -> Contract:
+    others = (*_callers(), *_structures(), *_caches(), *_configuration(), *_identity(), *_surroundings())
+    return Contract("vLLM", (tried,), (*_hooks(unknown), *others))
+
+
+CONTRACTS = (_contract("0.31.0", _NEW_IN_0_32), _contract("0.32.0"))
+"""What holds wherever vLLM runs, in each version that was tried."""
 
 CPU_LINES: tuple[Line, ...] = (
     Call(
