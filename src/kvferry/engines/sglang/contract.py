@@ -7,6 +7,9 @@ differs it has lines of its own here, and what differs in the code belongs in on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from kvferry.engines.contract import Attributes, Call, Contract, Fields, Inherits, Line, Members, Mentions, Signature
 from kvferry.engines.sglang.names import (
     BACKENDS,
@@ -18,7 +21,7 @@ from kvferry.engines.sglang.names import (
     where,
 )
 
-TRIED = ("0.5.23",)
+TRIED = ("0.5.22", "0.5.23")
 """The versions of SGLang with which every line below was tried, by the tests in tests/real_engines/sglang."""
 
 _BASE = "sglang.srt.disaggregation.base.conn"
@@ -280,5 +283,36 @@ _REQUEST: tuple[Line, ...] = (
     Fields("sglang.srt.lora.lora_registry:LoRARef", ("lora_name", "lora_path"), "adapters are told apart by them"),
 )
 
+_NEW_IN_0_5_23 = {
+    "should_verify_kv_checksum",
+    "_verify_kv_checksums",  # of the whole prompt, on every rank: kvferry refuses that option there
+    "poll_pp_consensus",
+    "rust_server_serves_kv_bootstrap",
+    "kv_layout",
+    "k_scale_buffer",
+    "disagg_decode_prefix_len",
+    "indices_event=",
+    "device_kv_indices=",
+}
+"""Functions, parameters and names that SGLang 0.5.22 has not, or has otherwise; `versions.py` is what comes of it."""
+
+
+def _in_0_5_22(lines: tuple[Line, ...]) -> Iterator[Line]:
+    """Yields the lines as 0.5.22 has them."""
+    for line in lines:
+        if line.where.rpartition(":")[2].rpartition(".")[2] in _NEW_IN_0_5_23:
+            continue
+        match line:
+            case Signature():
+                parameters = [each for each in line.parameters.split(", ") if each not in _NEW_IN_0_5_23]
+                yield replace(line, parameters=", ".join(parameters))
+            case Fields() | Attributes() | Mentions():
+                yield replace(line, names=tuple(each for each in line.names if each not in _NEW_IN_0_5_23))
+            case _:
+                yield line
+
+
+_SERVING = (*_LOADING, *_MANAGER, *_SENDER, *_RECEIVER, *_REQUEST, *_BOTH)
+
 LOADING = (Contract("SGLang", TRIED, _LOADING),)
-SERVING = (Contract("SGLang", TRIED, (*_LOADING, *_MANAGER, *_SENDER, *_RECEIVER, *_REQUEST, *_BOTH)),)
+SERVING = (Contract("SGLang", ("0.5.22",), tuple(_in_0_5_22(_SERVING))), Contract("SGLang", ("0.5.23",), _SERVING))

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvferry.engines.checkpoints import weights_identity
 from kvferry.engines.fingerprint import NONE, CacheIdentity
+from kvferry.engines.sglang.versions import kv_layout
 from kvferry.errors import ModelError
 
 _OF_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_local_base_freq")
@@ -77,7 +78,7 @@ def _backends(execution: Any) -> str:
 
 
 def _content_order(args: Any) -> str:
-    orders = (args.kv_layout, getattr(args, "swa_kv_cache_layout", None))
+    orders = (kv_layout(args), getattr(args, "swa_kv_cache_layout", None))
     return ", ".join(dict.fromkeys(order for order in orders if order)) or "tokens, heads, numbers"
 
 

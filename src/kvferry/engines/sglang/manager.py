@@ -31,6 +31,7 @@ from kvferry.engines.sglang.options import check_options
 from kvferry.engines.sglang.plugin import engine_version
 from kvferry.engines.sglang.pools import caches_of
 from kvferry.engines.sglang.settings import settings_beside
+from kvferry.engines.sglang.versions import kv_layout
 from kvferry.errors import IncompatiblePeerError, RegistryError, UsageError, quoted
 
 log = logging.getLogger(__name__)
@@ -229,7 +230,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         pairs = (
             ("--page-size", info.page_size, self.kv_args.page_size),
             ("--kv-cache-dtype", info.kv_cache_dtype, self.kv_cache_dtype_str),
-            ("KV layout", info.kv_layout, self.kv_layout),
+            ("KV layout", kv_layout(info), kv_layout(self)),
             ("--disaggregation-decode-allocation-policy", info.decode_allocation_policy, "early"),
             ("attention context parallelism", info.attn_cp_size, 1),
         )

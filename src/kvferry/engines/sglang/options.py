@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
 
+from kvferry.engines.sglang.versions import compares_whole_prompts
 from kvferry.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
         ),
         "--enable-hisparse (KV caches in host memory)": get_memory().enable_hisparse,
         "--enable-unified-memory": get_memory().enable_unified_memory,
+        "--disaggregation-enable-kv-checksum with SGLang 0.5.22, which digests whole prompts (KVFERRY_CHECKSUMS=1 finds "
+        "what it would)": disagg.disaggregation_enable_kv_checksum and compares_whole_prompts(CommonKVManager),
         "--enable-pd-role-switch": disagg.enable_pd_role_switch,
         "--disaggregation-decode-allocation-policy prefill_complete": (
             disagg.disaggregation_decode_allocation_policy != "early"
