@@ -22,7 +22,7 @@ PLANTED ?=
 MINUTES ?= 5
 SOAK_FLAGS ?=
 # What `make test-long` runs: everything that takes chance or time.
-LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/unit/plan tests/unit/layout tests/unit/protocol
+LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/processes tests/unit/plan tests/unit/layout tests/unit/protocol
 
 .PHONY: help environments sim demo test test-all test-full test-long planted tiers vllm test-engines test-vllm test-sglang test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
 

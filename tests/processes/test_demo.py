@@ -39,19 +39,24 @@ def result(*flags: str) -> dict[str, Any]:
         *(
             pytest.param(flags, marks=pytest.mark.full)
             for flags in (
-                "--prefill-tp 1 --decode-tp 1",
-                "--prefill-tp 2 --decode-tp 4 --kv-heads 4",
                 "--prefill-tp 8 --decode-tp 2 --kv-heads 4",
-                "--prefill-tp 2 --decode-tp 8 --kv-heads 2",
-                "--prefill-tp 2 --decode-tp 1 --arch llama --prefill-stages 3,1 --decode-stages 1,2,1",
                 "--prefill-tp 2 --decode-tp 4 --arch qwen3_next --kv-heads 2",
                 "--prefill-tp 2 --decode-tp 1 --arch qwen3_next --prefill-stages 1,3 --decode-stages 2,1,1",
                 "--prefill-tp 4 --decode-tp 2 --arch gemma3 --prefill-page-size 16 --decode-page-size 64 "
                 "--prefill-layout hnd",
                 "--prefill-tp 2 --decode-tp 4 --arch gemma3 --prefill-page-size 64 --decode-page-size 16 "
                 "--decode-layout hnd",
-                "--prefill-tp 4 --decode-tp 2 --arch mamba2 --kv-heads 2",
                 "--prefill-tp 2 --decode-tp 4 --arch mamba2 --kv-heads 6",
+            )
+        ),
+        *(
+            pytest.param(flags, marks=pytest.mark.long)  # the README's own commands are alike
+            for flags in (
+                "--prefill-tp 1 --decode-tp 1",
+                "--prefill-tp 2 --decode-tp 4 --kv-heads 4",
+                "--prefill-tp 2 --decode-tp 8 --kv-heads 2",
+                "--prefill-tp 2 --decode-tp 1 --arch llama --prefill-stages 3,1 --decode-stages 1,2,1",
+                "--prefill-tp 4 --decode-tp 2 --arch mamba2 --kv-heads 2",
                 "--prefill-tp 1 --decode-tp 2 --prefill-page-size 16 --decode-page-size 48 --decode-layout hnd",
             )
         ),

@@ -27,7 +27,7 @@ from kvferry.plan.lowering import Loop
 from kvferry.protocol import demands, moves
 from kvferry.protocol.demands import WantedGroup
 
-EXAMPLES = 2000
+EXAMPLES = 700
 
 
 @pytest.mark.timeout(600)

@@ -252,7 +252,7 @@ def staging_memory(memory: Staging) -> StagingMemory:
 
 # ---- the law --------------------------------------------------------------------------------------------------------
 
-EXAMPLES = 400
+EXAMPLES = 200
 chunk_sizes = st.sampled_from([1, 64, 100, 256, 1000, 1 << 20])
 
 

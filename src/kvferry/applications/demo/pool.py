@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvferry.applications.demo.options import DemoOptions, EngineShape, slices
 from kvferry.layout import Entry, Interval, RankCoordinates, Shard, VirtualPools, default_group
 from kvferry.testing.places import TakenPages
 from kvferry.testing.pools import Pool
+
+if TYPE_CHECKING:
+    import torch
 
 PREFILL_POISON = 0x5A
 DECODE_POISON = 0xA5
@@ -78,6 +81,8 @@ class RankPool:
             caches: the whole model's arrays [layer, entry, ...], of some components.
             start: the position of the first token; a state has one entry, wherever the tokens begin.
         """
+        import torch  # not above: the command reads `Contents`, and importing torch takes seconds
+
         for name, array in caches.items():
             (shard,) = self.layout.shards_of(name)
             first = 0 if shard.component.entry is Entry.REQUEST else start

@@ -8,9 +8,7 @@ import struct
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvferry.applications.demo.options import DemoOptions, Request, slices
 from kvferry.applications.demo.pool import DECODE_POISON, PREFILL_POISON, Contents, RankPool
@@ -21,6 +19,9 @@ from kvferry.layout import PageGroup, RankCoordinates, RankLayout
 from kvferry.protocol.chunks import GroupPages
 from kvferry.settings import Settings
 from kvferry.testing.places import TakenPages
+
+if TYPE_CHECKING:
+    import torch
 
 Connection: TypeAlias = multiprocessing.connection.Connection
 ShardQueue: TypeAlias = "multiprocessing.queues.Queue[tuple[int, int, dict[str, Contents], bytes]]"
@@ -97,6 +98,8 @@ Report: TypeAlias = Ready | Described | Sent | Received | Decoded | Undivided | 
 
 def guarded(main: Callable[..., None], reports: Connection, *arguments: Any) -> None:
     """Runs a process's main function and reports what it raises."""
+    # Imported here and not above: the command, which starts the ranks, waits for neither.
+    import torch
     from transformers.utils.logging import set_verbosity_error
 
     torch.set_num_threads(1)  # as many processes share a few cores; also makes sums the same in all of them
@@ -252,6 +255,8 @@ def _assembled(
     options: DemoOptions, requests: list[Request], shards: ShardQueue
 ) -> list[tuple[Request, dict[str, torch.Tensor], int]]:
     """Every request's whole cache, from nothing but what the ranks of this engine received."""
+    import torch
+
     ranks = options.decode.coordinates
     arrived: dict[int, dict[int, tuple[dict[str, Contents], bytes]]] = {}
     for _ in range(len(requests) * len(ranks)):

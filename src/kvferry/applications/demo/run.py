@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from kvferry.applications.demo import ranks
 from kvferry.applications.demo.options import DemoOptions
 from kvferry.errors import KVFerryError
 from kvferry.layout import RankCoordinates
@@ -90,9 +91,6 @@ def run(options: DemoOptions, on_report: Callable[[RankName, Any], None]) -> Out
 
 
 def _start(context: multiprocessing.context.ForkServerContext, options: DemoOptions) -> list[_Child]:
-    # Imported here and not above: the module imports torch, which the parent otherwise never needs.
-    from kvferry.applications.demo import ranks
-
     children = []
 
     def spawn(name: RankName, main: Callable[..., None], *arguments: Any) -> None:
@@ -124,8 +122,6 @@ def _can_start(children: list[_Child], outcome: Outcome, described: type) -> boo
 
 
 def _collect(children: list[_Child], on_report: Callable[[RankName, Any], None]) -> Outcome:
-    from kvferry.applications.demo import ranks
-
     outcome = Outcome({child.name: [] for child in children})
     deadline = time.monotonic() + _DEADLINE_S
     ready: list[_Child] = []
