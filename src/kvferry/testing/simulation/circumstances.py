@@ -36,7 +36,7 @@ _DRAWN = (
 _DRAWN_APART: Mapping[str, tuple[float, float]] = {"refuse": (0.125, 0.4), "another prompt": (1.0, 1 / 64)}
 """By kind, the share of worlds that have it, and the share of their requests that meet it."""
 
-_STRUCK_APART: Mapping[str, tuple[float, float]] = {"frozen receiver": (1 / 16, 0.1)}
+_STRUCK_APART: Mapping[str, tuple[float, float]] = {"frozen receiver": (1 / 8, 0.1)}
 """By kind, the share of worlds that have it, and how often it befalls a step of theirs."""
 
 TROUBLES = (*_DRAWN, *_DRAWN_APART, *_STRUCK_APART)
@@ -45,7 +45,7 @@ TROUBLES = (*_DRAWN, *_DRAWN_APART, *_STRUCK_APART)
 LINGER_S = 2.5
 """For how long the wire may carry on with the writes of a process that was killed."""
 
-THAW_S = LINGER_S / 4
+THAW_S = LINGER_S / 2
 """Within how long after its thaw a process has what its sockets had held meanwhile."""
 
 LEASE_S = 1.0
