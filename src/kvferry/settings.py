@@ -217,7 +217,7 @@ class Settings(BaseSettings):
         2.0,
         ge=0,
         description="How long after a prefill rank's process has ended, or a write has failed, the network may still "
-        "deliver what was sent.",
+        "deliver what was sent. After a failed write each side counts it, one after the other, while it runs.",
     )
     end_proofs: str = Field(
         "process,rank,operator",

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from tests.simulation.planted import PLANTED, SEEN_WITH
 
-from kvferry.testing.simulation.circumstances import Limits, drawn
+from kvferry.testing.simulation.circumstances import Limits, drawn, drawn_apart
 from kvferry.testing.simulation.laws import Law
 from kvferry.testing.simulation.memory import Arena
 from kvferry.testing.simulation.search import Violation, run_one
@@ -63,7 +63,11 @@ def markdown(pins: Mapping[str, Pin]) -> str:
 def candidates(fault: str) -> Iterator[int]:
     """Seeds, from 0 on, of schedules in which a fault may come to light."""
     needed = SEEN_WITH.get(fault, frozenset())
-    return (seed for seed in range(MOST_SEEDS) if needed <= drawn(random.Random(seed), Limits()).odds.keys())
+    return (seed for seed in range(MOST_SEEDS) if needed <= _troubles(seed))
+
+
+def _troubles(seed: int) -> set[str]:
+    return {*drawn(random.Random(seed), Limits()).odds, *drawn_apart(seed, Limits())}
 
 
 def search(fault: str, arena: Arena) -> Violation | None:

@@ -662,10 +662,11 @@ def _places_kept_in_the_queue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StagedQueue, "_stop_waiting", stop_waiting)
 
 
-def _settled_at_once(kind: str) -> Plant:
-    """What was sent of a write that failed is taken for arrived."""
+def _settled_at_once(kind: str, trust: Plant) -> Plant:
+    """What was sent of a write that failed is taken for arrived, by both sides: either's wait alone would do here."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
+        trust(patch)
         right = Worker.watch
 
         def watch(
@@ -684,6 +685,42 @@ def _settled_at_once(kind: str) -> Plant:
         patch.setattr(Worker, "watch", watch)
 
     return plant
+
+
+def _drained_trusted_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A decode rank that was frozen believes `Drained` before it has read its sockets."""
+    right = ReceiverMachine._drained
+    patch.setattr(
+        ReceiverMachine, "_drained", lambda machine, rank, *, after_failure: right(machine, rank, after_failure=False)
+    )
+
+
+def _released_span_trusted_at_once(patch: pytest.MonkeyPatch) -> None:
+    """The same of a span of its staging memory."""
+    right = DecodeDriver._span_released
+    patch.setattr(
+        DecodeDriver,
+        "_span_released",
+        lambda driver, message: right(driver, structs.replace(message, after_failure=False)),
+    )
+
+
+def _second_drained_believed(patch: pytest.MonkeyPatch) -> None:
+    """Whoever says twice that a write failed and nothing follows is believed at once."""
+    right = ReceiverMachine._drained
+
+    def drained(machine: ReceiverMachine, rank: int, *, after_failure: bool) -> list[ReceiverCommand]:
+        writer = machine._expected.get(rank)
+        if writer is not None and writer.is_settling:
+            writer.is_drained = True
+        return right(machine, rank, after_failure=after_failure)
+
+    patch.setattr(ReceiverMachine, "_drained", drained)
+
+
+def _failures_forgotten_with_their_rooms(patch: pytest.MonkeyPatch) -> None:
+    """Once a room is forgotten, an abort is answered as if none of its writes had failed."""
+    patch.setattr(PrefillEndpoint, "_was_broken_off", lambda endpoint, receiver: False)
 
 
 def _failed_rooms_wait_on(patch: pytest.MonkeyPatch) -> None:
@@ -772,8 +809,12 @@ PLANTED: dict[str, Plant] = {
     "abort that overtakes its open forgotten": _aborts_that_come_first_forgotten,
     "a successor speaks for the dead": _successors_speak_for_the_dead,
     "no time to settle after a death": _no_time_to_settle,
-    "no time to settle after a failed write": _settled_at_once("_write_directly"),
-    "a failed write's span given back at once": _settled_at_once("_watch_part"),
+    "no time to settle after a failed write": _settled_at_once("_write_directly", _drained_trusted_at_once),
+    "a failed write's span given back at once": _settled_at_once("_watch_part", _released_span_trusted_at_once),
+    "a thawed decode rank trusts Drained at once": _drained_trusted_at_once,
+    "a thawed decode rank trusts a released span at once": _released_span_trusted_at_once,
+    "a second Drained ends the wait for what had been sent": _second_drained_believed,
+    "a failed write forgotten with its room": _failures_forgotten_with_their_rooms,
     "a silent rank is taken for dead": _lost_is_dead,
     "a process that is hidden is taken for dead": _hidden_is_dead,
     "a pod without an object is taken for dead": _missing_pod_is_dead,
@@ -834,5 +875,9 @@ SEEN_WITH: dict[str, frozenset[str]] = {
     "released spans said once": frozenset({"cut"}),
     "a pod without an object is taken for dead": frozenset({"cut"}),
     "a phase is taken for a pod's end": frozenset({"cut"}),
+    "a thawed decode rank trusts Drained at once": frozenset({"frozen receiver"}),
+    "a thawed decode rank trusts a released span at once": frozenset({"frozen receiver"}),
+    "a second Drained ends the wait for what had been sent": frozenset({"frozen receiver"}),
+    "a failed write forgotten with its room": frozenset({"frozen receiver"}),
 }
 """Kinds of trouble that it takes to bring a fault to light: a search for it leaves out schedules without them."""

@@ -21,6 +21,7 @@ from kvferry.endpoint.platform import Platform
 from kvferry.endpoint.receiving import ReceivingRoom
 from kvferry.endpoint.refusals import Refusals
 from kvferry.endpoint.scattering import ArrivalTask, Scatterers, ScatterTask, VerifyTask
+from kvferry.endpoint.settling import Settling
 from kvferry.endpoint.threads import Loop, ThreadHealth
 from kvferry.endpoint.timers import Timers
 from kvferry.errors import KVFerryError, PeerError
@@ -33,6 +34,7 @@ from kvferry.protocol.link import Identity, Link, LinkKey, LinkState
 from kvferry.protocol.receiver import (
     Arrived,
     ArrivedUnverified,
+    AwaitArrival,
     ConnectFailed,
     Finished,
     PartArrived,
@@ -46,6 +48,7 @@ from kvferry.protocol.receiver import (
     SenderDrained,
     SenderFailed,
     SenderLost,
+    SenderSettled,
     SendOpen,
     SendVerified,
     Verify,
@@ -64,6 +67,8 @@ _MESSAGES_S = 1e-3
 _LINKS_OPEN_MS = 50
 _IDLE_MS = 500
 _TICK_S = 0.1
+_MOST_AWAKE_S = 0.5
+"""Of the time between two ticks: more than there is even where nothing happens."""
 
 
 class DecodeDriver(Loop):
@@ -99,6 +104,9 @@ class DecodeDriver(Loop):
         self._observer = observer
         self._end = platform.connect_as(identity.endpoint, settings)
         self._inbox: deque[Callable[[float], None]] = deque()
+        # What a freeze right after a look adds must be less than what is waited for.
+        most_at_once_s = min(_MOST_AWAKE_S, settings.quarantine_s / 4)
+        self._settling = Settling(settings.quarantine_s, platform.now, most_at_once_s=most_at_once_s)
         self._links = Links(
             identity,
             registry,
@@ -108,6 +116,7 @@ class DecodeDriver(Loop):
             platform=platform,
             promises=transport.promises,
             observer=observer,
+            settling=self._settling,
             user=self,
         )
         self._refusals = Refusals(
@@ -390,6 +399,9 @@ class DecodeDriver(Loop):
             case Scatter() | Verify():
                 self._begin_task()
                 return
+            case AwaitArrival(rank):
+                self._settling.add(partial(self.post_event, room.room, room.generation, SenderSettled(rank)))
+                return
         try:
             link.send(rank, message)
         except KVFerryError as error:
@@ -486,10 +498,14 @@ class DecodeDriver(Loop):
         self._handle(task.room, task.event(error), now)
 
     def _span_released(self, message: messages.SpanReleased) -> None:
-        """Gives back a span that its writer has released: nothing arrived in it, or will."""
+        """Gives back a span that its writer has released: nothing arrived in it, or will, but of a failed write."""
         ring = self._staging.ring(message.endpoint, message.epoch)
         span = Span(message.start, message.begin, message.stop)
-        if ring is not None and ring.take(span):
+        if ring is None or not ring.take(span):  # the same again
+            return
+        if message.after_failure:
+            self._settling.add(partial(ring.give_back, span))
+        else:
             ring.give_back(span)
 
     # ---- links --------------------------------------------------------------------------------------------------
@@ -590,7 +606,7 @@ class DecodeDriver(Loop):
             case messages.RoomFailed():
                 self._handle(room, SenderFailed(message.writer, message.error, message.reason), now)
             case messages.Drained():
-                self._handle(room, SenderDrained(message.writer), now)
+                self._handle(room, SenderDrained(message.writer, message.after_failure), now)
 
     def _confirmed(self, message: messages.Confirmed) -> None:
         """Ends the retransmission of a verified room, which its prefill rank has confirmed."""
@@ -603,6 +619,7 @@ class DecodeDriver(Loop):
 
     def _tick(self, now: float) -> None:
         self._links.tick(now)
+        self._settling.look()
         for number in self._timers.due(now):
             room = self._rooms[number]
             self._handle(room, self._why_late(room), now)

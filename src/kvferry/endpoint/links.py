@@ -22,6 +22,7 @@ from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.early_warnings import MissedEngines
 from kvferry.endpoint.ends import EndProofs
 from kvferry.endpoint.platform import Platform
+from kvferry.endpoint.settling import Settling
 from kvferry.errors import (
     EndpointClosedError,
     KVFerryError,
@@ -100,6 +101,7 @@ class Links:
         platform: Platform,
         promises: Promises,
         observer: Observer,
+        settling: Settling,
         user: LinkUser,
     ) -> None:
         """Begins with no link; the first room that asks for an engine makes one.
@@ -109,6 +111,7 @@ class Links:
             platform: the machine.
             promises: of the transport.
             observer: is told what happens.
+            settling: counts the time in which what failed writes had sent may arrive here.
             user: whose rooms rely on the links.
         """
         self._identity = identity
@@ -118,6 +121,7 @@ class Links:
         self._end = end
         self._platform = platform
         self._observer = observer
+        self._settling = settling
         self._user = user
         self._resolvers = platform.background_executor("kvferry-decode-resolver")
         self._current: dict[LinkKey, Link] = {}
@@ -264,9 +268,9 @@ class Links:
             KVFerryError: if that link fails by it; the caller must give it up.
         """
         match message:
-            case messages.Closed(endpoint):
+            case messages.Closed(endpoint, after_failure):
                 if self.carries_messages_of(channel, endpoint):
-                    self._rank_closed(endpoint, now)
+                    self._rank_closed(endpoint, now, after_failure=after_failure)
             case messages.Gone(process):
                 is_there = any(each.knows_machine(channel, process.machine) for each in self._all)
                 if is_there and self._ends.is_declared(Proof.RANK):
@@ -361,14 +365,17 @@ class Links:
             self._lost.add(peer.endpoint, peer.process, now)
         self._close_unused(list(self._channels.values()))
 
-    def _rank_closed(self, endpoint: str, now: float) -> None:
+    def _rank_closed(self, endpoint: str, now: float, *, after_failure: bool) -> None:
         """Handles a prefill rank's close message: it serves no requests any more, and will not write again."""
         for link in self.current:
             rank = link.rank_of(endpoint)
             if rank is not None:
                 problem = PeerDisconnectedError(f"prefill rank {rank} of {link.key.engine!r} was closed")
                 self.fail(link, problem, now)
-        self._will_not_write(endpoint, now)
+        if after_failure:  # the link was given up: what it may still write to is kept as for any rank that was lost
+            self._settling.add(lambda: self._will_not_write(endpoint, self._platform.now()))
+        else:
+            self._will_not_write(endpoint, now)
 
     # ---- the registry -------------------------------------------------------------------------------------------
 

@@ -67,6 +67,7 @@ log = logging.getLogger(__name__)
 
 _OWNED = "this prefill endpoint"
 _TICK_S = 0.1
+_MOST_BROKEN_OFF = 1 << 12  # names of decode ranks: a thousand times as many as may be frozen at a time
 _ROOMS_OPEN_MS = 100
 _IDLE_MS = 1000
 _CONNECTING_MS = 5
@@ -166,6 +167,7 @@ class PrefillEndpoint:
             most_page_bytes=int(self.settings.max_pending_opens_mib * 2**20),
             keep_s=self.settings.bootstrap_timeout_s,
         )
+        self._broken_off_to: dict[str, None] = {}  # decode ranks to which a write failed; the latest stand last
         self._given_up: dict[str, _GivenUp] = {}  # decode ranks that may come back; the latest stand last
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
         self._outbox: deque[tuple[str, messages.Message]] = deque()
@@ -188,6 +190,8 @@ class PrefillEndpoint:
             abort_room=self._abort_room,
             refuse_room=self._room_refused,
             write_failed=self._write_failed,
+            broken_off=self._broken_off,
+            was_broken_off=self._was_broken_off,
             forget_room=self._forget_room,
             set_deadline=self._timers.set,
         )
@@ -577,6 +581,15 @@ class PrefillEndpoint:
             self._failed_writes.append((attachment, error))
             self._wake()
 
+    def _broken_off(self, receiver: str) -> None:
+        """Remembers a decode rank to which a write failed of which something had been sent."""
+        with self._rooms_lock:
+            self._broken_off_to[receiver] = None
+            forget_oldest(self._broken_off_to, _MOST_BROKEN_OFF)
+
+    def _was_broken_off(self, receiver: str) -> bool:
+        return receiver in self._broken_off_to
+
     def _forget_room(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
         with self._rooms_lock:
@@ -619,7 +632,8 @@ class PrefillEndpoint:
         if self._workers.running:
             return False
         for receiver in (*(peer.name for peer in self._peers.all()), *self._given_up):
-            self._send(receiver, messages.Closed(endpoint=self.transport.endpoint_name))
+            after_failure = self._was_broken_off(receiver)
+            self._send(receiver, messages.Closed(endpoint=self.transport.endpoint_name, after_failure=after_failure))
         self._flush()
         self._waker.stop()
         try:
@@ -819,8 +833,8 @@ class PrefillEndpoint:
         """Retransmits which spans are released: a connection that broke may have lost it."""
         staged = peer.attachment.paths.staged if peer is not None and peer.attachment is not None else None
         if peer is not None and staged is not None:
-            for span in staged.peer.ring.released:
-                self._send(peer.name, released_span(self.transport.endpoint_name, staged.peer.epoch, span))
+            for released in staged.peer.ring.released:
+                self._send(peer.name, released_span(self.transport.endpoint_name, staged.peer.epoch, released))
 
     def _deliver(self, room: SendingRoom, identity: str, message: PendingMessage | messages.RefuseRoom) -> None:
         """Hands a message to its room."""
@@ -852,7 +866,11 @@ class PrefillEndpoint:
         self._send(
             identity,
             messages.Drained(
-                endpoint=self.transport.endpoint_name, room=room, generation=generation, writer=self.engine_rank
+                endpoint=self.transport.endpoint_name,
+                room=room,
+                generation=generation,
+                writer=self.engine_rank,
+                after_failure=self._was_broken_off(identity),  # in a room of which nothing is known any more
             ),
         )
 

@@ -54,7 +54,8 @@ from kvferry.protocol.sender import (
 )
 from kvferry.protocol.states import TransferState
 from kvferry.settings import Settings
-from kvferry.staging.gathering import Packing, Posted, StagedQueue, StagedWrite
+from kvferry.staging.gathering import Packing, PeerMemory, Posted, StagedQueue, StagedWrite
+from kvferry.staging.rings import ReleasedSpan
 from kvferry.transport import TransferReport, Transport
 
 
@@ -187,14 +188,22 @@ class _DirectQueue:
     writes: deque[tuple[Write, _Account]] = field(default_factory=deque)
 
 
-def released_span(endpoint: str, epoch: int, span: Span) -> messages.SpanReleased:
-    """Makes the message that releases a span of a receiver's ring: nothing will arrive in it.
+def released_span(endpoint: str, epoch: int, released: ReleasedSpan) -> messages.SpanReleased:
+    """Makes the message that releases a span of a receiver's ring: nothing will be written to it.
 
     Args:
         endpoint: our own.
         epoch: of the ring.
     """
-    return messages.SpanReleased(endpoint=endpoint, epoch=epoch, start=span.start, begin=span.begin, stop=span.stop)
+    span = released.span
+    return messages.SpanReleased(
+        endpoint=endpoint,
+        epoch=epoch,
+        start=span.start,
+        begin=span.begin,
+        stop=span.stop,
+        after_failure=released.after_failure,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +223,8 @@ class RoomContext:
         refuse_room: takes a decode rank's refusal for whoever has the room now, or will have it.
         write_failed: is told that a write to a decode rank failed: where the connection broke, nothing else will get
             there either.
+        broken_off: is told of a decode rank that a write to it failed of which something had been sent.
+        was_broken_off: whether that was ever the case.
         forget_room: drops a room that is done.
         set_deadline: is told when a room's next deadline is, every time that something happened in the room.
     """
@@ -229,6 +240,8 @@ class RoomContext:
     abort_room: Callable[[str, messages.AbortRoom], None]
     refuse_room: Callable[[str, messages.RefuseRoom], None]
     write_failed: Callable[[Attachment, Exception], None]
+    broken_off: Callable[[str], None]
+    was_broken_off: Callable[[str], bool]
     forget_room: Callable[[SendingRoom], None]
     set_deadline: Callable[[SendingRoom, float | None], None]
 
@@ -417,6 +430,8 @@ class SendingRoom(Actor):
             self._generations.setdefault(receiver, message.generation)
 
     def _handle(self, event: SenderEvent, worker: Worker) -> None:
+        if isinstance(event, WriteFailed) and event.may_arrive:
+            self._context.broken_off(event.receiver)  # before anything is said of this room when it is forgotten
         if isinstance(event, WriteFailed) and (event.receiver, event.sequence) not in self._failed_writes:
             self._failed_writes.add((event.receiver, event.sequence))
             self._observer.write_failed(self.room, event.receiver, event.error)
@@ -486,7 +501,9 @@ class SendingRoom(Actor):
                         reason=str(error),
                     ),
                 )
-            case SendDrained(receiver, generation):
+            case SendDrained(receiver, generation, after_failure):
+                # Of another use of the number this room knows nothing.
+                is_another = self._generations.get(receiver) != generation
                 self._context.send(
                     receiver,
                     messages.Drained(
@@ -494,6 +511,7 @@ class SendingRoom(Actor):
                         room=self.room,
                         generation=generation,
                         writer=self._context.coordinates.engine_rank,
+                        after_failure=after_failure or (is_another and self._context.was_broken_off(receiver)),
                     ),
                 )
 
@@ -632,7 +650,8 @@ class SendingRoom(Actor):
 
         def failed(error: Exception) -> None:
             context.admission.give_back(admitted)  # nothing more is sent
-            self.post(WriteFailed(command.receiver, command.sequence, error, may_arrive=True))
+            if context.transport.may_deliver_late:
+                self.post(WriteFailed(command.receiver, command.sequence, error, may_arrive=True))
 
         def settled(error: Exception) -> None:
             attachment.end_write()
@@ -660,11 +679,6 @@ class SendingRoom(Actor):
     def _staged_queue(self, attachment: Attachment) -> StagedQueue:
         context, receiver, staged = self._context, attachment.receiver, attachment.paths.staged
         assert staged is not None
-
-        def give_up(span: Span) -> None:
-            staged.peer.ring.give_up(span)
-            context.send(receiver, released_span(context.transport.endpoint_name, staged.peer.epoch, span))
-
         packing = Packing(
             receiver=receiver,
             elected=self._elected[receiver],
@@ -674,11 +688,17 @@ class SendingRoom(Actor):
             peer=staged.peer,
             chunk_bytes=staged.chunk_bytes,
             writer=context.coordinates.engine_rank,
-            give_up=give_up,
+            give_up=partial(self._give_up, receiver, staged.peer),
             now=context.now,
             is_digested=attachment.digests is not None,
         )
         return StagedQueue(packing, wake=lambda: self.post(PostNextPart(receiver)))
+
+    def _give_up(self, receiver: str, memory: PeerMemory, span: Span, *, after_failure: bool = False) -> None:
+        """Gives up a span of a receiver's ring, and notifies the receiver."""
+        released = ReleasedSpan(span, after_failure)
+        memory.ring.give_up(released)
+        self._context.send(receiver, released_span(self._context.transport.endpoint_name, memory.epoch, released))
 
     def _post_next_part(self, receiver: str, worker: Worker) -> None:
         queue = self._staged[receiver]
@@ -699,6 +719,7 @@ class SendingRoom(Actor):
     def _watch_part(self, queue: StagedQueue, write: StagedWrite, posted: Posted, worker: Worker) -> None:
         receiver, sequence = write.command.receiver, write.command.sequence
         attachment = self._attachments[receiver]
+        may_deliver_late = self._context.transport.may_deliver_late
         is_posting = True
         thread = threading.current_thread().name
         landed: list[PartLanded] = []
@@ -710,11 +731,12 @@ class SendingRoom(Actor):
         def failed(error: Exception) -> None:
             posted.memory.give_back(posted.slot)
             attachment.begin_settling()
-            self.post(WriteFailed(receiver, sequence, error, may_arrive=True))
+            if may_deliver_late:
+                self.post(WriteFailed(receiver, sequence, error, may_arrive=True))
 
         def settled(error: Exception) -> None:
             attachment.end_settling(self._context.now())
-            queue.packing.give_up(posted.span)
+            self._give_up(receiver, queue.packing.peer, posted.span, after_failure=may_deliver_late)
             ended(error)
 
         def ended(result: TransferReport | Exception) -> None:

@@ -1,7 +1,9 @@
 """Writes that have failed, until all that was sent of them has had time to arrive.
 
 A transport that reports an error sends nothing more. What it had sent lies in buffers of both machines, and lands when
-the receiver's processor comes to it: after the error. Until then the receiver's memory is not its own again.
+the receiver's processor comes to it: after the error. Until then the receiver's memory is not its own again. Both sides
+count: the writer before it says that nothing is on its way, and the receiver, which may have been frozen all that time
+and reads its sockets only now, from then on.
 """
 
 from __future__ import annotations
@@ -25,23 +27,24 @@ class _Failed:
 class Settling:
     """Counts the time since each write failed. For one thread."""
 
-    def __init__(self, settle_s: float, now: Callable[[], float]) -> None:
+    def __init__(self, settle_s: float, now: Callable[[], float], *, most_at_once_s: float = _MOST_AT_ONCE_S) -> None:
         """Starts with no writes.
 
         Args:
             settle_s: how long what was sent may take to arrive.
             now: the time, in seconds of a steady clock.
+            most_at_once_s: the most that counts between two looks; longer than they are apart while all is well.
         """
         self._settle_s = settle_s
         self._now = now
         self._failed: list[_Failed] = []
-        self._awake = TimeAwake(most_at_once_s=_MOST_AT_ONCE_S)
+        self._awake = TimeAwake(most_at_once_s=most_at_once_s)
 
     def __bool__(self) -> bool:
         return bool(self._failed)
 
     def add(self, on_settled: Callable[[], None]) -> None:
-        """Begins to count for a write that has just failed."""
+        """Begins to count for a write that has just failed, or of which that was just heard."""
         self.look()
         self._failed.append(_Failed(on_settled))
 

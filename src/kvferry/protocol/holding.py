@@ -30,7 +30,8 @@ class Waits:
         write_s: likewise.
         peer_s: silence after which a peer counts as lost.
         heartbeat_s: time between two heartbeats.
-        quarantine_s: how long the network may deliver what a dead process wrote, or a write that failed.
+        quarantine_s: how long the network may deliver what a dead process wrote, or a write that failed; likewise, how
+            long a process that was frozen may take to read it from its sockets.
     """
 
     bootstrap_s: float
@@ -93,8 +94,9 @@ HOLDINGS: Sequence[Holding] = (
         Side.DECODE,
         _S.FAILED,
         "every prefill rank that writes to pages directly has reported that it is drained, was closed, or has ended "
-        "as a process, and nothing is being scattered",
-        ("write_s", "peer_s", "heartbeat_s", "heartbeat_s", "quarantine_s"),
+        "as a process, and nothing is being scattered; where a write failed, what was sent of it has then had time to "
+        "arrive here, too",
+        ("write_s", "peer_s", "heartbeat_s", "heartbeat_s", "quarantine_s", "quarantine_s"),
         unless="such a rank is frozen or cut off: it may write when it is back, and there is no fence against that. "
         "With staged transfers alone nobody but this rank writes to its pages, and they come back at once",
     ),

@@ -18,7 +18,7 @@ from kvferry.protocol.fingerprint import FingerprintFields
 from kvferry.protocol.page_numbers import MAX_PAGES, PageNumbers
 from kvferry.protocol.request_conditions import RequestConditions
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAGIC = b"kvfy"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 MAX_AUX_BYTES = 1024 * 1024
@@ -219,9 +219,14 @@ class Refused(Message, frozen=True):
 
 
 class Closed(Message, frozen=True):
-    """Prefill to decode: this rank was closed. None of its writes is in flight, and none will be."""
+    """Prefill to decode: this rank was closed. None of its writes is in flight, and none will be.
+
+    Attributes:
+        after_failure: as in `Drained`, of any write to this decode rank.
+    """
 
     endpoint: EndpointName
+    after_failure: bool = False
 
 
 class Detach(Message, frozen=True):
@@ -374,12 +379,15 @@ class Drained(Message, frozen=True):
 
     Attributes:
         endpoint: the rank that sends this. It covers this start of the rank, not earlier ones.
+        after_failure: whether a write failed. What had been sent of it may lie in the decode rank's sockets if that was
+            frozen meanwhile, and lands once it runs: it counts `quarantine_s` of its own time before it believes this.
     """
 
     endpoint: EndpointName
     room: Random
     generation: Random
     writer: Count
+    after_failure: bool = False
 
 
 class Confirmed(Message, frozen=True):
@@ -415,6 +423,9 @@ class SpanReleased(Message, frozen=True):
     """Prefill to decode: this span of the ring was given up, and carries nothing; see `credits.Span`.
 
     Repeated until a credit shows that it arrived.
+
+    Attributes:
+        after_failure: as in `Drained`, of the write that was to fill it.
     """
 
     endpoint: EndpointName
@@ -422,6 +433,7 @@ class SpanReleased(Message, frozen=True):
     start: Count
     begin: Count
     stop: Count
+    after_failure: bool = False
 
 
 class Digests(msgspec.Struct, frozen=True, array_like=True):

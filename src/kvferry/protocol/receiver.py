@@ -124,7 +124,19 @@ class SenderFailed:
 
 @dataclass(frozen=True, slots=True)
 class SenderDrained:
-    """A prefill rank will not write for this generation again."""
+    """A prefill rank will not write for this generation again.
+
+    Attributes:
+        after_failure: whether one of its writes failed: what had been sent of it may arrive yet.
+    """
+
+    writer: int
+    after_failure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SenderSettled:
+    """What had been sent of a prefill rank's failed writes has had time to arrive; see `AwaitArrival`."""
 
     writer: int
 
@@ -167,6 +179,7 @@ ReceiverEvent: TypeAlias = (
     | Finished
     | SenderFailed
     | SenderDrained
+    | SenderSettled
     | SenderLost
     | ReceiverAbortRequested
     | ReceiverBroke
@@ -225,7 +238,17 @@ class Scatter:
     part: int
 
 
-ReceiverCommand: TypeAlias = SendOpen | SendAbort | SendVerified | Verify | Scatter
+@dataclass(frozen=True, slots=True)
+class AwaitArrival:
+    """Wait until what a failed write had sent has had time to arrive here; answer with SenderSettled.
+
+    Only time in which this process runs counts: while it is frozen nobody reads its sockets.
+    """
+
+    writer: int
+
+
+ReceiverCommand: TypeAlias = SendOpen | SendAbort | SendVerified | Verify | Scatter | AwaitArrival
 
 # ---- the machine ------------------------------------------------------------------------------------------------
 
@@ -248,6 +271,7 @@ class _Writer:
     unverified: set[int] = field(default_factory=set)  # whose digests are being compared, or were
     partial: dict[int, _Parts] = field(default_factory=dict)  # by sequence, while not all parts are in their pages
     finished_chunks: int | None = None
+    is_settling: bool = False  # it writes no more; what it had sent may arrive yet
     is_drained: bool = False
 
     @property
@@ -256,7 +280,13 @@ class _Writer:
 
     @property
     def may_write(self) -> bool:
+        """Whether anything of it may still land in the pages."""
         return not self.is_drained and self.finished_chunks is None
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether it has confirmed that it writes no more."""
+        return self.is_settling or not self.may_write
 
 
 class ReceiverMachine:
@@ -316,7 +346,10 @@ class ReceiverMachine:
         if self.state is TransferState.BOOTSTRAPPING:
             return "the prefill engine to be connected"
         if self.state is TransferState.FAILED and self.undrained:
-            return f"prefill ranks {self.undrained} to confirm that they write no more"
+            silent = [rank for rank in self.undrained if not self._expected[rank].has_answered]
+            if not silent:
+                return f"what prefill ranks {self.undrained} had sent of writes that failed, in case it arrives"
+            return f"prefill ranks {silent} to confirm that they write no more"
         if self.state.is_final:
             return f"prefill ranks {self.unanswered} to confirm its end" if self._unanswered else ""
         incomplete = [rank for rank, writer in list(self._expected.items()) if not writer.is_complete]
@@ -354,8 +387,11 @@ class ReceiverMachine:
             case SenderFailed(rank, error_name, reason):
                 message = f"room {self.room}: prefill rank {rank} failed with {error_name}: {reason}"
                 return self._fail(TransferFailedError(message))
-            case SenderDrained(rank):
-                return self._drained(rank)
+            case SenderDrained(rank, after_failure):
+                return self._drained(rank, after_failure=after_failure)
+            case SenderSettled(rank):
+                self._expected[rank].is_drained = True
+                return []
             case SenderLost(rank, error):
                 if self._may_be_silent(rank):
                     self._unanswered.discard(rank)
@@ -464,14 +500,20 @@ class ReceiverMachine:
             self.aux = event.aux
         return self._maybe_succeed(event.writer, writer)
 
-    def _drained(self, rank: int) -> list[ReceiverCommand]:
+    def _drained(self, rank: int, *, after_failure: bool) -> list[ReceiverCommand]:
         self._unanswered.discard(rank)
         writer = self._expected.get(rank)
         if writer is None:
             return []
-        writer.is_drained = True
+        commands: list[ReceiverCommand] = []
+        if after_failure and rank in self._into_pages and not writer.has_answered:
+            writer.is_settling = True
+            commands.append(AwaitArrival(rank))
+        elif not writer.is_settling:  # else the same again, which neither starts that time anew nor ends it
+            writer.is_drained = True
         # The reason comes first, in `RoomFailed`, unless it was lost on the way.
-        return self._fail(TransferFailedError(f"room {self.room}: prefill rank {rank} stopped without saying why"))
+        why = TransferFailedError(f"room {self.room}: prefill rank {rank} stopped without saying why")
+        return commands + self._fail(why)
 
     def _maybe_succeed(self, rank: int, writer: _Writer) -> list[ReceiverCommand]:
         if writer.finished_chunks is not None and writer.last >= writer.finished_chunks:
@@ -511,7 +553,7 @@ class ReceiverMachine:
         self.error = error
         self._move(ReceiverTrigger.FAILURE)
         self._unanswered = {
-            rank for rank in self._ranks if rank not in self._expected or self._expected[rank].may_write
+            rank for rank in self._ranks if rank not in self._expected or not self._expected[rank].has_answered
         }
         return [self.abort_of(rank) for rank in sorted(self._ranks)]
 

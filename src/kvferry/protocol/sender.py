@@ -262,10 +262,16 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True)
 class SendDrained:
-    """Notify the receiver that no write of this rank can touch its pages any more. No answer."""
+    """Notify the receiver that no write of this rank can touch its pages any more. No answer.
+
+    Attributes:
+        after_failure: whether a write to it failed: a receiver that was frozen meanwhile may have to read from its
+            sockets yet what had been sent.
+    """
 
     receiver: str
     generation: int
+    after_failure: bool = False
 
 
 SenderCommand: TypeAlias = Write | AwaitTurn | SendFinish | SendFailed | SendDrained
@@ -285,6 +291,7 @@ class _Receiver:
     finish_requested: bool = False
     finish_sent: bool = False
     has_verified: bool = False
+    has_failed_write: bool = False  # of which something had been sent
     failure_sent: bool = False
     drained_sent: bool = False
 
@@ -426,7 +433,9 @@ class SenderMachine:
                 self._receivers[name].progressed(now)
                 commands = []
             case WriteFailed(name, sequence, error, may_arrive):
-                if not may_arrive:
+                if may_arrive:
+                    self._receivers[name].has_failed_write = True
+                else:
                     self._receivers[name].writes_in_flight.discard(sequence)
                 commands = self._fail(caused(f"writing chunk {sequence} of room {self.room} to {name} failed", error))
             case FinishSent(name):
@@ -695,5 +704,5 @@ class SenderMachine:
         for name, receiver in self._receivers.items():
             if not receiver.drained_sent and not receiver.writes_in_flight:
                 receiver.drained_sent = True
-                commands.append(SendDrained(name, receiver.opened.generation))
+                commands.append(SendDrained(name, receiver.opened.generation, receiver.has_failed_write))
         return commands

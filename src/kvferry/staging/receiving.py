@@ -281,8 +281,10 @@ class ReceivingStaging:
         Args:
             settled: prefill ranks that have no write to this rank in flight.
         """
-        doubtful = [ring for endpoint, ring in self._rings.items() if endpoint not in settled]
+        # Of a ring that is not idle, what a failed write had sent may be about to arrive.
+        doubtful = [ring for endpoint, ring in self._rings.items() if endpoint not in settled or not ring.is_idle]
         doubtful += [ring for rings in self._earlier.values() for ring in rings]
+        doubtful += [ring for ring in self._free if not ring.is_idle]
         for ring in doubtful:
             ring.memory.keep_for_good()
         return sum(ring.memory.num_bytes for ring in doubtful)

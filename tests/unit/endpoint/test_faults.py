@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -286,6 +287,25 @@ def test_a_prefill_rank_speaks_only_for_itself_and_for_the_present(pair: Callabl
         requests.submit(request, 1, 2)
         request.wait()
         requests.check(request)
+
+
+def test_a_rank_that_closes_after_a_write_failed_is_believed_once_what_was_sent_has_had_time(
+    pair: Callable[..., Requests],
+):
+    requests = pair(quarantine_s=0.8)
+    (transport,), (endpoint,) = requests.prefill.transports, requests.prefill.endpoints
+    transport.held = True
+    request = opened(requests)
+    requests.submit(request, 0, 1, last=False)
+    eventually("a write is on its way", lambda: transport.in_flight)
+    request.receivers[0].abort()
+    eventually("it is aborted", lambda: request.receivers[0].state.is_final)
+    told_at = time.monotonic()
+    for _ in range(2):
+        endpoint._send(decode_name(requests), messages.Closed(endpoint=transport.endpoint_name, after_failure=True))
+    assert request.receivers[0].wait_pages_reusable(WAIT_S)
+    assert time.monotonic() - told_at >= 0.6, "less by what counts at once"
+    transport.held = False
 
 
 def garbage() -> list[bytes]:

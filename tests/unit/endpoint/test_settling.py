@@ -62,6 +62,17 @@ def test_time_that_this_process_did_not_see_pass_hardly_counts(clock: Clock, jum
     assert settled == ["first"]
 
 
+def test_a_freeze_counts_no_more_than_the_most_at_once(clock: Clock):
+    settling, settled = Settling(SETTLE_S, clock, most_at_once_s=SETTLE_S / 4), list[str]()
+    settling.add(lambda: settled.append("first"))
+    for _ in range(3):
+        clock.now += 1000.0
+        assert not settling.look()
+    clock.now += 1000.0
+    assert settling.look()
+    assert settled == ["first"]
+
+
 def test_a_write_that_fails_while_others_settle_does_not_count_their_time(clock: Clock):
     settling, times = Settling(SETTLE_S, clock), list[float]()
     for _ in range(5):

@@ -20,5 +20,5 @@ def test_every_state_of_either_side_has_one_row(side: Side, state: TransferState
 def test_the_terms_add_up():
     assert holding(Side.DECODE, TransferState.BOOTSTRAPPING).longest_s(WAITS) == 1
     assert holding(Side.PREFILL, TransferState.TRANSFERRING).longest_s(WAITS) == 110
-    assert holding(Side.DECODE, TransferState.FAILED).longest_s(WAITS) == 100 + 1000 + 20_000 + 100_000
+    assert holding(Side.DECODE, TransferState.FAILED).longest_s(WAITS) == 100 + 1000 + 20_000 + 2 * 100_000
     assert holding(Side.DECODE, TransferState.SUCCESS).longest_s(WAITS) == 0

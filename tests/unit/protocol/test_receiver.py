@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from kvferry.errors import TransferAbortedError, TransferFailedError, TransferTi
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.receiver import (
     Arrived,
+    AwaitArrival,
     Connected,
     ConnectFailed,
     Finished,
@@ -25,6 +27,7 @@ from kvferry.protocol.receiver import (
     SenderDrained,
     SenderFailed,
     SenderLost,
+    SenderSettled,
     SendOpen,
 )
 from kvferry.protocol.states import TransferState
@@ -264,6 +267,56 @@ def test_an_abort_is_sent_to_every_rank_and_pages_wait_for_all_that_may_write():
     run(receiver, SenderDrained(0))
     assert receiver.undrained == []
     assert receiver.are_pages_reusable
+
+
+def test_what_a_failed_write_had_sent_is_waited_for():
+    """This rank may have been frozen while the writer waited, and have to read it from its sockets yet."""
+    receiver = machine()
+    run(receiver, connected(0, 1, ranks=2), SenderFailed(0, "TransportError", "link down"))
+    assert run(receiver, SenderDrained(0, after_failure=True)) == [AwaitArrival(0)]
+    assert (receiver.undrained, receiver.unanswered) == ([0, 1], [1])
+    assert "ranks [1] to confirm" in receiver.waits_for
+    run(receiver, SenderDrained(1))
+    assert (receiver.undrained, receiver.unanswered) == ([0], [])
+    assert "ranks [0] had sent of writes that failed" in receiver.waits_for
+    assert not receiver.are_pages_reusable
+    assert run(receiver, SenderSettled(0)) == []
+    assert receiver.are_pages_reusable
+    assert receiver.is_done
+    assert receiver.waits_for == ""
+
+
+@pytest.mark.parametrize("after_failure", [True, False])
+def test_the_same_again_neither_ends_that_wait_nor_starts_it_anew(after_failure: bool):
+    receiver = machine()
+    run(receiver, connected(0, ranks=1), ReceiverAbortRequested("gone"), SenderDrained(0, after_failure=True))
+    assert run(receiver, SenderDrained(0, after_failure=after_failure)) == []
+    assert not receiver.are_pages_reusable
+    run(receiver, SenderSettled(0))
+    assert run(receiver, SenderDrained(0, after_failure=True)) == []
+    assert receiver.are_pages_reusable
+
+
+def test_a_rank_that_is_drained_after_a_failure_without_a_word_ends_the_room_and_is_not_asked_again():
+    receiver = machine()
+    commands = run(receiver, connected(0, 1, ranks=2), SenderDrained(1, after_failure=True))
+    assert receiver.state is FAILED
+    assert AwaitArrival(1) in commands
+    assert receiver.unanswered == [0]
+    assert receiver.undrained == [0, 1]
+
+
+def test_what_a_rank_had_sent_that_writes_to_no_pages_is_not_waited_for():
+    receiver = machine()
+    run(
+        receiver,
+        replace(connected(0, 1, ranks=2), into_pages=frozenset({1})),
+        ReceiverAbortRequested("gone"),
+        SenderDrained(1),
+    )
+    assert receiver.are_pages_reusable
+    assert run(receiver, SenderDrained(0, after_failure=True)) == []
+    assert receiver.is_done
 
 
 def test_an_arrival_after_the_abort_does_not_free_the_pages():

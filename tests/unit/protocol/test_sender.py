@@ -29,6 +29,7 @@ from kvferry.protocol.sender import (
     ChunkSubmitted,
     FinishFailed,
     FinishSent,
+    OpenRetransmitted,
     ReceiverAborted,
     ReceiverLost,
     ReceiverOpened,
@@ -417,8 +418,27 @@ def test_a_receiver_is_not_drained_while_what_was_sent_of_a_failed_write_may_arr
     assert drained_of(commands) == [("d1", 1)]
     assert not sender.is_done
     assert run(sender, ReceiverAborted("d0", 1, "it failed")) == []
-    assert run(sender, WriteFailed("d0", 0, OSError("link down"))) == [SendDrained("d0", 1)]
+    assert run(sender, WriteFailed("d0", 0, OSError("link down"))) == [SendDrained("d0", 1, after_failure=True)]
     assert sender.is_done
+
+
+def test_a_receiver_hears_with_every_drained_that_a_write_to_it_failed_and_others_do_not():
+    """It may have been frozen all the time, and have to read from its sockets yet what had been sent."""
+    sender = machine()
+    run(sender, opened("d0", expected_receivers=2), opened("d1", expected_receivers=2), chunk(1), chunk(2, start=1))
+    failed = OSError("link down")
+    run(sender, WriteDone("d1", 0), WriteFailed("d0", 0, failed, may_arrive=True), WriteFailed("d0", 0, failed))
+    assert run(sender, WriteDone("d0", 1)) == [SendDrained("d0", 1, after_failure=True)]
+    assert run(sender, WriteDone("d1", 1)) == [SendDrained("d1", 1)]
+    assert run(sender, ReceiverAborted("d0", 1, "again")) == [SendDrained("d0", 1, after_failure=True)]
+    assert run(sender, OpenRetransmitted("d0", 1))[1:] == [SendDrained("d0", 1, after_failure=True)]
+    assert run(sender, ReceiverAborted("d1", 1, "again")) == [SendDrained("d1", 1)]
+
+
+def test_a_write_of_which_nothing_was_sent_leaves_nothing_to_wait_for():
+    sender = machine()
+    run(sender, opened(), chunk(1))
+    assert run(sender, WriteFailed("d0", 0, OSError("not posted")))[-1] == SendDrained("d0", 1)
 
 
 def test_a_finish_that_cannot_be_told_fails_the_room():

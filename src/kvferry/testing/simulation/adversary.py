@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.errors import PeerDisconnectedError, TransportError
-from kvferry.testing.simulation.circumstances import LINGER_S, Engine
+from kvferry.testing.simulation.circumstances import LINGER_S, THAW_S, Engine
 from kvferry.testing.simulation.control_network import Line
 from kvferry.testing.simulation.processes import Process
 from kvferry.testing.simulation.requests import RankSide
@@ -36,6 +36,7 @@ class Adversary:
     Attributes:
         faults: how many there were so far; those that were left out count, too.
         doomed: until when writes of dead processes go on.
+        in_sockets: writes that failed, of which the receiver's sockets hold what was sent while it is frozen.
         held: until when writes do not get on.
         lines_heal: when connections that are cut come back.
         unwell_until: until when peers may take each other for lost that are not, or may not find each other.
@@ -44,12 +45,15 @@ class Adversary:
     def __init__(self, world: World) -> None:
         self._world = world
         self._lingering = random.Random(world.seed + 3)  # what becomes of a write that fails
-        self._happenings = [
-            (kind, odds, _HAPPENINGS[kind]) for kind, odds in world.circumstances.odds.items() if kind in _HAPPENINGS
-        ]
+        odds_of = world.circumstances.odds
+        self._happenings = [(kind, odds, _HAPPENINGS[kind]) for kind, odds in odds_of.items() if kind in _HAPPENINGS]
+        # Of its own, so that worlds stay as they are in which it does not strike.
+        self._of_frozen = random.Random(f"{world.seed} frozen receivers")
+        self._frozen_odds = odds_of.get("frozen receiver", 0.0)
         self.faults = 0
         self.doomed: dict[SimulatedHandle, float] = {}
         self.held: dict[SimulatedHandle, float] = {}
+        self.in_sockets: set[SimulatedHandle] = set()
         self.lines_heal: dict[Line, float] = {}
         self.unwell_until = 0.0
 
@@ -98,6 +102,8 @@ class Adversary:
         for kind, odds, happens in self._happenings:
             if draw() < odds and self._counts(kind):
                 happens(self)
+        if self._frozen_odds and self._of_frozen.random() < self._frozen_odds:
+            self._break_off_while_frozen()
 
     def _upset_until(self, time_s: float) -> None:
         """Requests that come before then may fail for what has happened now."""
@@ -155,9 +161,9 @@ class Adversary:
         self.left(process)
 
     def end_doomed(self) -> None:
-        """Writes of dead processes end."""
+        """Writes of dead processes end. What the sockets of a frozen process hold does not."""
         for transfer in list(self._world.wire.transfers):
-            if self._world.now >= self.doomed.get(transfer, float("inf")):
+            if not self.lies_in_sockets(transfer) and self._world.now >= self.doomed.get(transfer, float("inf")):
                 self._world.wire.fail(transfer, None)
 
     def left(self, process: Process) -> None:
@@ -178,10 +184,13 @@ class Adversary:
     def _freeze(self) -> None:
         process = self._someone()
         if process is not None:
-            process.thaws_at = self._world.now + self._world.fate.choice([0.05, 0.5, 2.0, 4.0, 1e9])
-            self._world.threads_changed()
-            self._world.note("%s freezes until %.3f", process.name, process.thaws_at)
-            self._excuse_those_with(process, f"{process.name} froze")
+            self._freeze_until(process, self._world.now + self._world.fate.choice([0.05, 0.5, 2.0, 4.0, 1e9]))
+
+    def _freeze_until(self, process: Process, thaws_at: float) -> None:
+        process.thaws_at = thaws_at
+        self._world.threads_changed()
+        self._world.note("%s freezes until %.3f", process.name, process.thaws_at)
+        self._excuse_those_with(process, f"{process.name} froze")
 
     def _close(self) -> None:
         process = self._someone()
@@ -239,18 +248,42 @@ class Adversary:
 
     def _fail_write(self) -> None:
         if self._world.wire.moving:
-            transfer = self._world.fate.choice(self._world.wire.moving)
-            self._excuse_all("a write failed")
-            # Sometimes the connection broke, so that the receiver is given up; what was sent lands all the same.
-            kind = self._lingering.choice([TransportError, PeerDisconnectedError])
-            if kind is PeerDisconnectedError:
-                self._upset_until(self._world.now + RECOVERY_S)
-            sent = self._lingering.randint(0, len(transfer.left))
-            self._lingering.shuffle(transfer.left)
-            self._world.wire.fail(transfer, kind("the simulation lets it fail"), sent=sent)
-            # Sooner than after a death: whoever waits for it has a clock that may jump meanwhile, many times.
-            self.held[transfer] = self._world.now + self._lingering.random() * LINGER_S / 2
-            self.doomed[transfer] = self._world.now + LINGER_S / 2
+            self._break_off(self._world.fate.choice(self._world.wire.moving), self._lingering)
+
+    def _break_off(self, transfer: SimulatedHandle, draw: random.Random) -> None:
+        """A write fails. What was sent of it lands yet: soon, or once its receiver thaws where that is frozen."""
+        self._excuse_all("a write failed")
+        # Sometimes the connection broke, so that the receiver is given up; what was sent lands all the same.
+        kind = draw.choice([TransportError, PeerDisconnectedError])
+        if kind is PeerDisconnectedError:
+            self._upset_until(self._world.now + RECOVERY_S)
+        sent = draw.randint(0, len(transfer.left))
+        draw.shuffle(transfer.left)
+        self._world.wire.fail(transfer, kind("the simulation lets it fail"), sent=sent)
+        # Sooner than after a death: whoever waits for it has a clock that may jump meanwhile, many times.
+        self.held[transfer] = self._world.now + draw.random() * LINGER_S / 2
+        self.doomed[transfer] = self._world.now + LINGER_S / 2
+        self.in_sockets.add(transfer)
+
+    def lies_in_sockets(self, transfer: SimulatedHandle) -> bool:
+        """Whether what was sent of a failed write waits for its receiver to thaw, which alone reads its sockets."""
+        return transfer in self.in_sockets and self._world.process_of(transfer.target).thaws_at is not None
+
+    def thawed(self, process: Process) -> None:
+        """What a process's sockets hold lands soon."""
+        for transfer in self._world.wire.transfers:
+            if transfer in self.in_sockets and transfer.target is process.transport:
+                self.held[transfer] = self._world.now + self._of_frozen.random() * THAW_S
+                self.doomed[transfer] = self._world.now + THAW_S
+
+    def _break_off_while_frozen(self) -> None:
+        """A decode rank freezes for long; a write to it has been sent, in part, and fails."""
+        writes = [each for each in self._world.wire.moving if self._world.process_of(each.target).takes_work]
+        if writes and self._counts("frozen receiver"):
+            transfer = self._of_frozen.choice(writes)
+            process = self._world.process_of(transfer.target)
+            self._freeze_until(process, self._world.now + self._of_frozen.choice([2.0, 4.0, 6.0]))
+            self._break_off(transfer, self._of_frozen)
 
     def _delay_write(self) -> None:
         if self._world.wire.moving:

@@ -36,11 +36,17 @@ _DRAWN = (
 _DRAWN_APART: Mapping[str, tuple[float, float]] = {"refuse": (0.125, 0.4), "another prompt": (1.0, 1 / 64)}
 """By kind, the share of worlds that have it, and the share of their requests that meet it."""
 
-TROUBLES = (*_DRAWN, *_DRAWN_APART)
+_STRUCK_APART: Mapping[str, tuple[float, float]] = {"frozen receiver": (1 / 8, 0.1)}
+"""By kind, the share of worlds that have it, and how often it befalls a step of theirs."""
+
+TROUBLES = (*_DRAWN, *_DRAWN_APART, *_STRUCK_APART)
 """What may go wrong. Every world has its own few, so that each also comes alone."""
 
 LINGER_S = 2.5
 """For how long the wire may carry on with the writes of a process that was killed."""
+
+THAW_S = LINGER_S / 2
+"""Within how long after its thaw a process has what its sockets had held meanwhile."""
 
 LEASE_S = 1.0
 WAITS = Waits(bootstrap_s=3.0, waiting_s=4.0, write_s=2.0, peer_s=1.5, heartbeat_s=0.5, quarantine_s=1.2 * LINGER_S)
@@ -229,9 +235,9 @@ def _common_settings() -> Settings:
 
 
 def drawn_apart(seed: int, limits: Limits) -> dict[str, float]:
-    """What requests meet in the world of a seed, and how often; drawn apart, so that other worlds stay as they are."""
+    """What requests or steps meet in the world of a seed, and how often; apart, so that other worlds stay the same."""
     return {
-        kind: of_requests
-        for kind, (of_worlds, of_requests) in _DRAWN_APART.items()
+        kind: how_often
+        for kind, (of_worlds, how_often) in {**_DRAWN_APART, **_STRUCK_APART}.items()
         if kind not in limits.without_troubles and random.Random(f"{seed} {kind}s").random() < of_worlds
     }

@@ -42,7 +42,18 @@ _MOST_PROGRESS = 8  # how often a transfer may get on while its state stays the 
 _SLACK_S = 1.5  # until somebody has a turn, and looks
 _TELLS_S = 2.5  # until the other side has been found and told; less than any deadline
 _TELLS_UNLESS = frozenset(
-    {"crash", "freeze", "close", "cut", "registry", "send fails", "connect fails", "clock", "reorder"}
+    {
+        "crash",
+        "freeze",
+        "close",
+        "cut",
+        "registry",
+        "send fails",
+        "connect fails",
+        "clock",
+        "reorder",
+        "frozen receiver",
+    }
 )  # then who is to be told may be out of reach, or take its peer for lost
 
 

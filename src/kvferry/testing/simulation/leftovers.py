@@ -51,6 +51,8 @@ def _of_decode(endpoint: DecodeEndpoint) -> Iterator[str]:
     waiting = sum(len(rooms) for rooms in driver._waiting.values())
     if waiting or driver._links.are_awaited or driver._unconfirmed or driver._arriving is not None:
         yield f"{waiting} rooms that wait for a link, {len(driver._unconfirmed)} that nobody knows to be verified"
+    if driver._settling:
+        yield "what failed writes had sent, which is still waited for"
     for name, ring in driver._staging.rings.items():
         if not ring.is_idle:
             yield f"parts of the ring of {name} that are being read"

@@ -249,6 +249,7 @@ class World:
                 process.thaws_at = None
                 self.threads_changed()
                 self.adversary.unwell_until = self.now + RECOVERY_S
+                self.adversary.thawed(process)
                 self.note("%s thaws", process.name)
             keeper = process.platform.keeper
             if process.runs and keeper is not None and not keeper.is_closed and process.platform.now() >= keeper.due_at:
@@ -363,7 +364,7 @@ class World:
         if self.now < self.adversary.held.get(transfer, 0.0):
             return False
         if transfer.has_ended:
-            return True  # it was sent: nothing holds it up
+            return not self.adversary.lies_in_sockets(transfer)  # it was sent: nothing else holds it up
         owner = self.process_of(transfer.source)
         return self.circumstances.wire_runs_alone or owner.thaws_at is None or owner.died_at is not None
 
