@@ -65,6 +65,8 @@ class Attachment:
         verifies: whether the decode rank confirms that all that arrived is right.
         digests: computes the digests of what is sent; None if the decode rank asks for none.
         moved_at: when a write to it last ended, or a part of one last arrived, of whichever room.
+        spans_kept_until: by when the span of the last staged write that failed should be free: until both sides have
+            waited for what was sent of it. Whoever waits for the ring till then cannot blame the receiver.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Attachment:
         self.verifies = verifies
         self.digests = digests
         self.moved_at = float("-inf")
+        self.spans_kept_until = float("-inf")
         self._transport = transport
         self._merged_bytes = merged_bytes
         # Guards the prepared lists: those of single tokens are made by whichever worker first needs them.
@@ -97,10 +100,9 @@ class Attachment:
         self._prepared: dict[Unit, PreparedRows] = {}
         self._selectors: dict[tuple[Unit, tuple[int, ...]], tuple[Selector, ...]] = {}
         self._bytes_of_units: dict[tuple[Unit, tuple[int, ...]], int] = {}  # of all pieces together
-        # Guards the three below, which several workers use: no list is given back while a write uses it.
+        # Guards the two below, which several workers use: no list is given back while a write uses it.
         self._lock = threading.Lock()
         self._writes = 0
-        self._settling = 0
         self._when_unused: Callable[[], None] | None = None
 
     def begin_write(self) -> bool:
@@ -118,25 +120,6 @@ class Attachment:
             call = self._when_unused if self._writes == 0 else None
         if call is not None:
             call()
-
-    @property
-    def keeps_failed_spans(self) -> bool:
-        """Whether some of its ring is not free because a write failed of which something may still arrive.
-
-        That ends by itself: until then nobody who waits for the ring can blame the receiver.
-        """
-        return self._settling > 0
-
-    def begin_settling(self) -> None:
-        """A staged write failed, and keeps its span of the ring."""
-        with self._lock:
-            self._settling += 1
-
-    def end_settling(self, now: float) -> None:
-        """The span of a staged write that failed is free: what waited for it begins to wait for the receiver."""
-        with self._lock:
-            self._settling -= 1
-        self.moved_at = now
 
     def retire(self, when_unused: Callable[[], None]) -> None:
         """Refuses further writes, and calls back as soon as none uses the lists. To be called once."""

@@ -251,6 +251,7 @@ class SendingRoom(Actor):
 
     def __init__(self, machine: SenderMachine, workers: WorkerPool, context: RoomContext, settings: Settings) -> None:
         synchronous = settings.synchronous
+        self._quarantine_s = settings.quarantine_s
         run_queue = workers.queue_of(machine.room.to_bytes(8, "little"))
         super().__init__(run_queue)
         self._gathering = workers.gathering
@@ -586,8 +587,8 @@ class SendingRoom(Actor):
             is_deferred = queue is not None and queue.writes
             moved_at = (self._context.admission.moved_at(receiver) or 0.0) if is_deferred else attachment.moved_at
             staged = self._staged.get(receiver)
-            if staged is not None and staged.waits_since is not None and attachment.keeps_failed_spans:
-                moved_at = self._context.now()
+            if staged is not None and staged.waits_since is not None:
+                moved_at = max(moved_at, min(attachment.spans_kept_until, self._context.now()))
             self._machine.handle(WriteProgressed(receiver), max(moved_at, attachment.moved_at))
 
     def _write_directly(self, command: Write, account: _Account, admitted: Admitted, worker: Worker) -> None:
@@ -730,12 +731,12 @@ class SendingRoom(Actor):
 
         def failed(error: Exception) -> None:
             posted.memory.give_back(posted.slot)
-            attachment.begin_settling()
+            if self._context.transport.may_deliver_late:
+                attachment.spans_kept_until = self._context.now() + 2 * self._quarantine_s
             if may_deliver_late:
                 self.post(WriteFailed(receiver, sequence, error, may_arrive=True))
 
         def settled(error: Exception) -> None:
-            attachment.end_settling(self._context.now())
             self._give_up(receiver, queue.packing.peer, posted.span, after_failure=may_deliver_late)
             ended(error)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.errors import PeerDisconnectedError, TransportError
-from kvferry.testing.simulation.circumstances import LINGER_S, THAW_S, Engine
+from kvferry.protocol.messages import StagedArrived, decode_notification
+from kvferry.testing.simulation.circumstances import LINGER_S, THAW_S, WAITS, Engine
 from kvferry.testing.simulation.control_network import Line
 from kvferry.testing.simulation.processes import Process
 from kvferry.testing.simulation.requests import RankSide
@@ -39,6 +40,8 @@ class Adversary:
         in_sockets: writes that failed, of which the receiver's sockets hold what was sent while it is frozen.
         held: until when writes do not get on.
         lines_heal: when connections that are cut come back.
+        rings_kept_until: until when a decode rank's ring may be kept, on either side, for what a failed write of a
+            prefill rank had sent, by the two processes: a small ring has no space for others till then.
         unwell_until: until when peers may take each other for lost that are not, or may not find each other.
     """
 
@@ -56,6 +59,7 @@ class Adversary:
         self.in_sockets: set[SimulatedHandle] = set()
         self.lines_heal: dict[Line, float] = {}
         self.unwell_until = 0.0
+        self.rings_kept_until: dict[tuple[Process, Process], float] = {}
 
     def strikes(self, kind: str) -> bool:
         """Whether it goes wrong this time."""
@@ -264,6 +268,9 @@ class Adversary:
         self.held[transfer] = self._world.now + draw.random() * LINGER_S / 2
         self.doomed[transfer] = self._world.now + LINGER_S / 2
         self.in_sockets.add(transfer)
+        if isinstance(decode_notification(transfer.notification), StagedArrived):
+            both = self._world.process_of(transfer.source), self._world.process_of(transfer.target)
+            self.rings_kept_until[both] = self._world.now + 2 * WAITS.quarantine_s
 
     def lies_in_sockets(self, transfer: SimulatedHandle) -> bool:
         """Whether what was sent of a failed write waits for its receiver to thaw, which alone reads its sockets."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import TYPE_CHECKING
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
@@ -81,6 +82,9 @@ class Callers:
                 request.excused(f"{process.name} was not well")
         if self._world.now < self._world.adversary.unwell_until:
             request.excused("peers may not have found each other again")
+        kept_until = self._world.adversary.rings_kept_until
+        if any(self._world.now < kept_until.get(both, 0.0) for both in product(prefill.ranks, decode.ranks)):
+            request.excused("a failed write may keep a ring from others")
         if any(line.is_cut for line in self._world.network.lines) or not self._world.registry.answers:
             request.excused("the network was not well")
         if "absent" in self._world.circumstances.odds and draw.random() < 0.3:
