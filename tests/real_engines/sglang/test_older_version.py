@@ -37,13 +37,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undivided(model: Path) -> Iterator[EngineProcess]:
     engine = EngineProcess(Shape(model))
-    yield engine.started()
+    yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
 def pair(model: Path, undivided: EngineProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     both = Pair(model, tmp_path_factory.mktemp("tampering"))
+    undivided.started()
     yield both.started()
     both.close()
 
@@ -77,6 +78,7 @@ def test_a_request_that_fails_says_why_on_both_sides_and_leaves_nothing(pair: Pa
             assert ["another cache salt" in (each.error or "") for each in answers] == [True, True], answers
 
 
+@pytest.mark.usefixtures("pair")
 def test_pipeline_stages_on_the_prefill_side(model: Path, undivided: EngineProcess):
     (port,) = free_ports(1)
     options = disaggregated("prefill", port, pp_size=2, chunked_prefill_size=128)
