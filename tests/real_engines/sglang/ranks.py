@@ -320,7 +320,7 @@ def place(
     for options in (parallel, disagg, memory):
         vars(options).update({name: value for name, value in changed.items() if name in vars(options)})
     config = model_config(model.heads, model.window_heads, window_tokens=model.window_tokens, layers=model.layers)
-    with patch.context() as within:
+    with patch.context() as within:  # without `raising` where 0.5.22 asks for nothing
         for module in (conn, options_module):
             within.setattr(module, "get_parallel", lambda: parallel)
             within.setattr(module, "get_disagg", lambda: disagg)
@@ -328,9 +328,9 @@ def place(
         within.setattr(options_module, "get_memory", lambda: memory)
         within.setattr(manager_module, "mambaish_config", lambda _: model.recurrent(tp) if model.groups else None)
         within.setattr(conn, "get_serving", lambda: SimpleNamespace(host="127.0.0.1", port=1))
-        within.setattr(conn, "get_observability", lambda: SimpleNamespace(enable_trace=False))
+        within.setattr(conn, "get_observability", lambda: SimpleNamespace(enable_trace=False), raising=False)
         within.setattr(conn, "get_dsv41_spec_layout", lambda _: None)
-        within.setattr(conn, "linear_attn_tp_size", lambda: tp)
+        within.setattr(conn, "linear_attn_tp_size", lambda: tp, raising=False)
         within.setattr(conn, "PPConsensusStore", Consensus)
         within.setattr(ModelConfig, "from_server_args", lambda _: config)
         within.setattr(manager_module, "_identity", lambda *_: identity)

@@ -1,19 +1,25 @@
-"""An SGLang before the newest: the contract that it has, and tokens that are right. `make test-sglang-older` runs it."""
+"""An SGLang before the newest: its contract, and tokens that are right. `make test-sglang-older` runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from examples.tiny_model import write
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from tests.real_engines.prompts import prompts
-from tests.real_engines.sglang.engine import EngineProcess, Shape
-from tests.real_engines.sglang.pairs import TOKENS, Pair, assert_equal
+from tests.real_engines.sglang.engine import EngineProcess, Shape, disaggregated
+from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal
+from tests.real_engines.sglang.ranks import Model, place
 
+from kvferry.applications.up.supervision import free_ports
 from kvferry.engines.contract import contract_for
 from kvferry.engines.sglang.contract import SERVING, TRIED
+from kvferry.engines.sglang.options import check_options
 from kvferry.engines.sglang.plugin import engine_version
+from kvferry.errors import UsageError
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -31,13 +37,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undivided(model: Path) -> Iterator[EngineProcess]:
     engine = EngineProcess(Shape(model))
-    yield engine.started()
+    yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
 def pair(model: Path, undivided: EngineProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     both = Pair(model, tmp_path_factory.mktemp("tampering"))
+    undivided.started()
     yield both.started()
     both.close()
 
@@ -56,3 +63,46 @@ def test_tokens_are_right_with_and_without_a_prefix_on_the_decode_side(pair: Pai
     assert_equal(pair.run(longer), undivided.generate(longer, TOKENS))
     asked = [each["prefix_tokens"] for each in pair.tampering.said("asked")]
     assert any(asked[len(given) :])
+
+
+def test_a_request_that_fails_says_why_on_both_sides_and_leaves_nothing(pair: Pair, undivided: EngineProcess):
+    (given,) = prompts(30, 1, shortest=100)
+    for salt in ("another tenant", "one tenant"):
+        rooms = [next(ROOMS)]
+        pair.prefill.submit([given], TOKENS, rooms=rooms, port=pair.port, cache_salt=["one tenant"])
+        pair.decode.submit([given], TOKENS, rooms=rooms, port=pair.port, cache_salt=[salt])
+        answers = [*pair.prefill.outputs(), *pair.decode.outputs()]
+        if salt == "one tenant":
+            assert_equal(answers[1:], undivided.generate([given], TOKENS))
+        else:
+            assert ["another cache salt" in (each.error or "") for each in answers] == [True, True], answers
+
+
+@pytest.mark.usefixtures("pair")
+def test_pipeline_stages_on_the_prefill_side(model: Path, undivided: EngineProcess):
+    (port,) = free_ports(1)
+    options = disaggregated("prefill", port, pp_size=2, chunked_prefill_size=128)
+    prefill = EngineProcess(Shape(model, options, {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}))
+    decode = EngineProcess(Shape(model, disaggregated("decode", port)))
+    try:
+        given = prompts(11, 6, shortest=20, longest=400)
+        rooms = [next(ROOMS) for _ in given]
+        for engine in (prefill.started(), decode.started()):
+            engine.submit(given, TOKENS, rooms=rooms, port=port)
+        prefill.outputs()
+        assert_equal(decode.outputs(), undivided.generate(given, TOKENS))
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def test_what_cannot_be_done_with_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    at = {"tp": 1, "tp_rank": 0, "pp": 1, "pp_rank": 0}
+    with (
+        place(monkeypatch, 1, Model(), **at, disaggregation_enable_kv_checksum=True),
+        pytest.raises(UsageError) as refused,
+    ):
+        check_options(SimpleNamespace(ib_device=None), DisaggregationMode.PREFILL)
+    for option in ("--disaggregation-enable-kv-checksum", "SGLANG_RUST_SERVER on the prefill side"):
+        assert f"{option} with SGLang 0.5.22" in str(refused.value)

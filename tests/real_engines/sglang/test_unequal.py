@@ -12,7 +12,7 @@ from tests.real_engines.sglang.processes import START_S, RankProcess
 from kvferry.applications.up.supervision import free_ports
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(params=[(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])

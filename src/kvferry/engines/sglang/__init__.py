@@ -1,6 +1,7 @@
-"""kvferry as a transfer backend of SGLang 0.5.23.
+"""kvferry as a transfer backend of SGLang 0.5.22 and 0.5.23.
 
 `plugin` is what SGLang loads; `manager`, `sender`, `receiver` and `bootstrap` are what its scheduler then calls, and
 `transfers` is what two of them share. Only these, `plugin` included, import SGLang. `layouts` describes its caches,
 `metadata_rows` carries its first token, `directory` lets the two sides find each other through its bootstrap servers.
+`contract` is what all of it builds on in SGLang, `versions` what the older version has otherwise.
 """

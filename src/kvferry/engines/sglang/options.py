@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
 
-from kvferry.engines.sglang.versions import compares_whole_prompts
+from kvferry.engines.sglang.versions import refused
 from kvferry.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,6 @@ def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
         ),
         "--enable-hisparse (KV caches in host memory)": get_memory().enable_hisparse,
         "--enable-unified-memory": get_memory().enable_unified_memory,
-        "--disaggregation-enable-kv-checksum with SGLang 0.5.22, which digests whole prompts (KVFERRY_CHECKSUMS=1 finds "
-        "what it would)": disagg.disaggregation_enable_kv_checksum and compares_whole_prompts(CommonKVManager),
         "--enable-pd-role-switch": disagg.enable_pd_role_switch,
         "--disaggregation-decode-allocation-policy prefill_complete": (
             disagg.disaggregation_decode_allocation_policy != "early"
@@ -75,5 +73,11 @@ def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
         ),
         f"--disaggregation-ib-device {args.ib_device} (kvferry's network device, as UCX calls it, is "
         "KVFERRY_NIXL_DEVICE, such as mlx5_0:1)": bool(args.ib_device),
+        **refused(
+            CommonKVManager,
+            is_decode=is_decode,
+            has_checksums=disagg.disaggregation_enable_kv_checksum,
+            has_rust_server=envs.SGLANG_RUST_SERVER.get(),
+        ),
     }
     return (name for name, is_on in options.items() if is_on)

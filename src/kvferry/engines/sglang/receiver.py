@@ -14,9 +14,11 @@ from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_RECEIVER
 from kvferry.engines.sglang.transfers import POLLS, give_up, state_pages
+from kvferry.engines.sglang.versions import completed
 from kvferry.errors import KVFerryError, UsageError
 
 
+@completed
 class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
     """Made and called by SGLang's scheduler. Nothing here waits."""
 

@@ -1,4 +1,4 @@
-"""kvferry as a connector of vLLM 0.32.
+"""kvferry as a connector of vLLM 0.31 and 0.32.
 
 `cache_kinds` says which caches are transferred, `layouts` describes them, `heads` finds out which KV heads they have.
 `scheduling` decides in the scheduler what leaves and comes, for the `choices` of a request together; `worker`,
