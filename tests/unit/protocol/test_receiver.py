@@ -281,9 +281,9 @@ def test_what_a_failed_write_had_sent_is_waited_for():
     assert "ranks [0] had sent of writes that failed" in receiver.waits_for
     assert not receiver.are_pages_reusable
     assert run(receiver, SenderSettled(0)) == []
-    assert receiver.are_pages_reusable
     assert receiver.is_done
     assert receiver.waits_for == ""
+    assert receiver.are_pages_reusable
 
 
 @pytest.mark.parametrize("after_failure", [True, False])
