@@ -74,6 +74,7 @@ class Timers(Generic[KeyT]):
                 else:
                     timer.queued_at = float("inf")
                     due.append(timer)
+            due.sort(key=lambda timer: timer.due_at)  # one that was set to a later time stood where it was
             for timer in due:
                 self._put(timer)
             return [timer.key for timer in due if timer.key is not None]
