@@ -87,9 +87,9 @@ PYTEST := -m pytest -n auto --dist loadscope --no-loadscope-reorder
 test: $(INSTALLED)
 	$(VENV)/bin/python $(PYTEST) --junitxml=$(DURATIONS)/quick.xml
 
-# The whole proof. Real engines have environments of their own; each waits much for its servers, so that two fit at once.
-test-all: test-full
-	$(MAKE) --jobs=2 test-sglang test-vllm
+# The whole proof. Real engines have environments of their own, and come one after the other: on two cores both at once
+# take longer, and starve each other until tests fail.
+test-all: test-full test-vllm test-sglang
 
 test-full: $(INSTALLED)
 	$(VENV)/bin/python $(PYTEST) --tier full --junitxml=$(DURATIONS)/full.xml

@@ -16,8 +16,8 @@ CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 MARKS = "<!-- tiers -->\n", "<!-- /tiers -->"
 
 TIERS = {"quick": "make test", "full": "make test-all", "long": "make test-long"}
-BESIDE = {"vllm": "full", "sglang": "full"}
-"""Runs that are part of a tier under another name, in environments of their own: side by side, after the tier's own."""
+FILES = {"vllm": "full", "sglang": "full"}
+"""Runs that are part of a tier under another name: those in environments of their own."""
 
 PROVES = {
     "tests/unit": "every module does what it says, errors included; documents, layers and settings are as the code is",
@@ -59,10 +59,10 @@ def read(file: Path) -> Run:
 def runs(durations: Path) -> dict[str, list[Run]]:
     """Reads the runs of every tier that has left a file."""
     found: dict[str, list[Run]] = {}
-    for name in (*TIERS, *BESIDE):
+    for name in (*TIERS, *FILES):
         file = durations / f"{name}.xml"
         if file.exists():
-            found.setdefault(BESIDE.get(name, name), []).append(read(file))
+            found.setdefault(FILES.get(name, name), []).append(read(file))
     return found
 
 
@@ -79,8 +79,8 @@ def table(found: Mapping[str, list[Run]]) -> Iterator[str]:
         yield f"| `{folder}` | {proves} | {' | '.join(cells)} |"
     walls = []
     for tier in TIERS:
-        own_s, *beside_s = [run.wall_s for run in found.get(tier, ())] or [0.0]
-        walls.append(f"**{(own_s + max(beside_s, default=0.0)) / 60:.1f} min**" if own_s else "not run")
+        parts_s = [run.wall_s for run in found.get(tier, ())]
+        walls.append(f"**{sum(parts_s) / 60:.1f} min**" if parts_s else "not run")
     yield f"| all | on the clock, on two cores | {' | '.join(walls)} |"
 
 
