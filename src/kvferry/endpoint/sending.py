@@ -731,9 +731,8 @@ class SendingRoom(Actor):
 
         def failed(error: Exception) -> None:
             posted.memory.give_back(posted.slot)
-            if self._context.transport.may_deliver_late:
-                attachment.spans_kept_until = self._context.now() + 2 * self._quarantine_s
             if may_deliver_late:
+                attachment.spans_kept_until = self._context.now() + 2 * self._quarantine_s
                 self.post(WriteFailed(receiver, sequence, error, may_arrive=True))
 
         def settled(error: Exception) -> None:

@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import EngineProcess, Output, Shape, disaggregated
 from tests.real_engines.sglang.tampering import Tampering
 
@@ -87,3 +88,21 @@ class Pair:
 def assert_equal(found: Sequence[Output], expected: Sequence[tuple[int, ...]]) -> None:
     assert [each.error for each in found] == [None] * len(found)
     assert [each.tokens for each in found] == list(expected)
+
+
+def check_prefill_stages(model: Path, undivided: EngineProcess) -> None:
+    """Two pipeline stages on the prefill side, and one on the other, generate what the undivided engine does."""
+    (port,) = free_ports(1)
+    options = disaggregated("prefill", port, pp_size=2, chunked_prefill_size=128)
+    prefill = EngineProcess(Shape(model, options, {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}))
+    decode = EngineProcess(Shape(model, disaggregated("decode", port)))
+    try:
+        given = prompts(11, 6, shortest=20, longest=400)
+        rooms = [next(ROOMS) for _ in given]
+        for engine in (prefill.started(), decode.started()):
+            engine.submit(given, TOKENS, rooms=rooms, port=port)
+        prefill.outputs()
+        assert_equal(decode.outputs(), undivided.generate(given, TOKENS))
+    finally:
+        prefill.close()
+        decode.close()

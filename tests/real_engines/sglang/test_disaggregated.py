@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
-from tests.real_engines.sglang.engine import EngineProcess, Shape, disaggregated
-from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal
+from tests.real_engines.sglang.engine import EngineProcess, Shape
+from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal, check_prefill_stages
 from tests.support.waiting import eventually
-
-from kvferry.applications.up.supervision import free_ports
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -226,17 +224,4 @@ def test_kvferry_in_the_place_of_nixl(model: Path, undivided: EngineProcess, tmp
 
 def test_pipeline_stages_on_the_prefill_side(undivided: EngineProcess, model: Path):
     """Without SGLang's own checksums, which are of one stage's bytes."""
-    (port,) = free_ports(1)
-    options = disaggregated("prefill", port, pp_size=2, chunked_prefill_size=128)
-    prefill = EngineProcess(Shape(model, options, {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}))
-    decode = EngineProcess(Shape(model, disaggregated("decode", port)))
-    try:
-        given = prompts(11, 6, shortest=20, longest=400)
-        rooms = [next(ROOMS) for _ in given]
-        for engine in (prefill.started(), decode.started()):
-            engine.submit(given, TOKENS, rooms=rooms, port=port)
-        prefill.outputs()
-        assert_equal(decode.outputs(), undivided.generate(given, TOKENS))
-    finally:
-        prefill.close()
-        decode.close()
+    check_prefill_stages(model, undivided)

@@ -10,11 +10,10 @@ import pytest
 from examples.tiny_model import write
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from tests.real_engines.prompts import prompts
-from tests.real_engines.sglang.engine import EngineProcess, Shape, disaggregated
-from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal
+from tests.real_engines.sglang.engine import EngineProcess, Shape
+from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal, check_prefill_stages
 from tests.real_engines.sglang.ranks import Model, place
 
-from kvferry.applications.up.supervision import free_ports
 from kvferry.engines.contract import contract_for
 from kvferry.engines.sglang.contract import SERVING, TRIED
 from kvferry.engines.sglang.options import check_options
@@ -80,20 +79,7 @@ def test_a_request_that_fails_says_why_on_both_sides_and_leaves_nothing(pair: Pa
 
 @pytest.mark.usefixtures("pair")
 def test_pipeline_stages_on_the_prefill_side(model: Path, undivided: EngineProcess):
-    (port,) = free_ports(1)
-    options = disaggregated("prefill", port, pp_size=2, chunked_prefill_size=128)
-    prefill = EngineProcess(Shape(model, options, {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}))
-    decode = EngineProcess(Shape(model, disaggregated("decode", port)))
-    try:
-        given = prompts(11, 6, shortest=20, longest=400)
-        rooms = [next(ROOMS) for _ in given]
-        for engine in (prefill.started(), decode.started()):
-            engine.submit(given, TOKENS, rooms=rooms, port=port)
-        prefill.outputs()
-        assert_equal(decode.outputs(), undivided.generate(given, TOKENS))
-    finally:
-        prefill.close()
-        decode.close()
+    check_prefill_stages(model, undivided)
 
 
 def test_what_cannot_be_done_with_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
