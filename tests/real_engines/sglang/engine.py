@@ -42,6 +42,7 @@ OPTIONS: Mapping[str, Any] = {
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,  # a prefill engine with it asks for events of CUDA's, on a CPU as well
     "skip_tokenizer_init": True,
+    "sleep_on_idle": True,  # else each scheduler takes a core of those that work
     "page_size": 16,
     "max_total_tokens": 4096,
     "max_running_requests": 32,
