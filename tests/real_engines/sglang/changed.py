@@ -1,13 +1,9 @@
-"""SGLang as it might be one day, or with a plug-in that it goes on without: each in a process of its own.
-
-The processes are forked from one that has imported SGLang's side of it, so that each takes a second.
-"""
+"""SGLang as it might be one day, or with a plug-in that it goes on without: each in a process of its own."""
 
 from __future__ import annotations
 
 import enum
 import logging
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
@@ -15,19 +11,9 @@ from io import StringIO
 from multiprocessing.connection import Connection
 from typing import Any
 
-ANSWER_S = 120.0
+from tests.real_engines.sglang.forking import FORKING
 
-FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(
-    [
-        "sglang.srt.plugins",
-        "sglang.srt.disaggregation.prefill",
-        "sglang.srt.disaggregation.decode",
-        "sglang.srt.managers.disagg_service",
-        "kvferry.engines.sglang.plugin",
-        __name__,
-    ]
-)
+ANSWER_S = 120.0
 
 
 def outcome(*steps: Callable[[], None], environment: dict[str, str] | None = None) -> tuple[str, str]:

@@ -27,23 +27,27 @@ class Pair:
         *,
         backend: str = "kvferry",
         environment: Mapping[str, str] | None = None,
+        spawns: bool = False,
         **options: Any,
     ) -> None:
         """Begins to start both.
 
         Args:
+            spawns: see `Shape`.
             options: of SGLang's, of both engines.
         """
         self.tampering = Tampering(directory)
         (self.port,) = free_ports(1)
         self._model, self._backend, self._options = model, backend, options
         self._environment = {**self.tampering.environment, **(environment or {})}
+        self._spawns = spawns
         self.prefill = self._begin("prefill", chunked_prefill_size=128)
         self.decode = self._begin("decode", disaggregation_decode_enable_radix_cache=True)
 
     def _begin(self, mode: str, *, model: Path | None = None, **options: Any) -> EngineProcess:
         given = disaggregated(mode, self.port, self._backend, **{**self._options, **options})
-        return EngineProcess(Shape(model or self._model, given, self._environment, (self.tampering.directory,)))
+        path = (self.tampering.directory,)
+        return EngineProcess(Shape(model or self._model, given, self._environment, path, self._spawns))
 
     def another_decode(self, model: Path | None = None, **options: Any) -> EngineProcess:
         """Begins to start another decode engine, with another model or other options."""

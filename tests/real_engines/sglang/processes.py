@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from multiprocessing.connection import Connection
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.real_engines.sglang.crossings import Members, Request
+from tests.real_engines.sglang.forking import FORKING
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
 
 START_S = 240.0
@@ -42,9 +42,8 @@ class RankProcess:
     """A rank, from outside."""
 
     def __init__(self, *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, *arguments))
+        self._pipe, theirs = FORKING.Pipe()
+        self._process = FORKING.Process(target=serve, args=(theirs, *arguments))
         self._process.start()
         theirs.close()
 

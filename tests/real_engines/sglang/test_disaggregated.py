@@ -213,7 +213,7 @@ def test_a_prefill_engine_that_is_killed_fails_its_requests_soon_and_comes_back(
 
 def test_kvferry_in_the_place_of_nixl(model: Path, undivided: EngineProcess, tmp_path: Path):
     environment = {"KVFERRY_SGLANG_REPLACES_NIXL": "1", "KVFERRY_PATH": "staged"}
-    both = Pair(model, tmp_path / "tampering", backend="nixl", environment=environment)
+    both = Pair(model, tmp_path / "tampering", backend="nixl", environment=environment, spawns=True)
     try:
         given = prompts(10)
         assert_equal(both.started().run(given), undivided.generate(given, TOKENS))
