@@ -61,6 +61,8 @@ other layers of gemma4 have two KV heads of twice the size, instead of four."""
 
 MIMO_V2 = "mimo-v2"
 """A model whose layers differ in their KV heads: two in those that attend to a window, one in the others."""
+MIMO_V2_EVEN = "mimo-v2-even"
+"""The same with twice the heads: two ranks divide those of every layer."""
 
 _MIMO_V2: dict[str, object] = {
     "architectures": ["MiMoV2FlashForCausalLM"],
@@ -70,10 +72,8 @@ _MIMO_V2: dict[str, object] = {
     "attention_bias": False,
     "attention_value_scale": None,
     "layernorm_epsilon": 1e-5,
-    "num_key_value_heads": 1,
     "v_head_dim": 64,
     "swa_num_attention_heads": 8,
-    "swa_num_key_value_heads": 2,
     "swa_head_dim": 64,
     "swa_v_head_dim": 64,
     "hybrid_layer_pattern": [0, 1, 1, 0],
@@ -90,16 +90,19 @@ _MIMO_V2: dict[str, object] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
+_HEADS_OF_MIMO_V2 = {MIMO_V2: (1, 2), MIMO_V2_EVEN: (2, 4)}
+NAMES = sorted([*MODELS, *_HEADS_OF_MIMO_V2])
+
 
 def write(name: str, directory: Path, *, seed: int = 11) -> Path:
-    """Writes `MIMO_V2` or one of `MODELS` where an engine can load it; its weights are as the seed says."""
+    """Writes one of `NAMES` where an engine can load it; its weights are as the seed says."""
     words = {f"w{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(directory)
     torch.manual_seed(seed)
-    if name == MIMO_V2:
-        _write_mimo_v2(directory)
+    if name in _HEADS_OF_MIMO_V2:
+        _write_mimo_v2(directory, *_HEADS_OF_MIMO_V2[name])
         return directory
     architecture, changes = MODELS[name]
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **_SIZES | changes))
@@ -107,12 +110,17 @@ def write(name: str, directory: Path, *, seed: int = 11) -> Path:
     return directory
 
 
-def _write_mimo_v2(directory: Path) -> None:
-    """Writes what transformers cannot make: its model of that name has as many KV heads in every layer."""
-    (directory / "config.json").write_text(json.dumps(_SIZES | _MIMO_V2, indent=2))
+def _write_mimo_v2(directory: Path, full: int, window: int) -> None:
+    """Writes what transformers cannot make: its model of that name has as many KV heads in every layer.
+
+    Args:
+        full, window: the KV heads of layers with full attention, and with a sliding window.
+    """
+    numbers = {"num_key_value_heads": full, "swa_num_key_value_heads": window}
+    (directory / "config.json").write_text(json.dumps(_SIZES | _MIMO_V2 | numbers, indent=2))
     hidden, inner, heads, head_dim = 256, 512, 8, 64
     shapes = {"model.embed_tokens": (VOCABULARY, hidden), "lm_head": (VOCABULARY, hidden)}
-    for layer, kv_heads in enumerate((1, 2, 2, 1)):
+    for layer, kv_heads in enumerate((full, window, window, full)):
         attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
         shapes |= {
             f"{attention}.q_proj": (heads * head_dim, hidden),
@@ -132,6 +140,6 @@ def _write_mimo_v2(directory: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--model", choices=sorted([*MODELS, MIMO_V2]), default="qwen3")
+    parser.add_argument("--model", choices=NAMES, default="qwen3")
     chosen = parser.parse_args()
     print(f"wrote {write(chosen.model, chosen.directory)}")

@@ -99,7 +99,7 @@ def disaggregated(mode: str, port: int, backend: str = "kvferry", **more: Any) -
 def _run(pipe: Connection, shape: Shape) -> None:
     sys.path[:0] = map(str, shape.path)
     path = [*map(str, shape.path), str(STUBS), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    os.environ.update(ENVIRONMENT | shape.environment, PYTHONPATH=os.pathsep.join(path))
+    os.environ.update({**ENVIRONMENT, **shape.environment}, PYTHONPATH=os.pathsep.join(path))
     try:
         from sglang.srt.entrypoints.engine import Engine
 

@@ -1,16 +1,19 @@
 """A model whose layers differ in their KV heads, between engines of one and of two tensor-parallel ranks.
 
-Its layers with full attention have one head, those with windows two. With two ranks each has one of either: the same,
-or its own.
+Layers with windows have twice the heads of those with full attention. Where these have one, each of two ranks has one
+head of either kind. On a CPU SGLang pads heads that ranks cannot divide, with zeros: such caches are those of engines
+of as many ranks alone, so that models of two and four heads are between unequal ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import pytest
-from examples.tiny_model import MIMO_V2, write
+from examples.tiny_model import MIMO_V2, MIMO_V2_EVEN, write
 from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import EngineProcess, Shape, disaggregated
 from tests.real_engines.sglang.windows import install
@@ -24,11 +27,6 @@ ROOMS = count(5000)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(MIMO_V2, tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def repair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install(tmp_path_factory.mktemp("windows"))
 
@@ -38,12 +36,22 @@ def given() -> list[list[int]]:
     return prompts(21, 8, shortest=100, longest=200)
 
 
+@dataclass(frozen=True)
+class Undivided:
+    """A model, and what the undivided engine generates."""
+
+    model: Path
+    tokens: Sequence[tuple[int, ...]]
+
+
 @pytest.fixture(scope="module")
-def expected(model: Path, repair: Path, given: list[list[int]]) -> list[tuple[int, ...]]:
-    """The tokens of the undivided engine."""
+def undivided(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, repair: Path, given: list[list[int]]
+) -> Undivided:
+    model = write(request.param, tmp_path_factory.mktemp("model"))
     engine = EngineProcess(Shape(model, path=(repair,)))
     try:
-        return engine.started().generate(given, TOKENS)
+        return Undivided(model, engine.started().generate(given, TOKENS))
     finally:
         engine.close()
 
@@ -55,25 +63,21 @@ def engine(mode: str, port: int, model: Path, repair: Path, tp: int) -> EnginePr
 
 
 @pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp"),
+    ("undivided", "prefill_tp", "decode_tp"),
     [
-        pytest.param(1, 1, marks=pytest.mark.long),
-        (2, 2),
-        pytest.param(2, 1, marks=pytest.mark.long),
-        pytest.param(1, 2, marks=pytest.mark.long),
+        pytest.param(MIMO_V2, 1, 1, marks=pytest.mark.long),
+        (MIMO_V2, 2, 2),
+        (MIMO_V2_EVEN, 2, 1),
+        pytest.param(MIMO_V2_EVEN, 1, 2, marks=pytest.mark.long),
     ],
+    indirect=["undivided"],
 )
 def test_tokens_are_those_of_the_undivided_engine(
-    model: Path,
-    repair: Path,
-    given: list[list[int]],
-    expected: list[tuple[int, ...]],
-    prefill_tp: int,
-    decode_tp: int,
+    undivided: Undivided, repair: Path, given: list[list[int]], prefill_tp: int, decode_tp: int
 ):
     (port,) = free_ports(1)
-    prefill = engine("prefill", port, model, repair, prefill_tp)
-    decode = engine("decode", port, model, repair, decode_tp)
+    prefill = engine("prefill", port, undivided.model, repair, prefill_tp)
+    decode = engine("decode", port, undivided.model, repair, decode_tp)
     try:
         prefill.started()
         decode.started()
@@ -83,7 +87,7 @@ def test_tokens_are_those_of_the_undivided_engine(
         prefill.outputs()
         found = decode.outputs()
         assert [each.error for each in found] == [None] * len(found)
-        assert [each.tokens for each in found] == expected
+        assert [each.tokens for each in found] == undivided.tokens
     finally:
         prefill.close()
         decode.close()
