@@ -98,6 +98,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy(tree)
+        for nearest in dict.fromkeys(fault.nearest for fault in faults):
+            if fails(tree, *nearest.split()):
+                sys.stderr.write(f"{nearest} fails without any fault: mend that first\n")
+                return 1
         for fault in faults:
             begun = time.monotonic()
             found[fault] = tier = found_by(fault, tree)
