@@ -288,8 +288,8 @@ class RoomTable(Generic[RoomT]):
         self._failed_alone[room] = _FailedAlone(error, receivers, now + self._keep_s)
         self._heard_since.pop(room, None)
         self._heard_since[room] = receivers  # the same set: whoever is notified there has been heard
-        for remembered in (self._failed_alone, self._heard_since):
-            forget_oldest(remembered, self._max_pending)
+        forget_oldest(self._failed_alone, self._max_pending)
+        forget_oldest(self._heard_since, self._max_pending)
 
     def _is_over(self, receiver: str, room: int, generation: int, error: KVFerryError | None, now: float) -> None:
         self._over.pop((receiver, room), None)  # so that it is the youngest
