@@ -107,7 +107,7 @@ class Choice:
     reason: str
 
 
-def estimate(load: WriteSize, costs: PathCosts) -> dict[TransferPath, float]:
+def estimate(size: WriteSize, costs: PathCosts) -> dict[TransferPath, float]:
     """Estimates how long a write takes on each path, in seconds.
 
     Through staging memory, gathering, writing and scattering of successive sub-chunks overlap: the slowest sets the
@@ -115,27 +115,27 @@ def estimate(load: WriteSize, costs: PathCosts) -> dict[TransferPath, float]:
     """
     direct = (
         costs.seconds_per_write
-        + load.descriptors * costs.seconds_per_descriptor
-        + load.num_bytes / costs.wire_bytes_per_s
+        + size.descriptors * costs.seconds_per_descriptor
+        + size.num_bytes / costs.wire_bytes_per_s
     )
-    gather = load.num_bytes / costs.gather_bytes_per_s + load.runs * costs.seconds_per_run
-    write = load.num_bytes / costs.bulk_bytes_per_s + load.bulk_writes * costs.seconds_per_write
-    scatter = load.num_bytes / costs.scatter_bytes_per_s + load.runs * costs.seconds_per_run
+    gather = size.num_bytes / costs.gather_bytes_per_s + size.runs * costs.seconds_per_run
+    write = size.num_bytes / costs.bulk_bytes_per_s + size.bulk_writes * costs.seconds_per_write
+    scatter = size.num_bytes / costs.scatter_bytes_per_s + size.runs * costs.seconds_per_run
     steps = (gather + write + scatter,) if costs.is_one_memory else (gather, write, scatter)
     slowest = max(steps)
-    return {TransferPath.DIRECT: direct, TransferPath.STAGED: slowest + (sum(steps) - slowest) / load.bulk_writes}
+    return {TransferPath.DIRECT: direct, TransferPath.STAGED: slowest + (sum(steps) - slowest) / size.bulk_writes}
 
 
-def choose(load: WriteSize, costs: PathCosts) -> Choice:
+def choose(size: WriteSize, costs: PathCosts) -> Choice:
     """Chooses the faster path for a write: direct, which needs no memory, unless staged is faster by far.
 
     Speeds measured in a few milliseconds are a third off at times; where the choice matters, the paths differ by more.
     """
-    seconds = estimate(load, costs)
+    seconds = estimate(size, costs)
     direct, staged = seconds[TransferPath.DIRECT], seconds[TransferPath.STAGED]
     path = TransferPath.STAGED if STAGED_ADVANTAGE * staged < direct else TransferPath.DIRECT
-    how_direct = f"{_count(load.descriptors, 'descriptor')} of {load.num_bytes // load.descriptors:,} bytes"
-    how_staged = f"gathering {_count(load.runs, 'run')}, {_count(load.bulk_writes, 'bulk write')} and scattering"
+    how_direct = f"{_count(size.descriptors, 'descriptor')} of {size.num_bytes // size.descriptors:,} bytes"
+    how_staged = f"gathering {_count(size.runs, 'run')}, {_count(size.bulk_writes, 'bulk write')} and scattering"
     if path is TransferPath.DIRECT:
         faster = "faster" if direct < staged else "not much slower"
         reason = f"{how_direct} ({_time(direct)}) are {faster} than {how_staged} ({_time(staged)})"

@@ -167,7 +167,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 
 
-def sub_chunks(loads: Iterable[MovedBlocks], chunk_bytes: int) -> Iterator[SubChunk]:
+def sub_chunks(all_moved: Iterable[MovedBlocks], chunk_bytes: int) -> Iterator[SubChunk]:
     """Cuts what a write moves into sub-chunks.
 
     A sub-chunk has whole indices of the first axis as long as they fit, of several pieces where those are small. An
@@ -178,23 +178,23 @@ def sub_chunks(loads: Iterable[MovedBlocks], chunk_bytes: int) -> Iterator[SubCh
     """
     segments: list[Segment] = []
     filled = 0
-    for load in loads:
-        base_bytes = load.num_units * load.block_bytes
+    for moved in all_moved:
+        base_bytes = moved.num_units * moved.block_bytes
         if base_bytes > chunk_bytes:
             if segments:
                 yield SubChunk(tuple(segments), filled)
                 segments, filled = [], 0
-            yield from _cut_between_units(load, chunk_bytes)
+            yield from _cut_between_units(moved, chunk_bytes)
             continue
         base = 0
-        while base < load.num_bases:
-            fitting = max(0, chunk_bytes - aligned(filled)) // base_bytes if base_bytes else load.num_bases
+        while base < moved.num_bases:
+            fitting = max(0, chunk_bytes - aligned(filled)) // base_bytes if base_bytes else moved.num_bases
             if fitting == 0:
                 yield SubChunk(tuple(segments), filled)
                 segments, filled = [], 0
                 continue
-            stop = min(load.num_bases, base + fitting)
-            segment = Segment(load.move, load.piece, base, stop, 0, load.num_units, (stop - base) * base_bytes)
+            stop = min(moved.num_bases, base + fitting)
+            segment = Segment(moved.move, moved.piece, base, stop, 0, moved.num_units, (stop - base) * base_bytes)
             segments.append(segment)
             filled = aligned(filled) + segment.num_bytes
             base = stop
@@ -202,21 +202,21 @@ def sub_chunks(loads: Iterable[MovedBlocks], chunk_bytes: int) -> Iterator[SubCh
         yield SubChunk(tuple(segments), filled)
 
 
-def _cut_between_units(load: MovedBlocks, chunk_bytes: int) -> Iterator[SubChunk]:
-    parts = _parts(load, chunk_bytes)
-    cuts = [part * load.num_units // parts for part in range(parts + 1)]
-    for base in range(load.num_bases):
+def _cut_between_units(moved: MovedBlocks, chunk_bytes: int) -> Iterator[SubChunk]:
+    parts = _parts(moved, chunk_bytes)
+    cuts = [part * moved.num_units // parts for part in range(parts + 1)]
+    for base in range(moved.num_bases):
         for first, stop in pairwise(cuts):
-            num_bytes = (stop - first) * load.block_bytes
-            yield SubChunk((Segment(load.move, load.piece, base, base + 1, first, stop, num_bytes),), num_bytes)
+            num_bytes = (stop - first) * moved.block_bytes
+            yield SubChunk((Segment(moved.move, moved.piece, base, base + 1, first, stop, num_bytes),), num_bytes)
 
 
-def _parts(load: MovedBlocks, chunk_bytes: int) -> int:
+def _parts(moved: MovedBlocks, chunk_bytes: int) -> int:
     """Returns in how many parts the units of an index are cut, so that each fits, or is a single unit."""
-    return -(-load.num_units // max(1, chunk_bytes // load.block_bytes))
+    return -(-moved.num_units // max(1, chunk_bytes // moved.block_bytes))
 
 
-def digested_together(loads: Iterable[MovedBlocks], most_bytes: int) -> Iterator[Segment]:
+def digested_together(all_moved: Iterable[MovedBlocks], most_bytes: int) -> Iterator[Segment]:
     """Cuts what a write moves into the segments that are digested at a time.
 
     Cuts are between units; all indices of the first axis stay together as far as they fit.
@@ -224,24 +224,24 @@ def digested_together(loads: Iterable[MovedBlocks], most_bytes: int) -> Iterator
     Args:
         most_bytes: the most that a segment should have; a block that is larger by itself is one.
     """
-    for load in loads:
-        bases = max(1, min(load.num_bases, most_bytes // load.block_bytes))
-        units = max(1, most_bytes // (bases * load.block_bytes))
-        for first_unit in range(0, load.num_units, units):
-            stop_unit = min(load.num_units, first_unit + units)
-            for base in range(0, load.num_bases, bases):
-                stop = min(load.num_bases, base + bases)
-                num_bytes = (stop - base) * (stop_unit - first_unit) * load.block_bytes
-                yield Segment(load.move, load.piece, base, stop, first_unit, stop_unit, num_bytes)
+    for moved in all_moved:
+        bases = max(1, min(moved.num_bases, most_bytes // moved.block_bytes))
+        units = max(1, most_bytes // (bases * moved.block_bytes))
+        for first_unit in range(0, moved.num_units, units):
+            stop_unit = min(moved.num_units, first_unit + units)
+            for base in range(0, moved.num_bases, bases):
+                stop = min(moved.num_bases, base + bases)
+                num_bytes = (stop - base) * (stop_unit - first_unit) * moved.block_bytes
+                yield Segment(moved.move, moved.piece, base, stop, first_unit, stop_unit, num_bytes)
 
 
-def count_sub_chunks(loads: Iterable[MovedBlocks], chunk_bytes: int) -> int:
+def count_sub_chunks(all_moved: Iterable[MovedBlocks], chunk_bytes: int) -> int:
     """Estimates how many sub-chunks `sub_chunks` makes, without making them."""
     count, small = 0, 0
-    for load in loads:
-        base_bytes = load.num_units * load.block_bytes
+    for moved in all_moved:
+        base_bytes = moved.num_units * moved.block_bytes
         if base_bytes > chunk_bytes:
-            count += load.num_bases * _parts(load, chunk_bytes)
+            count += moved.num_bases * _parts(moved, chunk_bytes)
         else:
-            small += load.num_bases * base_bytes
+            small += moved.num_bases * base_bytes
     return max(1, count + -(-small // chunk_bytes))

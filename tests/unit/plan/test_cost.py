@@ -22,23 +22,23 @@ COSTS = PathCosts(
 
 
 def test_the_estimates_are_what_the_constants_say():
-    load = WriteSize(num_bytes=1_000_000, runs=1_000, descriptors=500, bulk_writes=4)
-    seconds = estimate(load, COSTS)
+    size = WriteSize(num_bytes=1_000_000, runs=1_000, descriptors=500, bulk_writes=4)
+    seconds = estimate(size, COSTS)
     assert seconds[TransferPath.DIRECT] == pytest.approx(0.01 + 0.5 + 1.0)
     gather, wire, scatter = 2.0 + 0.001, 0.25 + 0.04, 0.5 + 0.001
     assert seconds[TransferPath.STAGED] == pytest.approx(gather + (wire + scatter) / 4)
 
 
 def test_in_one_memory_nothing_overlaps():
-    load = WriteSize(num_bytes=1_000_000, runs=1_000, descriptors=500, bulk_writes=4)
-    apart, together = estimate(load, COSTS), estimate(load, replace(COSTS, is_one_memory=True))
+    size = WriteSize(num_bytes=1_000_000, runs=1_000, descriptors=500, bulk_writes=4)
+    apart, together = estimate(size, COSTS), estimate(size, replace(COSTS, is_one_memory=True))
     assert together[TransferPath.STAGED] == pytest.approx(2.001 + 0.29 + 0.501)
     assert together[TransferPath.DIRECT] == apart[TransferPath.DIRECT]
 
 
 def test_a_single_bulk_write_overlaps_with_nothing():
-    load = WriteSize(num_bytes=1_000_000, runs=1, descriptors=1, bulk_writes=1)
-    assert estimate(load, COSTS)[TransferPath.STAGED] == pytest.approx(2.0 + 0.26 + 0.5 + 2e-6)
+    size = WriteSize(num_bytes=1_000_000, runs=1, descriptors=1, bulk_writes=1)
+    assert estimate(size, COSTS)[TransferPath.STAGED] == pytest.approx(2.0 + 0.26 + 0.5 + 2e-6)
 
 
 def test_small_runs_are_staged_and_large_ones_are_not():
@@ -53,38 +53,38 @@ def test_small_runs_are_staged_and_large_ones_are_not():
 
 def test_staged_must_be_faster_by_far():
     """Direct takes a second; staged less, but no less than the measurements may be off."""
-    load = WriteSize(num_bytes=1_000_000, runs=1, descriptors=1, bulk_writes=1)
+    size = WriteSize(num_bytes=1_000_000, runs=1, descriptors=1, bulk_writes=1)
     costs = replace(
         COSTS, seconds_per_descriptor=1e-6, seconds_per_write=1e-6, bulk_bytes_per_s=1e9, scatter_bytes_per_s=1e9
     )
     slightly, much = replace(costs, gather_bytes_per_s=1.3e6), replace(costs, gather_bytes_per_s=2e6)
-    choice = choose(load, slightly)
+    choice = choose(size, slightly)
     assert choice.staged_s < choice.direct_s
     assert choice.path is TransferPath.DIRECT
     assert "are not much slower than gathering" in choice.reason
-    assert choose(load, much).path is TransferPath.STAGED
+    assert choose(size, much).path is TransferPath.STAGED
 
 
 def test_merging_makes_direct_faster():
-    load = WriteSize(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
-    assert choose(load, PathCosts()).path is TransferPath.STAGED
-    assert choose(replace(load, descriptors=128), PathCosts()).path is TransferPath.DIRECT
+    size = WriteSize(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
+    assert choose(size, PathCosts()).path is TransferPath.STAGED
+    assert choose(replace(size, descriptors=128), PathCosts()).path is TransferPath.DIRECT
 
 
 def test_a_machine_with_cheap_descriptors_writes_direct():
-    load = WriteSize(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
-    assert choose(load, PathCosts(seconds_per_descriptor=1e-8)).path is TransferPath.DIRECT
+    size = WriteSize(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
+    assert choose(size, PathCosts(seconds_per_descriptor=1e-8)).path is TransferPath.DIRECT
 
 
 def test_slow_staging_memory_makes_direct_faster():
-    load = WriteSize(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
+    size = WriteSize(num_bytes=1 << 28, runs=1 << 20, descriptors=1 << 20, bulk_writes=256)
     for slow in (
         PathCosts(gather_bytes_per_s=1e7),
         PathCosts(scatter_bytes_per_s=1e7),
         PathCosts(bulk_bytes_per_s=1e7),
         PathCosts(seconds_per_run=1e-4),
     ):
-        assert choose(load, slow).path is TransferPath.DIRECT
+        assert choose(size, slow).path is TransferPath.DIRECT
 
 
 def test_the_reason_names_what_was_compared():
