@@ -86,7 +86,10 @@ def table(found: Mapping[str, list[Run]]) -> Iterator[str]:
 
 def main() -> None:
     """Writes the table."""
-    lines = "\n".join(table(runs(Path(sys.argv[1]))))
+    found = runs(Path(sys.argv[1]))
+    if not found:
+        sys.exit(f"no tier has left a file in {sys.argv[1]}: run make test or make test-all first")
+    lines = "\n".join(table(found))
     before, rest = CONTRIBUTING.read_text().split(MARKS[0])
     _, after = rest.split(MARKS[1])
     CONTRIBUTING.write_text(f"{before}{MARKS[0]}{lines}\n{MARKS[1]}{after}")
