@@ -269,10 +269,11 @@ class RoomTable(Generic[RoomT]):
         if self.rooms.get(room.room) is not room:
             return
         del self.rooms[room.room]
-        for receiver in self._given.pop(room.room):
-            given = self._rooms_given[receiver]
-            del given[room.room]
-            if not given:
+        given = self._given.pop(room.room)
+        for receiver in given:
+            rooms = self._rooms_given[receiver]
+            del rooms[room.room]
+            if not rooms:
                 del self._rooms_given[receiver]
         self._most_receivers = max(self._most_receivers, len(room.generations))
         for receiver, generation in room.generations.items():
@@ -281,7 +282,8 @@ class RoomTable(Generic[RoomT]):
         if refused is not None:
             self._fail_alone(room.room, refused, set(), now)
         elif room.failed_alone and room.error is not None:
-            self._fail_alone(room.room, room.error, set(room.generations), now)
+            # What the room was given it answers, even if it has ended before it looks at that.
+            self._fail_alone(room.room, room.error, room.generations.keys() | given.keys(), now)
 
     def _fail_alone(self, room: int, error: KVFerryError, receivers: set[str], now: float) -> None:
         self._failed_alone.pop(room, None)  # so that it is the youngest

@@ -264,7 +264,8 @@ def test_a_client_that_goes_lets_the_decode_server_know(deployment: Deployment):
     for fake in decodes:
         fake.waits = True
     with httpx.stream("POST", f"{deployment.url}/v1/completions", json={"stream": True}, timeout=PATIENCE_S) as answer:
-        next(answer.iter_bytes())
+        chunks = answer.iter_bytes()  # kept: a generator that nobody holds closes the connection
+        next(chunks)
         assert sum(fake.left for fake in decodes) == 0
     eventually("it knows", lambda: sum(fake.left for fake in decodes) == 1)
 

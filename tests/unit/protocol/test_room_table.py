@@ -123,6 +123,17 @@ def test_who_comes_late_to_a_room_that_failed_without_them_learns_why_once():
     assert not rooms.is_quiet
 
 
+def test_who_was_answered_by_the_room_itself_is_not_told_again_of_its_failure():
+    """A room that ends at the first of two open requests answers the second, too, but has not noted it by then."""
+    rooms, room = table(), Room(1, failed_alone=True, error=TransferFailedError("no"))
+    rooms.open_request("d0", open_request(), now=0.0)
+    rooms.add(room)
+    rooms.open_request("d1", open_request(), now=0.0)
+    rooms.remove(room, now=0.0)
+    for receiver in ("d0", "d1"):
+        assert rooms.open_request(receiver, open_request(generation=8), now=0.0) is None
+
+
 def test_too_many_are_refused_by_name():
     rooms = table(max_pending=1)
     rooms.open_request("d0", open_request(room=1), now=0.0)
