@@ -71,10 +71,14 @@ class Pair:
         self.prefill.outputs()
         return self.decode.outputs()
 
-    def most_tokens(self, side: str) -> int:
-        """How many tokens the scheduler of one side could ever give to requests: all."""
-        most: int = max(each["tokens"] for each in self.tampering.said("free") if each["side"] == side)
-        return most
+    def all_tokens(self, side: str) -> int:
+        """How many tokens the scheduler of one side has.
+
+        Not the most that it was ever seen to have free: what is free and what is cached are read one after the other,
+        and what goes from here to there meanwhile counts twice.
+        """
+        tokens: int = next(each["tokens"] for each in self.tampering.said("all") if each["side"] == side)
+        return tokens
 
     def free_tokens(self, side: str) -> dict[str, Any]:
         """How many tokens the scheduler of one side can give to requests, and since when."""

@@ -97,6 +97,7 @@ def watch_tokens(scheduler: Any, note: Callable[..., None]) -> None:
     """Writes down how many tokens a scheduler can give to requests, and when that has changed."""
 
     def look() -> None:
+        note("all", side=scheduler.disaggregation_mode.value, tokens=scheduler.max_total_num_tokens)
         before = None
         while True:
             cached = scheduler.tree_cache.evictable_size()

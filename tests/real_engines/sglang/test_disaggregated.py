@@ -130,7 +130,7 @@ def test_an_abort(pair: Pair, undivided: EngineProcess, side: str):
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_an_abort_in_the_middle_gives_everything_back_on_both_sides(pair: Pair, undivided: EngineProcess, side: str):
-    idle = {each: pair.most_tokens(each) for each in ("prefill", "decode")}
+    idle = {each: pair.all_tokens(each) for each in ("prefill", "decode")}
     (given,) = prompts(20 + len(side), 1, shortest=900)
     pair.tampering.plant("no end")
     (room,) = pair.submit([given])
