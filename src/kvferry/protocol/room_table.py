@@ -94,9 +94,6 @@ class RoomTable(Generic[RoomT]):
         self._pending = PendingOpens(limit=max_pending, most_page_bytes=most_page_bytes, keep_s=keep_s)
         self._refusals = PendingRefusals(limit=max_pending, keep_s=keep_s)
         self._failed_alone: dict[int, _FailedAlone] = {}
-        # By number, of which a transfer failed alone: the decode ranks that have said anything of it since. Of the
-        # others a refusal is of that transfer, however late it comes: a connection that breaks holds messages back.
-        self._heard_since: dict[int, set[str]] = {}
         self._refused_next: dict[int, KVFerryError] = {}  # what our caller refused while the number was in use
         # Finished uses of numbers, by receiver and number: where a connection broke, an open request may come
         # twice, or later than the abort that takes it back.
@@ -201,7 +198,6 @@ class RoomTable(Generic[RoomT]):
                 raise over.error
             return None
         if room is not None:
-            self._heard_since.get(message.room, set()).add(receiver)
             self._give(room.room, receiver, message.generation)
             return room
         if self._is_closed:
@@ -245,20 +241,23 @@ class RoomTable(Generic[RoomT]):
         over = self._over.get((receiver, message.room))
         if message.holder is not None and (over is None or over.generation != message.holder):
             return None  # another transfer of the decode rank has the number still
-        heard = self._heard_since.get(message.room)
-        if heard is not None and receiver not in heard:
-            heard.add(receiver)
-            return None
         room = self.rooms.get(message.room)
-        if room is None:
+        if room is not None:
+            return room
+        failed = self._failed_alone.get(message.room)
+        if failed is not None and receiver not in failed.receivers:
+            failed.receivers.add(receiver)
+        else:
             self._refusals.keep(receiver, message, now)
-        return room
+        return None
 
     def abort(self, receiver: str, message: AbortRoom, now: float) -> RoomT | None:
         """Takes an open request back. Returns the room that has to stop, None if nothing was written for it."""
         gave_up = TransferAbortedError(f"room {message.room} was aborted by {receiver}: {message.reason}")
         self._is_over(receiver, message.room, message.generation, gave_up, now)
-        self._heard_since.get(message.room, set()).add(receiver)  # a rank that aborts need not be refused
+        failed = self._failed_alone.get(message.room)
+        if failed is not None:
+            failed.receivers.add(receiver)  # a rank that aborts need not be refused
         room = self.rooms.get(message.room)
         if room is None:
             self._pending.keep(receiver, message, now)
@@ -288,10 +287,7 @@ class RoomTable(Generic[RoomT]):
     def _fail_alone(self, room: int, error: KVFerryError, receivers: set[str], now: float) -> None:
         self._failed_alone.pop(room, None)  # so that it is the youngest
         self._failed_alone[room] = _FailedAlone(error, receivers, now + self._keep_s)
-        self._heard_since.pop(room, None)
-        self._heard_since[room] = receivers  # the same set: whoever is notified there has been heard
         forget_oldest(self._failed_alone, self._max_pending)
-        forget_oldest(self._heard_since, self._max_pending)
 
     def _is_over(self, receiver: str, room: int, generation: int, error: KVFerryError | None, now: float) -> None:
         self._over.pop((receiver, room), None)  # so that it is the youngest

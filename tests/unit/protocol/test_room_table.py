@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvferry.errors import EndpointClosedError, KVFerryError, QueueFullError, TransferAbortedError, TransferFailedError
-from kvferry.layout import RankCoordinates
-from kvferry.protocol.messages import AbortRoom, OpenRoom, RefuseRoom
+from kvferry.protocol.messages import AbortRoom, OpenRoom
 from kvferry.protocol.room_table import REMEMBERED, RoomTable
 
 
@@ -32,18 +31,6 @@ def open_request(room: int = 1, generation: int = 7, *, attempt: int = 1, serial
 
 def abort(room: int = 1, generation: int = 7, *, attempt: int = 1, serial: int = 1) -> AbortRoom:
     return AbortRoom(room=room, generation=generation, reason="no", attempt=attempt, serial=serial)
-
-
-def refusal(room: int = 1, generation: int = 7) -> RefuseRoom:
-    return RefuseRoom(
-        endpoint="p0",
-        engine="decode",
-        coordinates=RankCoordinates(),
-        room=room,
-        generation=generation,
-        reason="no",
-        holder=None,
-    )
 
 
 def test_a_open_request_goes_to_its_room_or_waits_for_it():
@@ -167,53 +154,6 @@ def test_who_gave_up_without_asking_is_not_told_of_a_use_that_failed():
     rooms.abort("d1", abort(generation=5), now=0.0)
     assert rooms.open_request("d1", open_request(generation=6), now=0.0) is None
     assert not rooms.is_quiet
-
-
-def failed_without(rooms: RoomTable[Room], receivers: dict[str, int]) -> Room:
-    """A room that is open under a number of which a transfer failed before anybody but these had opened it."""
-    room = Room(1, failed_alone=True, error=TransferFailedError("no"), generations=receivers)
-    rooms.add(room)
-    rooms.remove(room, now=0.0)
-    rooms.expired(now=100.0)
-    rooms.add(following := Room(1))
-    return following
-
-
-def test_a_refusal_that_a_broken_connection_held_back_is_for_the_transfer_that_failed():
-    rooms = table()
-    following = failed_without(rooms, {"d0": 1})
-    assert rooms.refused_by("d1", refusal(), now=100.0) is None
-    assert rooms.refused_by("d0", refusal(), now=100.0) is following
-    assert rooms.refused_by("d1", refusal(), now=100.0) is following
-
-
-def test_also_where_it_comes_before_the_number_is_used_again():
-    rooms = table()
-    rooms.remove(failed_without(rooms, {}), now=100.0)
-    rooms.refused_by("d0", refusal(), now=100.0)
-    rooms.refused_by("d1", refusal(), now=100.0)
-    assert rooms.add(Room(1)) == []
-
-
-@pytest.mark.parametrize("says", ["opens", "aborts"])
-def test_who_has_spoken_of_the_next_transfer_refuses_that(says: str):
-    rooms = table()
-    following = failed_without(rooms, {})
-    if says == "opens":
-        rooms.open_request("d0", open_request(), now=100.0)
-    else:
-        rooms.abort("d0", abort(), now=100.0)
-    assert rooms.refused_by("d0", refusal(), now=100.0) is following
-
-
-def test_of_so_many_numbers_it_is_known_that_a_transfer_failed():
-    rooms = table(max_pending=2)
-    following = failed_without(rooms, {})
-    for number in (2, 3):
-        other = Room(number, failed_alone=True, error=TransferFailedError("no"))
-        rooms.add(other)
-        rooms.remove(other, now=100.0)
-    assert rooms.refused_by("d0", refusal(), now=100.0) is following
 
 
 def test_a_room_that_has_a_open_request_already_answers_for_it():
