@@ -6,7 +6,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -104,10 +104,9 @@ class RoomTable(Generic[RoomT]):
         self._rooms_given: dict[str, dict[int, None]] = {}  # the same rooms, by receiver
         self._is_closed = False
 
-    @property
-    def failed_alone(self) -> Collection[int]:
-        """Numbers of rooms that failed before every decode rank had opened them, as long as the others are refused."""
-        return self._failed_alone.keys()
+    def holds(self, room: int) -> bool:
+        """Whether the number of a room that is over still means that room: it may not be used for another."""
+        return room in self._failed_alone or bool(self._refusals.of(room))
 
     @property
     def is_quiet(self) -> bool:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvferry.errors import EndpointClosedError, KVFerryError, QueueFullError, TransferAbortedError, TransferFailedError
-from kvferry.protocol.messages import AbortRoom, OpenRoom
+from kvferry.layout import RankCoordinates
+from kvferry.protocol.messages import AbortRoom, OpenRoom, RefuseRoom
 from kvferry.protocol.room_table import REMEMBERED, RoomTable
 
 
@@ -31,6 +32,17 @@ def open_request(room: int = 1, generation: int = 7, *, attempt: int = 1, serial
 
 def abort(room: int = 1, generation: int = 7, *, attempt: int = 1, serial: int = 1) -> AbortRoom:
     return AbortRoom(room=room, generation=generation, reason="no", attempt=attempt, serial=serial)
+
+
+def refusal(room: int = 1, generation: int = 7) -> RefuseRoom:
+    return RefuseRoom(
+        endpoint="p0-start",
+        engine="decode",
+        coordinates=RankCoordinates(),
+        room=room,
+        generation=generation,
+        reason="no",
+    )
 
 
 def test_a_open_request_goes_to_its_room_or_waits_for_it():
@@ -119,6 +131,21 @@ def test_who_was_answered_by_the_room_itself_is_not_told_again_of_its_failure():
     rooms.remove(room, now=0.0)
     for receiver in ("d0", "d1"):
         assert rooms.open_request(receiver, open_request(generation=8), now=0.0) is None
+
+
+def test_a_number_means_its_room_as_long_as_somebody_may_be_refused_or_has_refused_it():
+    rooms, room = table(), Room(1, failed_alone=True, error=TransferFailedError("no"))
+    assert not rooms.holds(1)
+    rooms.add(room)
+    rooms.remove(room, now=0.0)
+    assert rooms.holds(1)
+    assert not rooms.holds(2)
+    rooms.expired(now=10.0)
+    assert not rooms.holds(1)
+    assert rooms.refused_by("d0", refusal(), now=11.0) is None
+    assert rooms.holds(1)
+    rooms.expired(now=21.0)
+    assert not rooms.holds(1)
 
 
 def test_too_many_are_refused_by_name():

@@ -70,6 +70,8 @@ class Callers:
             return
         if any(request.room == room and not request.is_over for request in self._world.requests):
             return  # a number is used again only when its last use is over
+        if self._world.network.carries_refusal_of(room):
+            return  # nor while that may still be refused: docs/reliability.md, "What is not promised"
         if len(prefill.ranks) < len(prefill.shapes) or len(decode.ranks) < len(decode.shapes):
             return
         if not all(process.is_alive for process in (*prefill.ranks, *decode.ranks)):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import chain
 
 from kvferry.control.ends import ConnectingEnd, Connection, ListeningEnd
 from kvferry.errors import PeerDisconnectedError
+from kvferry.protocol.messages import RefuseRoom, decode_to_prefill
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +151,13 @@ class ControlNetwork:
         del line.down[index]
         if not line.is_closed:
             line.arrived.append(message)
+
+    def carries_refusal_of(self, room: int) -> bool:
+        """Whether a prefill rank has yet to read that a room was refused: a broken connection may hold that back."""
+        unread = chain.from_iterable(line.up for line in self.lines)
+        arrived = (message for end in self.listening.values() for _, message in end.arrived)
+        messages = map(decode_to_prefill, chain(unread, arrived))
+        return any(isinstance(message, RefuseRoom) and message.room == room for message in messages)
 
     def forget(self) -> None:
         """Drops connections that have nothing left to carry."""

@@ -75,12 +75,12 @@ class SendSide(RankSide):
 
     @property
     def is_known(self) -> bool:
-        """Whether decode ranks that come late would still be told how the room ended."""
+        """Whether decode ranks that come late would still be told how the room ended, or have refused it."""
         endpoint = self.process.endpoint
         has_come = self.sender is not None or self.is_refusing
         if not has_come or not self.process.is_alive or not isinstance(endpoint, PrefillEndpoint):
             return False
-        return self.request.room in endpoint._table.failed_alone
+        return endpoint._table.holds(self.request.room)
 
     @property
     def is_handed_in(self) -> bool:
