@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.commands import kvferry
+from tests.support.commands import CommandProcess, kvferry
 from tests.support.family import assert_gone, wait_for_ranks
 
 pytest.importorskip("nixl_cu13")
@@ -29,13 +31,14 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def bench(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvferry", "bench", *SMALL, *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def commands() -> Iterator[CommandProcess]:
+    with closing(CommandProcess()) as process:
+        yield process
 
 
-def result(*flags: str) -> dict[str, Any]:
-    run = bench("--json", *flags)
+def result(commands: CommandProcess, *flags: str) -> dict[str, Any]:
+    run = commands.kvferry("bench", *SMALL, "--json", *flags)
     assert run.returncode == 0, run.stderr
     shown: dict[str, Any] = json.loads(run.stdout)
     return shown
@@ -55,8 +58,8 @@ def result(*flags: str) -> dict[str, Any]:
         pytest.param("--config tests/data/configs/gemma-3-4b-it.json --chunks 4 --requests 2", marks=pytest.mark.full),
     ],
 )
-def test_every_byte_arrives_and_every_figure_is_there(flags: str):
-    shown = result(*flags.split())
+def test_every_byte_arrives_and_every_figure_is_there(commands: CommandProcess, flags: str):
+    shown = result(commands, *flags.split())
     assert shown["exact"] is True
     assert [case["variant"] for case in shown["cases"]] == ["synchronous", "direct", "staged", "auto"]
     went = [case for case in shown["cases"] if case["refused"] is None]
@@ -77,8 +80,10 @@ def test_every_byte_arrives_and_every_figure_is_there(flags: str):
 
 
 @pytest.mark.full
-def test_cases_share_processes_and_a_steady_load_is_checked():
-    shown = result("--page-size", "1,16", "--pages", "both", "--variants", "auto,synchronous", "--passes", "3")
+def test_cases_share_processes_and_a_steady_load_is_checked(commands: CommandProcess):
+    shown = result(
+        commands, "--page-size", "1,16", "--pages", "both", "--variants", "auto,synchronous", "--passes", "3"
+    )
     assert [(case["prefill_page_tokens"], case["pages"], case["variant"]) for case in shown["cases"]] == [
         (page_tokens, pages, variant)
         for page_tokens in (1, 16)
@@ -90,8 +95,8 @@ def test_cases_share_processes_and_a_steady_load_is_checked():
 
 
 @pytest.mark.full
-def test_a_wrong_byte_is_seen():
-    run = bench("--json", "--plant-wrong-byte")
+def test_a_wrong_byte_is_seen(commands: CommandProcess):
+    run = commands.kvferry("bench", *SMALL, "--json", "--plant-wrong-byte")
     assert run.returncode == 1, run.stderr
     shown = json.loads(run.stdout)
     assert shown["exact"] is False
@@ -100,9 +105,9 @@ def test_a_wrong_byte_is_seen():
 
 
 @pytest.mark.full
-def test_cases_are_drawn(tmp_path: Path):
+def test_cases_are_drawn(commands: CommandProcess, tmp_path: Path):
     file = tmp_path / "bench.svg"
-    run = bench("--page-size", "1,16", "--plot", str(file))
+    run = commands.kvferry("bench", *SMALL, "--page-size", "1,16", "--plot", file)
     assert run.returncode == 0, run.stderr
     assert "1-token pages" in run.stdout
     assert file.read_text().startswith("<?xml")
@@ -136,8 +141,8 @@ def test_a_gpu_is_asked_for_where_there_is_none():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_cuda(), reason="no GPU here")
-def test_every_byte_arrives_in_the_memory_of_a_gpu():
-    shown = result("--device", "cuda", "--prefill-tp", "2", "--decode-layout", "hnd")
+def test_every_byte_arrives_in_the_memory_of_a_gpu(commands: CommandProcess):
+    shown = result(commands, "--device", "cuda", "--prefill-tp", "2", "--decode-layout", "hnd")
     assert shown["device"] == "cuda"
     assert shown["exact"] is True
 

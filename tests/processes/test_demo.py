@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.checkpoints import save_checkpoint
-from tests.support.commands import kvferry
+from tests.support.commands import CommandProcess, kvferry
 
 UNLIKE_PAGES = (
     "--prefill-tp 2 --decode-tp 1 --arch gemma3 --decode-layout hnd "
@@ -24,8 +26,14 @@ def demo(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def result(*flags: str) -> dict[str, Any]:
-    run = demo(*flags, *QUICK)
+@pytest.fixture(scope="module")
+def commands() -> Iterator[CommandProcess]:
+    with closing(CommandProcess()) as process:
+        yield process
+
+
+def result(commands: CommandProcess, *flags: str) -> dict[str, Any]:
+    run = commands.kvferry("demo", *flags, *QUICK)
     assert run.returncode == 0, run.stdout + run.stderr
     loaded = json.loads(run.stdout)
     assert isinstance(loaded, dict)
@@ -62,8 +70,8 @@ def result(*flags: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_tokens_and_bytes_are_those_of_the_undivided_model(flags: str):
-    shown = result(*flags.split())
+def test_tokens_and_bytes_are_those_of_the_undivided_model(commands: CommandProcess, flags: str):
+    shown = result(commands, *flags.split())
     assert shown["tokens_match"] is True
     assert shown["bytes_mismatched"] == 0
     assert shown["bytes_checked"] > 0
@@ -73,9 +81,9 @@ def test_tokens_and_bytes_are_those_of_the_undivided_model(flags: str):
 
 
 @pytest.mark.full
-def test_pages_that_share_no_bounds_show_where_a_window_begins():
+def test_pages_that_share_no_bounds_show_where_a_window_begins(commands: CommandProcess):
     """With pages alike on both sides whole pages travel, and a window that begins a token late would pass."""
-    shown = result(*UNLIKE_PAGES.split())
+    shown = result(commands, *UNLIKE_PAGES.split())
     assert shown["tokens_match"] is True
     assert shown["bytes_mismatched"] == 0
     assert (shown["prefill_page_size"], shown["decode_page_size"]) == (3, 16)
@@ -84,8 +92,8 @@ def test_pages_that_share_no_bounds_show_where_a_window_begins():
 
 
 @pytest.mark.full
-def test_two_prefill_and_two_decode_engines_serve_every_pair():
-    shown = result("--prefill-engines", "2", "--decode-engines", "2", "--prefill-tp", "2", "--requests", "4")
+def test_two_prefill_and_two_decode_engines_serve_every_pair(commands: CommandProcess):
+    shown = result(commands, "--prefill-engines", "2", "--decode-engines", "2", "--prefill-tp", "2", "--requests", "4")
     assert shown["tokens_match"] is True
     assert shown["bytes_mismatched"] == 0
 
@@ -135,13 +143,13 @@ def test_a_wrong_option_is_one_clear_sentence(flags: str, words: list[str]):
 
 
 @pytest.mark.full
-def test_a_local_checkpoint_runs_with_its_own_tokenizer_and_prompts(tmp_path: Path):
+def test_a_local_checkpoint_runs_with_its_own_tokenizer_and_prompts(commands: CommandProcess, tmp_path: Path):
     prompts = ["the ferry leaves at noon and comes back at night", "who counts the boats on the river"]
     prompt_file = tmp_path / "prompts.txt"
     prompt_file.write_text("\n".join(prompts))
     checkpoint = save_checkpoint(tmp_path / "checkpoint", "llama", prompts)
     shown = result(
-        "--model", str(checkpoint), "--prompt-file", str(prompt_file), "--decode-tp", "1", "--page-size", "4"
+        commands, "--model", str(checkpoint), "--prompt-file", str(prompt_file), "--decode-tp", "1", "--page-size", "4"
     )
     assert shown["tokens_match"] is True
     assert shown["bytes_mismatched"] == 0

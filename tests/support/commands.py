@@ -1,20 +1,25 @@
-"""Commands of `kvferry` in this process: what they print and how they end, without an interpreter of their own."""
+"""Commands of `kvferry` without an interpreter each: what they print and how they end."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import subprocess
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
 from kvferry.cli import main
 
+Completed: TypeAlias = subprocess.CompletedProcess[str]
 
-def kvferry(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command, for tests of what it says. What starts processes or handles signals is run in a process."""
+
+def kvferry(*arguments: str | Path) -> Completed:
+    """Runs a command in this process, for tests of what it says. Not for what starts processes or handles signals."""
     command = ["kvferry", *map(str, arguments)]
     code = 0
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
@@ -28,3 +33,37 @@ def kvferry(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
             traceback.print_exc()
             code = 1
     return subprocess.CompletedProcess(command, code, output.getvalue(), errors.getvalue())
+
+
+class CommandProcess:
+    """A process that runs one command after the other, for those that start processes.
+
+    Their processes are forked from one, which imports torch and transformers for the first of them alone: half of what
+    a demo takes of a processor.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,))
+        self._process.start()
+        theirs.close()
+
+    def kvferry(self, *arguments: str | Path) -> Completed:
+        """Runs a command."""
+        self._connection.send(arguments)
+        completed: Completed = self._connection.recv()
+        return completed
+
+    def close(self) -> None:
+        """Ends it, and what it is at."""
+        self._connection.close()
+        self._process.join(10)
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(connection: Connection) -> None:
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send(kvferry(*connection.recv()))

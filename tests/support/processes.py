@@ -319,7 +319,7 @@ def _preloaded() -> multiprocessing.context.ForkServerContext:
     To start one takes milliseconds instead of seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.processes", "torch", "httpx", "nixl_cu13._bindings"])
+    context.set_forkserver_preload(["tests.support.processes", "torch", "httpx", "tests.support.nixl_preload"])
     return context
 
 

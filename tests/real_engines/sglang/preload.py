@@ -16,4 +16,5 @@ import sglang.srt.managers.disagg_service
 import sglang.srt.managers.scheduler
 import sglang.srt.models.llama  # noqa: F401
 import tests.real_engines.sglang.changed
-import tests.real_engines.sglang.processes  # noqa: F401
+import tests.real_engines.sglang.processes
+import tests.support.nixl_preload  # noqa: F401

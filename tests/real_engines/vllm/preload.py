@@ -9,6 +9,7 @@ from tests.real_engines.vllm.engine import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)  # some of it is read when modules are imported
 
+import tests.support.nixl_preload  # noqa: F401
 import vllm  # noqa: F401
 from vllm.model_executor.models import gemma3, qwen3  # noqa: F401
 from vllm.v1.engine import core, llm_engine  # noqa: F401
