@@ -15,7 +15,7 @@ from tests.support.tiers import Tier, register_profiles
 pytest_plugins = ["kvferry.testing.pytest_plugin"]
 
 _MOST_WORKERS = 16
-_FEWEST_WORKERS = 7  # six for the fault matrix, which mostly waits, and one for what computes
+_FEWEST_WORKERS = 5  # many tests wait for processes and deadlines, so that a few more than there are cores pay
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -74,6 +74,17 @@ def test_sharing_a_write_is_measured_beside_what_goes_without():
         assert each["shared_to_caller"] > 0 < each["shared_to_nixls_own"]
 
 
+@pytest.mark.full
+def test_bounds_on_direct_writes_are_measured_beside_each_other():
+    found = printed("admission.py", "--rounds", "1", "--seconds", "0.5", "--mib", "64", "1", "--request-mib", "4")
+    assert list(found["bounds"]) == ["1", "64"]
+    for each in found["bounds"].values():
+        assert each["gb_per_s"] > 0 < each["of_loosest"]
+        assert 0 < each["small_p50_ms"] <= each["small_p99_ms"]
+        assert each["small_requests"] > 0
+    assert found["bounds"]["64"]["of_loosest"] == 1.0
+
+
 @pytest.mark.parametrize("flags", [("memory_growth.py", "--transfers", "3"), ("first_transfer.py", "--pairs", "0")])
 def test_too_few_are_refused(flags: tuple[str, ...]):
     script, *rest = flags

@@ -8,18 +8,17 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Cells that do not say so are on the direct path.
 _FAULT_CELL = re.compile(r".*/test_faults_(?P<role>\w+)\.py::\w+\[(?P<path>staged)?")
-_MOST_STRUCK = ("prefill_rank", "decode_rank")
 
 
 class ByModule(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist has no types
     """Gives a process whole modules, and many cells of the fault matrix that strike the same kind of cluster.
 
-    What a module has begun serves all of its tests then, and six processes share the whole matrix: it mostly waits.
+    What a module has begun serves all of its tests then, and three processes share the whole matrix.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         cell = _FAULT_CELL.match(nodeid)
         if cell is None:
             return nodeid.partition("::")[0]
-        struck = cell["role"] if cell["role"] in _MOST_STRUCK else "others"
-        return f"clusters, {cell['path']}, {struck}"
+        half = cell["path"] == "staged" and cell["role"] in ("prefill_rank", "registry")
+        return f"clusters, {cell['path']}, {half}"
