@@ -1,7 +1,7 @@
 # `make demo` and `make test` work on a fresh clone with nothing but Python 3.10 or newer installed.
 
 PYTHON ?= python3
-# Installed first and pinned: without a pin, another package's wish for torch brings the newest CUDA build along.
+# Installed first and pinned: without a pin, another package that needs torch brings the newest CUDA build along.
 TORCH ?= torch==2.13.0
 VENV := .venv
 INSTALLED := $(VENV)/.installed

@@ -17,6 +17,9 @@ pytest_plugins = ["kvferry.testing.pytest_plugin"]
 _MOST_WORKERS = 16
 _FEWEST_WORKERS = 5  # many tests wait for processes and deadlines, so that a few more than there are cores pay
 
+_LONGEST_S = 6 * 3600.0
+"""For a test of the long tier, which has up to twenty times as much to do."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -63,6 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if any(item.get_closest_marker(mark) for mark in beyond)}
     if tier is Tier.QUICK:
         left_out |= set(_not_sampled(items))
+    if tier is Tier.LONG:
+        for item in items:
+            item.add_marker(pytest.mark.timeout(_LONGEST_S), append=False)  # before its own, which is for less to do
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
     items[:] = sorted((item for item in items if item not in left_out), key=_precedence)

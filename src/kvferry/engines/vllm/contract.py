@@ -262,7 +262,7 @@ def _identity() -> Iterator[Line]:
     )
 
 
-def _surroundings() -> Iterator[Line]:
+def _connectors_and_metrics() -> Iterator[Line]:
     factory = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
     yield Signature(f"{factory}.register_connector", "cls, name, module_path, class_name", "ours is registered so")
     yield Signature(f"{factory}.get_connector_class_by_name", "cls, connector_name", "MultiConnector finds ours so")
@@ -292,7 +292,7 @@ def _surroundings() -> Iterator[Line]:
 
 
 def _contract(tried: str, unknown: frozenset[str] = frozenset()) -> Contract:
-    others = (*_callers(), *_structures(), *_caches(), *_configuration(), *_identity(), *_surroundings())
+    others = (*_callers(), *_structures(), *_caches(), *_configuration(), *_identity(), *_connectors_and_metrics())
     return Contract("vLLM", (tried,), (*_hooks(unknown), *others))
 
 

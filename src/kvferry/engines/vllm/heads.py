@@ -81,15 +81,15 @@ def held_heads(
     """
     is_divided = coordinates.tp_size > 1
     layers = [attention[name] for name in cached if name in attention]  # vLLM lists other layers too
-    surroundings = _Surroundings(layers, modules()) if is_divided else None
+    tree = _ModuleTree(layers, modules()) if is_divided else None
     found: dict[str, HeldHeads | None] = {}
     for name, layer in cached.items():
         if layer.are_slots:
             found[name] = None
-        elif surroundings is None:
+        elif tree is None:
             found[name] = HeldHeads(layer.count, Interval(0, layer.count))
         else:
-            near = surroundings.of(attention[name]) if name in attention else ()
+            near = tree.of(attention[name]) if name in attention else ()
             found[name] = _agreed(name, list(_witnesses(name, layer, near, coordinates)))
     return found
 
@@ -161,8 +161,8 @@ def _divided(total: int, own: int, coordinates: RankCoordinates) -> Interval | N
     return None
 
 
-class _Surroundings:
-    """The modules around attention layers."""
+class _ModuleTree:
+    """Which modules are around which, as far as attention layers are concerned."""
 
     def __init__(self, attention: Iterable[Any], modules: Iterable[Module]) -> None:
         self._attention = {id(layer) for layer in attention}
