@@ -5,6 +5,7 @@ The ranks of these tests have no threads, and a clock and a network of their own
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 
 import numpy as np
@@ -35,6 +36,25 @@ def cluster(prefill_ranks: int = 1, decode_ranks: int = 1, *, prefill_rooms: int
     assert all(decode.open_rooms == decode_rooms for decode in made.decoders)
     assert all(prefill.open_rooms == prefill_rooms for prefill in made.prefillers)
     return made
+
+
+class Finalized:
+    """Refers to itself, so that only the garbage collector can end it; and that takes steps."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        sum(number for number in range(100))
+
+
+def test_what_others_left_for_the_garbage_collector_is_no_step_of_a_call():
+    def allocate() -> list[list[int]]:
+        return [[number] for number in range(2 * gc.get_threshold()[0])]  # enough for a collection
+
+    alone = steps_of(allocate)
+    Finalized()
+    assert steps_of(allocate) == alone
 
 
 def test_a_decode_ranks_tick_takes_as_many_steps_with_a_thousand_rooms_as_with_ten():
