@@ -227,6 +227,27 @@ CATALOGUE = (
         "tests/unit/control/test_channel.py",
     ),
     PlantedFault(
+        "who connects anew does not wait for what a failed write had sent",
+        "endpoint/links.py",
+        "if message.last_failure > self._waited_for.get(endpoint, 0):",
+        "if message.last_failure > 1 << 60:",
+        "tests/unit/endpoint/test_faults.py",
+    ),
+    PlantedFault(
+        "who connects anew waits for what it has waited for",
+        "endpoint/links.py",
+        "if message.last_failure > self._waited_for.get(endpoint, 0):",
+        "if message.last_failure > 0:",
+        "tests/unit/endpoint/test_faults.py",
+    ),
+    PlantedFault(
+        "a write that fails while two ranks measure is forgotten",
+        "endpoint/attachment.py",
+        "            broken_off()\n",
+        "            pass\n",
+        "tests/unit/endpoint/test_faults.py",
+    ),
+    PlantedFault(
         "pages in quarantine are not shown",
         "endpoint/receiving.py",
         "self.machine.state is TransferState.FAILED and not self.machine.are_pages_reusable",

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvferry.endpoint.calibration import WriteHangsError
 from kvferry.endpoint.paths import PathChooser, SendingStaging
-from kvferry.errors import IncompatiblePeerError
+from kvferry.errors import IncompatiblePeerError, TransportError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import (
     ElectedRoute,
@@ -226,6 +226,7 @@ def attach(
     fingerprint: Mapping[str, str] | None = None,
     may_differ: Collection[str] = (),
     merged_bytes: int = MERGED_BYTES,
+    broken_off: Callable[[], None] = lambda: None,
 ) -> Attachment:
     """Checks that a decode rank's open requests can be met, connects the transport to it and prepares what it takes.
 
@@ -236,6 +237,7 @@ def attach(
         fingerprint: what our own caches are beyond their layout.
         may_differ: fields of it that an operator lets differ.
         merged_bytes: most bytes that neighbours become one descriptor of.
+        broken_off: called where a write that measures fails: what was sent of it may arrive yet.
 
     Raises:
         IncompatiblePeerError: if they cannot, naming both values.
@@ -282,7 +284,9 @@ def attach(
             attachment.prepare(Unit.WHOLE)
     except WriteHangsError:
         raise
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, TransportError):
+            broken_off()
         transport.disconnect(name)
         raise
     for difference in tolerated:

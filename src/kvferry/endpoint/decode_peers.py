@@ -70,6 +70,8 @@ class DecodePeer(Actor):
         fingerprint: Mapping[str, str],
         may_differ: Collection[str],
         send: Callable[[str, Message], None],
+        broken_off: Callable[[str], None],
+        last_failure_to: Callable[[str], int],
         observer: Observer,
         now: float,
     ) -> None:
@@ -89,6 +91,8 @@ class DecodePeer(Actor):
         self._fingerprint = fingerprint
         self._may_differ = may_differ
         self._send = send
+        self._broken_off = broken_off
+        self._last_failure_to = last_failure_to
         self._observer = observer
         self._is_silence_reported = False
         # Guards the two below: a caller of `when_undone` must not miss the end.
@@ -165,6 +169,7 @@ class DecodePeer(Actor):
                 staging=self._staging,
                 fingerprint=self._fingerprint,
                 may_differ=self._may_differ,
+                broken_off=partial(self._broken_off, self.name),
             )
         except WriteHangsError as error:
             self._hanging = TransportError(str(error))
@@ -186,16 +191,21 @@ class DecodePeer(Actor):
         self.post(HangingWriteEnded())
 
     def _hanging_failed(self, _: Exception) -> None:
-        """Does nothing: what was sent of it may still arrive, so that it counts as hanging."""
+        """Remembers that what was sent of it may still arrive; so it counts as hanging."""
+        self._broken_off(self.name)
 
     def _hanging_broke(self, _: Exception) -> None:
         """Does nothing: the write may not have ended, so that it counts as hanging."""
 
     def _confirm(self, attachment: Attachment) -> None:
-        only_staged = attachment.paths.forced is TransferPath.STAGED
         self._send(
             self.name,
-            Attached(endpoint=self._transport.endpoint_name, attempt=self.attempt, only_staged=only_staged),
+            Attached(
+                endpoint=self._transport.endpoint_name,
+                attempt=self.attempt,
+                only_staged=attachment.paths.forced is TransferPath.STAGED,
+                last_failure=self._last_failure_to(self.name),
+            ),
         )
 
     def _refuse(self, error: Exception) -> None:

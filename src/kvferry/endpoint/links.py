@@ -36,6 +36,7 @@ from kvferry.observe.logs import report_silence
 from kvferry.observe.observer import Observer, Retry
 from kvferry.observe.status import LostPeerStatus, PeerStatus
 from kvferry.protocol import messages
+from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.ends import Proof
 from kvferry.protocol.link import Channel, Identity, Link, LinkKey, LinkState
 from kvferry.protocol.lost_ranks import LostRanks
@@ -45,6 +46,8 @@ from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Promises
 
 log = logging.getLogger(__name__)
+
+_MOST_WAITED_FOR = 1 << 12  # prefill ranks to be remembered; of one that is forgotten the same is waited for once more
 
 
 class LinkUser(Protocol):
@@ -136,6 +139,9 @@ class Links:
         self._channels: dict[str, Connection] = {}  # by address; links to the same rank share one
         self._next_attempt = partial(next, itertools.count(1))
         self._attempts: dict[str, int] = {}  # by address, the last that was begun there
+        # Numbers of prefill ranks' last failed writes, by endpoint: those that may arrive yet, and those that cannot.
+        self._waiting_for: dict[str, int] = {}
+        self._waited_for: dict[str, int] = {}
         self._silent: frozenset[tuple[LinkKey, int]] = frozenset()  # prefill ranks whose silence was logged
         self._last_heartbeat_at = float("inf")
 
@@ -275,6 +281,10 @@ class Links:
                 is_there = any(each.knows_machine(channel, process.machine) for each in self._all)
                 if is_there and self._ends.is_declared(Proof.RANK):
                     self._lost.gone(process, Proof.RANK)
+            case messages.Attached(endpoint) if message.last_failure > self._waited_for.get(endpoint, 0):
+                if message.last_failure > self._waiting_for.get(endpoint, 0):  # else the same answer again
+                    self._waiting_for[endpoint] = message.last_failure
+                    self._settling.add(partial(self._settled, channel, message))
             case messages.Welcome(endpoint) if self._channels_of(endpoint) - {channel}:
                 raise PeerError(f"at {channel.address} somebody answers under the name of another prefill rank")
             case _ if link is not None:
@@ -282,6 +292,15 @@ class Links:
                     self._ready(link, now)
                 elif link.state is LinkState.RESOLVING:
                     self._started_over(link, now)
+
+    def _settled(self, channel: Connection, message: messages.Attached) -> None:
+        """Takes a rank for attached: nothing can arrive any more of what its failed writes had sent."""
+        self._waited_for.pop(message.endpoint, None)
+        self._waited_for[message.endpoint] = message.last_failure
+        forget_oldest(self._waited_for, _MOST_WAITED_FOR)
+        if self._waiting_for[message.endpoint] == message.last_failure:
+            del self._waiting_for[message.endpoint]
+        self.received(channel, self.behind(channel), message, self._platform.now())
 
     def fail(self, link: Link, error: KVFerryError, now: float) -> None:
         """Gives a link up, and every room that relies on it. It stays connected while a rank may still write."""

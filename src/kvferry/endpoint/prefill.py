@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import deque
@@ -167,7 +168,9 @@ class PrefillEndpoint:
             most_page_bytes=int(self.settings.max_pending_opens_mib * 2**20),
             keep_s=self.settings.bootstrap_timeout_s,
         )
-        self._broken_off_to: dict[str, None] = {}  # decode ranks to which a write failed; the latest stand last
+        # Numbers of the last failed writes, by decode rank; the latest stand last.
+        self._broken_off_to: dict[str, int] = {}
+        self._failure_numbers = itertools.count(1)
         self._given_up: dict[str, _GivenUp] = {}  # decode ranks that may come back; the latest stand last
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
         self._outbox: deque[tuple[str, messages.Message]] = deque()
@@ -584,11 +587,15 @@ class PrefillEndpoint:
     def _broken_off(self, receiver: str) -> None:
         """Remembers a decode rank to which a write failed of which something had been sent."""
         with self._rooms_lock:
-            self._broken_off_to[receiver] = None
+            self._broken_off_to.pop(receiver, None)
+            self._broken_off_to[receiver] = next(self._failure_numbers)
             forget_oldest(self._broken_off_to, _MOST_BROKEN_OFF)
 
     def _was_broken_off(self, receiver: str) -> bool:
         return receiver in self._broken_off_to
+
+    def _last_failure_to(self, receiver: str) -> int:
+        return self._broken_off_to.get(receiver, 0)
 
     def _forget_room(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
@@ -820,6 +827,8 @@ class PrefillEndpoint:
             fingerprint=self.fingerprint,
             may_differ=self.settings.fields_that_may_differ,
             send=self._send,
+            broken_off=self._broken_off,
+            last_failure_to=self._last_failure_to,
             observer=self._observer,
             now=self._now(),
         )

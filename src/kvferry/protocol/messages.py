@@ -18,7 +18,7 @@ from kvferry.protocol.fingerprint import FingerprintFields
 from kvferry.protocol.page_numbers import MAX_PAGES, PageNumbers
 from kvferry.protocol.request_conditions import RequestConditions
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAGIC = b"kvfy"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 MAX_AUX_BYTES = 1024 * 1024
@@ -199,11 +199,15 @@ class Attached(Message, frozen=True):
     Attributes:
         attempt: the attempt of the `Attach` that this answers.
         only_staged: whether this rank will write to staging memory alone, and never to pages.
+        last_failure: the number of the last write to this decode rank that failed, among all failed writes of this
+            start of the rank; 0 if none has. What had been sent of it lands as after a `Drained` that says so, so that
+            the decode rank counts `quarantine_s` of its own time, once, before it takes the rank for attached.
     """
 
     endpoint: EndpointName
     attempt: Count
     only_staged: bool
+    last_failure: Count = 0
 
 
 class Refused(Message, frozen=True):

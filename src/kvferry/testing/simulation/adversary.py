@@ -40,8 +40,9 @@ class Adversary:
         in_sockets: writes that failed, of which the receiver's sockets hold what was sent while it is frozen.
         held: until when writes do not get on.
         lines_heal: when connections that are cut come back.
-        rings_kept_until: until when a decode rank's ring may be kept, on either side, for what a failed write of a
-            prefill rank had sent, by the two processes: a small ring has no space for others till then.
+        broken_off: prefill and decode processes between which a write failed: to connect anew takes them longer.
+        kept_until: until when a decode rank's ring may be kept, on either side, for what a failed write of a prefill
+            rank had sent, or the two may not have connected anew, by the two processes: others have no space till then.
         unwell_until: until when peers may take each other for lost that are not, or may not find each other.
     """
 
@@ -59,7 +60,8 @@ class Adversary:
         self.in_sockets: set[SimulatedHandle] = set()
         self.lines_heal: dict[Line, float] = {}
         self.unwell_until = 0.0
-        self.rings_kept_until: dict[tuple[Process, Process], float] = {}
+        self.broken_off: set[tuple[Process, Process]] = set()
+        self.kept_until: dict[tuple[Process, Process], float] = {}
 
     def strikes(self, kind: str) -> bool:
         """Whether it goes wrong this time."""
@@ -259,8 +261,14 @@ class Adversary:
         self._excuse_all("a write failed")
         # Sometimes the connection broke, so that the receiver is given up; what was sent lands all the same.
         kind = draw.choice([TransportError, PeerDisconnectedError])
+        both = self._world.process_of(transfer.source), self._world.process_of(transfer.target)
+        self.broken_off.add(both)
+        settled_at = max(self._world.now + WAITS.quarantine_s, both[1].thaws_at or 0.0) + WAITS.quarantine_s
         if kind is PeerDisconnectedError:
             self._upset_until(self._world.now + RECOVERY_S)
+            self.kept_until[both] = settled_at + RECOVERY_S
+        elif isinstance(decode_notification(transfer.notification), StagedArrived):
+            self.kept_until[both] = max(settled_at, self.kept_until.get(both, 0.0))
         sent = draw.randint(0, len(transfer.left))
         draw.shuffle(transfer.left)
         self._world.wire.fail(transfer, kind("the simulation lets it fail"), sent=sent)
@@ -268,9 +276,6 @@ class Adversary:
         self.held[transfer] = self._world.now + draw.random() * LINGER_S / 2
         self.doomed[transfer] = self._world.now + LINGER_S / 2
         self.in_sockets.add(transfer)
-        if isinstance(decode_notification(transfer.notification), StagedArrived):
-            both = self._world.process_of(transfer.source), self._world.process_of(transfer.target)
-            self.rings_kept_until[both] = self._world.now + 2 * WAITS.quarantine_s
 
     def lies_in_sockets(self, transfer: SimulatedHandle) -> bool:
         """Whether what was sent of a failed write waits for its receiver to thaw, which alone reads its sockets."""

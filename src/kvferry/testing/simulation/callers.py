@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.errors import RoomExistsError
+from kvferry.testing.simulation.circumstances import WAITS
 from kvferry.testing.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
 from kvferry.testing.simulation.processes import Process
 from kvferry.testing.simulation.requests import RankSide, ReceiveSide, SendSide, new_request
@@ -82,11 +83,12 @@ class Callers:
         for process in (*prefill.ranks, *decode.ranks):
             if not process.takes_work or self._is_wronged(process):
                 request.excused(f"{process.name} was not well")
-        if self._world.now < self._world.adversary.unwell_until:
+        adversary, pairs = self._world.adversary, [*product(prefill.ranks, decode.ranks)]
+        longer_s = WAITS.quarantine_s if adversary.broken_off.intersection(pairs) else 0.0
+        if self._world.now < adversary.unwell_until + longer_s:
             request.excused("peers may not have found each other again")
-        kept_until = self._world.adversary.rings_kept_until
-        if any(self._world.now < kept_until.get(both, 0.0) for both in product(prefill.ranks, decode.ranks)):
-            request.excused("a failed write may keep a ring from others")
+        if any(self._world.now < adversary.kept_until.get(both, 0.0) for both in pairs):
+            request.excused("a failed write may keep a ring, or the two ranks, from others")
         if any(line.is_cut for line in self._world.network.lines) or not self._world.registry.answers:
             request.excused("the network was not well")
         if "absent" in self._world.circumstances.odds and draw.random() < 0.3:

@@ -45,7 +45,7 @@ TROUBLES = (*_DRAWN, *_DRAWN_APART, *_STRUCK_APART)
 LINGER_S = 2.5
 """For how long the wire may carry on with the writes of a process that was killed."""
 
-THAW_S = LINGER_S / 2
+THAW_S = 0.8 * LINGER_S
 """Within how long after its thaw a process has what its sockets had held meanwhile."""
 
 LEASE_S = 1.0
