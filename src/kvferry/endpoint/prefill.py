@@ -884,12 +884,17 @@ class PrefillEndpoint:
         )
 
     def _lose(self, identity: str, error: KVFerryError) -> None:
-        """Fails a decode rank's rooms and forgets it."""
+        """Fails a decode rank's rooms, those too that are not open here yet, and forgets it."""
+        attachment = self._attachment(identity)
         self._peers.remove(identity)
         with self._rooms_lock:
-            rooms = self._table.forget_receiver(identity)
+            rooms, opens = self._table.forget_receiver(identity)
         for room in rooms:
             room.post(ReceiverLost(identity, error))
+        if attachment is not None:
+            rank, reason = _rank_of(attachment), f"it was lost: {error}"
+            for message in opens:
+                self._not_opened(identity, rank, message.room, message.generation, reason)
 
     def _connection_broke(self, attachment: Attachment, error: Exception) -> None:
         peer = self._peers.get(attachment.receiver)

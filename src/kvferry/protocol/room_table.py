@@ -293,10 +293,14 @@ class RoomTable(Generic[RoomT]):
         self._over[receiver, room] = _Over(generation, error, now + self._keep_s)
         forget_oldest(self._over, REMEMBERED * self._most_receivers)
 
-    def forget_receiver(self, receiver: str) -> list[RoomT]:
-        """Drops the pending opens of a decode rank that is gone. Returns the open rooms that it had opened."""
-        self._pending.forget(receiver)
-        return [self.rooms[room] for room in self._rooms_given.get(receiver, ())]
+    def forget_receiver(self, receiver: str) -> tuple[list[RoomT], list[OpenRoom]]:
+        """Drops the pending opens of a decode rank that is gone.
+
+        Returns:
+            The open rooms that it had opened, and its open requests for others, which will not come again.
+        """
+        opens = self._pending.forget(receiver)
+        return [self.rooms[room] for room in self._rooms_given.get(receiver, ())], opens
 
     def expired(self, now: float) -> list[tuple[str, OpenRoom]]:
         """Drops the pending opens that our caller did not match in time. Returns them, to be refused."""

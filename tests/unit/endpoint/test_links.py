@@ -489,6 +489,28 @@ def test_a_decode_rank_that_was_given_up_hears_of_it_with_the_first_room_that_it
     requests.run(3)  # connected anew, long before a heartbeat
 
 
+@pytest.mark.parametrize("is_aborted", [False, True], ids=["open", "taken back"])
+def test_a_room_that_a_decode_rank_had_opened_before_it_was_lost_ends_as_soon_as_it_is_opened(
+    engines: Callable[..., Engines], is_aborted: bool
+):
+    both = engines(heartbeat_interval_s=30.0, peer_timeout_s=60.0)
+    requests = Requests(both.prefill(Model()), both.decode(Model()))
+    (prefill,) = requests.prefill.endpoints
+    lost = requests.new(2)
+    requests.open_decode(lost)
+    eventually("it waits for the prefill side", lambda: len(prefill._table._pending))
+    if is_aborted:
+        lost.receivers[0].abort("the client left")
+        assert lost.receivers[0].wait_pages_reusable(WAIT_S)
+    (peer,) = prefill._peers.all()
+    assert peer.attachment is not None
+    prefill._write_failed(peer.attachment, PeerDisconnectedError("the test wants it so"))
+    eventually("it was given up", lambda: not prefill._peers.all())
+    requests.open_prefill(lost)
+    with pytest.raises(TransferFailedError, match=r"decode rank 0 of .* it was lost: .* the test wants it so"):
+        lost.senders[0].wait(WAIT_S)
+
+
 def test_a_connection_is_not_undone_while_a_write_uses_it(engines: Callable[..., Engines]):
     both = engines(**QUICK)
     requests = Requests(both.prefill(Model()), both.decode(Model()))
