@@ -22,6 +22,7 @@ from kvferry.errors import LayoutError, RegistrationError
 from kvferry.layout import Device, Region
 from kvferry.plan.blocks import BlockShape
 from kvferry.staging import Kernels, allocate, kernels_for
+from kvferry.staging.addressing import array_at
 from kvferry.staging.host import HostKernels
 
 MIB = 1 << 20
@@ -230,40 +231,55 @@ def run(kernels: Kernels, way: str, starts: np.ndarray, shape: BlockShape, addre
 
 @pytest.mark.parametrize("way", ["gather", "scatter"])
 def test_other_threads_run_while_bytes_are_copied(way: str):
-    # No thread is asked to make room, however long it holds the interpreter: another one runs if the copy lets it.
-    # Arithmetic on addresses does so too, now and then: 3 times in 50 where the copy does not, 35 to 50 where it does.
-    tensor = np.ones(64 * MIB, np.uint8)
+    tensor, memory = np.ones(64 * MIB, np.uint8), allocate(32 * MIB, Device())
+    packed = array_at(memory.address, (32 * MIB,), "|u1")
+    packed[:] = 1
     kernels = kernels_for([Region(tensor.ctypes.data, tensor.size)], Device())
-    shape = BlockShape(((8, 256 << 10),), 128 << 10)
+    shape = BlockShape(((8, 256 << 10),), 128 << 10)  # every second 128 KiB
     starts = np.arange(32, dtype=np.int64) * (2 * MIB) + tensor.ctypes.data
-    memory = allocate(32 * MIB, Device())
-    run(kernels, way, starts, shape, memory.address)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
+    written = packed if way == "gather" else tensor[: -(128 << 10)]
     try:
-        ran = [another_thread_runs_during(lambda: run(kernels, way, starts, shape, memory.address)) for _ in range(50)]
-        assert sum(ran) >= 10, "not while bytes move, but beside that at most"
-        assert not another_thread_runs_during(lambda: sum(range(1_000_000))), "this test sees nothing"
+        # Where the other thread gets a processor too late it sees nothing, and the next may.
+        assert any(
+            is_seen_half_done(written, lambda: run(kernels, way, starts, shape, memory.address)) for _ in range(2000)
+        )
     finally:
-        sys.setswitchinterval(interval)
         memory.close()
 
 
-def another_thread_runs_during(call: Callable[[], object]) -> bool:
-    start, ran = threading.Lock(), []
+def test_a_copy_that_keeps_the_interpreter_is_never_seen_half_done():
+    """Else the test above would see nothing."""
+    source, written = np.ones(32 * MIB, np.uint8), np.ones(32 * MIB, np.uint8)
+    copy = ctypes.PyDLL(None).memmove
+    copy.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+    pointers = written.ctypes.data, source.ctypes.data, source.size
+    assert not any(is_seen_half_done(written, lambda: copy(*pointers)) for _ in range(20))
+
+
+def is_seen_half_done(written: np.ndarray, copy: Callable[[], object]) -> bool:
+    """Whether another thread runs after a copy has written its first byte, and before it writes its last.
+
+    No thread is asked to make room, however long it holds the interpreter: another one runs if the copy lets it.
+    """
+    start, seen = threading.Lock(), []
+    written[0] = written[-1] = 0
     start.acquire()
 
-    def wait() -> None:
+    def look() -> None:
         with start:
-            ran.append(True)
+            seen.append((written[0], written[-1]))
 
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=look)
     thread.start()
-    start.release()
-    call()
-    during = bool(ran)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        start.release()
+        copy()
+    finally:
+        sys.setswitchinterval(interval)
     thread.join()
-    return during
+    return seen == [(1, 0)]
 
 
 COUNT_THREADS = """
