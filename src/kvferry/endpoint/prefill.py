@@ -738,6 +738,11 @@ class PrefillEndpoint:
         if attachment is not None:
             self._not_opened(identity, _rank_of(attachment), message.room, message.generation, message.reason)
 
+    def _will_not_open(self, identity: str, rank: DecodeRank, opens: list[messages.OpenRoom], reason: str) -> None:
+        """Ends the rooms of open requests that were dropped, as soon as our caller opens them."""
+        for message in opens:
+            self._not_opened(identity, rank, message.room, message.generation, reason)
+
     def _not_opened(self, identity: str, rank: DecodeRank, room: int, generation: int, reason: str) -> None:
         """Ends a room that a decode rank will not open, as if it had refused it."""
         refusal = messages.RefuseRoom(
@@ -793,7 +798,9 @@ class PrefillEndpoint:
             self._connecting_until = self._now() + _CONNECTING_S
             self._given_up.pop(identity, None)
             with self._rooms_lock:
-                self._table.attached(identity, message.attempt)
+                opens = self._table.attached(identity, message.attempt)
+            rank = DecodeRank(message.engine, message.coordinates)
+            self._will_not_open(identity, rank, opens, "it connects anew, and has given up what it had opened")
             self._peers.attach(message)
             return
         self._observer.refused(problem)
@@ -892,9 +899,7 @@ class PrefillEndpoint:
         for room in rooms:
             room.post(ReceiverLost(identity, error))
         if attachment is not None:
-            rank, reason = _rank_of(attachment), f"it was lost: {error}"
-            for message in opens:
-                self._not_opened(identity, rank, message.room, message.generation, reason)
+            self._will_not_open(identity, _rank_of(attachment), opens, f"it was lost: {error}")
 
     def _connection_broke(self, attachment: Attachment, error: Exception) -> None:
         peer = self._peers.get(attachment.receiver)

@@ -39,9 +39,14 @@ class OpenDeduplicator:
     def __init__(self) -> None:
         self._attempts: dict[str, _Attempt] = {}  # the most recent stand last
 
-    def attached(self, receiver: str, attempt: int) -> None:
-        """Records that a decode rank connects: open requests of its earlier attempts are ignored from now on."""
+    def attached(self, receiver: str, attempt: int) -> bool:
+        """Records that a decode rank connects: open requests of its earlier attempts are ignored from now on.
+
+        Returns whether it is a newer attempt than any before.
+        """
+        known = self._attempts.get(receiver)
         self._attempt(receiver, attempt)
+        return known is None or known.number < attempt
 
     def receive(self, receiver: str, attempt: int, serial: int) -> Delivery:
         """Records an open request, or an abort that belongs to it. Returns which delivery it is.

@@ -51,6 +51,9 @@ class PendingOpens:
     def __len__(self) -> int:
         return len(self._rooms)
 
+    def __contains__(self, room: int) -> bool:
+        return room in self._rooms
+
     def keep(self, receiver: str, message: PendingMessage, now: float) -> None:
         """Keeps a message.
 

@@ -128,9 +128,12 @@ class RoomTable(Generic[RoomT]):
         self._given[room][receiver] = generation
         self._rooms_given.setdefault(receiver, {})[room] = None
 
-    def attached(self, receiver: str, attempt: int) -> None:
-        """Records that a decode rank connects anew: its earlier open requests are ignored from now on."""
-        self._opens.attached(receiver, attempt)
+    def attached(self, receiver: str, attempt: int) -> list[OpenRoom]:
+        """Records that a decode rank connects anew: its earlier open requests are ignored from now on.
+
+        Returns those for rooms that our caller has not opened: they will not come again.
+        """
+        return self._pending.forget(receiver) if self._opens.attached(receiver, attempt) else []
 
     def is_new(self, receiver: str, message: OpenRoom | AbortRoom) -> bool:
         """Records an open request or an abort. Returns whether it has to be handled.

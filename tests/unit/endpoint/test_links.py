@@ -490,24 +490,34 @@ def test_a_decode_rank_that_was_given_up_hears_of_it_with_the_first_room_that_it
 
 
 @pytest.mark.parametrize("is_aborted", [False, True], ids=["open", "taken back"])
-def test_a_room_that_a_decode_rank_had_opened_before_it_was_lost_ends_as_soon_as_it_is_opened(
-    engines: Callable[..., Engines], is_aborted: bool
+@pytest.mark.parametrize("loser", ["prefill", "decode"])
+def test_a_room_that_a_lost_decode_rank_had_opened_before_the_prefill_side_did_ends_as_soon_as_it_does(
+    engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch, loser: str, is_aborted: bool
 ):
     both = engines(heartbeat_interval_s=30.0, peer_timeout_s=60.0)
     requests = Requests(both.prefill(Model()), both.decode(Model()))
     (prefill,) = requests.prefill.endpoints
+    driver = requests.decode.endpoints[0]._driver
     lost = requests.new(2)
     requests.open_decode(lost)
     eventually("it waits for the prefill side", lambda: len(prefill._table._pending))
     if is_aborted:
         lost.receivers[0].abort("the client left")
         assert lost.receivers[0].wait_pages_reusable(WAIT_S)
-    (peer,) = prefill._peers.all()
-    assert peer.attachment is not None
-    prefill._write_failed(peer.attachment, PeerDisconnectedError("the test wants it so"))
-    eventually("it was given up", lambda: not prefill._peers.all())
+    error = PeerDisconnectedError("the test wants it so")
+    if loser == "prefill":
+        (peer,) = prefill._peers.all()
+        assert peer.attachment is not None
+        prefill._write_failed(peer.attachment, error)
+        eventually("it was given up", lambda: not prefill._peers.all())
+    else:  # whose queues are full: it can take nothing back
+        monkeypatch.setattr(prefill, "_abort_room", lambda receiver, message: None)
+        (link,) = driver._links.current
+        driver.submit(lambda now: driver._links.fail(link, error, now))
+        requests.connect()
     requests.open_prefill(lost)
-    with pytest.raises(TransferFailedError, match=r"decode rank 0 of .* it was lost: .* the test wants it so"):
+    why = "it was lost: .* the test wants it so" if loser == "prefill" else "it (connects anew|was lost: it was closed)"
+    with pytest.raises(TransferFailedError, match=rf"decode rank 0 of .* refused it: {why}"):
         lost.senders[0].wait(WAIT_S)
 
 

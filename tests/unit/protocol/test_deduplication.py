@@ -31,11 +31,11 @@ def test_what_was_lost_counts_when_it_is_said_again_and_once():
 def test_with_a_new_attempt_everything_before_is_too_late():
     opens = OpenDeduplicator()
     opens.receive("d0", 1, 1)
-    opens.attached("d0", 2)
+    assert opens.attached("d0", 2)
     assert opens.receive("d0", 1, 2) is Delivery.STALE
     assert opens.receive("d0", 2, 1) is Delivery.FIRST
-    opens.attached("d0", 2)  # said again
-    opens.attached("d0", 1)  # late
+    assert not opens.attached("d0", 2), "the same again"
+    assert not opens.attached("d0", 1), "late"
     assert opens.receive("d0", 2, 1) is Delivery.DUPLICATE
 
 

@@ -271,6 +271,18 @@ def test_nor_is_one_of_an_earlier_attempt_to_connect():
     assert rooms.is_new("d0", abort(attempt=1)), "an answer is due to aborts"
 
 
+def test_who_connects_anew_takes_back_what_nobody_has_opened_yet():
+    rooms = table()
+    assert rooms.attached("d0", 1) == []
+    waiting = open_request(attempt=1)
+    rooms.open_request("d0", waiting, now=0.0)
+    rooms.open_request("d1", open_request(attempt=1), now=0.0)
+    assert rooms.attached("d0", 1) == [], "the same again"
+    assert rooms.attached("d0", 2) == [waiting]
+    assert rooms.attached("d0", 2) == []
+    assert [receiver for receiver, _ in rooms.add(Room(waiting.room))] == ["d1"]
+
+
 def test_a_open_request_that_comes_again_while_it_is_waited_for_is_considered():
     rooms, room = table(), Room(1)
     assert rooms.is_new("d0", open_request())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from kvferry.endpoint import DecodeEndpoint
@@ -265,7 +266,10 @@ class Inspector:
 
     def _check_told(self) -> None:
         """When a side has failed, no rank of the other side goes on for long."""
+        kept_until = self._world.adversary.kept_until
         for request in self._world.requests:
+            pairs = product((side.process for side in request.senders), (side.process for side in request.receivers))
+            connected_by = max(kept_until.get(both, 0.0) for both in pairs)
             failed = {
                 True: [side.failed_at for side in request.senders if side.failed_at is not None],
                 False: [side.failed_at for side in request.receivers if side.failed_at is not None],
@@ -275,7 +279,7 @@ class Inspector:
                 transfer = side.transfer
                 if not since or side.is_released or transfer is None or transfer.state.is_final:
                     continue
-                waits_s = self._world.now - max(side.opened_at, min(since))
+                waits_s = self._world.now - max(side.opened_at, min(since), connected_by)
                 demand(
                     waits_s <= _TELLS_S,
                     Law.TELLS,
