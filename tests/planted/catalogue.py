@@ -220,6 +220,13 @@ CATALOGUE = (
         "tests/unit/endpoint/test_costs.py tests/unit/endpoint/test_links.py",
     ),
     PlantedFault(
+        "an abort of what was dropped with a lost rank is taken for that of a room that has ended",
+        "protocol/room_table.py",
+        "if dropped is not None and dropped.message.generation == message.generation:\n            return True",
+        "if dropped is not None and dropped.message.generation == message.generation:\n            return False",
+        "tests/unit/protocol/test_room_table.py tests/unit/endpoint/test_links.py",
+    ),
+    PlantedFault(
         "what came while a message was sent is not found",
         "control/ends.py",
         "            self._on_sent(self)\n",

@@ -545,7 +545,7 @@ class PrefillEndpoint:
             request_of(message, attachment.layout, elected, where=f"room {message.room} on {receiver}")
         except KVFerryError as error:
             self._refuse_open(receiver, message, error)
-            rank = _rank_of(attachment) if attachment is not None else given_up.rank if given_up is not None else None
+            rank = self._rank(receiver)
             if rank is not None:  # the room fails there, and nobody will open it here
                 self._not_opened(receiver, rank, message.room, message.generation, str(error))
             return
@@ -733,15 +733,10 @@ class PrefillEndpoint:
             log.debug("dropped a late duplicate of %s's open request for room %d", identity, message.room)
 
     def _never_opened(self, identity: str, message: messages.AbortRoom) -> None:
-        """Takes an abort whose open request did not come, and does not count any more, for a refusal."""
-        attachment = self._attachment(identity)
-        if attachment is not None:
-            self._not_opened(identity, _rank_of(attachment), message.room, message.generation, message.reason)
-
-    def _will_not_open(self, identity: str, rank: DecodeRank, opens: list[messages.OpenRoom], reason: str) -> None:
-        """Ends the rooms of open requests that were dropped, as soon as our caller opens them."""
-        for message in opens:
-            self._not_opened(identity, rank, message.room, message.generation, reason)
+        """Takes an abort whose open request did not come, or was dropped, for a refusal."""
+        rank = self._rank(identity)
+        if rank is not None:
+            self._not_opened(identity, rank, message.room, message.generation, message.reason)
 
     def _not_opened(self, identity: str, rank: DecodeRank, room: int, generation: int, reason: str) -> None:
         """Ends a room that a decode rank will not open, as if it had refused it."""
@@ -798,9 +793,11 @@ class PrefillEndpoint:
             self._connecting_until = self._now() + _CONNECTING_S
             self._given_up.pop(identity, None)
             with self._rooms_lock:
-                opens = self._table.attached(identity, message.attempt)
+                given_up = self._table.attached(identity, message.attempt)
             rank = DecodeRank(message.engine, message.coordinates)
-            self._will_not_open(identity, rank, opens, "it connects anew, and has given up what it had opened")
+            for each in given_up:
+                reason = "it connects anew, and has given up what it had opened"
+                self._not_opened(identity, rank, each.room, each.generation, reason)
             self._peers.attach(message)
             return
         self._observer.refused(problem)
@@ -844,6 +841,11 @@ class PrefillEndpoint:
         """Returns what is prepared for the decode rank of that name; None if it is not connected."""
         peer = self._peers.get(receiver)
         return peer.attachment if peer is not None else None
+
+    def _rank(self, receiver: str) -> DecodeRank | None:
+        """Returns which decode rank has that name; None if it has not attached."""
+        attachment, given_up = self._attachment(receiver), self._given_up.get(receiver)
+        return _rank_of(attachment) if attachment is not None else given_up.rank if given_up is not None else None
 
     def _repeat_released(self, peer: DecodePeer | None) -> None:
         """Retransmits which spans are released: a connection that broke may have lost it."""
@@ -891,15 +893,16 @@ class PrefillEndpoint:
         )
 
     def _lose(self, identity: str, error: KVFerryError) -> None:
-        """Fails a decode rank's rooms, those too that are not open here yet, and forgets it."""
-        attachment = self._attachment(identity)
+        """Fails a decode rank's rooms and forgets it."""
+        rank = self._rank(identity)
         self._peers.remove(identity)
         with self._rooms_lock:
-            rooms, opens = self._table.forget_receiver(identity)
+            rooms, aborts = self._table.forget_receiver(identity, self._now())
         for room in rooms:
             room.post(ReceiverLost(identity, error))
-        if attachment is not None:
-            self._will_not_open(identity, _rank_of(attachment), opens, f"it was lost: {error}")
+        if rank is not None:
+            for message in aborts:
+                self._not_opened(identity, rank, message.room, message.generation, message.reason)
 
     def _connection_broke(self, attachment: Attachment, error: Exception) -> None:
         peer = self._peers.get(attachment.receiver)

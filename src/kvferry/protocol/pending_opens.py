@@ -119,17 +119,17 @@ class PendingOpens:
             self._dropped(receiver, messages)
         return [(receiver, message) for receiver, messages in pending.messages.items() for message in messages]
 
-    def forget(self, receiver: str) -> list[OpenRoom]:
-        """Drops everything from a decode rank that is gone. Returns its open requests, taken back or not."""
-        opens = []
+    def forget(self, receiver: str) -> list[PendingMessage]:
+        """Drops everything from a decode rank that is gone. Returns its last message for every room."""
+        last = []
         for number, room in list(self._rooms.items()):
             messages = room.messages.pop(receiver, None)
             if messages is not None:
                 self._dropped(receiver, messages)
-                opens += [message for message in messages if isinstance(message, OpenRoom)]
+                last.append(messages[-1])
             if not room.messages:
                 del self._rooms[number]
-        return opens
+        return last
 
     def expired(self, now: float) -> Iterator[tuple[str, OpenRoom]]:
         """Drops rooms that our caller did not open in time, and yields their open requests, to be refused."""

@@ -73,6 +73,18 @@ class _Over:
     until: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    """An open request for a room that our caller had not opened, dropped since its decode rank was lost.
+
+    Attributes:
+        until: when to forget it.
+    """
+
+    message: OpenRoom
+    until: float
+
+
 class RoomTable(Generic[RoomT]):
     """Rooms by number. Several threads use it, one at a time: its owner has a lock.
 
@@ -94,6 +106,8 @@ class RoomTable(Generic[RoomT]):
         self._pending = PendingOpens(limit=max_pending, most_page_bytes=most_page_bytes, keep_s=keep_s)
         self._refusals = PendingRefusals(limit=max_pending, keep_s=keep_s)
         self._failed_alone: dict[int, _FailedAlone] = {}
+        # A rank that lives will abort these rooms, or connect anew; the successor of one that died may open them.
+        self._dropped: dict[tuple[str, int], _Dropped] = {}  # by receiver and number
         self._refused_next: dict[int, KVFerryError] = {}  # what our caller refused while the number was in use
         # Finished uses of numbers, by receiver and number: where a connection broke, an open request may come
         # twice, or later than the abort that takes it back.
@@ -106,7 +120,8 @@ class RoomTable(Generic[RoomT]):
 
     def holds(self, room: int) -> bool:
         """Whether the number of a room that is over still means that room: it may not be used for another."""
-        return room in self._failed_alone or bool(self._refusals.of(room))
+        is_dropped = any(number == room for _, number in self._dropped)
+        return is_dropped or room in self._failed_alone or bool(self._refusals.of(room))
 
     @property
     def is_quiet(self) -> bool:
@@ -128,12 +143,16 @@ class RoomTable(Generic[RoomT]):
         self._given[room][receiver] = generation
         self._rooms_given.setdefault(receiver, {})[room] = None
 
-    def attached(self, receiver: str, attempt: int) -> list[OpenRoom]:
+    def attached(self, receiver: str, attempt: int) -> list[PendingMessage]:
         """Records that a decode rank connects anew: its earlier open requests are ignored from now on.
 
-        Returns those for rooms that our caller has not opened: they will not come again.
+        Returns:
+            Its last messages for rooms that our caller has not opened: it has given them up.
         """
-        return self._pending.forget(receiver) if self._opens.attached(receiver, attempt) else []
+        if not self._opens.attached(receiver, attempt):
+            return []
+        dropped = [key for key in self._dropped if key[0] == receiver]
+        return [*self._pending.forget(receiver), *(self._dropped.pop(key).message for key in dropped)]
 
     def is_new(self, receiver: str, message: OpenRoom | AbortRoom) -> bool:
         """Records an open request or an abort. Returns whether it has to be handled.
@@ -149,10 +168,13 @@ class RoomTable(Generic[RoomT]):
         return delivery is Delivery.FIRST or (delivery is Delivery.DUPLICATE and self._knows(receiver, message))
 
     def is_unopened(self, receiver: str, message: AbortRoom) -> bool:
-        """Whether the open request that an abort takes back has not come, and does not count any more if it does.
+        """Whether the open request that an abort takes back has not come, or was dropped when the decode rank was lost.
 
-        To be asked before `is_new`.
+        It does not count any more if it comes. To be asked before `is_new`.
         """
+        dropped = self._dropped.get((receiver, message.room))
+        if dropped is not None and dropped.message.generation == message.generation:
+            return True
         return bool(message.serial) and not self._opens.has_received(receiver, message.attempt, message.serial)
 
     def is_new_refusal(self, receiver: str, message: RefuseRoom) -> bool:
@@ -255,6 +277,9 @@ class RoomTable(Generic[RoomT]):
 
     def abort(self, receiver: str, message: AbortRoom, now: float) -> RoomT | None:
         """Takes an open request back. Returns the room that has to stop, None if nothing was written for it."""
+        dropped = self._dropped.get((receiver, message.room))
+        if dropped is not None and dropped.message.generation == message.generation:
+            del self._dropped[receiver, message.room]
         gave_up = TransferAbortedError(f"room {message.room} was aborted by {receiver}: {message.reason}")
         self._is_over(receiver, message.room, message.generation, gave_up, now)
         failed = self._failed_alone.get(message.room)
@@ -296,14 +321,21 @@ class RoomTable(Generic[RoomT]):
         self._over[receiver, room] = _Over(generation, error, now + self._keep_s)
         forget_oldest(self._over, REMEMBERED * self._most_receivers)
 
-    def forget_receiver(self, receiver: str) -> tuple[list[RoomT], list[OpenRoom]]:
-        """Drops the pending opens of a decode rank that is gone.
+    def forget_receiver(self, receiver: str, now: float) -> tuple[list[RoomT], list[AbortRoom]]:
+        """Drops the pending opens of a decode rank that is gone. Others may open these rooms: its successor, for one.
 
         Returns:
-            The open rooms that it had opened, and its open requests for others, which will not come again.
+            The open rooms that it had opened, and its aborts of others.
         """
-        opens = self._pending.forget(receiver)
-        return [self.rooms[room] for room in self._rooms_given.get(receiver, ())], opens
+        aborts = []
+        for message in self._pending.forget(receiver):
+            if isinstance(message, AbortRoom):
+                aborts.append(message)
+            else:
+                self._dropped.pop((receiver, message.room), None)  # so that it is the youngest
+                self._dropped[receiver, message.room] = _Dropped(message, now + self._keep_s)
+        forget_oldest(self._dropped, self._max_pending)
+        return [self.rooms[room] for room in self._rooms_given.get(receiver, ())], aborts
 
     def expired(self, now: float) -> list[tuple[str, OpenRoom]]:
         """Drops the pending opens that our caller did not match in time. Returns them, to be refused."""
@@ -311,6 +343,8 @@ class RoomTable(Generic[RoomT]):
             del self._failed_alone[next(iter(self._failed_alone))]
         while self._over and now >= next(iter(self._over.values())).until:
             del self._over[next(iter(self._over))]
+        while self._dropped and now >= next(iter(self._dropped.values())).until:
+            del self._dropped[next(iter(self._dropped))]
         self._refusals.forget_old(now)
         return list(self._pending.expired(now))
 

@@ -31,6 +31,7 @@ from kvferry.errors import (
     PeerError,
     RegistryUnreachableError,
     SettingsError,
+    TransferAbortedError,
     TransferFailedError,
     TransferTimeoutError,
     VersionError,
@@ -489,36 +490,48 @@ def test_a_decode_rank_that_was_given_up_hears_of_it_with_the_first_room_that_it
     requests.run(3)  # connected anew, long before a heartbeat
 
 
-@pytest.mark.parametrize("is_aborted", [False, True], ids=["open", "taken back"])
-@pytest.mark.parametrize("loser", ["prefill", "decode"])
-def test_a_room_that_a_lost_decode_rank_had_opened_before_the_prefill_side_did_ends_as_soon_as_it_does(
-    engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch, loser: str, is_aborted: bool
+@pytest.mark.parametrize(
+    ("how", "comes_late", "why"),
+    [
+        ("aborts it and is lost", True, ".*: the client left"),
+        ("is lost and lives", False, ".* does not know this endpoint any more"),
+        ("is lost and lives", True, ".* does not know this endpoint any more"),
+        ("connects anew", True, "it connects anew, and has given up what it had opened"),
+    ],
+)
+def test_a_room_that_a_decode_rank_opened_early_and_has_given_up_ends_on_the_prefill_side(
+    engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch, how: str, comes_late: bool, why: str
 ):
-    both = engines(heartbeat_interval_s=30.0, peer_timeout_s=60.0)
+    """As soon as that is known, and not by its deadline: its pages are needed."""
+    both = engines(heartbeat_interval_s=0.1)
     requests = Requests(both.prefill(Model()), both.decode(Model()))
-    (prefill,) = requests.prefill.endpoints
-    driver = requests.decode.endpoints[0]._driver
-    lost = requests.new(2)
-    requests.open_decode(lost)
+    (prefill,), driver = requests.prefill.endpoints, requests.decode.endpoints[0]._driver
+    early, error = requests.new(2), PeerDisconnectedError("the test wants it so")
+    requests.open_decode(early)
     eventually("it waits for the prefill side", lambda: len(prefill._table._pending))
-    if is_aborted:
-        lost.receivers[0].abort("the client left")
-        assert lost.receivers[0].wait_pages_reusable(WAIT_S)
-    error = PeerDisconnectedError("the test wants it so")
-    if loser == "prefill":
+    if how == "aborts it and is lost":
+        early.receivers[0].abort("the client left")
+        assert early.receivers[0].wait_pages_reusable(WAIT_S)
+    if how == "connects anew":  # its queues were full: it could take nothing back
+        monkeypatch.setattr(prefill, "_room_message", lambda identity, message: None)
+        (link,) = driver._links.current
+        driver.submit(lambda now: driver._links.fail(link, error, now))
+        eventually("it was given up", lambda: not driver._links.current)
+        requests.connect()
+        eventually("it has given it up", lambda: not len(prefill._table._pending))
+    else:
         (peer,) = prefill._peers.all()
         assert peer.attachment is not None
         prefill._write_failed(peer.attachment, error)
-        eventually("it was given up", lambda: not prefill._peers.all())
-    else:  # whose queues are full: it can take nothing back
-        monkeypatch.setattr(prefill, "_abort_room", lambda receiver, message: None)
-        (link,) = driver._links.current
-        driver.submit(lambda now: driver._links.fail(link, error, now))
-        requests.connect()
-    requests.open_prefill(lost)
-    why = "it was lost: .* the test wants it so" if loser == "prefill" else "it (connects anew|was lost: it was closed)"
+        eventually("it was given up", lambda: peer not in prefill._peers.all())
+    if not comes_late:
+        requests.open_prefill(early)
+    with pytest.raises((TransferAbortedError, TransferFailedError)):
+        early.receivers[0].wait(WAIT_S)
+    if comes_late:
+        requests.open_prefill(early)
     with pytest.raises(TransferFailedError, match=rf"decode rank 0 of .* refused it: {why}"):
-        lost.senders[0].wait(WAIT_S)
+        early.senders[0].wait(WAIT_S)
 
 
 def test_a_connection_is_not_undone_while_a_write_uses_it(engines: Callable[..., Engines]):

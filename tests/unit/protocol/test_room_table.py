@@ -11,6 +11,8 @@ from kvferry.layout import RankCoordinates
 from kvferry.protocol.messages import AbortRoom, OpenRoom, RefuseRoom
 from kvferry.protocol.room_table import REMEMBERED, RoomTable
 
+KEEP_S = 10.0
+
 
 @dataclass(eq=False)
 class Room:
@@ -21,7 +23,7 @@ class Room:
 
 
 def table(max_pending: int = 3) -> RoomTable[Room]:
-    return RoomTable(max_pending=max_pending, most_page_bytes=2**20, keep_s=10.0)
+    return RoomTable(max_pending=max_pending, most_page_bytes=2**20, keep_s=KEEP_S)
 
 
 def open_request(room: int = 1, generation: int = 7, *, attempt: int = 1, serial: int = 1) -> OpenRoom:
@@ -281,6 +283,34 @@ def test_who_connects_anew_takes_back_what_nobody_has_opened_yet():
     assert rooms.attached("d0", 2) == [waiting]
     assert rooms.attached("d0", 2) == []
     assert [receiver for receiver, _ in rooms.add(Room(waiting.room))] == ["d1"]
+
+
+def test_an_abort_of_what_was_dropped_with_a_lost_rank_is_told_from_that_of_any_other():
+    rooms = table()
+    waiting, taken_back = open_request(), open_request(room=2, serial=2)
+    for message in (waiting, taken_back):
+        assert rooms.is_new("d0", message)
+        rooms.open_request("d0", message, now=0.0)
+    assert not rooms.is_unopened("d0", abort())
+    rooms.abort("d0", abort(room=2, serial=2), now=0.0)
+    assert rooms.forget_receiver("d0", now=0.0) == ([], [abort(room=2, serial=2)])
+    assert rooms.add(Room(1)) == [], "a successor may open it"
+    assert rooms.is_unopened("d0", abort())
+    assert rooms.holds(1)
+    assert not rooms.is_unopened("d0", abort(generation=99)), "of another use of the number"
+    rooms.abort("d0", abort(), now=1.0)
+    assert not rooms.is_unopened("d0", abort()), "the same again"
+    assert not rooms.holds(1)
+
+
+def test_a_dropped_open_request_is_remembered_for_as_long_as_it_would_have_waited():
+    rooms = table()
+    for receiver in ("d0", "d1"):
+        rooms.is_new(receiver, open_request())
+        rooms.open_request(receiver, open_request(), now=0.0)
+        rooms.forget_receiver(receiver, now=0.0 if receiver == "d0" else KEEP_S / 2)
+    rooms.expired(KEEP_S)
+    assert [rooms.is_unopened(receiver, abort()) for receiver in ("d0", "d1")] == [False, True]
 
 
 def test_a_open_request_that_comes_again_while_it_is_waited_for_is_considered():
