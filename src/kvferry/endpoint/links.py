@@ -282,7 +282,8 @@ class Links:
                 if is_there and self._ends.is_declared(Proof.RANK):
                     self._lost.gone(process, Proof.RANK)
             case messages.Attached(endpoint) if message.last_failure > self._waited_for.get(endpoint, 0):
-                if message.last_failure > self._waiting_for.get(endpoint, 0):  # else the same answer again
+                is_new = message.last_failure > self._waiting_for.get(endpoint, 0)
+                if is_new and self.carries_messages_of(channel, endpoint):
                     self._waiting_for[endpoint] = message.last_failure
                     self._settling.add(partial(self._settled, channel, message))
             case messages.Welcome(endpoint) if self._channels_of(endpoint) - {channel}:

@@ -793,9 +793,9 @@ class PrefillEndpoint:
             self._connecting_until = self._now() + _CONNECTING_S
             self._given_up.pop(identity, None)
             with self._rooms_lock:
-                given_up = self._table.attached(identity, message.attempt)
+                dropped = self._table.attached(identity, message.attempt)
             rank = DecodeRank(message.engine, message.coordinates)
-            for each in given_up:
+            for each in dropped:
                 reason = "it connects anew, and has given up what it had opened"
                 self._not_opened(identity, rank, each.room, each.generation, reason)
             self._peers.attach(message)

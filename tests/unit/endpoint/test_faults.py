@@ -324,6 +324,9 @@ def test_a_rank_to_which_a_write_failed_connects_anew_once_what_was_sent_has_had
 
     waits: list[object] = []
     monkeypatch.setattr(driver._settling, "add", waits.append)
+    endpoint._send(
+        decode_name(requests), messages.Attached(endpoint="another", attempt=1, only_staged=False, last_failure=9)
+    )
     endpoint._give_up(decode_name(requests), PeerDisconnectedError("planted"))
     eventually("the decode rank has heard of it", lambda: not driver._links.current)
     requests.run(2)
