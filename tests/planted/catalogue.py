@@ -222,8 +222,8 @@ CATALOGUE = (
     PlantedFault(
         "an abort of what was dropped with a lost rank is taken for that of a room that has ended",
         "protocol/room_table.py",
-        "if dropped is not None and dropped.message.generation == message.generation:\n            return True",
-        "if dropped is not None and dropped.message.generation == message.generation:\n            return False",
+        "if self._is_dropped(receiver, message):\n            return True",
+        "if self._is_dropped(receiver, message):\n            return False",
         "tests/unit/protocol/test_room_table.py tests/unit/endpoint/test_links.py",
     ),
     PlantedFault(

@@ -795,9 +795,9 @@ class PrefillEndpoint:
             with self._rooms_lock:
                 dropped = self._table.attached(identity, message.attempt)
             rank = DecodeRank(message.engine, message.coordinates)
-            for each in dropped:
+            for room, generation in dropped:
                 reason = "it connects anew, and has given up what it had opened"
-                self._not_opened(identity, rank, each.room, each.generation, reason)
+                self._not_opened(identity, rank, room, generation, reason)
             self._peers.attach(message)
             return
         self._observer.refused(problem)

@@ -81,7 +81,7 @@ class _Dropped:
         until: when to forget it.
     """
 
-    message: OpenRoom
+    generation: int
     until: float
 
 
@@ -143,16 +143,17 @@ class RoomTable(Generic[RoomT]):
         self._given[room][receiver] = generation
         self._rooms_given.setdefault(receiver, {})[room] = None
 
-    def attached(self, receiver: str, attempt: int) -> list[PendingMessage]:
+    def attached(self, receiver: str, attempt: int) -> list[tuple[int, int]]:
         """Records that a decode rank connects anew: its earlier open requests are ignored from now on.
 
         Returns:
-            Its last messages for rooms that our caller has not opened: it has given them up.
+            Number and generation of rooms that it had opened and our caller has not: it has given them up.
         """
         if not self._opens.attached(receiver, attempt):
             return []
+        given_up = [(message.room, message.generation) for message in self._pending.forget(receiver)]
         dropped = [key for key in self._dropped if key[0] == receiver]
-        return [*self._pending.forget(receiver), *(self._dropped.pop(key).message for key in dropped)]
+        return [*given_up, *((key[1], self._dropped.pop(key).generation) for key in dropped)]
 
     def is_new(self, receiver: str, message: OpenRoom | AbortRoom) -> bool:
         """Records an open request or an abort. Returns whether it has to be handled.
@@ -172,10 +173,13 @@ class RoomTable(Generic[RoomT]):
 
         It does not count any more if it comes. To be asked before `is_new`.
         """
-        dropped = self._dropped.get((receiver, message.room))
-        if dropped is not None and dropped.message.generation == message.generation:
+        if self._is_dropped(receiver, message):
             return True
         return bool(message.serial) and not self._opens.has_received(receiver, message.attempt, message.serial)
+
+    def _is_dropped(self, receiver: str, message: AbortRoom) -> bool:
+        dropped = self._dropped.get((receiver, message.room))
+        return dropped is not None and dropped.generation == message.generation
 
     def is_new_refusal(self, receiver: str, message: RefuseRoom) -> bool:
         """Records a decode rank's refusal. Returns whether it has to be handled."""
@@ -277,8 +281,7 @@ class RoomTable(Generic[RoomT]):
 
     def abort(self, receiver: str, message: AbortRoom, now: float) -> RoomT | None:
         """Takes an open request back. Returns the room that has to stop, None if nothing was written for it."""
-        dropped = self._dropped.get((receiver, message.room))
-        if dropped is not None and dropped.message.generation == message.generation:
+        if self._is_dropped(receiver, message):
             del self._dropped[receiver, message.room]
         gave_up = TransferAbortedError(f"room {message.room} was aborted by {receiver}: {message.reason}")
         self._is_over(receiver, message.room, message.generation, gave_up, now)
@@ -333,7 +336,7 @@ class RoomTable(Generic[RoomT]):
                 aborts.append(message)
             else:
                 self._dropped.pop((receiver, message.room), None)  # so that it is the youngest
-                self._dropped[receiver, message.room] = _Dropped(message, now + self._keep_s)
+                self._dropped[receiver, message.room] = _Dropped(message.generation, now + self._keep_s)
         forget_oldest(self._dropped, self._max_pending)
         return [self.rooms[room] for room in self._rooms_given.get(receiver, ())], aborts
 

@@ -280,7 +280,7 @@ def test_who_connects_anew_takes_back_what_nobody_has_opened_yet():
     rooms.open_request("d0", waiting, now=0.0)
     rooms.open_request("d1", open_request(attempt=1), now=0.0)
     assert rooms.attached("d0", 1) == [], "the same again"
-    assert rooms.attached("d0", 2) == [waiting]
+    assert rooms.attached("d0", 2) == [(waiting.room, waiting.generation)]
     assert rooms.attached("d0", 2) == []
     assert [receiver for receiver, _ in rooms.add(Room(waiting.room))] == ["d1"]
 
