@@ -16,6 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvferry.protocol.time_awake import TimeAwake
+
+_MOST_AWAKE_S = 0.5
+"""Of the time between two ticks: more than there is even on a busy machine."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admitted:
@@ -39,13 +44,15 @@ class _Lane:
     Attributes:
         num_bytes: that are on their way.
         moved_at: when the first of them was admitted, or one of them last ended.
-        stands_still: whether that is so long ago that they keep nobody else waiting.
+        still_s: how long ago that is, without the time in which this process did not run.
+        stands_still: whether that is so long that they keep nobody else waiting.
         waiting: with the turn of each and the bytes that it needs, in the order of their turns.
         ready_turn: the last turn that was put among those that only the bound for all keeps waiting.
     """
 
     num_bytes: int = 0
     moved_at: float = 0.0
+    still_s: float = 0.0
     stands_still: bool = False
     waiting: OrderedDict[Applicant, tuple[int, int]] = field(default_factory=OrderedDict)
     ready_turn: int = -1
@@ -84,6 +91,7 @@ class Admission:
         self._lanes: dict[str, _Lane] = {}
         self._counted = 0  # bytes on their way, but for those to receivers that stand still
         self._moved_at = now()
+        self._awake = TimeAwake(most_at_once_s=_MOST_AWAKE_S)
         self._turns = itertools.count()
         # Turns of the first in line at receivers that have room for it; stale where another is first by now.
         self._ready: list[tuple[int, str]] = []
@@ -143,6 +151,7 @@ class Admission:
         with self._lock:
             lane = self._lanes[admitted.receiver]
             lane.moved_at = self._moved_at = self._now()
+            lane.still_s = 0.0
             lane.num_bytes -= admitted.num_bytes
             if lane.stands_still:
                 lane.stands_still = False
@@ -155,11 +164,14 @@ class Admission:
         _hand_out(served)
 
     def tick(self) -> None:
-        """Finds receivers that stand still. To be called every now and then."""
+        """Finds receivers that stand still. To be called every tenth of a second."""
         with self._lock:
-            due = self._now() - self._stalls_after_s
+            now = self._now()
+            # Without the time in which this process was frozen, and all receivers would seem to have stood still.
+            passed_s = self._awake.passed_s(now)
             for lane in self._lanes.values():
-                if lane.num_bytes and not lane.stands_still and lane.moved_at <= due:
+                lane.still_s += min(passed_s, now - lane.moved_at)
+                if lane.num_bytes and not lane.stands_still and lane.still_s >= self._stalls_after_s:
                     lane.stands_still = True
                     self._counted -= lane.num_bytes
             served = self._serve()
@@ -174,6 +186,7 @@ class Admission:
     def _admitted(self, receiver: str, lane: _Lane, num_bytes: int) -> Admitted:
         if not lane.num_bytes:
             lane.moved_at = self._now()
+            lane.still_s = 0.0
         lane.num_bytes += num_bytes
         if not lane.stands_still:
             self._counted += num_bytes

@@ -61,6 +61,13 @@ def admission(clock: Clock) -> Admission:
     return Admission(most_bytes=10, most_bytes_of_one=5, stalls_after_s=3.0, now=lambda: clock.now)
 
 
+def run_until(at: float, admission: Admission, clock: Clock) -> None:
+    """Lets time pass, with a tick every tenth of a second."""
+    while clock.now < at - 1e-6:
+        clock.now = min(clock.now + 0.1, at)
+        admission.tick()
+
+
 def counts(*rooms: Room) -> list[int]:
     return [len(room.got) for room in rooms]
 
@@ -139,11 +146,9 @@ def test_who_gives_up_in_front_of_the_line_for_all_lets_others_go_on(admission: 
 def test_a_receiver_that_stands_still_does_not_count_in_all(admission: Admission, clock: Clock):
     stuck = [Room(admission, f"d{number}", 5) for number in range(2)]
     others = Room(admission, "d2", 5, 5)
-    clock.now = 2.9
-    admission.tick()
+    run_until(2.9, admission, clock)
     assert counts(*stuck, others) == [1, 1, 0]
-    clock.now = 3.0
-    admission.tick()
+    run_until(3.1, admission, clock)
     assert counts(others) == [1]
     again = Room(admission, "d0", 1)
     assert counts(again) == [0], "its own bound holds on"
@@ -159,12 +164,24 @@ def test_a_receiver_that_stands_still_does_not_count_in_all(admission: Admission
 def test_a_receiver_that_gets_on_does_not_stand_still(admission: Admission, clock: Clock):
     slow, waiting = Room(admission, "d0", 2, 2), Room(admission, "d1", 5)
     third = Room(admission, "d2", 5)
-    clock.now = 2.0
+    run_until(2.0, admission, clock)
     slow.end()
-    clock.now = 4.0
-    admission.tick()
+    run_until(4.0, admission, clock)
     assert counts(slow, waiting, third) == [1, 1, 1], "d1 stands still"
     assert admission._counted == 2 + 5
+
+
+def test_no_receiver_stood_still_while_this_process_did(admission: Admission, clock: Clock):
+    """Found by the simulation: after a freeze of its own a rank had twice the bytes on their way that it may have."""
+    moving, waiting = [Room(admission, f"d{number}", 5) for number in range(2)], Room(admission, "d2", 5)
+    run_until(1.0, admission, clock)
+    clock.now = 100.0
+    admission.tick()
+    assert counts(*moving, waiting) == [1, 1, 0]
+    run_until(101.4, admission, clock)
+    assert counts(waiting) == [0], "of the freeze half a second counts"
+    run_until(101.7, admission, clock)
+    assert counts(waiting) == [1], "now they stand still"
 
 
 def test_when_something_got_on_is_known_by_receiver_or_in_all(admission: Admission, clock: Clock):
