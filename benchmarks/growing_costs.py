@@ -25,11 +25,12 @@ import numpy as np
 
 import kvferry as kf
 from kvferry.control.ends import ConnectingEnd, Connection, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
-from kvferry.endpoint.actors import Actor, RunQueue
-from kvferry.endpoint.process_identity import Sight
-from kvferry.endpoint.settling import Settling
-from kvferry.endpoint.threads import Loop
-from kvferry.endpoint.workers import Worker
+from kvferry.endpoint.runtime.actors import Actor
+from kvferry.endpoint.runtime.process_identity import Sight
+from kvferry.endpoint.runtime.run_queue import RunQueue
+from kvferry.endpoint.runtime.settling import Settling
+from kvferry.endpoint.runtime.threads import Loop
+from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import PeerDisconnectedError
 from kvferry.layout import Device, RankCoordinates, Region, VirtualPools
 from kvferry.layout.sharding import ShardedComponent

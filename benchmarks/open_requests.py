@@ -19,7 +19,8 @@ from kvferry.plan import Piece
 from kvferry.protocol import messages
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.demands import demands_of
-from kvferry.protocol.link import Identity, Link, LinkKey
+from kvferry.protocol.link import Link, LinkKey
+from kvferry.protocol.rank_identity import Identity
 from kvferry.protocol.receiver import ReceiverMachine, SendOpen
 from kvferry.protocol.registrations import RankRegistration
 

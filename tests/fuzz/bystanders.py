@@ -39,7 +39,7 @@ class Bystanders:
         self.half_open = [self.pair.new(next(self._rooms)) for _ in range(2)]
         self.pair.open_decode(self.half_open[0])
         self.pair.open_prefill(self.half_open[1])
-        eventually("the room is kept", lambda: len(self.prefill._table._pending) == 1)
+        eventually("the room is kept", lambda: len(self.prefill._driver.rooms.table._pending) == 1)
         self._threads = {thread for thread in threading.enumerate() if thread.name.startswith("kvferry")}
         self._attachment = self.prefill._peers.get(self.decode.transport.endpoint_name)
         self._registrations = self.registered()
@@ -88,7 +88,7 @@ class Bystanders:
         for transfer in (*self.half_open[0].receivers, *self.half_open[1].senders):
             assert not transfer.state.is_final, transfer.error
             assert transfer.state is not TransferState.TRANSFERRING
-        peers = {peer.name for peer in self.prefill._peers.all()}
+        peers = {peer.name for peer in self.prefill._driver.peers.all()}
         known = self.decode.transport.endpoint_name
         assert known in peers
         others = {peer for peer in peers - {known} if not strangers or not peer.startswith(strangers)}

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from tests.property.oracle_cases import Case, Side
 from tests.property.oracle_memory import DUE, UNTOUCHED, Elements, Memory, hashed, with_prefix_in_whole_pages
 
-from kvferry.endpoint.attachment import Attachment, Selected, attach
-from kvferry.endpoint.paths import SendingStaging
-from kvferry.endpoint.platform import SystemPlatform
+from kvferry.endpoint.prefill.attachment import Attachment, Selected, attach
+from kvferry.endpoint.prefill.paths import SendingStaging
+from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.layout import (
     Device,
     Entry,

@@ -25,9 +25,10 @@ from tests.property.oracle_memory import Labels, hashed
 from tests.property.test_plan_against_oracle import NAMED
 from tests.support.tiers import examples
 
-from kvferry.endpoint.platform import SystemPlatform
-from kvferry.endpoint.receiving import Receiver, ReceivingRoom
-from kvferry.endpoint.scattering import ArrivalTask, Scatterers, ScatterTask
+from kvferry.endpoint.decode.room import ReceivingRoom
+from kvferry.endpoint.decode.tasks import ArrivalTask, Scatterers, ScatterTask
+from kvferry.endpoint.runtime.platform import SystemPlatform
+from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import MessageError
 from kvferry.layout import Device, Region
 from kvferry.observe.records import PlacedRecord
@@ -213,7 +214,7 @@ class Receiving:
                 groups=message.groups,
                 tokens=message.tokens,
                 depends_on=message.depends_on,
-                receiver=Receiver(message.room, post=lambda event: None, now=0.0),
+                receiver=Receiver(message.room, abort=lambda reason: None, now=0.0),
                 places=UnitPlaces(destination, message.groups, message.tokens),
             )
         self._room = pair.rooms[key]

@@ -12,16 +12,19 @@ from typing import Any, TypeAlias
 import pytest
 from msgspec import structs
 
-from kvferry.endpoint import PrefillEndpoint, ends, scattering
-from kvferry.endpoint.admission import Admission
-from kvferry.endpoint.attachment import Attachment
-from kvferry.endpoint.decode_driver import DecodeDriver
-from kvferry.endpoint.decode_peers import DecodePeers
-from kvferry.endpoint.process_identity import Sight
-from kvferry.endpoint.refusals import Refusals
-from kvferry.endpoint.sending import SendingRoom
-from kvferry.endpoint.timers import Timers
-from kvferry.endpoint.workers import Worker
+from kvferry.endpoint.decode import end_proofs, tasks
+from kvferry.endpoint.decode.driver import DecodeDriver
+from kvferry.endpoint.decode.refused_rooms import Refusals
+from kvferry.endpoint.prefill.admission import Admission
+from kvferry.endpoint.prefill.attachment import Attachment
+from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
+from kvferry.endpoint.prefill.driver import PrefillDriver
+from kvferry.endpoint.prefill.peers import DecodePeers
+from kvferry.endpoint.prefill.room import SendingRoom
+from kvferry.endpoint.prefill.rooms import SendingRooms
+from kvferry.endpoint.runtime.process_identity import Sight
+from kvferry.endpoint.runtime.timers import Timers
+from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
 from kvferry.protocol import pods, receiver, sender
@@ -137,13 +140,13 @@ def _drained_while_writes_fly(patch: pytest.MonkeyPatch) -> None:
 
 
 def _credit_before_the_scatter(patch: pytest.MonkeyPatch) -> None:
-    right = scattering.Scatterers.submit
+    right = tasks.Scatterers.submit
 
     def submit(scatterers: Any, task: Any) -> None:
         task.give_back()
         right(scatterers, task)
 
-    patch.setattr(scattering.Scatterers, "submit", submit)
+    patch.setattr(tasks.Scatterers, "submit", submit)
 
 
 def _arrived_before_the_scatter(patch: pytest.MonkeyPatch) -> None:
@@ -189,7 +192,7 @@ def _aborts_that_come_first_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(RoomTable, "abort", abort)
     patch.setattr(RoomTable, "is_new", is_new)
-    patch.setattr(PrefillEndpoint, "_never_opened", lambda *_: None)
+    patch.setattr(SendingRooms, "_never_opened", lambda *_: None)
 
 
 def _successors_speak_for_the_dead(patch: pytest.MonkeyPatch) -> None:
@@ -232,7 +235,7 @@ def _missing_pod_is_dead(patch: pytest.MonkeyPatch) -> None:
     def why_ended(pod: PodIdentity, found: pods.PodObject | None, node: pods.NodeAnswer | None) -> str:
         return right(pod, found, node) if found is not None else "there is no such pod"
 
-    patch.setattr(ends, "why_ended", why_ended)
+    patch.setattr(end_proofs, "why_ended", why_ended)
 
 
 def _phase_is_proof(patch: pytest.MonkeyPatch) -> None:
@@ -298,8 +301,8 @@ def _closed_connections_read(patch: pytest.MonkeyPatch) -> None:
 
 def _never_leaves(patch: pytest.MonkeyPatch) -> None:
     """An endpoint that was closed while its writes hung stays for ever."""
-    right = PrefillEndpoint._has_closed
-    patch.setattr(PrefillEndpoint, "_has_closed", lambda endpoint: not endpoint._is_lingering and right(endpoint))
+    right = PrefillDriver._has_closed
+    patch.setattr(PrefillDriver, "_has_closed", lambda driver: not driver._is_lingering and right(driver))
 
 
 # ---- what a sender says, and when ------------------------------------------------------------------------------------
@@ -319,13 +322,13 @@ def _finish_said_while_writes_fly(patch: pytest.MonkeyPatch) -> None:
 
 def _never_sent(patch: pytest.MonkeyPatch, kind: type[Message]) -> None:
     """Lets prefill ranks keep messages of a kind to themselves."""
-    right = PrefillEndpoint._send
+    right = PrefillDriver.send
 
-    def send(endpoint: PrefillEndpoint, receiver: str, message: Message) -> None:
+    def send(driver: PrefillDriver, receiver: str, message: Message) -> None:
         if not isinstance(message, kind):
-            right(endpoint, receiver, message)
+            right(driver, receiver, message)
 
-    patch.setattr(PrefillEndpoint, "_send", send)
+    patch.setattr(PrefillDriver, "send", send)
 
 
 def _drained_never_said(patch: pytest.MonkeyPatch) -> None:
@@ -333,14 +336,14 @@ def _drained_never_said(patch: pytest.MonkeyPatch) -> None:
 
 
 def _aborts_of_unknown_rooms_unanswered(patch: pytest.MonkeyPatch) -> None:
-    right = PrefillEndpoint._abort_room
+    right = SendingRooms.abort_request
 
-    def abort_room(endpoint: PrefillEndpoint, receiver: str, message: AbortRoom) -> None:
+    def abort_request(rooms: SendingRooms, receiver: str, message: AbortRoom) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(PrefillEndpoint, "_drained", lambda *arguments: None)
-            right(endpoint, receiver, message)
+            inner.setattr(SendingRooms, "_drained", lambda *arguments: None)
+            right(rooms, receiver, message)
 
-    patch.setattr(PrefillEndpoint, "_abort_room", abort_room)
+    patch.setattr(SendingRooms, "abort_request", abort_request)
 
 
 def _one_write_ends_for_all(patch: pytest.MonkeyPatch) -> None:
@@ -632,7 +635,7 @@ def _unwanted_parts_kept(patch: pytest.MonkeyPatch) -> None:
     def part_arrived(driver: DecodeDriver, peer: str, message: StagedArrived, now: float) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(WriterRing, "give_back", lambda ring, span: None)
-            inner.setattr(scattering.ScatterTask, "give_back", lambda task: give_back(task.ring, task.span))
+            inner.setattr(tasks.ScatterTask, "give_back", lambda task: give_back(task.ring, task.span))
             right(driver, peer, message, now)
 
     patch.setattr(DecodeDriver, "_part_arrived", part_arrived)
@@ -720,7 +723,7 @@ def _second_drained_believed(patch: pytest.MonkeyPatch) -> None:
 
 def _failures_forgotten_with_their_rooms(patch: pytest.MonkeyPatch) -> None:
     """Once a room is forgotten, an abort is answered as if none of its writes had failed."""
-    patch.setattr(PrefillEndpoint, "_was_broken_off", lambda endpoint, receiver: False)
+    patch.setattr(DecodeRanks, "was_broken_off", lambda ranks, receiver: False)
 
 
 def _failed_rooms_wait_on(patch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ import pytest
 from tests.simulation.planted import PLANTED
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, Receiver, Sender, Settings
-from kvferry.endpoint.process_identity import Sight
-from kvferry.endpoint.sending import SendingRoom
+from kvferry.endpoint.prefill.room import SendingRoom
+from kvferry.endpoint.runtime.process_identity import Sight
 from kvferry.errors import KVFerryError
 from kvferry.layout import (
     RankCoordinates,
@@ -214,7 +214,7 @@ def test_on_a_wire_slowed_to_a_tenth_all_rooms_succeed(chunks: Sequence[int]):
     assert outcomes(transfers) == {"success": 2 * ROOMS}
     assert machines.wire.most_bytes <= MOST_BYTES
     assert machines.now > ROOMS * GIB / (FULL_SPEED / 10), "the wire is the bottleneck"
-    assert machines.prefill._admission.num_bytes == 0
+    assert machines.prefill._driver.admission.num_bytes == 0
 
 
 def test_without_bounds_what_shares_the_wire_times_out_on_it(monkeypatch: pytest.MonkeyPatch):

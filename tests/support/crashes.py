@@ -9,7 +9,7 @@ from tests.support.caches import Model, Shape, pool
 from tests.support.engines import WAIT_S
 
 from kvferry import PrefillEndpoint, RankCoordinates
-from kvferry.endpoint.platform import SystemPlatform
+from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.protocol.messages import ProcessIdentity
 from kvferry.testing import LocalNetwork
 
@@ -43,5 +43,5 @@ def prefill_elsewhere(
 
 def crash(endpoint: PrefillEndpoint) -> None:
     """Ends a prefill rank as its peers see a crash: not a word comes from it any more."""
-    endpoint._channel.send = lambda *_: None  # type: ignore[union-attr, method-assign]
+    endpoint._driver._channel.send = lambda *_: None  # type: ignore[method-assign]
     endpoint.close()

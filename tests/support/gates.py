@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.endpoint import decode_peers, sending
-from kvferry.endpoint.scattering import ScatterTask
+from kvferry.endpoint.decode.tasks import ScatterTask
+from kvferry.endpoint.prefill import peers
+from kvferry.endpoint.prefill.room import SendingRoom
 from kvferry.protocol.messages import decode_notification
 from kvferry.transport import NixlTransport
 
@@ -25,11 +26,11 @@ class _Place:
 
 PLACES = {
     # On a prefill rank: a decode rank wants to attach. By that rank's engine.
-    "attach": _Place(decode_peers, "attach", lambda message, **_: message.engine),
+    "attach": _Place(peers, "attach", lambda message, **_: message.engine),
     # On a prefill rank: everything is written, and the receiver is to be told. By room.
     "finish": _Place(NixlTransport, "notify", lambda _, peer, data: decode_notification(data).room),
     # On a prefill rank: a decode rank has given a room up. By room.
-    "abort": _Place(sending.SendingRoom, "_aborted", lambda room, event, worker: room.room),
+    "abort": _Place(SendingRoom, "_aborted", lambda room, event, worker: room.room),
     # On a decode rank: a part is in staging memory and belongs into its pages. By room.
     "scatter": _Place(ScatterTask, "run", lambda task, _: task.room.room),
 }

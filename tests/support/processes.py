@@ -195,12 +195,12 @@ class Rank:
     def early_rooms(self) -> int:
         """How many rooms decode ranks have asked a prefill rank for that it has not opened."""
         assert isinstance(self.endpoint, PrefillEndpoint)
-        return len(self.endpoint._table._pending)
+        return len(self.endpoint._driver.rooms.table._pending)
 
     def peers(self, engine: str) -> set[str]:
         """Endpoints of an engine that this rank is connected with, as far as it knows."""
         if isinstance(self.endpoint, PrefillEndpoint):
-            return {peer.name for peer in self.endpoint._peers.all() if peer.name.startswith(f"{engine}-")}
+            return {peer.name for peer in self.endpoint._driver.peers.all() if peer.name.startswith(f"{engine}-")}
         assert isinstance(self.endpoint, DecodeEndpoint)
         links = self.endpoint._driver._links.current
         return {peer.endpoint for link in links if link.key.engine == engine for peer in link.peers}
@@ -208,7 +208,7 @@ class Rank:
     def connections(self) -> dict[str, int]:
         """By the decode rank that it is with, the number of the connection that a prefill rank has now."""
         assert isinstance(self.endpoint, PrefillEndpoint)
-        return {peer.name: peer.attempt for peer in self.endpoint._peers.all()}
+        return {peer.name: peer.attempt for peer in self.endpoint._driver.peers.all()}
 
     def endpoint_name(self) -> str:
         """What peers call this rank's endpoint."""
@@ -218,15 +218,14 @@ class Rank:
     def waits_for_credit(self) -> bool:
         """Whether any room of a prefill rank waits for a decode rank's staging memory."""
         assert isinstance(self.endpoint, PrefillEndpoint)
-        attachments = [peer.attachment for peer in self.endpoint._peers.all()]
+        attachments = [peer.attachment for peer in self.endpoint._driver.peers.all()]
         staged = [each.paths.staged for each in attachments if each is not None]
         return any(each.peer.ring.num_waiting for each in staged if each is not None)
 
     def control_port(self) -> int:
         """Where a prefill rank listens."""
         assert isinstance(self.endpoint, PrefillEndpoint)
-        assert self.endpoint._channel is not None
-        return self.endpoint._channel.port
+        return self.endpoint._driver.port
 
     def registered(self, timeout_s: float) -> bool:
         """Waits until the registry knows a prefill rank."""

@@ -1,9 +1,8 @@
 """The shell around the pure state machines: endpoints with their threads, queues, pollers and deadlines."""
 
-from kvferry.endpoint.decode import DecodeEndpoint
-from kvferry.endpoint.prefill import PrefillEndpoint
-from kvferry.endpoint.receiving import Receiver
-from kvferry.endpoint.sender import Sender
+from kvferry.endpoint.decode.endpoint import DecodeEndpoint
+from kvferry.endpoint.prefill.endpoint import PrefillEndpoint
+from kvferry.endpoint.transfer import Receiver, Sender
 from kvferry.observe.records import ReceiverStats, SenderStats, WriteRecord
 
 __all__ = [

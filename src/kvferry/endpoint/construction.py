@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-import platform
 import secrets
-import uuid
 from typing import SupportsIndex
 
 from kvferry.errors import UsageError
@@ -22,11 +20,6 @@ _LONGEST_IN_NAME = 24  # of the engine's name: registries and sockets limit how 
 def endpoint_name(engine: str, engine_rank: int) -> str:
     """Makes a name for one start of one rank: readable, and never used before."""
     return f"{engine[:_LONGEST_IN_NAME]}-{engine_rank}-{os.getpid()}-{secrets.token_hex(8)}"
-
-
-def machine_name() -> str:
-    """Returns a name that tells this machine from others, and two containers on it apart."""
-    return f"{platform.node()}-{uuid.getnode():x}"
 
 
 def create_transport(settings: Settings, name: str, *, writes: bool = True) -> Transport:

@@ -1,4 +1,4 @@
-"""What a caller holds of one transfer: its state to poll, its end to wait for."""
+"""One transfer as its caller sees it, on either side: its state to poll, its end to wait for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from kvferry.errors import KVFerryError
+from kvferry.endpoint.reporting import RoomReport
+from kvferry.errors import KVFerryError, QueueFullError, UsageError
+from kvferry.observe.observer import Observer
+from kvferry.observe.records import ReceiverStats, SenderStats
+from kvferry.protocol import messages
+from kvferry.protocol.chunks import AnyPages, ChunkSequence, HandedIn
 from kvferry.protocol.states import TransferState
 
 log = logging.getLogger(__name__)
@@ -107,3 +112,174 @@ class Transfer:
             self._ended.set_exception(error)
         if has_changed or is_released:
             self._call_back()
+
+
+class Sender(Transfer):
+    """One request's transfer from this prefill rank, as its caller sees it.
+
+    `state` and `pages_reusable` are plain reads: a scheduler may poll them in every step.
+
+    Attributes:
+        room: the transfer's number.
+        state: where it stands.
+        stats: what it took: bytes, writes and times.
+        prefix_tokens: tokens at the start of the request that every decode rank holds already, and that need not be
+            handed in. None while `state` is BOOTSTRAPPING.
+    """
+
+    def __init__(
+        self,
+        room: int,
+        chunks: ChunkSequence,
+        hand_in: Callable[[HandedIn], None],
+        abort: Callable[[str], None],
+        *,
+        settle: Callable[[int], None] | None,
+        most_waiting: int,
+        now: Callable[[], float],
+        observer: Observer,
+        report: RoomReport,
+    ) -> None:
+        """Made by `PrefillEndpoint.open`.
+
+        Args:
+            hand_in: passes a chunk on.
+            abort: passes on that the caller gives up, and why.
+            settle: in synchronous mode, waits until the chunk of that number is written.
+            most_waiting: how many chunks may wait to be written.
+            now: the time.
+            report: records how long the caller is busy here.
+        """
+        super().__init__(room)
+        # Guards the order of chunks: they are handed on in the order of their numbers, whichever threads submit.
+        self._lock = threading.Lock()
+        self._chunks = chunks
+        self._hand_in = hand_in
+        self._abort = abort
+        self._settle = settle
+        self._now = now
+        self._observer = observer
+        self._report = report
+        self._most_waiting = most_waiting
+        self._taken_up = 0  # chunks that do not wait any more
+        self._was_full = False  # whether a chunk was refused since there was last room for one
+        self._through = 0  # chunks that had been handed in when last all of them had been read
+        self.prefix_tokens: int | None = None
+        self.stats = SenderStats(opened_at=now(), last_submitted_at=None, ended_at=None, writes=())
+
+    def submit(
+        self, pages: AnyPages, *, start: int | None = None, last: bool = False, aux: bytes | None = None
+    ) -> None:
+        """Hands in the next chunk of the request and returns at once, whatever its size.
+
+        The pages must keep their contents until `pages_reusable`. Chunks may be handed in before the decode side asks
+        for them; pages that it already holds are not sent. A room that has already failed accepts chunks and drops
+        them: look at `state`. Page numbers are not checked in the caller's time: one that the pool does not have, or
+        that appears twice in a chunk, fails the room with a PageError. A worker takes the chunk within a millisecond.
+
+        Args:
+            pages: page numbers in this rank's pool, in the order of the request. A NumPy array of int64 is fastest.
+                With several groups a mapping from their names to page numbers, or to `GroupPages` with a start of their
+                own; groups of which the chunk has nothing may be left out. The slot of a request's state is handed in
+                once, when the state is final.
+            start: position of the first page among the request's pages on this rank. None continues where the chunk
+                before ended. The first chunk may start later if the decode side is known to hold what comes before, and
+                every chunk of a window if what is left out lies before the window.
+            last: whether the request ends with this chunk, which may be empty.
+            aux: with the last chunk: the first token and whatever else the decode side needs, as bytes. Taken from the
+                first rank of the last pipeline stage; the others' is ignored.
+
+        Raises:
+            ChunkError: after the last chunk, or if the chunk does not follow the one before it.
+            PageError: if page numbers are not integers, or there is no such group.
+            QueueFullError: if too many chunks of the room wait already; this one was not taken. Callbacks of
+                `add_change_callback` say when there is room again.
+            UsageError: if aux is given before the last chunk, or is too large.
+        """
+        if aux is not None:
+            self._check_aux(aux, last=last)
+        with self._lock:
+            if self._is_full and self._wants_room():
+                full = QueueFullError(
+                    f"room {self.room}: {self._most_waiting} chunks wait to be written already "
+                    "(KVFERRY_MAX_WAITING_CHUNKS): submit this one when some have been"
+                )
+                self._observer.refused(full)
+                raise full
+            chunk = self._chunks.hand_in(pages, start=start, is_last=last, aux=aux, now=self._now())
+            self._hand_in(chunk)
+        self._report.submitted(self._now() - chunk.submitted_at)
+        if self._settle is not None:
+            self._settle(chunk.number)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._chunks.submitted - self._taken_up >= self._most_waiting
+
+    def _wants_room(self) -> bool:
+        """Asks to be called back when there is room for a chunk; returns whether there is none still."""
+        self._was_full = True
+        return self._is_full  # looked at again: whoever made room before that calls nobody back
+
+    def _check_aux(self, aux: bytes, *, last: bool) -> None:
+        if not last:
+            raise UsageError(f"room {self.room}: aux data goes with the last chunk (last=True)")
+        if len(aux) > messages.MAX_AUX_BYTES:
+            raise UsageError(
+                f"room {self.room}: {len(aux)} bytes of aux data exceed the limit of {messages.MAX_AUX_BYTES}"
+            )
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether all pages that were handed in so far have been read. False again once another chunk is submitted."""
+        return self._through == self._chunks.submitted
+
+    def abort(self, reason: str = "no reason given") -> None:
+        """Aborts the transfer on both sides. Returns at once; a transfer that has ended stays as it is."""
+        self._abort(reason)
+
+    def _proceed(self, handled: int, *, waiting: int, is_drained: bool) -> None:
+        """Takes over the room's progress. Called in the room's turns only.
+
+        Args:
+            handled: how many chunks the room has taken.
+            waiting: how many of them wait to be written.
+            is_drained: whether no write is in flight.
+        """
+        self._taken_up = handled - waiting
+        if is_drained and not waiting:
+            self._through = handled
+        if self._was_full and not self._is_full:
+            self._was_full = False
+            self._call_back()
+
+
+class Receiver(Transfer):
+    """One request's transfer to this decode rank, as its caller sees it.
+
+    `state` and `pages_reusable` are plain reads: a scheduler may poll them in every step.
+
+    Attributes:
+        room: the transfer's number.
+        state: where it stands.
+        stats: what it took: chunks and times.
+    """
+
+    def __init__(self, room: int, abort: Callable[[str], None], now: float) -> None:
+        """Made by `DecodeEndpoint.open`."""
+        super().__init__(room)
+        self._abort = abort
+        self._aux: bytes | None = None
+        self.stats = ReceiverStats(opened_at=now, first_arrival_at=None, ended_at=None, chunks=0)
+
+    @property
+    def aux(self) -> bytes:
+        """The request's aux data: b"" before it has come, and where the prefill side gave none."""
+        return self._aux or b""
+
+    def abort(self, reason: str = "no reason given") -> None:
+        """Aborts the transfer on both sides. Returns at once.
+
+        The pages may be reused only once `pages_reusable` is True: a write may still be in flight.
+        """
+        self._abort(reason)

@@ -8,8 +8,8 @@ a new one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -17,10 +17,11 @@ import msgspec
 
 from kvferry import errors
 from kvferry.errors import IncompatiblePeerError, KVFerryError, PeerDisconnectedError, PeerError
-from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.layout import RankLayout
 from kvferry.plan import Piece, check_exchangeable, check_token_share, elect_writer, pieces_for_receiver
 from kvferry.protocol import messages
 from kvferry.protocol.fingerprint import check_same_fingerprint
+from kvferry.protocol.rank_identity import Identity
 from kvferry.protocol.receiver import Connected
 from kvferry.protocol.registrations import RankRegistration
 
@@ -93,26 +94,6 @@ class _RankLink:
     request: bytes | None = None  # the `Attach`, as it was sent
     is_attached: bool = False
     only_staged: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """How this decode rank identifies itself to prefill ranks.
-
-    Attributes:
-        fingerprint: what its caches are beyond their layout.
-        may_differ: fields of it that an operator lets differ from a prefill rank's.
-    """
-
-    endpoint: str
-    engine: str
-    coordinates: RankCoordinates
-    layout: RankLayout
-    transport: str
-    host: str
-    checksums: bool = False
-    fingerprint: Mapping[str, str] = field(default_factory=dict)
-    may_differ: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

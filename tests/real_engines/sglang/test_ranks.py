@@ -25,8 +25,8 @@ from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
 
 from kvferry import InProcessNetwork
 from kvferry.applications.up.supervision import free_ports, refuse_taken
-from kvferry.endpoint import decode as decode_module
-from kvferry.endpoint import prefill as prefill_module
+from kvferry.endpoint.decode import endpoint as decode_module
+from kvferry.endpoint.prefill import endpoint as prefill_module
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 from kvferry.engines.sglang.sender import KVFerrySender
 from kvferry.transport.inprocess import InProcessTransport

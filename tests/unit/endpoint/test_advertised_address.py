@@ -22,9 +22,8 @@ def test_decode_ranks_connect_to_the_port_that_is_advertised():
         transport = InProcessTransport(network)
         with PrefillEndpoint(source.layout, settings=settings, transport=transport) as prefill:
             assert prefill.control_address == f"tcp://127.0.0.1:{proxy.port}"
-            assert prefill._channel is not None
-            assert prefill._channel.port != proxy.port
-            proxy.target = prefill._channel.port
+            assert prefill._driver.port != proxy.port
+            proxy.target = prefill._driver.port
             settings = Settings(registry_url=prefill.registry_url)
             transport = InProcessTransport(network)
             with DecodeEndpoint(target.layout, settings=settings, transport=transport) as decode:

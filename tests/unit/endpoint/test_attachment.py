@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.endpoint import attachment
-from kvferry.endpoint.attachment import Attachment, attach
-from kvferry.endpoint.paths import SendingStaging
-from kvferry.endpoint.platform import SystemPlatform
+from kvferry.endpoint.prefill import attachment
+from kvferry.endpoint.prefill.attachment import Attachment, attach
+from kvferry.endpoint.prefill.paths import SendingStaging
+from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.layout import RankCoordinates, RankLayout, attention_components, shard_from_tensors
 from kvferry.plan import Piece, Unit, selectors
 from kvferry.protocol.messages import Attach

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry import RankLayout, attention_components, shard_from_tensors
-from kvferry.endpoint.calibration import Calibration, WireKey, spread_rows
+from kvferry.endpoint.runtime.calibration import Calibration, WireKey, spread_rows
 from kvferry.layout import Device, Region
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.lowering import PageSteps

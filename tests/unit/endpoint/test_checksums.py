@@ -583,7 +583,7 @@ class Counted:
             self.segments += len(message.segments)
             verify_chunk(message, *arguments, **named)
 
-        monkeypatch.setattr("kvferry.endpoint.scattering.verify_chunk", verify)
+        monkeypatch.setattr("kvferry.endpoint.decode.tasks.verify_chunk", verify)
 
     def _verify(self, *arguments: Any, **named: Any) -> None:
         self.segments += 1
@@ -675,7 +675,7 @@ def test_what_a_broken_connection_has_lost_is_said_again(
     requests = pair(ATTENTION, Shape(tp=2), Shape(), checksums=True, heartbeat_interval_s=0.1, peer_timeout_s=5.0)
     requests.connect()
     endpoint = requests.prefill.endpoints[1]
-    real = endpoint._room_verified
+    real = endpoint._driver.rooms._verified
     received: list[messages.RoomVerified] = []
 
     def lose_the_first(identity: str, message: messages.RoomVerified) -> None:
@@ -683,7 +683,7 @@ def test_what_a_broken_connection_has_lost_is_said_again(
         if len(received) > 1:
             real(identity, message)
 
-    monkeypatch.setattr(endpoint, "_room_verified", lose_the_first)
+    monkeypatch.setattr(endpoint._driver.rooms, "_verified", lose_the_first)
     request = submitted(requests, 1)
     request.wait()
     assert len(received) >= 2

@@ -37,9 +37,9 @@ from kvferry import (
 )
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.construction import endpoint_name
-from kvferry.endpoint.decode_driver import DecodeDriver
-from kvferry.endpoint.platform import SystemPlatform
-from kvferry.endpoint.threads import Loop, RunningLoop
+from kvferry.endpoint.decode.driver import DecodeDriver
+from kvferry.endpoint.runtime.platform import SystemPlatform
+from kvferry.endpoint.runtime.threads import Loop, RunningLoop
 from kvferry.errors import (
     EndpointClosedError,
     KVFerryError,
@@ -237,7 +237,7 @@ def test_closing_returns_while_a_write_hangs_and_the_rest_is_done_when_it_ends(
     case = hanging()
     pending = case.requests.new(2)
     case.requests.open_decode(pending)
-    eventually("another room waits", lambda: len(case.prefill._table._pending) == 1)
+    eventually("another room waits", lambda: len(case.prefill._driver.rooms.table._pending) == 1)
     with caplog.at_level(logging.ERROR):
         case.prefill.close()
     assert "writes are still on their way, 1 rooms' too" in caplog.text
@@ -285,7 +285,7 @@ def test_a_decode_rank_that_was_given_up_for_its_silence_is_told_of_the_end_too(
         thawed.wait()
 
     case.driver.submit(freeze)
-    eventually("it is given up", lambda: not case.prefill._peers.all())
+    eventually("it is given up", lambda: not case.prefill._driver.peers.all())
     case.prefill.close()
     case.transport.held = False
     eventually("everything was given back", lambda: is_closed(case.transport))
@@ -518,8 +518,8 @@ def interrupted_at(line: int, call: Callable[[], None], files: Sequence[str]) ->
 def test_a_close_that_is_interrupted_anywhere_is_finished_by_the_next(registry_url: str, side: str, tier: Tier):
     """Ctrl-C reaches the main thread between any two lines."""
     files = {
-        "prefill": ("endpoint/prefill.py", "endpoint/observing.py", "control/registry_client.py"),
-        "decode": ("endpoint/decode.py", "decode_driver.py", "links.py", "control/ends.py", "control/channel.py"),
+        "prefill": ("endpoint.py", "driver.py", "rooms.py", "registration.py", "telemetry.py", "registry_client.py"),
+        "decode": ("endpoint.py", "driver.py", "links.py", "control/ends.py", "control/channel.py"),
     }[side]
     before, network, open_files = our_threads(), InProcessNetwork(), []
     for line in itertools.count(1, tier.amount(quick=5, full=1, long=1)):
@@ -637,7 +637,7 @@ def test_a_forked_child_is_told_that_an_endpoint_is_its_parents(pair: Callable[.
 def test_a_child_that_is_forked_under_an_endpoints_lock_does_not_wait_for_it(pair: Callable[..., Requests]):
     requests = pair()
     prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
-    with prefill._rooms_lock, decode._lock, decode._closers, prefill._closers:
+    with prefill._driver.rooms._lock, decode._lock, decode._closers, prefill._closers:
         for call in (lambda: prefill.open(2), lambda: decode.open(2, [0]), prefill.close, decode.close):
             assert in_child(call).startswith(("UsageError", "None"))
 
@@ -708,7 +708,7 @@ def test_an_impossible_engine_name_is_refused_before_anything_is_taken(
 ):
     taken: list[str] = []
     for name in ("create_transport", "SystemPlatform"):
-        monkeypatch.setattr(f"kvferry.endpoint.{side}.{name}", lambda *_, name=name, **__: taken.append(name))
+        monkeypatch.setattr(f"kvferry.endpoint.base.{name}", lambda *_, name=name, **__: taken.append(name))
     endpoint = PrefillEndpoint if side == "prefill" else DecodeEndpoint
     with pytest.raises(SettingsError, match="'no name' cannot be an engine's name"):
         endpoint(MEMORY.layout, engine="no name", settings=Settings(registry_url=registry_url))

@@ -20,10 +20,11 @@ from tests.support.waiting import eventually
 from tests.unit.endpoint.test_life_of_a_room import nothing_left
 
 from kvferry import Sender, Settings
-from kvferry.endpoint.actors import Actor, RunQueue, Waker
-from kvferry.endpoint.prefill import _Control
-from kvferry.endpoint.threads import SupervisedThread
-from kvferry.endpoint.workers import Worker
+from kvferry.endpoint.prefill.driver import PrefillDriver
+from kvferry.endpoint.runtime.actors import Actor
+from kvferry.endpoint.runtime.run_queue import Runnable, RunQueue, Waker
+from kvferry.endpoint.runtime.threads import SupervisedThread
+from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import ChunkError
 from kvferry.protocol.room_table import REMEMBERED
 from kvferry.testing import KnownContents
@@ -164,7 +165,7 @@ def test_chunks_of_a_room_are_posted_in_order(pair: Callable[..., Requests]):
 @pytest.mark.parametrize(("workers", "queues", "used"), [(1, 4, 1), (2, 2, 2), (5, 3, 3), (8, 1, 1)])
 def test_any_number_of_workers_and_queues(pair: Callable[..., Requests], workers: int, queues: int, used: int):
     requests = pair(SMALL, workers=workers, queues=queues)
-    assert len(requests.prefill.endpoints[0]._workers.queues) == used
+    assert len(requests.prefill.endpoints[0]._driver.workers.queues) == used
     for room in range(20):
         requests.run(room)
     assert requests.prefill.endpoints[0].is_healthy
@@ -225,7 +226,7 @@ def test_a_small_request_does_not_wait_for_all_that_a_large_one_kept_until_it_wa
 
 def kept(requests: Requests, room: int) -> int:
     """Chunks of a room that wait for a decode rank to open it."""
-    return requests.prefill.endpoints[0]._table.rooms[room]._machine.waiting_chunks
+    return requests.prefill.endpoints[0]._driver.rooms.table.rooms[room]._machine.waiting_chunks
 
 
 class Hops(Actor):
@@ -249,7 +250,7 @@ def test_waiting_in_the_run_queue_has_an_end_whoever_else_waits():
             except queue.Empty:
                 continue
             if actor is not None:
-                actor.take_turn(None)  # type: ignore[arg-type]
+                actor.take_turn(None)
 
     threads = [threading.Thread(target=work, args=(timeout_s,)) for timeout_s in (None, 20e-6)]
     for thread in threads:
@@ -291,7 +292,7 @@ def test_waiting_for_a_few_microseconds_has_an_end():
         assert not thread.is_alive() or rounds > before
 
 
-def take_all(run_queue: RunQueue, timeout_s: float | None, use: Callable[[Actor], None]) -> None:
+def take_all(run_queue: RunQueue, timeout_s: float | None, use: Callable[[Runnable], None]) -> None:
     """Takes actors as workers do, until told to stop."""
     while True:
         try:
@@ -471,10 +472,10 @@ def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
     for sender in senders:
         sender.submit(np.arange(1), last=True)
         decode.open(1000 + sender.room, np.arange(1), engine=requests.prefill.name)
-    eventually("all were taken", lambda: all(room._handled_chunks for room in prefill._table.rooms.values()))
-    eventually("all were asked for", lambda: len(prefill._table._pending) == len(senders))
-    eventually("the waker rests", lambda: prefill._waker.is_resting)
-    prefill._connecting_until = 0.0
+    eventually("all were taken", lambda: all(room._handled_chunks for room in prefill._driver.rooms.all()))
+    eventually("all were asked for", lambda: len(prefill._driver.rooms.table._pending) == len(senders))
+    eventually("the waker rests", lambda: prefill._driver._waker.is_resting)
+    prefill._driver._connecting_until = 0.0
     decode._driver._last_news_at -= 10.0
     time.sleep(0.005)  # the turns that have begun
     turns: collections.Counter[type] = collections.Counter()
@@ -486,7 +487,7 @@ def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
         return right_wait(timeout_ms)
 
     monkeypatch.setattr(decode._driver._end, "wait", wait)
-    for loop in (Waker, Worker, _Control):
+    for loop in (Waker, Worker, PrefillDriver):
         right = loop.turn
 
         def turn(self: Any, *, may_wait: bool, right: Callable[..., bool] = right) -> bool:
@@ -496,7 +497,7 @@ def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
         monkeypatch.setattr(loop, "turn", turn)
     time.sleep(0.05)
     assert turns[Waker] == turns[Worker] == 0
-    assert turns[_Control] <= 2
+    assert turns[PrefillDriver] <= 2
     eventually("the decode side's thread waits", lambda: len(waits_ms) > 2)
     assert set(waits_ms) == {10}
 

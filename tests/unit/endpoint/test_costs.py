@@ -75,8 +75,8 @@ def test_a_prefill_ranks_tick_takes_as_many_steps_with_a_thousand_rooms_as_with_
     taken = {}
     for rooms in (10, 1_000):
         prefill = cluster(prefill_rooms=rooms, decode_rooms=rooms).prefillers[0]
-        now = prefill._now()
-        taken[rooms] = steps_of(partial(prefill._tick, now))
+        now = prefill._platform.now()
+        taken[rooms] = steps_of(partial(prefill._driver._tick, now))
     assert taken[10] == taken[1_000]
 
 
@@ -113,12 +113,12 @@ def test_a_rank_that_is_lost_is_no_event_of_rooms_that_it_did_not_open(monkeypat
     made = cluster(prefill_rooms=1_000)
     prefill, decode = made.prefillers[0], made.decoders[0]
     decode.open(5_007, PAGES, engine="prefill")
-    room = prefill._table.rooms[5_007]
+    room = prefill._driver.rooms.table.rooms[5_007]
     while not room.generations:
         made.round()
-    (other,) = (each for number, each in prefill._table.rooms.items() if number == 5_008)
+    (other,) = (each for number, each in prefill._driver.rooms.table.rooms.items() if number == 5_008)
     posted: list[int] = []
     for each in (room, other):
         monkeypatch.setattr(each, "post", lambda event, number=each.room: posted.append(number))
-    prefill._lose(decode.transport.endpoint_name, PeerDisconnectedError("lost"))
+    prefill._driver._lose(decode.transport.endpoint_name, PeerDisconnectedError("lost"))
     assert posted == [5_007]

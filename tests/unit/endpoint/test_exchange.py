@@ -97,14 +97,14 @@ def test_the_decode_side_may_be_first(pair: Callable[..., Requests]):
     requests = pair(ATTENTION, Shape(tp=2), Shape(tp=2))
     request = requests.new(5, 6)
     requests.open_decode(request)
-    pending = [len(endpoint._table._pending) for endpoint in requests.prefill.endpoints]
+    pending = [len(endpoint._driver.rooms.table._pending) for endpoint in requests.prefill.endpoints]
     eventually(
         "every prefill rank keeps the room",
-        lambda: [len(endpoint._table._pending) for endpoint in requests.prefill.endpoints] == [1, 1],
+        lambda: [len(endpoint._driver.rooms.table._pending) for endpoint in requests.prefill.endpoints] == [1, 1],
     )
     assert pending in ([0, 0], [0, 1], [1, 0], [1, 1])
     requests.open_prefill(request)
-    assert [len(endpoint._table._pending) for endpoint in requests.prefill.endpoints] == [0, 0]
+    assert [len(endpoint._driver.rooms.table._pending) for endpoint in requests.prefill.endpoints] == [0, 0]
     requests.submit(request)
     request.wait()
     requests.check(request)

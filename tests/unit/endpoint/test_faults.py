@@ -15,7 +15,8 @@ from tests.support.caches import Model, Shape
 from tests.support.engines import WAIT_S, Engines, Requests
 from tests.support.waiting import eventually
 
-from kvferry import PrefillEndpoint, TransferState
+from kvferry import TransferState
+from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.errors import (
     IncompatiblePeerError,
     PeerDisconnectedError,
@@ -81,7 +82,9 @@ def test_a_room_that_the_prefill_side_never_opens_ends(pair: Callable[..., Reque
     assert "KVFERRY_BOOTSTRAP_TIMEOUT_S" in str(request.receivers[0].error)
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
     for endpoint in requests.prefill.endpoints:
-        eventually("nothing is kept any more", lambda endpoint: len(endpoint._table._pending) == 0, endpoint)
+        eventually(
+            "nothing is kept any more", lambda endpoint: len(endpoint._driver.rooms.table._pending) == 0, endpoint
+        )
 
 
 def test_a_caller_who_never_submits_ends_the_room_on_both_sides(pair: Callable[..., Requests]):
@@ -268,12 +271,12 @@ def test_a_prefill_rank_speaks_only_for_itself_and_for_the_present(pair: Callabl
     for rank, endpoint in enumerate(requests.prefill.endpoints):
         writer = 1 - rank if what == "writer" else rank
         if kind == "failed":
-            endpoint._send(
+            endpoint._driver.send(
                 decode_name(requests),
                 messages.RoomFailed(room=room, generation=forged_generation, writer=writer, error="E", reason="forged"),
             )
         else:
-            endpoint._send(
+            endpoint._driver.send(
                 decode_name(requests),
                 messages.Drained(
                     endpoint=endpoint.transport.endpoint_name, room=room, generation=forged_generation, writer=writer
@@ -304,7 +307,9 @@ def test_a_rank_that_closes_after_a_write_failed_is_believed_once_what_was_sent_
     eventually("it is aborted", lambda: request.receivers[0].state.is_final)
     told_at = time.monotonic()
     for _ in range(2):
-        endpoint._send(decode_name(requests), messages.Closed(endpoint=transport.endpoint_name, after_failure=True))
+        endpoint._driver.send(
+            decode_name(requests), messages.Closed(endpoint=transport.endpoint_name, after_failure=True)
+        )
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
     assert time.monotonic() - told_at >= 0.6, "less by what counts at once"
     transport.held = False
@@ -316,7 +321,7 @@ def test_a_rank_to_which_a_write_failed_connects_anew_once_what_was_sent_has_had
     """Where the decode rank was frozen it may have that in its sockets yet, and its staging memory is used again."""
     requests = pair(quarantine_s=0.8)
     endpoint, driver = requests.prefill.endpoints[0], requests.decode.endpoints[0]._driver
-    endpoint._broken_off(decode_name(requests))
+    endpoint._driver.ranks.broken_off(decode_name(requests))
     told_at = time.monotonic()
     requests.connect()
     assert time.monotonic() - told_at >= 0.6, "less by what counts at once"
@@ -324,10 +329,10 @@ def test_a_rank_to_which_a_write_failed_connects_anew_once_what_was_sent_has_had
 
     waits: list[object] = []
     monkeypatch.setattr(driver._settling, "add", waits.append)
-    endpoint._send(
+    endpoint._driver.send(
         decode_name(requests), messages.Attached(endpoint="another", attempt=1, only_staged=False, last_failure=9)
     )
-    endpoint._give_up(decode_name(requests), PeerDisconnectedError("planted"))
+    endpoint._driver._give_up(decode_name(requests), PeerDisconnectedError("planted"))
     eventually("the decode rank has heard of it", lambda: not driver._links.current)
     requests.run(2)
     assert not waits, "it has waited for that write"
@@ -405,7 +410,7 @@ def test_whatever_comes_to_the_control_port_hurts_nobody(pair: Callable[..., Req
     request.wait()
     requests.check(request)
     assert requests.prefill.endpoints[0].is_healthy
-    assert len(requests.prefill.endpoints[0]._peers.all()) == 1
+    assert len(requests.prefill.endpoints[0]._driver.peers.all()) == 1
 
 
 def test_an_unexpected_error_over_one_message_costs_no_other(
@@ -414,14 +419,14 @@ def test_an_unexpected_error_over_one_message_costs_no_other(
     requests = pair()
     requests.connect()
     endpoint = requests.prefill.endpoints[0]
-    open_room = endpoint._open_room
+    open_room = endpoint._driver.rooms.open_request
 
     def trip(receiver: str, message: messages.OpenRoom) -> None:
         if message.room == 1:
             raise ZeroDivisionError
         open_room(receiver, message)
 
-    monkeypatch.setattr(endpoint, "_open_room", trip)
+    monkeypatch.setattr(endpoint._driver.rooms, "open_request", trip)
     both = [requests.new(room) for room in (1, 2)]
     for request in both:
         requests.open_decode(request)
@@ -489,16 +494,16 @@ def test_a_room_that_one_prefill_rank_cannot_be_asked_for_is_not_asked_of_the_ot
 
 
 def test_an_abort_is_repeated_until_it_is_answered(engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch):
-    send = PrefillEndpoint._send
+    send = PrefillDriver.send
     lost: list[messages.Message] = []
 
-    def lose(endpoint: PrefillEndpoint, receiver: str, message: messages.Message) -> None:
+    def lose(driver: PrefillDriver, receiver: str, message: messages.Message) -> None:
         if isinstance(message, messages.Drained) and not lost:
             lost.append(message)
         else:
-            send(endpoint, receiver, message)
+            send(driver, receiver, message)
 
-    monkeypatch.setattr(PrefillEndpoint, "_send", lose)
+    monkeypatch.setattr(PrefillDriver, "send", lose)
     both = engines(heartbeat_interval_s=0.05, peer_timeout_s=5)
     requests = Requests(both.prefill(Model()), both.decode(Model()))
     request = opened(requests)
@@ -549,9 +554,9 @@ def test_rooms_that_failed_alone_are_forgotten_in_time(pair: Callable[..., Reque
     for room in range(20):
         endpoint.open(room).abort("never mind")
     eventually("all are over", lambda: endpoint.open_rooms == 0)
-    assert len(endpoint._table._failed_alone) == 5, "no more than max_pending_opens are kept"
+    assert len(endpoint._driver.rooms.table._failed_alone) == 5, "no more than max_pending_opens are kept"
     keeper = endpoint.open(99)
-    eventually("they are forgotten", lambda: not endpoint._table._failed_alone)
+    eventually("they are forgotten", lambda: not endpoint._driver.rooms.table._failed_alone)
     keeper.abort()
 
 

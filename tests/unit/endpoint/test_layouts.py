@@ -617,7 +617,7 @@ def test_lists_of_single_tokens_are_made_once_and_only_when_needed(pair: Callabl
     for room in range(2, 6):
         requests.run_tokens(room, 16, prefix_tokens=3)
     assert made == ["", name] * 2
-    attachment = requests.prefill.endpoints[0]._attachment(name)
+    attachment = requests.prefill.endpoints[0]._driver.ranks.attachment(name)
     assert attachment is not None
     assert set(attachment._prepared) == {Unit.WHOLE, Unit.TOKEN}
     assert sum(len(lists) for lists in transport._lists.values()) == 4

@@ -16,7 +16,7 @@ from tests.support.tiers import Tier
 from tests.support.waiting import eventually
 
 from kvferry import PrefillEndpoint, Receiver, Sender, TransferState
-from kvferry.endpoint.sending import OpenReceived
+from kvferry.endpoint.prefill.room import OpenReceived
 from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import (
     ChunkError,
@@ -39,7 +39,8 @@ S = TransferState
 def nothing_left(requests: Requests) -> bool:
     """Whether no table of either side holds a room."""
     return all(
-        endpoint.open_rooms == 0 and len(endpoint._table._pending) == 0 for endpoint in requests.prefill.endpoints
+        endpoint.open_rooms == 0 and len(endpoint._driver.rooms.table._pending) == 0
+        for endpoint in requests.prefill.endpoints
     ) and all(
         endpoint.open_rooms == 0
         and not endpoint._driver._rooms
@@ -51,7 +52,7 @@ def nothing_left(requests: Requests) -> bool:
 
 def kept_pending(endpoint: PrefillEndpoint, room: int) -> list[messages.OpenRoom | messages.AbortRoom]:
     """The messages that a prefill rank keeps for a room."""
-    pending = endpoint._table._pending._rooms.get(room)
+    pending = endpoint._driver.rooms.table._pending._rooms.get(room)
     return [message for kept in pending.messages.values() for message in kept] if pending is not None else []
 
 
@@ -519,7 +520,9 @@ def test_the_decode_side_may_reuse_a_number_while_the_prefill_side_still_ends_it
         requests.open_decode(second)
     third = requests.new(2)  # travels behind it on the same connection
     requests.open_decode(third)
-    eventually("the prefill side has read both", lambda: 2 in requests.prefill.endpoints[0]._table._pending._rooms)
+    eventually(
+        "the prefill side has read both", lambda: 2 in requests.prefill.endpoints[0]._driver.rooms.table._pending._rooms
+    )
     go_on.set()
     first.senders[0].wait(WAIT_S)
     for request in (second, third):
@@ -536,10 +539,10 @@ def test_wishes_and_aborts_that_reach_a_room_at_its_very_end_are_kept_for_the_ne
     first = requests.new(1)
     requests.open_decode(first)
     requests.open_prefill(first)
-    room = endpoint._table.rooms[1]
+    room = endpoint._driver.rooms.table.rooms[1]
     requests.submit(first)
     first.wait()
-    attachment = endpoint._attachment(name)
+    attachment = endpoint._driver.ranks.attachment(name)
     assert attachment is not None
     for generation in (7, 8):
         nothing = messages.OpenGroup("kv", held=0, start=0, stop=0, first_page=0, pages=PageNumbers())
@@ -634,7 +637,7 @@ def test_chunks_that_come_before_the_receivers_are_not_said_to_have_waited_for_t
     requests.open_prefill(request)
     requests.submit(request)
     threading.Event().wait(0.2)
-    came_at = requests.prefill.endpoints[0]._now()
+    came_at = requests.prefill.endpoints[0]._platform.now()
     requests.open_decode(request)
     request.wait()
     (write,) = request.senders[0].stats.writes
@@ -665,26 +668,26 @@ def test_an_open_request_that_comes_again_when_its_number_stands_for_another_req
     requests.connect()
     endpoint, pool = requests.prefill.endpoints[0], requests.decode.pools[0]
     opens: list[tuple[str, bytes]] = []
-    receive = endpoint._receive
+    receive = endpoint._driver._receive
 
     def note(identity: str, data: bytes, now: float) -> None:
         if isinstance(messages.decode_to_prefill(data), messages.OpenRoom):
             opens.append((identity, data))
         receive(identity, data, now)
 
-    monkeypatch.setattr(endpoint, "_receive", note)
+    monkeypatch.setattr(endpoint._driver, "_receive", note)
     first = requests.new(1)
     requests.open_decode(first)
     requests.open_prefill(first)
     requests.submit(first)
     first.wait()
     ((identity, message),) = opens
-    eventually("the first use is forgotten", lambda: not endpoint._table._over)
+    eventually("the first use is forgotten", lambda: not endpoint._driver.rooms.table._over)
     pool.wipe_pages(first.destination_pages[0])
     second = requests.new(1)
     requests.open_prefill(second)
     requests.submit(second)
-    endpoint._receive_one(identity, message, endpoint._now())
+    endpoint._driver._receive_one(identity, message, endpoint._platform.now())
     with pytest.raises(TransferTimeoutError, match="opened it within"):
         second.senders[0].wait(WAIT_S)
     assert pool.touched_bytes(first.destination_pages[0]) == 0
@@ -699,7 +702,7 @@ def test_a_close_message_through_an_old_connection_ends_no_new_one(
     requests.run(1)
     driver, endpoint = requests.decode.endpoints[0]._driver, requests.prefill.endpoints[0]
     (channel,) = driver._links._channels.values()
-    (peer,) = endpoint._peers.all()
+    (peer,) = endpoint._driver.peers.all()
     said: list[messages.Message] = []
     monkeypatch.setattr(channel, "send", lambda data: said.append(messages.decode_to_prefill(data)))
     closed = threading.Event()
@@ -733,10 +736,10 @@ def test_a_lost_message_is_worth_a_line_if_somebody_may_miss_it(
     """A closed decode rank misses no answer to a heartbeat, close message, or word that its digests are known."""
     endpoint = pair().prefill.endpoints[0]
     name = endpoint.transport.endpoint_name
-    endpoint._send("whoever left", messages.Pong(endpoint=name, attached=True))
-    endpoint._send("whoever left", messages.Closed(endpoint=name))
-    endpoint._send("whoever left", messages.Confirmed(endpoint=name, room=1, generation=1, writer=0))
-    endpoint._send("whoever left", messages.Drained(endpoint=name, room=1, generation=1, writer=0))
+    endpoint._driver.send("whoever left", messages.Pong(endpoint=name, attached=True))
+    endpoint._driver.send("whoever left", messages.Closed(endpoint=name))
+    endpoint._driver.send("whoever left", messages.Confirmed(endpoint=name, room=1, generation=1, writer=0))
+    endpoint._driver.send("whoever left", messages.Drained(endpoint=name, room=1, generation=1, writer=0))
     eventually("the last was sent", lambda: "was lost" in caplog.text)
     assert [record.getMessage().split()[0] for record in caplog.records if "was lost" in record.message] == ["Drained"]
 

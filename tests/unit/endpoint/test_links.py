@@ -51,15 +51,15 @@ QUICK = {"heartbeat_interval_s": 0.1, "peer_timeout_s": 2.0}
 def freeze(engine: PrefillEngine, rank: int) -> threading.Event:
     """Stops a prefill rank's control thread, as if the process hung, until the event is set."""
     endpoint, go_on, stopped = engine.endpoints[rank], threading.Event(), threading.Event()
-    receive = endpoint._channel.receive  # type: ignore[union-attr]
+    receive = endpoint._driver._channel.receive
 
     def frozen() -> Any:
         stopped.set()
         go_on.wait(60)
         return receive()
 
-    endpoint._channel.receive = frozen  # type: ignore[union-attr, method-assign]
-    endpoint._wake()
+    endpoint._driver._channel.receive = frozen  # type: ignore[method-assign]
+    endpoint._driver.wake()
     assert stopped.wait(WAIT_S)
     return go_on
 
@@ -246,7 +246,7 @@ def test_caches_that_differ_are_refused_when_the_sides_connect(
 
 def test_transports_that_differ_are_refused(pair: Callable[..., Requests]):
     requests = pair()
-    requests.prefill.transports[0].name = "carrier pigeon"
+    object.__setattr__(requests.prefill.endpoints[0]._driver._identity, "transport", "carrier pigeon")
     with pytest.raises(IncompatiblePeerError, match="uses carrier pigeon, this decode rank inprocess"):
         requests.connect()
 
@@ -257,7 +257,7 @@ def test_a_prefill_rank_checks_for_itself(pair: Callable[..., Requests], monkeyp
     def refuse(*_: Any, **__: Any) -> None:
         raise IncompatiblePeerError("the prefill side does not like it")
 
-    monkeypatch.setattr("kvferry.endpoint.attachment.check_exchangeable", refuse)
+    monkeypatch.setattr("kvferry.endpoint.prefill.attachment.check_exchangeable", refuse)
     with pytest.raises(IncompatiblePeerError, match=r"prefill rank 0 .* refused: the prefill side does not like it"):
         requests.connect()
     monkeypatch.undo()
@@ -268,12 +268,9 @@ def test_a_prefill_rank_checks_for_itself(pair: Callable[..., Requests], monkeyp
 def test_a_peer_whose_layout_holds_other_tokens_than_its_place_is_refused(pair: Callable[..., Requests], side: str):
     requests = pair()
     other = TokenShare(interleaved(2), 1)
-    if side == "prefill":
-        endpoint = requests.prefill.endpoints[0]
-        endpoint.layout = msgspec.structs.replace(endpoint.layout, tokens=other)
-    else:
-        identity = requests.decode.endpoints[0]._driver._identity
-        object.__setattr__(identity, "layout", msgspec.structs.replace(identity.layout, tokens=other))
+    endpoint = (requests.prefill if side == "prefill" else requests.decode).endpoints[0]
+    identity = endpoint._driver._identity
+    object.__setattr__(identity, "layout", msgspec.structs.replace(identity.layout, tokens=other))
     with pytest.raises(LayoutError, match="part 1 of 2 parts of every request's tokens, but the rank has cp_rank 0 of"):
         requests.connect()
 
@@ -479,10 +476,10 @@ def test_a_decode_rank_that_was_given_up_hears_of_it_with_the_first_room_that_it
     requests = Requests(both.prefill(Model()), both.decode(Model()))
     requests.run(1)
     (prefill,) = requests.prefill.endpoints
-    (peer,) = prefill._peers.all()
+    (peer,) = prefill._driver.peers.all()
     assert peer.attachment is not None
-    prefill._write_failed(peer.attachment, PeerDisconnectedError("the test wants it so"))
-    eventually("it was given up", lambda: not prefill._peers.all())
+    prefill._driver._write_failed(peer.attachment, PeerDisconnectedError("the test wants it so"))
+    eventually("it was given up", lambda: not prefill._driver.peers.all())
     lost = requests.new(2)
     requests.open_decode(lost)
     with pytest.raises(TransferFailedError, match="does not know this endpoint any more"):
@@ -508,22 +505,22 @@ def test_a_room_that_a_decode_rank_opened_early_and_has_given_up_ends_on_the_pre
     (prefill,), driver = requests.prefill.endpoints, requests.decode.endpoints[0]._driver
     early, error = requests.new(2), PeerDisconnectedError("the test wants it so")
     requests.open_decode(early)
-    eventually("it waits for the prefill side", lambda: len(prefill._table._pending))
+    eventually("it waits for the prefill side", lambda: len(prefill._driver.rooms.table._pending))
     if how == "aborts it and is lost":
         early.receivers[0].abort("the client left")
         assert early.receivers[0].wait_pages_reusable(WAIT_S)
     if how == "connects anew":  # its queues were full: it could take nothing back
-        monkeypatch.setattr(prefill, "_room_message", lambda identity, message: None)
+        monkeypatch.setattr(prefill._driver.rooms, "received", lambda receiver, message: None)
         (link,) = driver._links.current
         driver.submit(lambda now: driver._links.fail(link, error, now))
         eventually("it was given up", lambda: not driver._links.current)
         requests.connect()
-        eventually("it has given it up", lambda: not len(prefill._table._pending))
+        eventually("it has given it up", lambda: not len(prefill._driver.rooms.table._pending))
     else:
-        (peer,) = prefill._peers.all()
+        (peer,) = prefill._driver.peers.all()
         assert peer.attachment is not None
-        prefill._write_failed(peer.attachment, error)
-        eventually("it was given up", lambda: peer not in prefill._peers.all())
+        prefill._driver._write_failed(peer.attachment, error)
+        eventually("it was given up", lambda: peer not in prefill._driver.peers.all())
     if not comes_late:
         requests.open_prefill(early)
     with pytest.raises((TransferAbortedError, TransferFailedError)):
@@ -577,7 +574,7 @@ def test_a_prefill_engine_that_closes_says_so(engines: Callable[..., Engines]):
     requests.open_decode(pending)
     requests.open_prefill(opened)
     for endpoint in prefill.endpoints:
-        eventually("the second room waits", lambda endpoint: len(endpoint._table._pending) == 1, endpoint)
+        eventually("the second room waits", lambda endpoint: len(endpoint._driver.rooms.table._pending) == 1, endpoint)
     for endpoint in prefill.endpoints:
         endpoint.close()
     for receiver in (*opened.receivers, *pending.receivers):
@@ -639,11 +636,11 @@ def test_a_rank_that_is_restarted_while_it_prepares_is_met_again(engines: Callab
 
         first = both.prefill(Model(), name=name)
         first.transports[0].on_prepare = prepare
-        proxy.target = first.endpoints[0]._channel.port  # type: ignore[union-attr]
+        proxy.target = first.endpoints[0]._driver.port
         receiver = both.decode(Model()).endpoints[0].open(1, np.arange(3), engine=name)
         assert prepares.wait(WAIT_S)
         second = both.prefill(Model(), name=name)
-        proxy.target = second.endpoints[0]._channel.port  # type: ignore[union-attr]
+        proxy.target = second.endpoints[0]._driver.port
         proxy.cut()
         proxy.heal()
         second.endpoints[0].open(1).submit(np.arange(3), last=True)

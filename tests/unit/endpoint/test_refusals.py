@@ -146,7 +146,7 @@ def test_a_refusal_is_kept_no_longer_than_an_open_request_is(pair: Callable[...,
     decode = requests.decode.endpoints[0]
     decode.refuse(1, "no memory", engine=requests.prefill.name)
     wait_told(decode)
-    table = requests.prefill.endpoints[0]._table
+    table = requests.prefill.endpoints[0]._driver.rooms.table
     assert len(table._refusals) == 1
     eventually("it was forgotten", lambda: not len(table._refusals))
     requests.run(1)
@@ -219,7 +219,7 @@ def test_a_room_that_all_have_opened_is_refused_by_nobody(pair: Callable[..., Re
         generation=7,
         reason="late",
     )
-    prefill._take_refusal("a stale start of the decode rank", refusal)
+    prefill._driver.rooms.received("a stale start of the decode rank", refusal)
     requests.submit(request)
     request.wait()
 
@@ -236,9 +236,9 @@ def test_an_open_request_that_cannot_be_met_ends_the_room_on_both_sides(pair: Ca
     )
     name = decode.transport.endpoint_name
     senders = open_all(requests.prefill, 1)
-    prefill._open_room(name, opened)
+    prefill._driver.rooms.open_request(name, opened)
     assert_ended_soon(senders, "decode rank 0 of .* refused it: .*nowhere")
-    prefill._open_room(name, opened)  # the same again
+    prefill._driver.rooms.open_request(name, opened)  # the same again
     requests.run(1)
 
 
@@ -255,9 +255,9 @@ def test_a_refusal_that_comes_twice_counts_once(pair: Callable[..., Requests]):
         reason="no memory",
     )
     name = decode.transport.endpoint_name
-    prefill._take_refusal(name, refusal)
+    prefill._driver.rooms.received(name, refusal)
     assert_ended_soon(open_all(requests.prefill, 1), "no memory")
-    prefill._take_refusal(name, refusal)
+    prefill._driver.rooms.received(name, refusal)
     requests.run(1)
 
 
@@ -272,7 +272,7 @@ def test_a_refusal_for_an_earlier_start_of_the_rank_ends_nothing(pair: Callable[
         generation=7,
         reason="no memory",
     )
-    prefill._take_refusal("d0", refusal)
+    prefill._driver.rooms.received("d0", refusal)
     requests.run(1)
 
 
@@ -286,7 +286,7 @@ def test_a_prefill_rank_that_cannot_open_a_room_ends_it_on_the_other_side(pair: 
     receivers = []
     if first == "room":
         receivers.append(decode.open(1, [0], engine=requests.prefill.name))
-        eventually("it was asked for", lambda: len(prefill._table._pending) == 1)
+        eventually("it was asked for", lambda: len(prefill._driver.rooms.table._pending) == 1)
     prefill.refuse(1, "the request was given up before it was computed")
     if first == "refusal":
         receivers.append(decode.open(1, [0], engine=requests.prefill.name))

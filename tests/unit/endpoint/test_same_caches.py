@@ -111,7 +111,9 @@ def test_a_request_with_another_adapter_is_refused_on_every_rank_of_both_sides(
     mine, theirs = {**PROMPT, "LoRA adapter": b"a"}, {**PROMPT, "LoRA adapter": b"b"}
     if is_decode_first:
         requests.open_decode(request, depends_on=[theirs, theirs])
-        eventually("both wait", lambda: all(len(each._table._pending) for each in requests.prefill.endpoints))
+        eventually(
+            "both wait", lambda: all(len(each._driver.rooms.table._pending) for each in requests.prefill.endpoints)
+        )
     requests.open_prefill(request, depends_on=mine)
     requests.submit(request)
     if not is_decode_first:

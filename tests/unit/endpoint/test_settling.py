@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.endpoint.actors import RunQueue
-from kvferry.endpoint.settling import Settling
-from kvferry.endpoint.workers import Worker
+from kvferry.endpoint.runtime.run_queue import RunQueue
+from kvferry.endpoint.runtime.settling import Settling
+from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import TransportError
 
 SETTLE_S = 0.2

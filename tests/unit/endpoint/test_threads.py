@@ -7,7 +7,7 @@ import threading
 import pytest
 from tests.support.waiting import PATIENCE_S, eventually
 
-from kvferry.endpoint.threads import Loop, SupervisedThread
+from kvferry.endpoint.runtime.threads import Loop, SupervisedThread
 
 
 class Fails(Loop):

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.endpoint.actors import Actor, RunQueue
-from kvferry.endpoint.settling import Settling
-from kvferry.endpoint.workers import Worker
-from kvferry.endpoint.writes import LOOKS_AROUND, MOST_POLLS, WritesInFlight
+from kvferry.endpoint.runtime.actors import Actor
+from kvferry.endpoint.runtime.run_queue import RunQueue
+from kvferry.endpoint.runtime.settling import Settling
+from kvferry.endpoint.runtime.workers import Worker
+from kvferry.endpoint.runtime.writes import LOOKS_AROUND, MOST_POLLS, WritesInFlight
 from kvferry.errors import TransportError
 from kvferry.transport import InProcessNetwork, InProcessTransport, TransferHandle, TransferReport
 

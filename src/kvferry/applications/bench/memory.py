@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvferry.applications.bench.options import VARIANTS, BenchOptions, Side
 from kvferry.applications.bench.pool import pool_bytes
-from kvferry.endpoint.paths import CALIBRATION_BYTES
+from kvferry.endpoint.prefill.paths import CALIBRATION_BYTES
 from kvferry.errors import SettingsError
 from kvferry.layout import Device, MemoryKind
 from kvferry.settings import Settings

@@ -22,15 +22,15 @@ def leftovers(process: Process, living: Collection[str]) -> str:
 
 
 def _of_prefill(endpoint: PrefillEndpoint, living: Collection[str]) -> Iterator[str]:
-    if not endpoint._table.is_quiet:
-        yield f"{endpoint.open_rooms} rooms, {len(endpoint._table._pending)} pending ones"
-    admission = endpoint._admission
+    if not endpoint._driver.rooms.table.is_quiet:
+        yield f"{endpoint.open_rooms} rooms, {len(endpoint._driver.rooms.table._pending)} pending ones"
+    admission = endpoint._driver.admission
     if admission.num_bytes or admission.num_waiting:
         yield f"{admission.num_bytes} bytes admitted, {admission.num_waiting} who wait to be"
-    for memory in endpoint._staging.source_memories:
+    for memory in endpoint._driver._staging.source_memories:
         if memory._taken or memory.num_waiting:
             yield f"slots {memory._taken}, {memory.num_waiting} who wait for one"
-    for peer in endpoint._peers.all():
+    for peer in endpoint._driver.peers.all():
         if peer.name not in living:
             yield f"a connection to {peer.name}, which is gone"
         if peer.attachment is None:

@@ -13,10 +13,10 @@ from kvferry.control.ends import ConnectingEnd, ListeningEnd
 from kvferry.control.kubernetes import Orchestrator
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
-from kvferry.endpoint.calibration import Calibration
-from kvferry.endpoint.platform import BackgroundExecutor, Platform
-from kvferry.endpoint.process_identity import Sight
-from kvferry.endpoint.threads import Loop, RunningLoop, ThreadHealth
+from kvferry.endpoint.runtime.calibration import Calibration
+from kvferry.endpoint.runtime.platform import BackgroundExecutor, Platform
+from kvferry.endpoint.runtime.process_identity import Sight
+from kvferry.endpoint.runtime.threads import Loop, RunningLoop, ThreadHealth
 from kvferry.errors import RegistryUnreachableError
 from kvferry.layout import Device, RankLayout, Region
 from kvferry.plan import PathCosts

@@ -80,7 +80,7 @@ class SendSide(RankSide):
         has_come = self.sender is not None or self.is_refusing
         if not has_come or not self.process.is_alive or not isinstance(endpoint, PrefillEndpoint):
             return False
-        table, room = endpoint._table, self.request.room
+        table, room = endpoint._driver.rooms.table, self.request.room
         # Where its clock has jumped it has forgotten too soon how the room ended: whoever comes late waits for another.
         return table.holds(room) or (self.process.platform.skew_s > 0 and room in table._pending)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
-from kvferry.endpoint.process_identity import Sight
+from kvferry.endpoint.runtime.process_identity import Sight
 from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol.messages import ProcessIdentity
 from kvferry.testing.simulation.adversary import RECOVERY_S, Adversary, Restart

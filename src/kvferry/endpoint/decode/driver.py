@@ -16,21 +16,22 @@ from functools import partial
 
 from kvferry.control.ends import Connection
 from kvferry.control.registry_client import RegistryClient
-from kvferry.endpoint.links import Links
-from kvferry.endpoint.platform import Platform
-from kvferry.endpoint.receiving import ReceivingRoom
-from kvferry.endpoint.refusals import Refusals
-from kvferry.endpoint.scattering import ArrivalTask, Scatterers, ScatterTask, VerifyTask
-from kvferry.endpoint.settling import Settling
-from kvferry.endpoint.threads import Loop, ThreadHealth
-from kvferry.endpoint.timers import Timers
+from kvferry.endpoint.decode.links import Links
+from kvferry.endpoint.decode.refused_rooms import Refusals
+from kvferry.endpoint.decode.room import ReceivingRoom
+from kvferry.endpoint.decode.tasks import ArrivalTask, Scatterers, ScatterTask, VerifyTask
+from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.settling import Settling
+from kvferry.endpoint.runtime.threads import Loop, ThreadHealth
+from kvferry.endpoint.runtime.timers import Timers
 from kvferry.errors import KVFerryError, PeerError
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import PlacedRecord
 from kvferry.observe.status import LostPeerStatus, PeerStatus, RoomStatus, StagingStatus
 from kvferry.protocol import messages
 from kvferry.protocol.credits import Span
-from kvferry.protocol.link import Identity, Link, LinkKey, LinkState
+from kvferry.protocol.link import Link, LinkKey, LinkState
+from kvferry.protocol.rank_identity import Identity
 from kvferry.protocol.receiver import (
     Arrived,
     ArrivedUnverified,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import SupportsIndex
 
-from kvferry.control.owning_process import OwningProcess
 from kvferry.control.registry_client import RegistryClient
-from kvferry.endpoint.construction import checked_room, create_transport, deadlines, endpoint_name
-from kvferry.endpoint.decode_driver import DecodeDriver
-from kvferry.endpoint.observing import EndpointTelemetry, endpoint_status
-from kvferry.endpoint.platform import Platform, SystemPlatform
-from kvferry.endpoint.receiving import Receiver, ReceivingRoom
-from kvferry.endpoint.threads import ThreadHealth
+from kvferry.endpoint.base import Endpoint
+from kvferry.endpoint.construction import checked_room
+from kvferry.endpoint.decode.driver import DecodeDriver
+from kvferry.endpoint.decode.room import ReceivingRoom
+from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.threads import ThreadHealth
+from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import (
     EndpointClosedError,
     KVFerryError,
@@ -26,14 +25,13 @@ from kvferry.errors import (
 )
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
-from kvferry.plan import check_share_tokens, check_token_share
+from kvferry.plan import check_share_tokens
 from kvferry.protocol.chunks import AnyPages
 from kvferry.protocol.demands import demands_of
 from kvferry.protocol.ends import Proof
-from kvferry.protocol.fingerprint import checked_fingerprint
-from kvferry.protocol.link import Identity, LinkKey
+from kvferry.protocol.link import LinkKey
 from kvferry.protocol.placing import UnitPlaces
-from kvferry.protocol.receiver import ReceiverMachine
+from kvferry.protocol.receiver import ReceiverAbortRequested, ReceiverMachine
 from kvferry.protocol.registrations import check_engine_name
 from kvferry.protocol.request_conditions import checked_conditions
 from kvferry.settings import Settings
@@ -43,7 +41,7 @@ from kvferry.transport import Transport
 _OWNED = "this decode endpoint"
 
 
-class DecodeEndpoint:
+class DecodeEndpoint(Endpoint):
     """One rank of a decode engine: asks prefill engines for requests' caches and receives them.
 
     A thread of its own does all I/O; `open` and reading a state never do any. The object is a context manager, and its
@@ -58,6 +56,8 @@ class DecodeEndpoint:
         settings: what it was made with.
         transport: moves its bytes.
     """
+
+    _side = Side.DECODE
 
     def __init__(
         self,
@@ -91,51 +91,32 @@ class DecodeEndpoint:
             SettingsError: if a setting is impossible, or no engine can have that name.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
-        check_engine_name(engine)
-        self._owning_process = OwningProcess()
-        self.layout = layout
-        self.engine = engine
-        self.coordinates = coordinates or RankCoordinates()
-        check_token_share(layout, self.coordinates)
-        self.fingerprint = checked_fingerprint(fingerprint)
-        self.settings = settings or Settings()
-        self.engine_rank = self.coordinates.engine_rank
-        self._platform = platform or SystemPlatform()
-        if registry is None:
-            registry = self._platform.registry(self.settings, self.settings.registry_address)
-        self._registry_client = registry
-        self._registry_client.load()  # now, before a room waits for it
-        self.transport = transport or create_transport(
-            self.settings, endpoint_name(engine, self.engine_rank), writes=False
+        super().__init__(
+            layout,
+            engine=engine,
+            coordinates=coordinates,
+            settings=settings,
+            transport=transport,
+            fingerprint=fingerprint,
+            platform=platform,
         )
-        self._deadlines = deadlines(self.settings)
-        self._started_at = self._platform.now()
-        self._telemetry = EndpointTelemetry(Side.DECODE, engine, self.engine_rank, self.settings, self.status)
         # Guards the table of rooms, which callers add to and the driver takes from.
         self._lock = threading.Lock()
         self._rooms: dict[int, Receiver] = {}
         self._is_closed = False
-        self._closers = threading.RLock()  # lets one caller of `close` after the other do what is left to do
         self._has_closed = False
         try:
+            if registry is None:
+                registry = self._platform.registry(self.settings, self.settings.registry_address)
+            self._registry_client = registry
+            self._registry_client.load()  # now, before a room waits for it
             staging = ReceivingStaging(self.settings, layout, self.transport, self._platform.staging)
             self.transport.register(layout.regions(), layout.device)
-            identity = Identity(
-                endpoint=self.transport.endpoint_name,
-                engine=engine,
-                coordinates=self.coordinates,
-                layout=layout,
-                transport=self.transport.name,
-                host=self._platform.name,
-                checksums=self.settings.checksums,
-                fingerprint=self.fingerprint,
-                may_differ=self.settings.fields_that_may_differ,
-            )
         except BaseException:
             self.transport.close()
             raise
         self._driver = DecodeDriver(
-            identity,
+            self._identity,
             self.transport,
             self._registry_client,
             self.settings,
@@ -223,7 +204,11 @@ class DecodeEndpoint:
         now = self._platform.now()
         machine = ReceiverMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=now)
         generation = self._platform.random_bits(63)
-        receiver = Receiver(room, lambda event: self._driver.post_event(room, generation, event), now)
+
+        def abort(reason: str) -> None:
+            self._driver.post_event(room, generation, ReceiverAbortRequested(reason))
+
+        receiver = Receiver(room, abort, now)
         length = None if tokens is None else int(tokens)  # a plain integer, which is what travels
         opened = ReceivingRoom(
             machine,
@@ -329,28 +314,16 @@ class DecodeEndpoint:
             raise UsageError(f"nothing here waits for the end of {endpoint!r}; lost are: {', '.join(lost) or 'none'}")
         self._driver.release(endpoint)
 
-    @property
-    def observe_url(self) -> str | None:
-        """Where metrics and status are served; None where no setting asks for it."""
-        return self._telemetry.url
-
     def status(self) -> EndpointStatus:
         """Returns a snapshot of the endpoint, for people and tools."""
         now = self._platform.now()
-        return endpoint_status(
-            Side.DECODE,
-            self.settings,
-            engine=self.engine,
-            rank=self.engine_rank,
-            endpoint=self.transport.endpoint_name,
-            up_s=now - self._started_at,
+        return self._status(
+            now,
             problem="",
             rooms=self._driver.rooms(now),
             peers=self._driver.peers(now),
             staging=self._driver.staging,
             quarantine=self._driver.quarantine(now),
-            threads=self.health,
-            fingerprint=self.fingerprint,
         )
 
     @property
@@ -358,11 +331,6 @@ class DecodeEndpoint:
         """Number of rooms that have not ended, still quarantine pages, or may still be open on a prefill rank."""
         with self._lock:
             return len(self._rooms)
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether every thread of the endpoint runs; `health` has more."""
-        return all(thread.is_alive for thread in self.health)
 
     @property
     def health(self) -> tuple[ThreadHealth, ...]:
@@ -375,17 +343,9 @@ class DecodeEndpoint:
         May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
         Does nothing in a process that was forked from the endpoint's: all of it is the parent's.
         """
-        if not self._owning_process.is_this:
-            return
-        with self._closers:
-            for holds, until in self._closing():
-                self._platform.wait_until(holds, until)
+        super().close()
 
     def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
-        """Closes step by step: yields what to wait for, and until when at most.
-
-        Each step may be repeated: it may have been interrupted anywhere.
-        """
         if self._has_closed:
             return
         with self._lock:
@@ -401,14 +361,6 @@ class DecodeEndpoint:
         self._registry_client.close()
         self.transport.close()
         self._has_closed = True
-
-    def __enter__(self) -> DecodeEndpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _forget_room(self, room: int) -> None:
         with self._lock:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from kvferry.endpoint.actors import Actor, RunQueue
-from kvferry.endpoint.attachment import Attachment, attach
-from kvferry.endpoint.calibration import WriteHangsError
-from kvferry.endpoint.paths import SendingStaging
-from kvferry.endpoint.workers import Worker
+from kvferry.endpoint.prefill.attachment import Attachment, attach
+from kvferry.endpoint.prefill.paths import SendingStaging
+from kvferry.endpoint.runtime.actors import Actor
+from kvferry.endpoint.runtime.calibration import WriteHangsError
+from kvferry.endpoint.runtime.run_queue import RunQueue
+from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import TransportError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.logs import report_silence

@@ -13,7 +13,7 @@ from functools import partial
 
 from kvferry.control.kubernetes import Orchestrator
 from kvferry.control.registry_client import RegistryClient
-from kvferry.endpoint.platform import Platform
+from kvferry.endpoint.runtime.platform import Platform
 from kvferry.errors import KVFerryError, OrchestratorError
 from kvferry.protocol.ends import Proof, Reach
 from kvferry.protocol.messages import PodIdentity, ProcessIdentity

@@ -7,9 +7,11 @@ what runs there is the endpoint itself, not a copy of it.
 
 from __future__ import annotations
 
+import platform
 import random
 import secrets
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +24,10 @@ from kvferry.control.ends import ConnectingEnd, ListeningEnd, ZmqConnectingEnd, 
 from kvferry.control.kubernetes import Orchestrator, create_kubernetes_client
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
-from kvferry.endpoint.calibration import Calibration
-from kvferry.endpoint.construction import machine_name
-from kvferry.endpoint.pod_identity import pod_of
-from kvferry.endpoint.process_identity import is_gone, this_process
-from kvferry.endpoint.threads import Loop, RunningLoop, SupervisedThread
+from kvferry.endpoint.runtime.calibration import Calibration
+from kvferry.endpoint.runtime.pod_identity import pod_of
+from kvferry.endpoint.runtime.process_identity import is_gone, this_process
+from kvferry.endpoint.runtime.threads import Loop, RunningLoop, SupervisedThread
 from kvferry.layout import RankLayout
 from kvferry.protocol.messages import ProcessIdentity
 from kvferry.protocol.registrations import RankRegistration
@@ -159,11 +160,16 @@ class _ThreadExecutor(BackgroundExecutor):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _machine_name() -> str:
+    """Returns a name that tells this machine from others, and two containers on it apart."""
+    return f"{platform.node()}-{uuid.getnode():x}"
+
+
 class SystemPlatform(Platform):
     """This machine."""
 
     def __init__(self) -> None:
-        self.name = machine_name()
+        self.name = _machine_name()
         self.process = this_process()
         self.staging = MachineResources()
 

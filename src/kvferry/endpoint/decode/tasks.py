@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.endpoint.platform import Platform
-from kvferry.endpoint.receiving import ReceivingRoom
-from kvferry.endpoint.threads import Loop
+from kvferry.endpoint.decode.room import ReceivingRoom
+from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.threads import Loop
 from kvferry.observe.records import PlacedRecord
 from kvferry.plan import PairPlan
 from kvferry.protocol.credits import Span

@@ -1,52 +1,18 @@
-"""One room on a decode rank: the caller's `Receiver`, and what the driver thread keeps of it."""
+"""One room on a decode rank: what the driver's thread keeps of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from kvferry.endpoint.transfer import Transfer
+from kvferry.endpoint.transfer import Receiver
 from kvferry.observe.records import PlacedRecord, ReceiverStats
 from kvferry.observe.status import RoomStatus
 from kvferry.protocol.messages import OpenGroup
 from kvferry.protocol.placing import UnitPlaces
 from kvferry.protocol.receiver import (
-    ReceiverAbortRequested,
     ReceiverCommand,
     ReceiverEvent,
     ReceiverMachine,
 )
 from kvferry.protocol.states import TransferState
-
-
-class Receiver(Transfer):
-    """One request's transfer to this decode rank, as its caller sees it.
-
-    `state` and `pages_reusable` are plain reads: a scheduler may poll them in every step.
-
-    Attributes:
-        room: the transfer's number.
-        state: where it stands.
-        stats: what it took: chunks and times.
-    """
-
-    def __init__(self, room: int, post: Callable[[ReceiverEvent], None], now: float) -> None:
-        """Made by `DecodeEndpoint.open`."""
-        super().__init__(room)
-        self._post = post
-        self._aux: bytes | None = None
-        self.stats = ReceiverStats(opened_at=now, first_arrival_at=None, ended_at=None, chunks=0)
-
-    @property
-    def aux(self) -> bytes:
-        """The request's aux data: b"" before it has come, and where the prefill side gave none."""
-        return self._aux or b""
-
-    def abort(self, reason: str = "no reason given") -> None:
-        """Aborts the transfer on both sides. Returns at once.
-
-        The pages may be reused only once `pages_reusable` is True: a write may still be in flight.
-        """
-        self._post(ReceiverAbortRequested(reason))
 
 
 class ReceivingRoom:

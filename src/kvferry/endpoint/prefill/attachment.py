@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.endpoint.calibration import WriteHangsError
-from kvferry.endpoint.paths import PathChooser, SendingStaging
+from kvferry.endpoint.prefill.paths import PathChooser, SendingStaging
+from kvferry.endpoint.runtime.calibration import WriteHangsError
 from kvferry.errors import IncompatiblePeerError, TransportError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import (
@@ -27,6 +27,7 @@ from kvferry.plan.descriptors import MERGED_BYTES, DescriptorIndices, PieceNumbe
 from kvferry.protocol.fingerprint import check_same_fingerprint
 from kvferry.protocol.messages import Attach
 from kvferry.protocol.moves import Move
+from kvferry.protocol.refusals import DecodeRank
 from kvferry.staging.digests import DigestMemory
 from kvferry.transport import PeerMetadata, PreparedList, Transport
 
@@ -104,6 +105,11 @@ class Attachment:
         self._lock = threading.Lock()
         self._writes = 0
         self._when_unused: Callable[[], None] | None = None
+
+    @property
+    def rank(self) -> DecodeRank:
+        """Which decode rank it is."""
+        return DecodeRank(self.engine, self.coordinates)
 
     def begin_write(self) -> bool:
         """Holds all lists for one write. Returns False if they are being given back."""

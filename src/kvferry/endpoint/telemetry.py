@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvferry._version import __version__
-from kvferry.endpoint.threads import ThreadHealth
+from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.errors import ConfigurationError
 from kvferry.observe.logs import FailureLog
 from kvferry.observe.observer import Observer, Several

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.endpoint.calibration import Calibration, WireKey
-from kvferry.endpoint.platform import Platform
+from kvferry.endpoint.runtime.calibration import Calibration, WireKey
+from kvferry.endpoint.runtime.platform import Platform
 from kvferry.errors import IncompatiblePeerError, SettingsError, TransportError, TransportUnavailableError
 from kvferry.layout import RankLayout, Region
 from kvferry.plan import Choice, ElectedRoute, PairPlan, PathCosts, TransferPath, Unit, choose

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from kvferry.endpoint.actors import Actor, RunQueue
-from kvferry.endpoint.admission import Admission, Admitted
-from kvferry.endpoint.attachment import Attachment
+from kvferry.endpoint.prefill.admission import Admission, Admitted
+from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.reporting import RoomReport
-from kvferry.endpoint.sender import Sender
-from kvferry.endpoint.workers import Worker, WorkerPool
+from kvferry.endpoint.runtime.actors import Actor
+from kvferry.endpoint.runtime.run_queue import RunQueue
+from kvferry.endpoint.runtime.workers import Worker, WorkerPool
+from kvferry.endpoint.transfer import Sender
 from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferFailedError
 from kvferry.layout import PageGroup, RankCoordinates
 from kvferry.observe.observer import Observer
@@ -368,7 +369,7 @@ class SendingRoom(Actor):
             sends_aux=self._context.coordinates.is_aux_writer,
             verifies=attachment.verifies,
             held=message.held,
-            rank=DecodeRank(attachment.engine, attachment.coordinates),
+            rank=attachment.rank,
         )
 
     def handle(self, event: RoomEvent, worker: Worker) -> None:

@@ -12,10 +12,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvferry.control.ends import Connection
-from kvferry.endpoint.links import Links
+from kvferry.endpoint.decode.links import Links
 from kvferry.errors import KVFerryError
 from kvferry.protocol import messages
-from kvferry.protocol.link import Identity, Link
+from kvferry.protocol.link import Link
+from kvferry.protocol.rank_identity import Identity
 from kvferry.protocol.registrations import RankRegistration
 
 

@@ -19,10 +19,10 @@ from typing import Protocol
 from kvferry.control.credentials import secret_hint
 from kvferry.control.ends import ConnectingEnd, Connection
 from kvferry.control.registry_client import RegistryClient
+from kvferry.endpoint.decode.end_proofs import EndProofs
 from kvferry.endpoint.early_warnings import MissedEngines
-from kvferry.endpoint.ends import EndProofs
-from kvferry.endpoint.platform import Platform
-from kvferry.endpoint.settling import Settling
+from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.settling import Settling
 from kvferry.errors import (
     EndpointClosedError,
     KVFerryError,
@@ -38,8 +38,9 @@ from kvferry.observe.status import LostPeerStatus, PeerStatus
 from kvferry.protocol import messages
 from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.ends import Proof
-from kvferry.protocol.link import Channel, Identity, Link, LinkKey, LinkState
+from kvferry.protocol.link import Channel, Link, LinkKey, LinkState
 from kvferry.protocol.lost_ranks import LostRanks
+from kvferry.protocol.rank_identity import Identity
 from kvferry.protocol.registrations import EngineView, RankRegistration
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging

@@ -11,11 +11,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvferry.endpoint.actors import RunQueue
-from kvferry.endpoint.platform import Platform
-from kvferry.endpoint.settling import Settling
-from kvferry.endpoint.threads import Loop, RunningLoop
-from kvferry.endpoint.writes import WritesInFlight
+from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.run_queue import RunQueue
+from kvferry.endpoint.runtime.settling import Settling
+from kvferry.endpoint.runtime.threads import Loop, RunningLoop
+from kvferry.endpoint.runtime.writes import WritesInFlight
 from kvferry.staging.slots import SourceMemory
 from kvferry.transport import TransferHandle, TransferReport, Transport
 

@@ -1,0 +1,1 @@
+"""The decode side: asks prefill engines for requests' caches, and receives them."""

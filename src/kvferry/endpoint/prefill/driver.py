@@ -1,0 +1,442 @@
+"""The control thread of a prefill endpoint: messages from and to decode ranks, and time.
+
+Rooms run on workers. They and callers queue messages for this thread and wake it; `SendingRooms` has the rooms,
+`DecodePeers` the connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from kvferry.endpoint.early_warnings import UnaskedRooms
+from kvferry.endpoint.prefill.admission import Admission
+from kvferry.endpoint.prefill.attachment import Attachment
+from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
+from kvferry.endpoint.prefill.paths import SendingStaging
+from kvferry.endpoint.prefill.peers import DecodePeer, DecodePeers
+from kvferry.endpoint.prefill.room import RoomContext, SendingRoom, released_span
+from kvferry.endpoint.prefill.rooms import SendingRooms
+from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.run_queue import Waker
+from kvferry.endpoint.runtime.threads import Loop, RunningLoop, ThreadHealth
+from kvferry.endpoint.runtime.timers import Timers
+from kvferry.endpoint.runtime.workers import WorkerPool
+from kvferry.endpoint.transfer import Sender
+from kvferry.errors import EndpointClosedError, KVFerryError, PeerDisconnectedError, PeerError
+from kvferry.observe.observer import Observer
+from kvferry.observe.status import PeerStatus, RoomStatus, StagingStatus
+from kvferry.protocol import messages
+from kvferry.protocol.rank_identity import Identity
+from kvferry.protocol.refusals import DecodeRank
+from kvferry.protocol.sender import SenderMachine, SenderTick
+from kvferry.settings import Settings
+from kvferry.transport import Transport
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+_ROOMS_OPEN_MS = 100
+_IDLE_MS = 1000
+_CONNECTING_MS = 5
+_CONNECTING_S = 1.0  # after a decode rank has asked for it; while its bytes move, workers make the progress
+_LAST_MOMENT_S = 1.0  # for workers to end that have no room any more, however long writes took
+
+
+class PrefillDriver(Loop):
+    """Runs a prefill endpoint.
+
+    Attributes:
+        port: on which it listens for decode ranks.
+        rooms: all rooms.
+        ranks: what is known of decode ranks.
+        peers: the connections to them.
+        admission: says when a direct write may be posted.
+        workers: run rooms and connections.
+    """
+
+    reads_input = True
+
+    def __init__(
+        self,
+        identity: Identity,
+        transport: Transport,
+        settings: Settings,
+        staging: SendingStaging,
+        *,
+        platform: Platform,
+        observer: Observer,
+        registry_url: str,
+    ) -> None:
+        """Listens for decode ranks and starts the threads.
+
+        Args:
+            transport: moves the bytes; closed by the control thread, once nothing is on its way any more.
+            platform: the machine.
+            observer: is told what happens.
+            registry_url: where decode ranks find this one.
+
+        Raises:
+            SettingsError: if the port is taken.
+        """
+        self._identity = identity
+        self._transport = transport
+        self._settings = settings
+        self._staging = staging
+        self._platform = platform
+        self._observer = observer
+        self._now = platform.now
+        self._process = platform.identity(settings)
+        self._outbox: deque[tuple[str, messages.Message]] = deque()
+        self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
+        self._timers: Timers[SendingRoom] = Timers()
+        self._unasked = UnaskedRooms(
+            f"prefill rank {identity.coordinates.engine_rank} of {identity.engine!r}",
+            f"Does the decode side look for an engine named {identity.engine!r}, at the registry {registry_url}?",
+        )
+        self.peers = DecodePeers(self._make_peer)
+        self.ranks = DecodeRanks(self.peers, most_given_up=settings.max_decode_ranks)
+        self.rooms = SendingRooms(
+            identity,
+            settings,
+            self.ranks,
+            send=self.send,
+            observer=observer,
+            unasked=self._unasked,
+            now=self._now,
+        )
+        self.admission = Admission(
+            most_bytes=int(settings.direct_mib * 2**20),
+            most_bytes_of_one=int(settings.direct_receiver_mib * 2**20),
+            stalls_after_s=settings.write_timeout_s / 2,
+            now=self._now,
+        )
+        self._room_context = RoomContext(
+            transport=transport,
+            admission=self.admission,
+            observer=observer,
+            coordinates=identity.coordinates,
+            page_groups=identity.layout.groups,
+            now=self._now,
+            send=self.send,
+            open_room=self.rooms.open_request,
+            abort_room=self.rooms.abort_request,
+            refuse_room=self.rooms.refusal,
+            write_failed=self._write_failed,
+            broken_off=self.ranks.broken_off,
+            was_broken_off=self.ranks.was_broken_off,
+            forget_room=self.rooms.forget,
+            set_deadline=self._timers.set,
+        )
+        self._is_closing_down = False  # rooms are not waited for any more
+        self._is_lingering = False  # closed, with writes still in flight
+        self._release_error: Exception | None = None
+        self._connecting_until = 0.0
+        self._next_tick_at = 0.0
+        self._last_tick_at = float("inf")
+        self._longest_wait_s = 0.0
+        self._channel = platform.listen(settings)
+        self.port = self._channel.port
+        name = f"kvferry-prefill-{identity.coordinates.engine_rank}"
+        self._threads: tuple[RunningLoop, ...] = ()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._channel.close)
+            self.workers = WorkerPool(
+                settings.workers,
+                settings.used_queues,
+                transport,
+                staging.source_memories,
+                settle_s=settings.quarantine_s,
+                platform=platform,
+                name=name,
+            )
+            undo.callback(self.workers.stop)
+            self._waker = Waker(self.workers.queues)
+            undo.callback(self._waker.stop)
+            waker = platform.start(f"{name}-waker", self._waker)
+            self._threads = platform.start(f"{name}-control", self), waker
+            undo.pop_all()
+
+    # ---- from any thread ----------------------------------------------------------------------------------------
+
+    @property
+    def health(self) -> tuple[ThreadHealth, ...]:
+        """Health of every thread."""
+        return tuple(thread.health for thread in (*self._threads, *self.workers.threads))
+
+    def room_statuses(self, now: float) -> list[RoomStatus]:
+        """Returns the status of every room."""
+        return [room.status(now) for room in self.rooms.all()]
+
+    def peer_statuses(self, now: float) -> list[PeerStatus]:
+        """Returns the status of every decode rank that is connected."""
+        return [peer.status(now) for peer in self.peers.all()]
+
+    @property
+    def staging(self) -> StagingStatus:
+        """How much memory the rings of decode ranks have, how much of it is in use, and how many rooms wait for it."""
+        rings = [peer.attachment.paths.staged for peer in self.peers.all() if peer.attachment is not None]
+        return StagingStatus(
+            total_bytes=sum(staged.peer.ring.num_bytes for staged in rings if staged is not None),
+            used_bytes=sum(staged.peer.ring.in_use for staged in rings if staged is not None),
+            waiting_rooms=sum(room.waits_for_memory for room in self.rooms.all()),
+        )
+
+    def open_room(self, machine: SenderMachine) -> Sender:
+        """Opens a room with this machine; raises as `PrefillEndpoint.open` does."""
+
+        def make() -> SendingRoom:
+            room = SendingRoom(machine, self.workers, self._room_context, self._settings)
+            self._timers.set(room, machine.deadline)
+            return room
+
+        return self.rooms.open(machine.room, make)
+
+    def send(self, receiver: str, message: messages.Message) -> None:
+        """Sends a control message, from the control thread, soon."""
+        self._outbox.append((receiver, message))
+        self.wake()
+
+    def wake(self) -> None:
+        """Lets the control thread have a turn, soon."""
+        self._channel.wake()
+
+    def _write_failed(self, attachment: Attachment, error: Exception) -> None:
+        """A write failed. Where a connection broke, the decode rank is given up: only connecting anew mends it."""
+        if isinstance(error, PeerDisconnectedError):
+            self._failed_writes.append((attachment, error))
+            self.wake()
+
+    # ---- closing ------------------------------------------------------------------------------------------------
+
+    def close_down(self) -> None:
+        """Ends the threads as soon as no room is left. May be called again."""
+        self._is_closing_down = True
+        self.wake()
+
+    def closing(self, deadline: float) -> Iterator[tuple[Callable[[], bool], float]]:
+        """Waits for what `close_down` began, step by step: yields what to wait for, and until when at most."""
+        if not len(self.rooms):
+            yield lambda: not self.workers.running, max(self._now(), deadline) + _LAST_MOMENT_S
+        if self.workers.running:
+            # Taking memory away under a write corrupts whatever lives there next: better to keep all of it.
+            self._is_lingering = True
+            log.error(
+                "writes are still on their way, %d rooms' too; the endpoint stays until they end", len(self.rooms)
+            )
+        else:
+            yield lambda: not any(thread.is_alive for thread in self._threads), float("inf")
+
+    def take_release_error(self) -> Exception | None:
+        """Returns, once, what went wrong when memory was given back."""
+        error, self._release_error = self._release_error, None
+        return error
+
+    def _has_closed(self) -> bool:
+        """Closes everything once no write is in flight. Returns True when it has."""
+        if len(self.rooms):
+            return False
+        self.workers.stop()
+        if self.workers.running:
+            return False
+        for receiver in self.ranks.all:
+            after_failure = self.ranks.was_broken_off(receiver)
+            self.send(receiver, messages.Closed(endpoint=self._identity.endpoint, after_failure=after_failure))
+        self._flush()
+        self._waker.stop()
+        try:
+            self._channel.close()
+            self._transport.close()
+        except Exception as error:  # for `close` to raise
+            self._release_error = error
+            if self._is_lingering:
+                log.exception("what the endpoint had could not be given back")
+        return True
+
+    # ---- the control thread -------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        may_leave = self._is_closing_down and not len(self.rooms)
+        return bool(self._outbox or self._failed_writes) or self._now() >= self._next_tick_at or may_leave
+
+    def turn(self, *, may_wait: bool) -> bool:
+        wait_ms = self._longest_wait_ms()
+        self._longest_wait_s = wait_ms / 1000
+        self._channel.wait(wait_ms if may_wait else 0)
+        now = self._now()
+        for identity, data in self._channel.receive():
+            self._receive_one(identity, data, now)
+        while self._failed_writes:
+            self._connection_broke(*self._failed_writes.popleft())
+        self._flush()
+        if now >= self._next_tick_at:
+            self._next_tick_at = now + _TICK_S
+            self._tick(now)
+        if self._is_closing_down and self._has_closed():
+            return False
+        # No decode rank sends any, but connections need progress. Last, since rooms must end also where it fails.
+        self._transport.take_notifications()
+        return True
+
+    def _longest_wait_ms(self) -> int:
+        """Returns how long the control thread may wait, unless a message or `wake` ends that."""
+        if self._is_closing_down or self._now() < self._connecting_until:
+            return _CONNECTING_MS
+        return _IDLE_MS if self.rooms.table.is_quiet else _ROOMS_OPEN_MS
+
+    def _flush(self) -> None:
+        while self._outbox:
+            receiver, message = self._outbox.popleft()
+            try:
+                self._channel.send(receiver, messages.encode(message))
+            except KVFerryError as error:
+                # A closed endpoint misses neither a close message nor the answer to a heartbeat or to a verified room.
+                is_moot = isinstance(message, (messages.Closed, messages.Pong, messages.Confirmed))
+                level = logging.DEBUG if is_moot else logging.WARNING
+                log.log(level, "%s to %s was lost: %s", type(message).__name__, receiver, error)
+
+    def _receive_one(self, identity: str, data: bytes, now: float) -> None:
+        try:
+            self._receive(identity, data, now)
+        except Exception:
+            log.exception("a message from %s met an unexpected error; the others go on", identity)
+
+    def _receive(self, identity: str, data: bytes, now: float) -> None:
+        try:
+            message = messages.decode_to_prefill(data)
+        except PeerError as error:
+            log.warning("dropped a message from %s: %s", identity, error)
+            return
+        peer = self.peers.get(identity)
+        if peer is not None:
+            peer.last_message_at = now
+        match message:
+            case messages.Hello() if self._is_lingering:
+                pass  # the decode rank looks the engine up again, and may find a successor
+            case messages.Hello():
+                self.send(identity, self._welcome())
+            case messages.Attach():
+                self._attach(identity, message)
+            case messages.Detach() if peer is not None and peer.attempt > message.attempt:
+                pass
+            case messages.Detach():
+                self.ranks.forgive(identity)
+                self._lose(identity, PeerDisconnectedError("it was closed"))
+            case messages.Ping():
+                attached = peer is not None and peer.attachment is not None and not self._is_lingering
+                self.send(identity, messages.Pong(endpoint=self._identity.endpoint, attached=attached))
+                self._repeat_released(peer)
+            case messages.IsGone(process):
+                if self._platform.is_gone(process):
+                    self.send(identity, messages.Gone(process=process))
+            case messages.Credit():
+                attachment = self.ranks.attachment(identity)
+                if attachment is not None:
+                    attachment.paths.credited(message.epoch, message.position)
+            case _:
+                self.rooms.received(identity, message)
+
+    # ---- decode ranks -------------------------------------------------------------------------------------------
+
+    def _welcome(self) -> messages.Welcome:
+        identity = self._identity
+        return messages.Welcome(
+            endpoint=identity.endpoint,
+            engine=identity.engine,
+            coordinates=identity.coordinates,
+            layout=identity.layout,
+            transport=identity.transport,
+            process=self._process,
+            fingerprint=dict(identity.fingerprint),
+        )
+
+    def _attach(self, identity: str, message: messages.Attach) -> None:
+        problem = self._why_not_attached(identity, message)
+        if problem is None:
+            self._connecting_until = self._now() + _CONNECTING_S
+            self.ranks.forgive(identity)
+            self.rooms.attached(identity, message.attempt, DecodeRank(message.engine, message.coordinates))
+            self.peers.attach(message)
+            return
+        self._observer.refused(problem)
+        refused = messages.Refused(
+            endpoint=self._identity.endpoint,
+            attempt=message.attempt,
+            error=type(problem).__name__,
+            reason=str(problem),
+        )
+        self.send(identity, refused)
+
+    def _why_not_attached(self, identity: str, message: messages.Attach) -> KVFerryError | None:
+        if message.endpoint != identity:
+            return PeerError(f"endpoint {message.endpoint!r} speaks through the connection of {identity!r}")
+        if self._is_lingering:
+            return EndpointClosedError("the prefill endpoint was closed")
+        if self.peers.get(identity) is None and len(self.peers) >= self._settings.max_decode_ranks:
+            return PeerError(f"{len(self.peers)} decode ranks are connected already (KVFERRY_MAX_DECODE_RANKS)")
+        return None
+
+    def _make_peer(self, name: str, attempt: int, earlier: DecodePeer | None) -> DecodePeer:
+        return DecodePeer(
+            name,
+            self.workers.queue_of(name.encode()),
+            attempt=attempt,
+            earlier=earlier,
+            transport=self._transport,
+            layout=self._identity.layout,
+            coordinates=self._identity.coordinates,
+            staging=self._staging,
+            fingerprint=self._identity.fingerprint,
+            may_differ=self._identity.may_differ,
+            send=self.send,
+            broken_off=self.ranks.broken_off,
+            last_failure_to=self.ranks.last_failure_to,
+            observer=self._observer,
+            now=self._now(),
+        )
+
+    def _repeat_released(self, peer: DecodePeer | None) -> None:
+        """Retransmits which spans are released: a connection that broke may have lost it."""
+        staged = peer.attachment.paths.staged if peer is not None and peer.attachment is not None else None
+        if peer is not None and staged is not None:
+            for released in staged.peer.ring.released:
+                self.send(peer.name, released_span(self._identity.endpoint, staged.peer.epoch, released))
+
+    def _lose(self, identity: str, error: KVFerryError) -> None:
+        """Fails a decode rank's rooms and forgets it."""
+        rank = self.ranks.rank(identity)
+        self.peers.remove(identity)
+        self.rooms.lost(identity, rank, error)
+
+    def _connection_broke(self, attachment: Attachment, error: Exception) -> None:
+        peer = self.peers.get(attachment.receiver)
+        if peer is not None and peer.attachment is attachment:  # else it was given up, or made anew, meanwhile
+            self._give_up(peer.name, PeerDisconnectedError(f"the connection for its bytes broke: {error}"))
+
+    def _give_up(self, receiver: str, error: KVFerryError) -> None:
+        """Loses a decode rank that may live: the answer to its next heartbeat makes it connect anew."""
+        log.error("lost decode rank %s: %s", receiver, error)
+        self._observer.peer_lost(receiver, error)
+        self.ranks.give_up(receiver, error)
+        self._lose(receiver, error)
+
+    # ---- time ---------------------------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        self.admission.tick()
+        for room in self._timers.due(now):
+            room.post(SenderTick())
+        self._unasked.look(now, is_unasked=self.rooms.is_unasked, decode_ranks=len(self.peers))
+        self.rooms.expire(now)
+        # While this process was frozen, or had no processor, it received nothing: that does not count as silence.
+        late_s = max(0.0, now - self._last_tick_at - self._longest_wait_s - 2 * _TICK_S)
+        self._last_tick_at = now
+        for peer in self.peers.all():
+            peer.last_message_at = min(now, peer.last_message_at + late_s)
+            silence_s = now - peer.last_message_at
+            peer.report_silence(silence_s, 2 * self._settings.heartbeat_interval_s)
+            if silence_s > self._settings.peer_timeout_s:
+                silent = f"silent for {silence_s:.1f} s (KVFERRY_PEER_TIMEOUT_S)"
+                self._give_up(peer.name, PeerDisconnectedError(silent))

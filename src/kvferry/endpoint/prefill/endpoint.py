@@ -1,0 +1,274 @@
+"""The prefill side's shell: binds protocol, plan, transport and control together for one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import SupportsIndex
+
+from kvferry.endpoint.base import Endpoint
+from kvferry.endpoint.construction import checked_room
+from kvferry.endpoint.prefill.driver import PrefillDriver
+from kvferry.endpoint.prefill.paths import SendingStaging
+from kvferry.endpoint.prefill.registration import Registration
+from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.threads import ThreadHealth
+from kvferry.endpoint.transfer import Sender
+from kvferry.errors import KVFerryError, UsageError
+from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.observe.status import EndpointStatus, Side
+from kvferry.plan import check_share_tokens
+from kvferry.protocol import messages
+from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.request_conditions import checked_conditions
+from kvferry.protocol.sender import SenderMachine
+from kvferry.settings import Settings, bracketed
+from kvferry.transport import Transport
+
+_OWNED = "this prefill endpoint"
+
+
+class PrefillEndpoint(Endpoint):
+    """One rank of a prefill engine: sends the caches of requests to whichever decode ranks ask for them.
+
+    Threads of its own move bytes and messages; `open`, `Sender.submit` and reading a state never do I/O. The object is
+    a context manager, and its methods may be called from any thread.
+
+    Attributes:
+        layout: what this rank caches and where.
+        engine: the engine's name.
+        coordinates: this rank's place in the engine.
+        engine_rank: its number among all ranks of the engine.
+        fingerprint: what its caches are beyond their layout.
+        settings: what it was made with.
+        transport: moves its bytes.
+        control_address: where decode ranks reach it.
+        registry_url: where the registry is that it announces itself to: its own, if it runs one.
+    """
+
+    _side = Side.PREFILL
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        *,
+        engine: str = "prefill",
+        coordinates: RankCoordinates | None = None,
+        settings: Settings | None = None,
+        transport: Transport | None = None,
+        host_registry: bool | None = None,
+        fingerprint: Mapping[str, str] | None = None,
+        platform: Platform | None = None,
+    ) -> None:
+        """Registers the memory, starts the threads and announces the rank; the registry may come up later.
+
+        Args:
+            layout: what this rank caches and where. The memory must live as long as the endpoint.
+            engine: the engine's name, by which decode endpoints find it.
+            coordinates: this rank's place in the engine; the only rank by default.
+            settings: read from the environment if None.
+            transport: made as the settings say if None; closed together with the endpoint.
+            host_registry: whether to run the registry in this process. By default the engine's first rank does,
+                unless `registry_url` is set.
+            fingerprint: what the caches are beyond their layout, a short text for every field, such as the weights that
+                compute them and the type of their numbers. Decode ranks that say another of any field are refused,
+                unless the setting may_differ names it. Field names are the caller's own, but for those that need not
+                agree: `engine` and `attention_backend`, and `speculative_model` where only one side says it.
+            platform: the machine; this one if None.
+
+        Raises:
+            LayoutError: if layout and coordinates disagree on context parallelism, or a field of the fingerprint is
+                impossible.
+            SettingsError: if a setting is impossible, no engine can have that name, or a port is taken.
+            TransportError: if the transport is missing or the memory cannot be registered.
+        """
+        super().__init__(
+            layout,
+            engine=engine,
+            coordinates=coordinates,
+            settings=settings,
+            transport=transport,
+            fingerprint=fingerprint,
+            platform=platform,
+        )
+        settings = self.settings
+        if host_registry is None:
+            host_registry = self.engine_rank == 0 and settings.registry_url is None
+        try:
+            staging = SendingStaging(settings, layout, self.transport, self._platform)
+            self.transport.register(layout.regions(), layout.device)
+            self._registration = Registration(settings, self._platform, hosts_registry=host_registry)
+        except BaseException:
+            self.transport.close()
+            raise
+        self.registry_url = self._registration.registry_url
+        try:
+            self._driver = PrefillDriver(
+                self._identity,
+                self.transport,
+                settings,
+                staging,
+                platform=self._platform,
+                observer=self._telemetry.observer,
+                registry_url=self.registry_url,
+            )
+        except BaseException:
+            self._registration.close()
+            self.transport.close()
+            raise
+        advertised_host, advertised_port = settings.advertise_host or settings.host, settings.advertise_port
+        self.control_address = f"tcp://{bracketed(advertised_host)}:{advertised_port or self._driver.port}"
+        try:
+            self._telemetry.start()
+            self._announce()  # last: decode ranks that find this rank are served
+        except BaseException:
+            self.close()
+            raise
+
+    def _announce(self) -> None:
+        self._registration.announce(
+            RankRegistration(
+                engine=self.engine,
+                incarnation=self.transport.endpoint_name,
+                coordinates=self.coordinates,
+                control_address=self.control_address,
+                layout_digest=self.layout.digest,
+                protocol_version=messages.PROTOCOL_VERSION,
+            )
+        )
+
+    def wait_registered(self, timeout_s: float) -> bool:
+        """Waits until this rank is registered; False if it is not after timeout_s. See `registry_error`."""
+        return self._registration.wait(timeout_s)
+
+    @property
+    def registry_error(self) -> Exception | None:
+        """Why this rank could not be registered, or its lease renewed; None if there was no problem."""
+        return self._registration.error
+
+    @property
+    def health(self) -> tuple[ThreadHealth, ...]:
+        """Health of every thread of the endpoint."""
+        return self._driver.health
+
+    def status(self) -> EndpointStatus:
+        """Returns a snapshot of the endpoint, for people and tools."""
+        now, error = self._platform.now(), self._registration.error
+        return self._status(
+            now,
+            problem=f"not registered: {error}" if error is not None else "",
+            rooms=self._driver.room_statuses(now),
+            peers=self._driver.peer_statuses(now),
+            staging=self._driver.staging,
+        )
+
+    @property
+    def open_rooms(self) -> int:
+        """Number of rooms that have not ended, or still have writes in flight."""
+        return len(self._driver.rooms)
+
+    def open(
+        self,
+        room: SupportsIndex,
+        *,
+        tokens: int | None = None,
+        share_tokens: int | None = None,
+        depends_on: Mapping[str, bytes] | None = None,
+    ) -> Sender:
+        """Opens a room: this rank will send a request's cache under this number. Does no I/O.
+
+        Args:
+            room: the request's number on both sides, below 2**63. It may be used again once the transfer has ended on
+                every rank of both sides, and not before: it is the only thing that says which request is meant. If the
+                transfer failed before every decode rank had opened it, the number rests for bootstrap_timeout_s more.
+            tokens: how many tokens the request has, compared with the decode side's number. Needed where context
+                parallelism divides a request by its length: there another length would mean other tokens.
+            share_tokens: how many of these the engine keeps on this rank, by its own count; compared with the layout's.
+                Needed where tokens is, since engines round in more than one way.
+            depends_on: digests of what the request's cache depends on, by name: its prompt, its LoRA adapter, and the
+                like; at most 8, of at most 32 bytes. The room fails on both sides before anything is sent if the decode
+                side's request has another digest of any name, or none. Names are singular and complete the sentence
+                "the decode side's request has another LoRA adapter".
+
+        Raises:
+            RoomExistsError: if a transfer with this number is still open here.
+            QueueFullError: if so many rooms are open that another one would be too many.
+            UsageError: if the number is out of range, tokens or share_tokens is needed and None, a digest is
+                impossible, or the process was forked from the endpoint's.
+            PageError: if the layout gives this rank another number of tokens than share_tokens.
+            EndpointClosedError: if the endpoint was closed.
+        """
+        self._owning_process.check(_OWNED)
+        try:
+            return self._open(checked_room(room), tokens, share_tokens, depends_on)
+        except KVFerryError as error:
+            self._telemetry.observer.refused(error)
+            raise
+
+    def _open(
+        self, room: int, tokens: int | None, share_tokens: int | None, depends_on: Mapping[str, bytes] | None
+    ) -> Sender:
+        if tokens is None and self.layout.tokens.partition.depends_on_length:
+            raise UsageError(
+                f"room {room}: this rank's share of a request depends on its length ({self.layout.tokens.partition}): "
+                "say how many tokens it has (tokens=...)"
+            )
+        check_share_tokens(self.layout.tokens, tokens, share_tokens, where=f"room {room}")
+        machine = SenderMachine(
+            room,
+            rank=self.engine_rank,
+            deadlines=self._deadlines,
+            now=self._platform.now(),
+            tokens=tokens,
+            depends_on=checked_conditions(depends_on, where=f"room {room}"),
+        )
+        return self._driver.open_room(machine)
+
+    def refuse(self, room: SupportsIndex, reason: str) -> None:
+        """Tells decode ranks that this rank will not send a request's cache, for a caller that cannot open its room.
+
+        Those that have opened the room, or do so within bootstrap_timeout_s, fail at once and name the reason, instead
+        of waiting until then. Where a transfer of that number is open here it goes on, and the next use of the number
+        is refused. Does no I/O, and nothing once the endpoint is closed.
+
+        Args:
+            room: the request's number on both sides.
+            reason: why, in words.
+
+        Raises:
+            UsageError: if the number is out of range, or the process was forked from the endpoint's.
+        """
+        self._owning_process.check(_OWNED)
+        self._driver.rooms.refuse(checked_room(room), reason)
+
+    def sender(self, room: int) -> Sender:
+        """Returns the open transfer of that number.
+
+        Raises:
+            UnknownRoomError: if there is none, or it has ended.
+        """
+        return self._driver.rooms.sender(room)
+
+    def close(self) -> None:
+        """Aborts open rooms, waits up to close_timeout_s for writes in flight, and gives everything back.
+
+        Where writes hang for longer it returns all the same: the control thread gives everything back when they have
+        ended, and sends the close messages. Until then neither the memory nor the control port may be used again.
+        May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
+        Does nothing in a process that was forked from the endpoint's: all of it is the parent's.
+        """
+        super().close()
+        error = self._driver.take_release_error()
+        if error is not None:
+            raise error
+
+    def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
+        self._driver.rooms.close()
+        deadline = self._platform.now() + self.settings.close_timeout_s
+        try:
+            yield lambda: not self.open_rooms, deadline
+        finally:  # also when the thread that closes is interrupted
+            self._registration.leave()  # before the close message, so that no decode rank connects anew
+            self._driver.close_down()
+        yield from self._driver.closing(deadline)
+        self._registration.close()
+        self._telemetry.close()

@@ -1,0 +1,67 @@
+"""A prefill rank at the registry, where decode ranks find it."""
+
+from __future__ import annotations
+
+import logging
+
+from kvferry.control.registry_client import LeaseKeeper
+from kvferry.endpoint.runtime.platform import Platform
+from kvferry.protocol.registrations import RankRegistration
+from kvferry.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class Registration:
+    """Keeps a rank registered, and runs the registry where it is asked to.
+
+    Attributes:
+        registry_url: where the registry is.
+    """
+
+    def __init__(self, settings: Settings, platform: Platform, *, hosts_registry: bool) -> None:
+        """Starts the registry if it is hosted here. Nothing is registered yet.
+
+        Raises:
+            SettingsError: if the registry's port is taken, or a setting is impossible.
+        """
+        self._platform = platform
+        self._server = platform.serve_registry(settings) if hosts_registry else None
+        self._lease: LeaseKeeper | None = None
+        self.registry_url = self._server.url if self._server is not None else settings.registry_address
+        try:
+            self._client = platform.registry(settings, self.registry_url)
+        except BaseException:
+            if self._server is not None:
+                self._server.close()
+            raise
+
+    def announce(self, rank: RankRegistration) -> None:
+        """Registers the rank, as soon as the registry can be reached, and keeps it registered."""
+
+        def report(error: Exception) -> None:
+            log.error("prefill rank %d of %r is not registered: %s", rank.coordinates.engine_rank, rank.engine, error)
+
+        self._lease = self._platform.keep_registered(self._client, rank, report)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until the rank is registered; False if it is not after timeout_s."""
+        assert self._lease is not None
+        return self._lease.registered.wait(timeout_s)
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the rank could not be registered, or its lease renewed; None if there was no problem."""
+        return self._lease.last_error if self._lease is not None else None
+
+    def leave(self) -> None:
+        """Ends the registration. May be called again."""
+        if self._lease is not None:
+            self._lease.close()
+
+    def close(self) -> None:
+        """Ends the registration, and the registry if it is hosted here. May be called again."""
+        self.leave()
+        self._client.close()
+        if self._server is not None:
+            self._server.close()

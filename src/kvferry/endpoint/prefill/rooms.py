@@ -1,0 +1,364 @@
+"""A prefill rank's rooms, and decode ranks' messages about them: each goes to its room, waits, or is answered.
+
+Our caller and decode ranks may come first. What is kept until then, and which message is late or a duplicate, the table
+knows (`protocol.room_table`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from kvferry.endpoint.early_warnings import UnaskedRooms
+from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
+from kvferry.endpoint.prefill.room import OpenReceived, RefusalReceived, SendingRoom
+from kvferry.endpoint.transfer import Sender
+from kvferry.errors import (
+    EndpointClosedError,
+    KVFerryError,
+    PeerDisconnectedError,
+    QueueFullError,
+    RoomExistsError,
+    TransferAbortedError,
+    UnknownRoomError,
+)
+from kvferry.observe.observer import Observer
+from kvferry.protocol import messages
+from kvferry.protocol.moves import request_of
+from kvferry.protocol.pending_opens import PendingMessage
+from kvferry.protocol.rank_identity import Identity
+from kvferry.protocol.refusals import DecodeRank
+from kvferry.protocol.room_table import RoomTable
+from kvferry.protocol.sender import (
+    OpenRetransmitted,
+    ReceiverAborted,
+    ReceiverLost,
+    ReceiverVerified,
+    SenderAbortRequested,
+)
+from kvferry.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class SendingRooms:
+    """All rooms of a prefill rank.
+
+    Attributes:
+        table: those that are open, and what waits for others.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        settings: Settings,
+        ranks: DecodeRanks,
+        *,
+        send: Callable[[str, messages.Message], None],
+        observer: Observer,
+        unasked: UnaskedRooms,
+        now: Callable[[], float],
+    ) -> None:
+        """Begins with none.
+
+        Args:
+            identity: this rank's.
+            ranks: what is known of decode ranks.
+            send: sends a message to a decode rank, soon.
+            observer: is told what happens.
+            unasked: is told of each room that is opened.
+            now: the time, in seconds of a steady clock.
+        """
+        self._identity = identity
+        self._rank = identity.coordinates.engine_rank
+        self._settings = settings
+        self._ranks = ranks
+        self._send = send
+        self._observer = observer
+        self._unasked = unasked
+        self._now = now
+        # Guards the table: a message for a room goes either to it, or is kept until the room is opened.
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.table: RoomTable[SendingRoom] = RoomTable(
+            max_pending=settings.max_pending_opens,
+            most_page_bytes=int(settings.max_pending_opens_mib * 2**20),
+            keep_s=settings.bootstrap_timeout_s,
+        )
+
+    # ---- for callers --------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of rooms that have not ended, or still have writes in flight."""
+        with self._lock:
+            return len(self.table.rooms)
+
+    def all(self) -> list[SendingRoom]:
+        """Returns those rooms."""
+        with self._lock:
+            return list(self.table.rooms.values())
+
+    def open(self, room: int, make: Callable[[], SendingRoom]) -> Sender:
+        """Opens a room; raises as `PrefillEndpoint.open` does.
+
+        Args:
+            make: makes it, if it may be opened.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise EndpointClosedError(f"room {room}: the endpoint is closed")
+            if room in self.table.rooms:
+                raise RoomExistsError(f"room {room} is already open on prefill rank {self._rank}")
+            if len(self.table.rooms) >= self._settings.max_rooms:
+                raise QueueFullError(
+                    f"room {room}: {len(self.table.rooms)} rooms are open on prefill rank {self._rank} already "
+                    "(KVFERRY_MAX_ROOMS): open it when others have ended"
+                )
+            opened = make()
+            self._unasked.opened(room, self._now())
+            self._observer.begin_sending(room)
+            for receiver, message in self.table.add(opened):
+                self._deliver(opened, receiver, message)
+        return opened.sender
+
+    def sender(self, room: int) -> Sender:
+        """Returns the open transfer of that number.
+
+        Raises:
+            UnknownRoomError: if there is none, or it has ended.
+        """
+        with self._lock:
+            found = self.table.rooms.get(room)
+        if found is None:
+            raise UnknownRoomError(f"room {room} is not open on prefill rank {self._rank}")
+        return found.sender
+
+    def refuse(self, room: int, reason: str) -> None:
+        """Refuses the next use of a number by our caller; see `PrefillEndpoint.refuse`."""
+        error = TransferAbortedError(f"room {room} was refused by the prefill side: {reason}")
+        with self._lock:
+            refused = [] if self._is_closed else self.table.refuse(room, error, self._now())
+        for receiver, message in refused:
+            self._fail(receiver, message, error)
+
+    def close(self) -> None:
+        """Aborts all rooms and refuses new ones. May be called again."""
+        with self._lock:
+            self._is_closed = True
+            rooms = list(self.table.rooms.values())
+            pending = self.table.close()
+        for room in rooms:
+            room.post(SenderAbortRequested("the prefill endpoint was closed"))
+        for receiver, message in pending:
+            self._fail(receiver, message, EndpointClosedError("the prefill endpoint was closed"))
+
+    # ---- for rooms and the control thread -----------------------------------------------------------------------
+
+    def open_request(self, receiver: str, message: messages.OpenRoom) -> None:
+        """Takes a decode rank's open request: for the room, or until it is opened here."""
+        with self._lock:
+            known = self.table.given_to(receiver, message)
+            if known is not None:  # also where the receiver is lost by now: nobody else knows whether it is drained
+                known.post(OpenRetransmitted(receiver, message.generation))
+                return
+        attachment = self._ranks.attachment(receiver)
+        try:
+            if attachment is None:
+                # Else it hears of that with its next heartbeat, and loses every room that it opens until then.
+                self._send(receiver, messages.Pong(endpoint=self._identity.endpoint, attached=False))
+                given_up = self._ranks.given_up(receiver)
+                why = "" if given_up is None else f", since it was given up: {given_up.error}"
+                raise PeerDisconnectedError(f"{receiver} must attach before it opens rooms{why}")
+            elected = attachment.elected(message.room, self._identity.coordinates.group_rank)
+            request_of(message, attachment.layout, elected, where=f"room {message.room} on {receiver}")
+        except KVFerryError as error:
+            self._refuse_request(receiver, message, error)
+            rank = self._ranks.rank(receiver)
+            if rank is not None:  # the room fails there, and nobody will open it here
+                self._not_opened(receiver, rank, message.room, message.generation, str(error))
+            return
+        try:
+            with self._lock:
+                room = self.table.open_request(receiver, message, self._now(), rank=attachment.rank)
+                if room is not None:
+                    room.post(OpenReceived(attachment, message))
+        except KVFerryError as error:
+            self._refuse_request(receiver, message, error)
+
+    def abort_request(self, receiver: str, message: messages.AbortRoom) -> None:
+        """Takes back an open request, and answers when nothing can be written for it any more."""
+        with self._lock:
+            room = self.table.abort(receiver, message, self._now())
+            if room is not None:
+                self._deliver(room, receiver, message)
+                return
+        self._drained(receiver, message.room, message.generation)
+
+    def refusal(self, receiver: str, message: messages.RefuseRoom) -> None:
+        """Takes a decode rank's refusal: for the room, or until it is opened here."""
+        with self._lock:
+            room = self.table.refused_by(receiver, message, self._now())
+            if room is not None:
+                room.post(RefusalReceived(receiver, message))
+
+    def forget(self, room: SendingRoom) -> None:
+        """Drops a room that is done."""
+        with self._lock:
+            self.table.remove(room, self._now())
+
+    # ---- for the control thread ---------------------------------------------------------------------------------
+
+    def received(
+        self,
+        receiver: str,
+        message: messages.OpenRoom | messages.AbortRoom | messages.RefuseRoom | messages.RoomVerified,
+    ) -> None:
+        """Takes a decode rank's message about a room; what is late or came before changes nothing."""
+        match message:
+            case messages.OpenRoom():
+                with self._lock:
+                    is_considered = self.table.is_new(receiver, message)
+                if is_considered:
+                    self.open_request(receiver, message)
+                else:
+                    log.debug("dropped a late duplicate of %s's open request for room %d", receiver, message.room)
+            case messages.AbortRoom():
+                with self._lock:
+                    is_unopened = self.table.is_unopened(receiver, message)
+                    self.table.is_new(receiver, message)
+                self.abort_request(receiver, message)
+                if is_unopened:
+                    self._never_opened(receiver, message)
+            case messages.RefuseRoom():
+                if message.endpoint == self._identity.endpoint:  # else it was for an earlier start, which has ended
+                    self._refused(receiver, message)
+                self._drained(receiver, message.room, message.generation)
+            case messages.RoomVerified():
+                self._verified(receiver, message)
+
+    def _refused(self, receiver: str, message: messages.RefuseRoom) -> None:
+        with self._lock:
+            is_new = self.table.is_new_refusal(receiver, message)
+        if is_new:  # the same one may come again
+            self.refusal(receiver, message)
+
+    def _verified(self, receiver: str, message: messages.RoomVerified) -> None:
+        with self._lock:
+            room = self.table.rooms.get(message.room)
+            if room is not None:  # else the room has ended
+                room.post(ReceiverVerified(receiver, message.generation))
+        self._send(
+            receiver,
+            messages.Confirmed(
+                endpoint=self._identity.endpoint,
+                room=message.room,
+                generation=message.generation,
+                writer=self._rank,
+            ),
+        )
+
+    def _never_opened(self, receiver: str, message: messages.AbortRoom) -> None:
+        """Takes an abort whose open request did not come, or was dropped, for a refusal."""
+        rank = self._ranks.rank(receiver)
+        if rank is not None:
+            self._not_opened(receiver, rank, message.room, message.generation, message.reason)
+
+    def _not_opened(self, receiver: str, rank: DecodeRank, room: int, generation: int, reason: str) -> None:
+        """Ends a room that a decode rank will not open, as if it had refused it."""
+        self._refused(
+            receiver,
+            messages.RefuseRoom(
+                endpoint=self._identity.endpoint,
+                engine=rank.engine,
+                coordinates=rank.coordinates,
+                room=room,
+                generation=generation,
+                reason=reason,
+            ),
+        )
+
+    def attached(self, receiver: str, attempt: int, rank: DecodeRank) -> None:
+        """A decode rank connects, perhaps anew: then it has given up what it had opened."""
+        with self._lock:
+            dropped = self.table.attached(receiver, attempt)
+        for room, generation in dropped:
+            reason = "it connects anew, and has given up what it had opened"
+            self._not_opened(receiver, rank, room, generation, reason)
+
+    def lost(self, receiver: str, rank: DecodeRank | None, error: KVFerryError) -> None:
+        """Fails the rooms of a decode rank that is not connected any more.
+
+        Args:
+            rank: which it was; None if it had not attached.
+        """
+        with self._lock:
+            rooms, aborts = self.table.forget_receiver(receiver, self._now())
+        for room in rooms:
+            room.post(ReceiverLost(receiver, error))
+        if rank is not None:
+            for message in aborts:
+                self._not_opened(receiver, rank, message.room, message.generation, message.reason)
+
+    def expire(self, now: float) -> None:
+        """Refuses what decode ranks opened so long ago that nobody will open it here."""
+        with self._lock:
+            expired = self.table.expired(now)
+        for receiver, message in expired:
+            reason = (
+                f"prefill rank {self._rank} was not asked to send room {message.room} within "
+                f"{self._settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
+            )
+            self._fail(receiver, message, UnknownRoomError(reason))
+
+    def is_unasked(self, room: int) -> bool:
+        """Whether a room is open, and no decode rank has opened it."""
+        with self._lock:
+            opened = self.table.rooms.get(room)
+        return opened is not None and not opened.generations
+
+    # ---- answers ------------------------------------------------------------------------------------------------
+
+    def _deliver(self, room: SendingRoom, receiver: str, message: PendingMessage | messages.RefuseRoom) -> None:
+        """Hands a message to its room."""
+        match message:
+            case messages.RefuseRoom():
+                room.post(RefusalReceived(receiver, message))
+            case messages.AbortRoom():
+                room.post(ReceiverAborted(receiver, message.generation, message.reason, message.error))
+            case messages.OpenRoom():
+                attachment = self._ranks.attachment(receiver)
+                if attachment is not None:  # else it was lost meanwhile, and waits for no answer
+                    room.post(OpenReceived(attachment, message))
+
+    def _refuse_request(self, receiver: str, message: messages.OpenRoom, error: KVFerryError) -> None:
+        with self._lock:
+            self.table.refused(receiver, message, error, self._now())
+        self._fail(receiver, message, error)
+
+    def _fail(self, receiver: str, message: messages.OpenRoom, error: KVFerryError) -> None:
+        """Answers an open request that nothing will be sent for."""
+        self._observer.refused(error)
+        self._send(
+            receiver,
+            messages.RoomFailed(
+                room=message.room,
+                generation=message.generation,
+                writer=self._rank,
+                error=type(error).__name__,
+                reason=str(error),
+            ),
+        )
+        self._drained(receiver, message.room, message.generation)
+
+    def _drained(self, receiver: str, room: int, generation: int) -> None:
+        self._send(
+            receiver,
+            messages.Drained(
+                endpoint=self._identity.endpoint,
+                room=room,
+                generation=generation,
+                writer=self._rank,
+                after_failure=self._ranks.was_broken_off(receiver),  # in a room of which nothing is known any more
+            ),
+        )

@@ -1,0 +1,35 @@
+"""Who an endpoint is, to its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvferry.layout import RankCoordinates, RankLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """How an endpoint identifies itself to its peers.
+
+    Attributes:
+        endpoint: its name, new at every start.
+        engine: its engine's name.
+        coordinates: its place in its engine.
+        layout: what it caches and where.
+        transport: the transport's name.
+        host: its machine's name.
+        checksums: whether what arrives is verified.
+        fingerprint: what its caches are beyond their layout.
+        may_differ: fields of it that an operator lets differ from a peer's.
+    """
+
+    endpoint: str
+    engine: str
+    coordinates: RankCoordinates
+    layout: RankLayout
+    transport: str
+    host: str
+    checksums: bool = False
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    may_differ: frozenset[str] = frozenset()
