@@ -128,6 +128,7 @@ class Callers:
         count = sum(side.chunks)
         pages = side.process.pool.take(count, side)
         if pages is None:
+            self._waits_for_pages(side)
             return
         try:
             side.sender = endpoint.open(side.request.room, depends_on=side.request.depends_on(on_prefill=True))
@@ -138,6 +139,13 @@ class Callers:
         side.opened_at = self._world.now
         side.process.pool.fill(pages, side.request.computed, 0)
         self._world.note("%s: %s opens, pages %s", side.process.name, side.request, pages)
+
+    def _waits_for_pages(self, side: SendSide) -> None:
+        """Where the wire is slow, others may keep pages so long that decode ranks do not wait for this side any more."""
+        now = self._world.now
+        side.waits_since = now if side.waits_since is None else side.waits_since
+        if now - side.waits_since > WAITS.bootstrap_s / 2:
+            side.request.excused(f"{side.process.name} had no pages for it")
 
     def _open_receiver(self, side: ReceiveSide) -> None:
         endpoint = side.process.endpoint

@@ -67,11 +67,13 @@ class SendSide(RankSide):
         chunks: pages of every chunk that was not handed in yet.
         sender: once its caller has opened the room.
         position: pages that were handed in.
+        waits_since: since when its caller has waited for pages; None if it never did.
     """
 
     chunks: list[int]
     sender: Sender | None = None
     position: int = 0
+    waits_since: float | None = None
 
     @property
     def is_known(self) -> bool:
