@@ -144,7 +144,8 @@ class Callers:
         """Where the wire is slow, others may keep pages so long that decode ranks do not wait for this side any more."""
         now = self._world.now
         side.waits_since = now if side.waits_since is None else side.waits_since
-        if now - side.waits_since > WAITS.bootstrap_s / 2:
+        side.may_be_late = now - side.waits_since > WAITS.bootstrap_s / 2
+        if side.may_be_late:
             side.request.excused(f"{side.process.name} had no pages for it")
 
     def _open_receiver(self, side: ReceiveSide) -> None:

@@ -281,6 +281,8 @@ class Inspector:
                 transfer = side.transfer
                 if not since or side.is_released or transfer is None or transfer.state.is_final:
                     continue
+                if isinstance(side, SendSide) and side.may_be_late:
+                    continue  # docs/reliability.md, "What is not promised"
                 waits_s = self._world.now - max(side.opened_at, min(since), connected_by)
                 demand(
                     waits_s <= _TELLS_S,

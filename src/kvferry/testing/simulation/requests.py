@@ -68,12 +68,14 @@ class SendSide(RankSide):
         sender: once its caller has opened the room.
         position: pages that were handed in.
         waits_since: since when its caller has waited for pages; None if it never did.
+        may_be_late: whether that was so long that decode ranks may have given the request up.
     """
 
     chunks: list[int]
     sender: Sender | None = None
     position: int = 0
     waits_since: float | None = None
+    may_be_late: bool = False
 
     @property
     def is_known(self) -> bool:
