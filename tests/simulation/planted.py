@@ -18,10 +18,11 @@ from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
+from kvferry.endpoint.prefill.direct_writes import DirectWrites
 from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.peers import DecodePeers
-from kvferry.endpoint.prefill.room import SendingRoom
 from kvferry.endpoint.prefill.rooms import SendingRooms
+from kvferry.endpoint.prefill.staged_writes import StagedWrites
 from kvferry.endpoint.runtime.process_identity import Sight
 from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.runtime.workers import Worker
@@ -464,7 +465,7 @@ def _nobody_served(patch: pytest.MonkeyPatch) -> None:
 
 def _dropped_writes_posted(patch: pytest.MonkeyPatch) -> None:
     """What a room had to write when it failed is posted when its turn comes."""
-    patch.setattr(SendingRoom, "_drop_deferred", lambda room: None)
+    patch.setattr(DirectWrites, "drop", lambda writes: None)
 
 
 # ---- what a sender writes --------------------------------------------------------------------------------------------
@@ -649,7 +650,7 @@ def _cancelled_spans_kept(patch: pytest.MonkeyPatch) -> None:
     """A room that gives up says nothing of the span that it had reserved and not used."""
     right = StagedQueue.cancel
 
-    def cancel(queue: StagedQueue, error: Exception) -> list[StagedWrite]:
+    def cancel(queue: StagedQueue[StagedWrite], error: Exception) -> list[StagedWrite]:
         queue._span = None
         return right(queue, error)
 
@@ -659,7 +660,7 @@ def _cancelled_spans_kept(patch: pytest.MonkeyPatch) -> None:
 def _places_kept_in_the_queue(patch: pytest.MonkeyPatch) -> None:
     """A room that gives up stays in the queue for memory, and whoever is behind it waits for ever."""
 
-    def stop_waiting(queue: StagedQueue) -> None:
+    def stop_waiting(queue: StagedQueue[StagedWrite]) -> None:
         queue._waits_at = None
 
     patch.setattr(StagedQueue, "_stop_waiting", stop_waiting)
@@ -727,7 +728,7 @@ def _failures_forgotten_with_their_rooms(patch: pytest.MonkeyPatch) -> None:
 
 
 def _failed_rooms_wait_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SendingRoom, "_cancel_staged", lambda room, worker: None)
+    patch.setattr(StagedWrites, "cancel", lambda writes, error, worker: None)
 
 
 def _waiters_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -812,8 +813,8 @@ PLANTED: dict[str, Plant] = {
     "abort that overtakes its open forgotten": _aborts_that_come_first_forgotten,
     "a successor speaks for the dead": _successors_speak_for_the_dead,
     "no time to settle after a death": _no_time_to_settle,
-    "no time to settle after a failed write": _settled_at_once("_write_directly", _drained_trusted_at_once),
-    "a failed write's span given back at once": _settled_at_once("_watch_part", _released_span_trusted_at_once),
+    "no time to settle after a failed write": _settled_at_once("DirectWrites._post", _drained_trusted_at_once),
+    "a failed write's span given back at once": _settled_at_once("StagedWrites._watch", _released_span_trusted_at_once),
     "a thawed decode rank trusts Drained at once": _drained_trusted_at_once,
     "a thawed decode rank trusts a released span at once": _released_span_trusted_at_once,
     "a second Drained ends the wait for what had been sent": _second_drained_believed,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from kvferry.layout import Region
 from kvferry.plan import ElectedRoute, Unit
@@ -134,6 +135,11 @@ class StagedWrite:
         """Whether nothing of it is on its way, and nothing more is to be posted."""
         return self.next_bytes is None and self.in_flight == 0
 
+    def landed(self, error: Exception | None) -> None:
+        """Records that a part is no longer on its way, written or failed."""
+        self.in_flight -= 1
+        self.error = self.error or error
+
     def post(self, slot: Slot, memory: SourceMemory, span: Span, *, ready_at: float | None = None) -> Posted:
         """Gathers the next sub-chunk and posts it.
 
@@ -230,7 +236,10 @@ class StagedWrite:
         return self._units[key]
 
 
-class StagedQueue:
+WriteT = TypeVar("WriteT", bound=StagedWrite)
+
+
+class StagedQueue(Generic[WriteT]):
     """A room's staged writes to one receiver, in order. Only the room's own turns use it, except for `wake`.
 
     Attributes:
@@ -247,8 +256,8 @@ class StagedQueue:
         self.packing = packing
         self._is_awake = False  # whether a turn of the room is scheduled
         self._wake = wake
-        self._writes: deque[StagedWrite] = deque()  # the first is being posted
-        self._posted: dict[int, StagedWrite] = {}  # those with parts on their way, by sequence
+        self._writes: deque[WriteT] = deque()  # the first is being posted
+        self._unended: dict[int, WriteT] = {}  # the same and those with parts on their way, by sequence
         self._span: Span | None = None  # of the receiver's ring, while a slot is waited for
         self._waits_at: SharedRing | SourceMemory | None = None
         self._waits_since: float | None = None  # since when the next sub-chunk has waited for memory
@@ -259,12 +268,17 @@ class StagedQueue:
             self._is_awake = True
             self._wake()
 
-    def add(self, write: StagedWrite) -> None:
+    @property
+    def writes(self) -> list[WriteT]:
+        """Those that have not ended. May be read from any thread."""
+        return list(self._unended.values())
+
+    def add(self, write: WriteT) -> None:
         """Queues a write behind the others."""
         self._writes.append(write)
-        self._posted[write.command.sequence] = write
+        self._unended[write.command.sequence] = write
 
-    def post_next(self, memory: SourceMemory) -> tuple[StagedWrite, Posted | None] | None:
+    def post_next(self, memory: SourceMemory) -> tuple[WriteT, Posted | None] | None:
         """Posts the next sub-chunk. Returns None if there is none, or if it has to wait for memory.
 
         Args:
@@ -328,19 +342,11 @@ class StagedQueue:
         """Whether there is anything left to post."""
         return any(write.next_bytes is not None for write in self._writes)
 
-    def landed(self, sequence: int, error: Exception | None) -> StagedWrite:
-        """Records that a part is no longer on its way, written or failed. Returns its write."""
-        write = self._posted[sequence]
-        write.in_flight -= 1
-        if error is not None and write.error is None:
-            write.error = error
-        return write
-
-    def ended(self, write: StagedWrite) -> None:
+    def ended(self, write: WriteT) -> None:
         """Forgets a write that has ended."""
-        self._posted.pop(write.command.sequence, None)
+        self._unended.pop(write.command.sequence, None)
 
-    def cancel(self, error: Exception) -> list[StagedWrite]:
+    def cancel(self, error: Exception) -> list[WriteT]:
         """Posts no more. Returns the writes of which nothing is on its way; the others end when their parts have."""
         self._stop_waiting()
         self._waits_since = None
@@ -348,6 +354,6 @@ class StagedQueue:
             span, self._span = self._span, None
             self.packing.give_up(span)
         self._writes.clear()
-        for write in self._posted.values():
+        for write in self._unended.values():
             write.error = write.error or error
-        return [write for write in self._posted.values() if write.has_ended]
+        return [write for write in self._unended.values() if write.has_ended]

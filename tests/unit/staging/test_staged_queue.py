@@ -7,7 +7,7 @@ from typing import Any, cast
 from kvferry.layout import Device, Region
 from kvferry.protocol.credits import Span
 from kvferry.staging import StagingMemory
-from kvferry.staging.gathering import Packing, PeerMemory, StagedQueue
+from kvferry.staging.gathering import Packing, PeerMemory, StagedQueue, StagedWrite
 from kvferry.staging.rings import SharedRing
 from kvferry.staging.slots import SourceMemory
 
@@ -65,7 +65,7 @@ class Room:
             give_up=self.void.append,
             now=lambda: 0.0,
         )
-        self.queue = StagedQueue(packing, self._wake)
+        self.queue: StagedQueue[StagedWrite] = StagedQueue(packing, self._wake)
         self.write = OneChunk()
         self.queue.add(cast(Any, self.write))
 

@@ -17,8 +17,9 @@ from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.prefill.peers import DecodePeer, DecodePeers
-from kvferry.endpoint.prefill.room import RoomContext, SendingRoom, released_span
+from kvferry.endpoint.prefill.room import RoomContext, SendingRoom
 from kvferry.endpoint.prefill.rooms import SendingRooms
+from kvferry.endpoint.prefill.staged_writes import released_span
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.run_queue import Waker
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop, ThreadHealth
