@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from kvferry.endpoint.decode import end_proofs, tasks
+from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.prefill.admission import Admission
@@ -40,7 +41,6 @@ from kvferry.protocol.messages import (
     OpenRoom,
     PodIdentity,
     SpanReleased,
-    StagedArrived,
     decode_notification,
     encode,
 )
@@ -597,14 +597,16 @@ def _no_receiver_deadline(patch: pytest.MonkeyPatch) -> None:
 
 def _stale_arrivals_counted(patch: pytest.MonkeyPatch) -> None:
     """A notification counts for whichever use of a room's number is open."""
-    right = DecodeDriver._notified
+    right = Arrivals._notified
 
-    def notified(driver: DecodeDriver, peer: str, data: bytes, now: float) -> None:
-        message = decode_notification(data)
+    def notified(arrivals: Arrivals, peer: str, data: bytes, now: float) -> None:
+        message, driver = decode_notification(data), arrivals._user
+        assert isinstance(driver, DecodeDriver)
         room = driver._rooms.get(message.room)
-        right(driver, peer, data if room is None else encode(structs.replace(message, generation=room.generation)), now)
+        its_data = data if room is None else encode(structs.replace(message, generation=room.generation))
+        right(arrivals, peer, its_data, now)
 
-    patch.setattr(DecodeDriver, "_notified", notified)
+    patch.setattr(Arrivals, "_notified", notified)
 
 
 # ---- staging memory --------------------------------------------------------------------------------------------------
@@ -631,15 +633,15 @@ def _read_only_in_order(patch: pytest.MonkeyPatch) -> None:
 
 def _unwanted_parts_kept(patch: pytest.MonkeyPatch) -> None:
     """Of a part that no room wants, its span is not given back."""
-    right, give_back = DecodeDriver._part_arrived, WriterRing.give_back
+    right, give_back = Arrivals._done, tasks.ScatterTask.give_back
 
-    def part_arrived(driver: DecodeDriver, peer: str, message: StagedArrived, now: float) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(WriterRing, "give_back", lambda ring, span: None)
-            inner.setattr(tasks.ScatterTask, "give_back", lambda task: give_back(task.ring, task.span))
-            right(driver, peer, message, now)
+    def done(arrivals: Arrivals, task: Any, record: Any, error: Exception | None, now: float) -> None:
+        if isinstance(task, tasks.ScatterTask):
+            give_back(task)
+        right(arrivals, task, record, error, now)
 
-    patch.setattr(DecodeDriver, "_part_arrived", part_arrived)
+    patch.setattr(tasks.ScatterTask, "give_back", lambda task: None)
+    patch.setattr(Arrivals, "_done", done)
 
 
 def _void_spans_never_said(patch: pytest.MonkeyPatch) -> None:
@@ -701,11 +703,11 @@ def _drained_trusted_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def _released_span_trusted_at_once(patch: pytest.MonkeyPatch) -> None:
     """The same of a span of its staging memory."""
-    right = DecodeDriver._span_released
+    right = Arrivals.span_released
     patch.setattr(
-        DecodeDriver,
-        "_span_released",
-        lambda driver, message: right(driver, structs.replace(message, after_failure=False)),
+        Arrivals,
+        "span_released",
+        lambda arrivals, message: right(arrivals, structs.replace(message, after_failure=False)),
     )
 
 

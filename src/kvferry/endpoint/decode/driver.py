@@ -16,29 +16,23 @@ from functools import partial
 
 from kvferry.control.ends import Connection
 from kvferry.control.registry_client import RegistryClient
+from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.decode.room import ReceivingRoom
-from kvferry.endpoint.decode.tasks import ArrivalTask, Scatterers, ScatterTask, VerifyTask
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.endpoint.runtime.threads import Loop, ThreadHealth
 from kvferry.endpoint.runtime.timers import Timers
 from kvferry.errors import KVFerryError, PeerError
 from kvferry.observe.observer import Observer
-from kvferry.observe.records import PlacedRecord
 from kvferry.observe.status import LostPeerStatus, PeerStatus, RoomStatus, StagingStatus
 from kvferry.protocol import messages
-from kvferry.protocol.credits import Span
 from kvferry.protocol.link import Link, LinkKey, LinkState
 from kvferry.protocol.rank_identity import Identity
 from kvferry.protocol.receiver import (
-    Arrived,
-    ArrivedUnverified,
     AwaitArrival,
     ConnectFailed,
-    Finished,
-    PartArrived,
     ReceiverAbortRequested,
     ReceiverBroke,
     ReceiverCommand,
@@ -136,20 +130,15 @@ class DecodeDriver(Loop):
         self._timers: Timers[int] = Timers()
         # Links of verified rooms that a rank has not confirmed yet, by room, generation and rank.
         self._unconfirmed: dict[tuple[int, int, int], Link] = {}
-        self._arriving: ArrivalTask | None = None  # while its room handles the arrival
         self._last_news_at = 0.0
         self._next_messages_at = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
         self._is_stopping = threading.Event()
         name = f"kvferry-decode-{identity.coordinates.engine_rank}"
-        self._scatterers: Scatterers | None = None
-        checks = staging.checks
-        kernels = checks.memory.kernels if checks is not None else staging.kernels
-        if kernels is not None:
-            # Verifying one direct write would hold this thread up for too long.
-            count = settings.scatter_workers if checks is None else max(1, settings.scatter_workers)
-            self._scatterers = Scatterers(count, kernels, self._on_task_done, platform=platform, name=name)
+        self._arrivals = Arrivals(
+            transport, staging, settings, self, settling=self._settling, platform=platform, name=name
+        )
         self._thread = platform.start(name, self)
 
     # ---- from any thread ----------------------------------------------------------------------------------------
@@ -157,8 +146,7 @@ class DecodeDriver(Loop):
     @property
     def health(self) -> tuple[ThreadHealth, ...]:
         """Health of every thread."""
-        scatterers = self._scatterers.threads if self._scatterers is not None else ()
-        return tuple(thread.health for thread in (self._thread, *scatterers))
+        return tuple(thread.health for thread in (self._thread, *self._arrivals.threads))
 
     def rooms(self, now: float) -> list[RoomStatus]:
         """Returns the status of every room."""
@@ -223,7 +211,7 @@ class DecodeDriver(Loop):
         def deliver(now: float) -> None:
             opened = self._rooms.get(room)
             if opened is not None and opened.generation == generation:
-                self._handle(opened, event, now)
+                self.apply(opened, event, now)
 
         self.submit(deliver)
 
@@ -237,10 +225,8 @@ class DecodeDriver(Loop):
         self._end.wake()
         yield lambda: not self._thread.is_alive, float("inf")
         self._end_rooms(self._platform.now())
-        scatterers = self._scatterers
-        if scatterers is not None:
-            scatterers.stop()
-            yield lambda: not any(thread.is_alive for thread in scatterers.threads), float("inf")
+        self._arrivals.stop()
+        yield lambda: not any(thread.is_alive for thread in self._arrivals.threads), float("inf")
         self._links.close()
         self._end.close()
 
@@ -249,7 +235,7 @@ class DecodeDriver(Loop):
         self._work_inbox(now)
         for room in list(self._rooms.values()):
             if not room.machine.state.is_final:
-                self._handle(room, ReceiverAbortRequested("the decode endpoint was closed"), now)
+                self.apply(room, ReceiverAbortRequested("the decode endpoint was closed"), now)
 
     def submit(self, work: Callable[[float], None]) -> None:
         """Runs work soon, on the thread, with the time as its argument."""
@@ -268,7 +254,7 @@ class DecodeDriver(Loop):
         now = self._platform.now()
         self._work_inbox(now)
         if self._rooms:  # before messages: a peer's close must not discard what has arrived from it
-            self._take_notifications(now)
+            self._arrivals.take(now)
         for channel in ready:
             if self._links.owns(channel):
                 self._receive(channel, now)
@@ -312,9 +298,9 @@ class DecodeDriver(Loop):
         self._room_links[room.room] = link
         self._rooms_through.setdefault(link, {})[room.room] = None
         room.serial = link.next_serial()
-        self._handle(room, link.connected(room.room), now)
+        self.apply(room, link.connected(room.room), now)
 
-    def _handle(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
+    def apply(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
         """Passes an event to a room's machine, executes its commands, and forgets the room once it is done."""
         self._last_news_at = now  # heartbeats' answers do not count: nothing follows them
         try:
@@ -398,7 +384,7 @@ class DecodeDriver(Loop):
                 self._unconfirmed[room.room, room.generation, rank] = link
                 message = messages.RoomVerified(room=room.room, generation=room.generation)
             case Scatter() | Verify():
-                self._begin_task()
+                self._arrivals.begin(room.room, command)
                 return
             case AwaitArrival(rank):
                 self._settling.add(partial(self.post_event, room.room, room.generation, SenderSettled(rank)))
@@ -406,108 +392,18 @@ class DecodeDriver(Loop):
         try:
             link.send(rank, message)
         except KVFerryError as error:
-            self._handle(room, SenderLost(rank, error), now)
+            self.apply(room, SenderLost(rank, error), now)
 
-    def _take_notifications(self, now: float) -> None:
-        """Handles the transport's notifications."""
-        try:
-            notifications = self._transport.take_notifications()
-        except Exception as error:
-            running = [room for room in self._rooms.values() if not room.machine.state.is_final]
-            if running:
-                log.exception("notifications could not be taken; %d rooms fail", len(running))
-            for room in running:
-                self._handle(room, ReceiverBroke(error), now)
-            return
-        for peer, data in notifications:
-            self._notified(peer, data, now)
+    # ---- what arrives -------------------------------------------------------------------------------------------
 
-    def _notified(self, peer: str, data: bytes, now: float) -> None:
-        """Handles a notification, if its room is open and it comes from the rank that it names."""
-        try:
-            message = messages.decode_notification(data)
-        except PeerError as error:
-            log.warning("dropped a notification from %s: %s", peer, error)
-            return
-        if isinstance(message, messages.StagedArrived):
-            self._part_arrived(peer, message, now)
-            return
-        room = self._rooms.get(message.room)
-        link = self._room_links.get(message.room)
-        if room is None or link is None or room.generation != message.generation:
-            return  # belongs to a room that is over
-        if not link.is_rank(message.writer, peer):
-            log.warning("dropped a notification for room %d: %s is not rank %d", message.room, peer, message.writer)
-            return
-        match message:
-            case messages.ChunkArrived(writer=writer, sequence=sequence):
-                plan = self._staging.checks.plan(peer) if self._staging.checks is not None else None
-                if self._staging.checks is None:
-                    self._handle(room, Arrived(writer, sequence), now)
-                elif plan is None:
-                    log.warning("dropped a notification for room %d: rank %d has nothing to send", message.room, writer)
-                else:
-                    self._arriving = VerifyTask(room, now, plan, message, self._staging.checks.memory)
-                    self._handle(room, ArrivedUnverified(writer, sequence), now)
-                    self._arriving = None
-            case messages.WriterFinished(writer=writer, chunks=chunks, aux=aux):
-                self._handle(room, Finished(writer, chunks, aux), now)
+    def running(self) -> list[ReceivingRoom]:
+        """Returns the rooms that have not ended."""
+        return [room for room in self._rooms.values() if not room.machine.state.is_final]
 
-    # ---- staging memory -----------------------------------------------------------------------------------------
-
-    def _part_arrived(self, peer: str, message: messages.StagedArrived, now: float) -> None:
-        """Handles a part of a chunk in staging memory. Its span is given back, whether or not a room takes the part."""
-        span = Span(message.start, message.begin, message.stop)
-        ring = self._staging.ring(peer, message.epoch)
-        if ring is None or not ring.take(span):
-            log.warning("dropped a notification from %s: it has no such part of a ring: %s", peer, span)
-            return
-        room, link = self._rooms.get(message.room), self._room_links.get(message.room)
-        task = None
-        if room is not None and link is not None and room.generation == message.generation:
-            if link.is_rank(message.writer, peer):
-                task = ScatterTask(room, now, ring, span, message, is_verified=self._staging.checks is not None)
-            else:
-                log.warning("dropped a notification for room %d: %s is not rank %d", message.room, peer, message.writer)
-        if task is None:
-            ring.give_back(span)
-            return
-        self._arriving = task
-        self._handle(task.room, PartArrived(message.writer, message.sequence, message.part, message.is_last), now)
-        if self._arriving is not None:  # the room did not take it
-            self._arriving = None
-            ring.give_back(span)
-
-    def _begin_task(self) -> None:
-        """Submits what is arriving to the threads that scatter and verify."""
-        task, self._arriving = self._arriving, None
-        assert task is not None
-        assert self._scatterers is not None
-        self._scatterers.submit(task)
-
-    def _on_task_done(self, task: ArrivalTask, record: PlacedRecord, error: Exception | None) -> None:
-        """Takes a task's result: on the thread that ran it, which is this one where no others scatter and verify."""
-        assert self._scatterers is not None
-        if self._scatterers.threads:
-            self.submit(lambda now: self._task_done(task, record, error, now))
-        else:
-            self._task_done(task, record, error, self._platform.now())
-
-    def _task_done(self, task: ArrivalTask, record: PlacedRecord, error: Exception | None, now: float) -> None:
-        task.give_back()
-        task.room.placed(record)
-        self._handle(task.room, task.event(error), now)
-
-    def _span_released(self, message: messages.SpanReleased) -> None:
-        """Gives back a span that its writer has released: nothing arrived in it, or will, but of a failed write."""
-        ring = self._staging.ring(message.endpoint, message.epoch)
-        span = Span(message.start, message.begin, message.stop)
-        if ring is None or not ring.take(span):  # the same again
-            return
-        if message.after_failure:
-            self._settling.add(partial(ring.give_back, span))
-        else:
-            ring.give_back(span)
+    def find(self, room: int, generation: int) -> tuple[ReceivingRoom, Link] | None:
+        """Returns a room and its link; None if it is over, has no link yet, or is another use of the number."""
+        found, link = self._rooms.get(room), self._room_links.get(room)
+        return (found, link) if found is not None and link is not None and found.generation == generation else None
 
     # ---- links --------------------------------------------------------------------------------------------------
 
@@ -534,9 +430,9 @@ class DecodeDriver(Loop):
     def link_failed(self, link: Link, error: KVFerryError, now: float) -> None:
         """Fails the rooms that rely on a link."""
         for room in list(self._waiting.get(link, ())):
-            self._handle(room, ConnectFailed(error), now)
+            self.apply(room, ConnectFailed(error), now)
         for number in list(self._rooms_through.get(link, ())):
-            self._handle(self._rooms[number], ConnectFailed(error), now)
+            self.apply(self._rooms[number], ConnectFailed(error), now)
 
     def rank_settled(self, endpoint: str, now: float) -> None:
         """Marks a prefill rank that will not write again as drained in every room."""
@@ -544,7 +440,7 @@ class DecodeDriver(Loop):
             rank = link.rank_of(endpoint)
             if rank is not None:
                 for number in list(numbers):
-                    self._handle(self._rooms[number], SenderDrained(rank), now)
+                    self.apply(self._rooms[number], SenderDrained(rank), now)
 
     def _retransmit(self, channel: Connection, now: float) -> None:
         """Retransmits what a broken connection may have lost, or whose answer it may have; receivers deduplicate."""
@@ -579,7 +475,7 @@ class DecodeDriver(Loop):
                         self._confirmed(message)
                     case messages.SpanReleased():
                         if self._links.carries_messages_of(channel, message.endpoint):
-                            self._span_released(message)
+                            self._arrivals.span_released(message)
                     case _:
                         self._links.received(channel, link, message, now)
             except KVFerryError as error:
@@ -595,9 +491,10 @@ class DecodeDriver(Loop):
     def _room_message(self, channel: Connection, message: messages.RoomFailed | messages.Drained, now: float) -> None:
         if isinstance(message, messages.Drained) and self._refusals.take_answer(channel, message):
             self._links.close_retired()  # nobody needs them for that any more
-        room, link = self._rooms.get(message.room), self._room_links.get(message.room)
-        if room is None or link is None or room.generation != message.generation:
-            return  # belongs to a room that is over
+        found = self.find(message.room, message.generation)
+        if found is None:
+            return
+        room, link = found
         if isinstance(message, messages.Drained) and not link.is_rank(message.writer, message.endpoint):
             return  # from a later start of the rank, which proves nothing about the earlier one's writes
         if link.rank_behind(channel) != message.writer:
@@ -605,9 +502,9 @@ class DecodeDriver(Loop):
             return
         match message:
             case messages.RoomFailed():
-                self._handle(room, SenderFailed(message.writer, message.error, message.reason), now)
+                self.apply(room, SenderFailed(message.writer, message.error, message.reason), now)
             case messages.Drained():
-                self._handle(room, SenderDrained(message.writer, message.after_failure), now)
+                self.apply(room, SenderDrained(message.writer, message.after_failure), now)
 
     def _confirmed(self, message: messages.Confirmed) -> None:
         """Ends the retransmission of a verified room, which its prefill rank has confirmed."""
@@ -623,13 +520,13 @@ class DecodeDriver(Loop):
         self._settling.look()
         for number in self._timers.due(now):
             room = self._rooms[number]
-            self._handle(room, self._why_late(room), now)
+            self.apply(room, self._why_late(room), now)
         self._links.release_settled_ranks(now)
         if now >= self._next_ping_at:
             self._next_ping_at = now + self._settings.heartbeat_interval_s
             self._links.heartbeat(now, longest_sleep_s=_IDLE_MS / 1000)
             if not self._rooms:  # what arrives for rooms that are over holds staging memory until it is taken
-                self._take_notifications(now)
+                self._arrivals.take(now)
             self._repeat(now)
         if self._links.retired:
             self._links.close_retired()

@@ -49,7 +49,7 @@ def _of_decode(endpoint: DecodeEndpoint) -> Iterator[str]:
     if endpoint.open_rooms or driver._rooms or driver._room_links:
         yield f"{endpoint.open_rooms} rooms, {len(driver._rooms)} in the driver"
     waiting = sum(len(rooms) for rooms in driver._waiting.values())
-    if waiting or driver._links.are_awaited or driver._unconfirmed or driver._arriving is not None:
+    if waiting or driver._links.are_awaited or driver._unconfirmed or not driver._arrivals.is_idle:
         yield f"{waiting} rooms that wait for a link, {len(driver._unconfirmed)} that nobody knows to be verified"
     if driver._settling:
         yield "what failed writes had sent, which is still waited for"

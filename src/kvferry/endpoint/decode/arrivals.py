@@ -1,0 +1,212 @@
+"""What arrives at a decode rank: notifications, and the work on staging memory and pages that they ask for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from kvferry.endpoint.decode.room import ReceivingRoom
+from kvferry.endpoint.decode.tasks import ArrivalTask, Scatterers, ScatterTask, VerifyTask
+from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.settling import Settling
+from kvferry.endpoint.runtime.threads import RunningLoop
+from kvferry.errors import PeerError
+from kvferry.observe.records import PlacedRecord
+from kvferry.protocol import messages
+from kvferry.protocol.credits import Span
+from kvferry.protocol.link import Link
+from kvferry.protocol.receiver import (
+    Arrived,
+    ArrivedUnverified,
+    Finished,
+    PartArrived,
+    ReceiverBroke,
+    ReceiverEvent,
+    Scatter,
+    Verify,
+)
+from kvferry.settings import Settings
+from kvferry.staging.receiving import ReceivingStaging
+from kvferry.transport import Transport
+
+log = logging.getLogger(__name__)
+
+
+class ArrivalUser(Protocol):
+    """The owner of the rooms in which something arrives. Called on the endpoint's thread, but for `submit`."""
+
+    def submit(self, work: Callable[[float], None]) -> None:
+        """Runs work soon, on the endpoint's thread, with the time as its argument. May be called from any thread."""
+
+    def running(self) -> list[ReceivingRoom]:
+        """Returns the rooms that have not ended."""
+
+    def find(self, room: int, generation: int) -> tuple[ReceivingRoom, Link] | None:
+        """Returns a room and its link; None if it is over, has no link yet, or is another use of the number."""
+
+    def apply(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
+        """Passes an event to a room's machine, and executes its commands."""
+
+
+class Arrivals:
+    """Takes notifications, and has what they tell of scattered or verified. For the endpoint's thread."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        staging: ReceivingStaging,
+        settings: Settings,
+        user: ArrivalUser,
+        *,
+        settling: Settling,
+        platform: Platform,
+        name: str,
+    ) -> None:
+        """Starts the threads that scatter and verify, if the settings ask for any.
+
+        Args:
+            user: whose rooms they are.
+            settling: counts the time in which what failed writes had sent may arrive here.
+            platform: the machine.
+            name: of the endpoint's thread.
+        """
+        self._transport = transport
+        self._staging = staging
+        self._user = user
+        self._settling = settling
+        self._now = platform.now
+        # What has arrived, while its room is told of it: by room, writer, sequence, and part where it is one.
+        self._offered: dict[tuple[int, int, int, int | None], ArrivalTask] = {}
+        self._scatterers: Scatterers | None = None
+        checks = staging.checks
+        kernels = checks.memory.kernels if checks is not None else staging.kernels
+        if kernels is not None:
+            # Verifying one direct write would hold the endpoint's thread up for too long.
+            count = settings.scatter_workers if checks is None else max(1, settings.scatter_workers)
+            self._scatterers = Scatterers(count, kernels, self._on_done, platform=platform, name=name)
+
+    @property
+    def threads(self) -> tuple[RunningLoop, ...]:
+        """Those that scatter and verify."""
+        return self._scatterers.threads if self._scatterers is not None else ()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits for a room to take it: always, between two calls."""
+        return not self._offered
+
+    def stop(self) -> None:
+        """Ends the threads once all tasks are done."""
+        if self._scatterers is not None:
+            self._scatterers.stop()
+
+    def take(self, now: float) -> None:
+        """Handles the transport's notifications."""
+        try:
+            notifications = self._transport.take_notifications()
+        except Exception as error:
+            running = self._user.running()
+            if running:
+                log.exception("notifications could not be taken; %d rooms fail", len(running))
+            for room in running:
+                self._user.apply(room, ReceiverBroke(error), now)
+            return
+        for peer, data in notifications:
+            self._notified(peer, data, now)
+
+    def _notified(self, peer: str, data: bytes, now: float) -> None:
+        """Handles a notification, if its room is open and it comes from the rank that it names."""
+        try:
+            message = messages.decode_notification(data)
+        except PeerError as error:
+            log.warning("dropped a notification from %s: %s", peer, error)
+            return
+        if isinstance(message, messages.StagedArrived):
+            self._part_arrived(peer, message, now)
+            return
+        room = self._room_of(peer, message)
+        match message:
+            case _ if room is None:
+                return
+            case messages.WriterFinished(writer=writer, chunks=chunks, aux=aux):
+                self._user.apply(room, Finished(writer, chunks, aux), now)
+            case messages.ChunkArrived():
+                self._chunk_arrived(peer, room, message, now)
+
+    def _room_of(self, peer: str, message: messages.Notification) -> ReceivingRoom | None:
+        """Returns the room that a notification is for; None if it is over, or the notification is not its sender's."""
+        found = self._user.find(message.room, message.generation)
+        if found is None:
+            return None
+        room, link = found
+        if link.is_rank(message.writer, peer):
+            return room
+        log.warning("dropped a notification for room %d: %s is not rank %d", message.room, peer, message.writer)
+        return None
+
+    def _chunk_arrived(self, peer: str, room: ReceivingRoom, message: messages.ChunkArrived, now: float) -> None:
+        checks, writer, sequence = self._staging.checks, message.writer, message.sequence
+        plan = checks.plan(peer) if checks is not None else None
+        if checks is None:
+            self._user.apply(room, Arrived(writer, sequence), now)
+        elif plan is None:
+            log.warning("dropped a notification for room %d: rank %d has nothing to send", message.room, writer)
+        else:
+            task = VerifyTask(room, now, plan, message, checks.memory)
+            self._offer((room.room, writer, sequence, None), task, ArrivedUnverified(writer, sequence), now)
+
+    def _part_arrived(self, peer: str, message: messages.StagedArrived, now: float) -> None:
+        """Handles a part of a chunk in staging memory. Its span is given back, whether or not a room takes the part."""
+        span = Span(message.start, message.begin, message.stop)
+        ring = self._staging.ring(peer, message.epoch)
+        if ring is None or not ring.take(span):
+            log.warning("dropped a notification from %s: it has no such part of a ring: %s", peer, span)
+            return
+        room = self._room_of(peer, message)
+        if room is None:
+            ring.give_back(span)
+            return
+        task = ScatterTask(room, now, ring, span, message, is_verified=self._staging.checks is not None)
+        event = PartArrived(message.writer, message.sequence, message.part, message.is_last)
+        self._offer((room.room, message.writer, message.sequence, message.part), task, event, now)
+
+    def _offer(
+        self, key: tuple[int, int, int, int | None], task: ArrivalTask, event: ReceiverEvent, now: float
+    ) -> None:
+        """Tells a room of what has arrived: it asks for the task at once, or does not want it."""
+        self._offered[key] = task
+        self._user.apply(task.room, event, now)
+        unwanted = self._offered.pop(key, None)
+        if unwanted is not None:
+            unwanted.give_back()
+
+    def begin(self, room: int, command: Scatter | Verify) -> None:
+        """Has what a room was told of scattered, or verified."""
+        part = command.part if isinstance(command, Scatter) else None
+        assert self._scatterers is not None
+        self._scatterers.submit(self._offered.pop((room, command.writer, command.sequence, part)))
+
+    def _on_done(self, task: ArrivalTask, record: PlacedRecord, error: Exception | None) -> None:
+        """Takes a task's result: on the thread that ran it, which is this one where no others scatter and verify."""
+        if self.threads:
+            self._user.submit(partial(self._done, task, record, error))
+        else:
+            self._done(task, record, error, self._now())
+
+    def _done(self, task: ArrivalTask, record: PlacedRecord, error: Exception | None, now: float) -> None:
+        task.give_back()
+        task.room.placed(record)
+        self._user.apply(task.room, task.event(error), now)
+
+    def span_released(self, message: messages.SpanReleased) -> None:
+        """Gives back a span that its writer has released: nothing arrived in it, or will, but of a failed write."""
+        ring = self._staging.ring(message.endpoint, message.epoch)
+        span = Span(message.start, message.begin, message.stop)
+        if ring is None or not ring.take(span):  # the same again
+            return
+        if message.after_failure:
+            self._settling.add(partial(ring.give_back, span))
+        else:
+            ring.give_back(span)
