@@ -62,6 +62,7 @@ class Adversary:
         self.unwell_until = 0.0
         self.broken_off: set[tuple[Process, Process]] = set()
         self.kept_until: dict[tuple[Process, Process], float] = {}
+        self._jumped_at: dict[Process, float] = {}
 
     def strikes(self, kind: str) -> bool:
         """Whether it goes wrong this time."""
@@ -272,7 +273,7 @@ class Adversary:
         sent = draw.randint(0, len(transfer.left))
         draw.shuffle(transfer.left)
         self._world.wire.fail(transfer, kind("the simulation lets it fail"), sent=sent)
-        # Sooner than after a death: whoever waits for it has a clock that may jump meanwhile, many times.
+        # Sooner than after a death: whoever waits for it may be frozen meanwhile, or its clock may jump.
         self.held[transfer] = self._world.now + draw.random() * LINGER_S / 2
         self.doomed[transfer] = self._world.now + LINGER_S / 2
         self.in_sockets.add(transfer)
@@ -309,8 +310,13 @@ class Adversary:
     def _jump(self) -> None:
         process = self._someone()
         if process is not None:
+            seconds = self._world.fate.choice([0.1, 1.0, 10.0])
+            # Of each, a part counts as waited: no more than one in that time (docs/reliability.md).
+            if self._world.now - self._jumped_at.get(process, float("-inf")) < WAITS.quarantine_s:
+                return
+            self._jumped_at[process] = self._world.now
             process.changes += 1
-            process.platform.skew_s += self._world.fate.choice([0.1, 1.0, 10.0])
+            process.platform.skew_s += seconds
             self.unwell_until = self._world.now + RECOVERY_S
             self._excuse_all("a clock jumped")
 

@@ -141,7 +141,7 @@ class Callers:
         self._world.note("%s: %s opens, pages %s", side.process.name, side.request, pages)
 
     def _waits_for_pages(self, side: SendSide) -> None:
-        """Where the wire is slow, others may keep pages so long that decode ranks do not wait for this side any more."""
+        """Where the wire is slow, others may keep pages so long that decode ranks give this side up."""
         now = self._world.now
         side.waits_since = now if side.waits_since is None else side.waits_since
         side.may_be_late = now - side.waits_since > WAITS.bootstrap_s / 2
