@@ -16,13 +16,13 @@ import numpy as np
 from kvferry.layout import RankCoordinates, RankLayout, ShardedComponent, VirtualPools, all_coordinates, virtual_layout
 from kvferry.layout.component import attention_components
 from kvferry.plan import Piece
-from kvferry.protocol import messages
-from kvferry.protocol.deadlines import Deadlines
-from kvferry.protocol.demands import demands_of
-from kvferry.protocol.link import Link, LinkKey
-from kvferry.protocol.rank_identity import Identity
-from kvferry.protocol.receiver import ReceiverMachine, SendOpen
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.geometry.demands import demands_of
+from kvferry.protocol.links.link import Link, LinkKey
+from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.receiver import ReceiverMachine, SendOpen
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.registrations import RankRegistration
 
 LAYERS = 4
 PROCESS = messages.ProcessIdentity(machine="", pid=1, started=1)

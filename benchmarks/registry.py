@@ -18,7 +18,7 @@ import psutil
 
 from kvferry.control.registry_client import RegistryClient
 from kvferry.layout import RankCoordinates
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.wire.registrations import RankRegistration
 
 RANK = RankRegistration(
     engine="prefill",

@@ -1,8 +1,8 @@
 """Writes what the documents say about the code from the code: `make docs`.
 
 The state diagrams of docs/protocol.md come from the transition tables, docs/settings.md from `Settings`, the
-tables of docs/reliability.md and docs/observability.md from `protocol/holding.py` and `observe/metrics.py`, those of
-docs/caches.md from the plug-ins. A test checks that none has fallen behind.
+tables of docs/reliability.md and docs/observability.md from `protocol/transfer/holding.py` and `observe/metrics.py`,
+those of docs/caches.md from the plug-ins. A test checks that none has fallen behind.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvferry.engines.vllm import cache_kinds as vllm
 from kvferry.errors import UsageError
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.status import EndpointStatus, PeerStatus, Side, StagingStatus
-from kvferry.protocol import holding
-from kvferry.protocol.holding import Waits
-from kvferry.protocol.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, mermaid
+from kvferry.protocol.transfer import holding
+from kvferry.protocol.transfer.holding import Waits
+from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, mermaid
 from kvferry.settings import PREFIX, Settings
 
 DOCS = Path(__file__).parent

@@ -37,9 +37,9 @@ from kvferry.layout import (
     zigzag,
 )
 from kvferry.layout.tensors import TensorGeometry, geometry
-from kvferry.protocol.chunks import GroupPages
-from kvferry.protocol.registrations import EngineView, check_engine_name
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.pages.chunks import GroupPages
+from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.wire.registrations import EngineView, check_engine_name
 from kvferry.settings import Settings
 from kvferry.transport import InProcessNetwork, InProcessTransport, NixlTransport
 

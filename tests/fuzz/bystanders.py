@@ -13,8 +13,8 @@ from tests.support.waiting import eventually
 
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
-from kvferry.protocol.registrations import EngineView
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.wire.registrations import EngineView
 
 FIRST_ROOM = 1 << 40
 """Mutated numbers do not get there by chance."""

@@ -18,9 +18,9 @@ from tests.support.caches import Model, Shape, pool
 
 from kvferry.layout import Device, RankCoordinates, RankLayout, all_coordinates
 from kvferry.plan import Unit, pieces_for_receiver
-from kvferry.protocol import messages
-from kvferry.protocol.moved_blocks import pack_units
-from kvferry.protocol.page_numbers import PageNumbers
+from kvferry.protocol.geometry.moved_blocks import pack_units
+from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.protocol.wire import messages
 from kvferry.transport import PeerMetadata
 
 Tree: TypeAlias = Any

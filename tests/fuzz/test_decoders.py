@@ -27,11 +27,11 @@ from kvferry.errors import (
 )
 from kvferry.layout import Device, RankCoordinates, RankLayout
 from kvferry.plan import check_exchangeable, pieces_for_receiver
-from kvferry.protocol import messages
-from kvferry.protocol.demands import wanted_groups
-from kvferry.protocol.moved_blocks import unpack_units
-from kvferry.protocol.page_numbers import MAX_PAGES, PageNumbers
-from kvferry.protocol.registrations import EngineView, RankRegistration
+from kvferry.protocol.geometry.demands import wanted_groups
+from kvferry.protocol.geometry.moved_blocks import unpack_units
+from kvferry.protocol.pages.page_numbers import MAX_PAGES, PageNumbers
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.transport import PeerMetadata
 
 LONGEST_S = 10.0

@@ -15,8 +15,8 @@ from tests.fuzz.mutation import Corpus
 
 from kvferry.control.credentials import Credentials
 from kvferry.layout import RankCoordinates
-from kvferry.protocol import messages
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.registrations import RankRegistration
 
 SECRET = "the secret of this test"
 CREDENTIALS = Credentials.derived_from(SECRET)

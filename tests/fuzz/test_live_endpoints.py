@@ -19,8 +19,8 @@ from tests.support.waiting import PATIENCE_S
 from kvferry import InProcessTransport
 from kvferry.errors import KVFerryError, MessageError
 from kvferry.layout import Device, RankCoordinates, Region
-from kvferry.protocol import messages
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.registrations import RankRegistration
 
 BURST = 200
 WITHIN_S = PATIENCE_S

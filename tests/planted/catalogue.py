@@ -121,14 +121,14 @@ CATALOGUE = (
     # ---- protocol
     PlantedFault(
         "a run of more pages than were counted is written out",
-        "protocol/page_numbers.py",
+        "protocol/pages/page_numbers.py",
         "counts.max() > self.count or counts.sum() != self.count",
         "counts.sum() < self.count",
         "tests/unit/protocol/test_page_numbers.py",
     ),
     PlantedFault(
         "a run of pages may reach behind the pool",
-        "protocol/page_numbers.py",
+        "protocol/pages/page_numbers.py",
         "firsts > pool_pages - counts",
         "firsts >= pool_pages",
         "tests/unit/protocol/test_page_numbers.py",
@@ -193,7 +193,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a missing pod proves its end",
-        "protocol/pods.py",
+        "protocol/links/pods.py",
         'if node is None:\n        return ""',
         'if node is None:\n        return "" if found is not None else "it is not there"',
         "tests/unit/protocol/test_pods.py",
@@ -214,14 +214,14 @@ CATALOGUE = (
     ),
     PlantedFault(
         "rooms go on that a lost decode rank had opened",
-        "protocol/room_table.py",
+        "protocol/rooms/room_table.py",
         "return [self.rooms[room] for room in self._rooms_given.get(receiver, ())]",
         "return []",
         "tests/unit/endpoint/test_costs.py tests/unit/endpoint/test_links.py",
     ),
     PlantedFault(
         "an abort of what was dropped with a lost rank is taken for that of a room that has ended",
-        "protocol/room_table.py",
+        "protocol/rooms/room_table.py",
         "if self._is_dropped(receiver, message):\n            return True",
         "if self._is_dropped(receiver, message):\n            return False",
         "tests/unit/protocol/test_room_table.py tests/unit/endpoint/test_links.py",

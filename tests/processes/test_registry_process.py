@@ -17,7 +17,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.layout.parallel import RankCoordinates
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.wire.registrations import RankRegistration
 
 SERVE = """
 import sys
@@ -86,7 +86,7 @@ def test_a_rank_whose_process_is_killed_is_forgotten_and_its_successor_is_taken_
     hold = """
 import sys, threading
 import msgspec
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 keeper = LeaseKeeper(
     RegistryClient(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=RankRegistration), lambda problem: None

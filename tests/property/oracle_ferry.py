@@ -33,10 +33,11 @@ from kvferry.layout import (
 )
 from kvferry.plan import ElectedRoute, Piece, SourceGroup, Unit, check_exchangeable, prove
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
-from kvferry.protocol import demands, messages, moves
-from kvferry.protocol.chunks import Chunk, ChunkSequence, GroupPages
-from kvferry.protocol.demands import WantedGroup
-from kvferry.protocol.moves import Move
+from kvferry.protocol.geometry import demands, moves
+from kvferry.protocol.geometry.demands import WantedGroup
+from kvferry.protocol.geometry.moves import Move
+from kvferry.protocol.pages.chunks import Chunk, ChunkSequence, GroupPages
+from kvferry.protocol.wire import messages
 from kvferry.settings import Settings
 from kvferry.transport import InProcessNetwork, InProcessTransport
 

@@ -24,8 +24,8 @@ from tests.support.tiers import examples
 from kvferry.layout import Interval, PageGroup, RankLayout, TokenShare, parallel, sharding
 from kvferry.plan import Demand, Piece, Runs, SourceGroup, Units, descriptors, lowering, pair, pieces, routes
 from kvferry.plan.lowering import Loop
-from kvferry.protocol import demands, moves
-from kvferry.protocol.demands import WantedGroup
+from kvferry.protocol.geometry import demands, moves
+from kvferry.protocol.geometry.demands import WantedGroup
 
 EXAMPLES = 700
 

@@ -35,14 +35,15 @@ from kvferry.observe.records import PlacedRecord
 from kvferry.plan import ElectedRoute, PairPlan, Unit, packing, pair
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.packing import SEGMENT_ALIGNMENT, PackedPiece, PackedSide, Segment, Starts, SubChunk
-from kvferry.protocol import messages, moved_blocks, placing
-from kvferry.protocol.credits import ReadingRing, Span, WritingRing
-from kvferry.protocol.deadlines import Deadlines
-from kvferry.protocol.messages import Credit, StagedArrived
-from kvferry.protocol.moves import Move
-from kvferry.protocol.placing import UnitPlaces
-from kvferry.protocol.receiver import ReceiverMachine
-from kvferry.protocol.sender import Write
+from kvferry.protocol.geometry import moved_blocks, placing
+from kvferry.protocol.geometry.moves import Move
+from kvferry.protocol.geometry.placing import UnitPlaces
+from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
+from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.receiver import ReceiverMachine
+from kvferry.protocol.transfer.sender import Write
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.messages import Credit, StagedArrived
 from kvferry.staging import StagingMemory, gathering, resolving, scattering
 from kvferry.staging.gathering import Packing, PeerMemory, StagedWrite
 from kvferry.staging.receiving import WriterRing

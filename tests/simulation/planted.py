@@ -29,25 +29,21 @@ from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
-from kvferry.protocol import pods, receiver, sender
-from kvferry.protocol.chunks import Chunk
-from kvferry.protocol.credits import ReadingRing, Span, WritingRing
-from kvferry.protocol.lost_ranks import LostRanks
-from kvferry.protocol.messages import (
-    AbortRoom,
-    Attach,
-    Drained,
-    Message,
-    OpenRoom,
-    PodIdentity,
-    SpanReleased,
-    decode_notification,
-    encode,
+from kvferry.protocol.geometry.moves import Move, moves_of
+from kvferry.protocol.links import pods
+from kvferry.protocol.links.lost_ranks import LostRanks
+from kvferry.protocol.pages.chunks import Chunk
+from kvferry.protocol.rooms.room_table import RoomTable
+from kvferry.protocol.transfer import receiver, sender
+from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
+from kvferry.protocol.transfer.receiver import (
+    ConnectFailed,
+    PartScattered,
+    ReceiverCommand,
+    ReceiverEvent,
+    ReceiverMachine,
 )
-from kvferry.protocol.moves import Move, moves_of
-from kvferry.protocol.receiver import ConnectFailed, PartScattered, ReceiverCommand, ReceiverEvent, ReceiverMachine
-from kvferry.protocol.room_table import RoomTable
-from kvferry.protocol.sender import (
+from kvferry.protocol.transfer.sender import (
     AwaitTurn,
     ReceiverAborted,
     ReceiverOpened,
@@ -58,7 +54,18 @@ from kvferry.protocol.sender import (
     Write,
     WriteDone,
 )
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.wire.messages import (
+    AbortRoom,
+    Attach,
+    Drained,
+    Message,
+    OpenRoom,
+    PodIdentity,
+    SpanReleased,
+    decode_notification,
+    encode,
+)
 from kvferry.staging.gathering import StagedQueue, StagedWrite
 from kvferry.staging.receiving import WriterRing
 from kvferry.staging.rings import SharedRing

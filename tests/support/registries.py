@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from kvferry.control.registry_client import RegistryClient
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.wire.registrations import RankRegistration
 
 
 def counted_registrations(client: RegistryClient) -> Callable[[], int]:

@@ -16,9 +16,9 @@ from kvferry import Settings
 from kvferry.control.registry_messages import LARGEST_BODY_BYTES
 from kvferry.layout.component import LONGEST_NAME
 from kvferry.plan.pieces import MOST_HOLDERS
-from kvferry.protocol import messages
-from kvferry.protocol.page_numbers import MAX_PAGES
-from kvferry.protocol.registrations import MOST_ENGINES, MOST_RANKS
+from kvferry.protocol.pages.page_numbers import MAX_PAGES
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.registrations import MOST_ENGINES, MOST_RANKS
 from kvferry.transport.base import MOST_REGIONS
 
 

@@ -21,7 +21,7 @@ RACE = """
 import importlib, sys, threading
 import msgspec
 import kvferry.layout.parallel as parallel
-import kvferry.protocol.registrations as registrations
+import kvferry.protocol.wire.registrations as registrations
 import kvferry.control.registry_messages as registry_messages
 import kvferry.control.registry_client as registry_client
 

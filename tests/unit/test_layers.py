@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,24 @@ LAYERS = (
 )
 """From the ground up."""
 
+FLOORS = {
+    "protocol": ("pages", "wire", "geometry", "rooms", "transfer", "links"),
+    "endpoint": ("runtime", "prefill", "decode"),
+}
+"""The folders within a layer, likewise."""
+
+MEAN_THE_SAME = {
+    "__init__",  # a package
+    "base",  # what the files beside it have in common
+    "construction",  # made as the settings say
+    "endpoint",  # of either side, as are the two that follow
+    "driver",
+    "room",
+    "memory",  # the simulation's
+    "pods",  # likewise
+}
+"""Names of files of which the library has several."""
+
 ENGINES = {file.parent.name for file in (PACKAGE / "engines").glob("*/__init__.py")}
 
 SANS_IO = ("layout", "plan", "protocol")
@@ -42,16 +62,20 @@ FORBIDDEN_WITHOUT_IO = {"asyncio", "httpx", "logging", "os", "queue", "random", 
 }
 
 
-def imports(file: Path) -> set[str]:
-    """Every module that a file imports, anywhere in it, but not for type checking alone."""
+def imports(file: Path, *, also_for_types: bool = False) -> set[str]:
+    """Every module that a file imports, anywhere in it, but not for type checking alone if that is not asked for."""
     found = set()
     tree = ast.parse(file.read_text())
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
+    typing_only = (
+        set()
+        if also_for_types
+        else {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+    )
     for node in ast.walk(tree):
         if id(node) in typing_only:
             continue
@@ -76,6 +100,39 @@ def test_a_layer_imports_only_layers_below_it(layer: str):
             parts = module.split(".")
             if parts[0] == "kvferry" and len(parts) > 1 and parts[1] in LAYERS:
                 assert parts[1] in allowed, f"{file.relative_to(ROOT)} imports {module}, a layer above it"
+
+
+@pytest.mark.parametrize("layer", FLOORS)
+def test_a_folder_of_a_layer_imports_only_folders_below_it(layer: str):
+    floors = FLOORS[layer]
+    assert {each.name for each in (PACKAGE / layer).glob("*/")} - {"__pycache__"} == set(floors)
+    for index, floor in enumerate(floors):
+        for file in layer_files(f"{layer}/{floor}"):
+            above = {module for module in imports(file) for each in floors[index + 1 :] if f".{layer}.{each}" in module}
+            assert not above, f"{file.relative_to(ROOT)} imports {above}"
+
+
+def test_the_two_sides_of_an_endpoint_do_not_know_each_other():
+    for file in layer_files("endpoint/decode"):
+        assert not {module for module in imports(file) if module.startswith("kvferry.endpoint.prefill")}
+
+
+def test_no_file_of_the_library_has_the_name_of_another_that_means_something_else():
+    library = LAYERS[: LAYERS.index("engines")]
+    names = Counter(file.stem for layer in library for file in layer_files(layer))
+    assert {name for name, count in names.items() if count > 1} == MEAN_THE_SAME
+
+
+def test_no_imports_go_in_a_circle():
+    """Also those that only types need. The parts of a simulated world know the world, and it them."""
+    below_testing = LAYERS[: LAYERS.index("testing")]
+    files = [file for layer in below_testing for file in layer_files(layer)]
+    modules = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file for file in files}
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for module, file in modules.items():
+        if file.name != "__init__.py":  # a package names what is in it
+            sorter.add(module, *(imports(file, also_for_types=True) & modules.keys()))
+    sorter.prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("layer", SANS_IO)

@@ -16,8 +16,8 @@ import msgspec
 
 from kvferry.answers import request
 from kvferry.errors import OrchestratorError, quoted
-from kvferry.protocol.messages import PodIdentity
-from kvferry.protocol.pods import NodeObject, PodObject
+from kvferry.protocol.links.pods import NodeObject, PodObject
+from kvferry.protocol.wire.messages import PodIdentity
 from kvferry.settings import Settings
 
 if TYPE_CHECKING:

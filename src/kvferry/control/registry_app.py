@@ -34,7 +34,7 @@ from kvferry.control.registry_messages import (
     Removal,
 )
 from kvferry.errors import ConfigurationError, MessageError, RegistrationRefusedError, RegistryAccessError, quoted
-from kvferry.protocol.registrations import RankRegistration, Registrations
+from kvferry.protocol.wire.registrations import RankRegistration, Registrations
 
 _REGISTRATION = msgspec.json.Decoder(RankRegistration)
 

@@ -27,7 +27,7 @@ from kvferry.errors import (
     SettingsError,
     UsageError,
 )
-from kvferry.protocol.registrations import EngineView, RankRegistration, check_engine_name
+from kvferry.protocol.wire.registrations import EngineView, RankRegistration, check_engine_name
 from kvferry.settings import is_loopback
 
 if TYPE_CHECKING:

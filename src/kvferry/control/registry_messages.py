@@ -18,8 +18,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.protocol.messages import EndpointName
-from kvferry.protocol.registrations import MOST_ENGINES, MOST_NAMED, MOST_RELEASED, EngineView, KnownEngine
+from kvferry.protocol.wire.messages import EndpointName
+from kvferry.protocol.wire.registrations import MOST_ENGINES, MOST_NAMED, MOST_RELEASED, EngineView, KnownEngine
 
 API_VERSION = 1
 """The `v1` of the routes. A client of another version does not find them."""

@@ -10,7 +10,7 @@ from kvferry.control.credentials import ServerCertificate
 from kvferry.control.http_server import HttpServer
 from kvferry.control.registry_messages import LONGEST_LEASE_S
 from kvferry.errors import RegistryError, SettingsError
-from kvferry.protocol.registrations import Registrations
+from kvferry.protocol.wire.registrations import Registrations
 from kvferry.settings import is_loopback
 
 if TYPE_CHECKING:

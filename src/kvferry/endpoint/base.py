@@ -16,9 +16,9 @@ from kvferry.endpoint.telemetry import EndpointTelemetry, endpoint_status
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, LostPeerStatus, PeerStatus, RoomStatus, Side, StagingStatus
 from kvferry.plan import check_token_share
-from kvferry.protocol.fingerprint import checked_fingerprint
-from kvferry.protocol.rank_identity import Identity
-from kvferry.protocol.registrations import check_engine_name
+from kvferry.protocol.wire.fingerprint import checked_fingerprint
+from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.settings import Settings
 from kvferry.transport import Transport
 

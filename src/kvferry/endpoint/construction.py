@@ -9,7 +9,7 @@ from typing import SupportsIndex
 
 from kvferry.errors import UsageError
 from kvferry.plan import TransferPath
-from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.settings import Settings
 from kvferry.transport import NixlTransport, Transport
 

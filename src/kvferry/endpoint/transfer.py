@@ -13,9 +13,9 @@ from kvferry.endpoint.reporting import RoomReport
 from kvferry.errors import KVFerryError, QueueFullError, UsageError
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import ReceiverStats, SenderStats
-from kvferry.protocol import messages
-from kvferry.protocol.chunks import AnyPages, ChunkSequence, HandedIn
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.pages.chunks import AnyPages, ChunkSequence, HandedIn
+from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.wire import messages
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from kvferry.observe.outcomes import Outcome, outcome_of
 from kvferry.observe.records import PlacedRecord, ReceiverStats, SenderStats, WriteRecord
 from kvferry.observe.status import EndpointStatus
 from kvferry.plan import TransferPath
-from kvferry.protocol.ends import Proof
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.links.proofs import Proof
+from kvferry.protocol.transfer.states import TransferState
 
 MOST_NAMED_PEERS = 32
 """Largest number of silent peers with a label each: labels are bounded."""

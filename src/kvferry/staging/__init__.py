@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.staging.calibration import copy_bytes_per_s, gather_speed
 from kvferry.staging.choice import kernels_for
+from kvferry.staging.copy_speed import copy_bytes_per_s, gather_speed
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.memory import StagingMemory, allocate
 

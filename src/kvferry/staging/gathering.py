@@ -15,11 +15,11 @@ from typing import Generic, TypeVar
 from kvferry.layout import Region
 from kvferry.plan import ElectedRoute, Unit
 from kvferry.plan.packing import PackedPiece, Segment, SubChunk, aligned, sub_chunks
-from kvferry.protocol import messages
-from kvferry.protocol.credits import Span
-from kvferry.protocol.digests import row_bytes_of
-from kvferry.protocol.moved_blocks import moved_blocks, pack_units
-from kvferry.protocol.sender import Write
+from kvferry.protocol.geometry.digest_rows import row_bytes_of
+from kvferry.protocol.geometry.moved_blocks import moved_blocks, pack_units
+from kvferry.protocol.transfer.credits import Span
+from kvferry.protocol.transfer.sender import Write
+from kvferry.protocol.wire import messages
 from kvferry.staging.digests import segment_digests
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.rings import SharedRing

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 from kvferry.errors import KVFerryError, SettingsError, TransportError, TransportUnavailableError
 from kvferry.layout import RankLayout
 from kvferry.plan import PairPlan, Piece, TransferPath, Unit
-from kvferry.protocol.credits import ReadingRing, Span
-from kvferry.protocol.messages import Credit, Staging, StagingRing, encode
+from kvferry.protocol.transfer.credits import ReadingRing, Span
+from kvferry.protocol.wire.messages import Credit, Staging, StagingRing, encode
 from kvferry.settings import Settings
 from kvferry.staging.digests import DigestMemory
 from kvferry.staging.kernels import Kernels

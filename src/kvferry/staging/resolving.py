@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from kvferry.errors import MessageError
 from kvferry.plan import PairPlan, Unit
 from kvferry.plan.packing import PackedPiece, Starts
-from kvferry.protocol.chunks import Pages
-from kvferry.protocol.messages import StagedSegment
-from kvferry.protocol.placing import UnitPlaces
+from kvferry.protocol.geometry.placing import UnitPlaces
+from kvferry.protocol.pages.chunks import Pages
+from kvferry.protocol.wire.messages import StagedSegment
 
 
 @dataclass(frozen=True, slots=True, eq=False)

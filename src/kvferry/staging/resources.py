@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from kvferry.layout import Device, Region
 from kvferry.plan.packing import PackedSide
-from kvferry.staging.calibration import copy_bytes_per_s
 from kvferry.staging.choice import kernels_for
+from kvferry.staging.copy_speed import copy_bytes_per_s
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.memory import StagingMemory, allocate
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.protocol.credits import Span, WritingRing
+from kvferry.protocol.transfer.credits import Span, WritingRing
 from kvferry.staging.waiting import Waiter, WaitQueue
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from kvferry.errors import MessageError
 from kvferry.plan.packing import aligned
-from kvferry.protocol.credits import Span
-from kvferry.protocol.messages import StagedArrived
-from kvferry.protocol.placing import UnitPlaces
+from kvferry.protocol.geometry.placing import UnitPlaces
+from kvferry.protocol.transfer.credits import Span
+from kvferry.protocol.wire.messages import StagedArrived
 from kvferry.staging.digests import verify_segment
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.receiving import WriterRing

@@ -338,7 +338,7 @@ class Faults:
         self._replace(WorkerSide, "_pages", dropped)
 
     def _compare_nothing(self) -> None:
-        from kvferry.protocol import sender
+        from kvferry.protocol.transfer import sender
 
         self._replace(sender, "why_different", lambda prefill, decode: "")
 

@@ -25,7 +25,7 @@ from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.errors import RegistryAccessError, RegistryUnreachableError, SettingsError
 from kvferry.layout import RankCoordinates
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.settings import Settings
 
 SECRET = "the secret of these tests"

@@ -39,7 +39,7 @@ from kvferry.errors import (
     UsageError,
 )
 from kvferry.layout.parallel import RankCoordinates
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.wire.registrations import RankRegistration
 
 
 def rank(tp_rank: int = 0, tp_size: int = 2, incarnation: str = "first", **changes: Any) -> RankRegistration:

@@ -12,8 +12,8 @@ from tests.support.waiting import eventually
 from kvferry.endpoint.prefill.admission import Admission, Admitted
 from kvferry.errors import KVFerryError, TransferFailedError, TransferTimeoutError
 from kvferry.observe.records import SenderStats
-from kvferry.protocol.sender import SenderMachine
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.transfer.sender import SenderMachine
+from kvferry.protocol.transfer.states import TransferState
 
 SMALL = Model(layers=1, heads=2, head_dim=4, page_tokens=2)
 PAGE_BYTES = 128  # keys and values of a page of that model

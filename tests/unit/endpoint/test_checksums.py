@@ -41,9 +41,9 @@ from kvferry.errors import (
     TransportUnavailableError,
 )
 from kvferry.layout import Device, MemoryKind, VirtualPools, virtual_layout
-from kvferry.protocol import messages
-from kvferry.protocol.credits import Span
-from kvferry.protocol.messages import ChunkArrived, StagedArrived, decode_notification
+from kvferry.protocol.transfer.credits import Span
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.messages import ChunkArrived, StagedArrived, decode_notification
 from kvferry.staging import resources
 from kvferry.staging.digests import verify_chunk, verify_segment
 from kvferry.testing.places import Pages

@@ -53,7 +53,7 @@ from kvferry.errors import (
     UnknownRoomError,
     UsageError,
 )
-from kvferry.protocol.link import Link
+from kvferry.protocol.links.link import Link
 from kvferry.staging import memory
 from kvferry.testing.transports import FaultyTransport
 

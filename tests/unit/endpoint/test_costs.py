@@ -14,9 +14,9 @@ from benchmarks.growing_costs import Cluster, Straight
 from tests.support.steps import steps_of
 
 from kvferry.errors import PeerDisconnectedError
-from kvferry.protocol import messages
-from kvferry.protocol.link import LinkKey
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.links.link import LinkKey
+from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.wire import messages
 
 PAGES = np.arange(1)
 

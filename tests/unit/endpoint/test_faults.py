@@ -25,7 +25,7 @@ from kvferry.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from kvferry.protocol import messages
+from kvferry.protocol.wire import messages
 
 S = TransferState
 

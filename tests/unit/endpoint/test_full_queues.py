@@ -11,8 +11,8 @@ from tests.support.engines import Requests
 from tests.support.waiting import eventually
 
 from kvferry.errors import PeerDisconnectedError, QueueFullError, TransferFailedError
-from kvferry.protocol import messages
-from kvferry.protocol.link import Link
+from kvferry.protocol.links.link import Link
+from kvferry.protocol.wire import messages
 
 
 def test_more_rooms_than_may_be_are_refused_on_either_side(pair: Callable[..., Requests]):

@@ -28,10 +28,10 @@ from kvferry.errors import (
     TransportError,
     UnknownRoomError,
 )
-from kvferry.protocol import messages
-from kvferry.protocol.link import LinkState
-from kvferry.protocol.page_numbers import PageNumbers
-from kvferry.protocol.sender import ReceiverAborted
+from kvferry.protocol.links.link import LinkState
+from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.protocol.transfer.sender import ReceiverAborted
+from kvferry.protocol.wire import messages
 
 S = TransferState
 

@@ -36,8 +36,8 @@ from kvferry.errors import (
     TransferTimeoutError,
     VersionError,
 )
-from kvferry.protocol import messages
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.transport.registered import RegisteredMemory
 
 

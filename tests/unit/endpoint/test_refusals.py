@@ -19,8 +19,8 @@ from kvferry.errors import (
     TransferFailedError,
     UsageError,
 )
-from kvferry.protocol import messages
-from kvferry.protocol.page_numbers import PageNumbers
+from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.protocol.wire import messages
 
 SOON_S = 2.0
 """By when both sides have ended; alone, a side waits for its deadline of 60 s."""

@@ -17,7 +17,7 @@ from kvferry.control.credentials import Credentials
 from kvferry.control.registry_server import RegistryServer
 from kvferry.errors import PeerDisconnectedError, PeerError, RegistryAccessError
 from kvferry.layout import RankCoordinates
-from kvferry.protocol import messages
+from kvferry.protocol.wire import messages
 
 SECRET = "the secret of these tests"
 OTHER = "another secret than that"

@@ -16,8 +16,8 @@ from kvferry.engines.fingerprint import (
     request_conditions,
     short_text,
 )
-from kvferry.protocol.fingerprint import MAY_BE_UNSAID, MAY_DIFFER, checked_fingerprint
-from kvferry.protocol.request_conditions import checked_conditions, why_different
+from kvferry.protocol.wire.fingerprint import MAY_BE_UNSAID, MAY_DIFFER, checked_fingerprint
+from kvferry.protocol.wire.request_conditions import checked_conditions, why_different
 
 IDENTITY = CacheIdentity(
     engine="vllm 0.32.0",

@@ -15,7 +15,7 @@ from kvferry.engines.sglang.directory import Announcement, Directory, ask, engin
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.settings import PluginSettings, settings_beside
 from kvferry.errors import IncompatiblePeerError, KVFerryError, RegistryError, RegistryUnreachableError
-from kvferry.protocol.registrations import check_engine_name
+from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.settings import Settings
 
 

@@ -16,7 +16,7 @@ import kvferry
 from kvferry import GroupPages
 from kvferry.engines.vllm.outgoing import OutgoingRequests, PagesToSend
 from kvferry.errors import ChunkError, QueueFullError
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.transfer.states import TransferState
 
 
 class Sender:

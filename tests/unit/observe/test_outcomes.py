@@ -6,7 +6,7 @@ import pytest
 
 from kvferry import errors
 from kvferry.observe.outcomes import Outcome, outcome_of
-from kvferry.protocol.failures import caused
+from kvferry.protocol.transfer.failures import caused
 
 
 @pytest.mark.parametrize(

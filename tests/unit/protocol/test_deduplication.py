@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.protocol import deduplication
-from kvferry.protocol.deduplication import Delivery, OpenDeduplicator
+from kvferry.protocol.rooms import deduplication
+from kvferry.protocol.rooms.deduplication import Delivery, OpenDeduplicator
 
 
 def test_what_comes_again_is_known():

@@ -26,10 +26,10 @@ from kvferry.layout import (
     zigzag,
 )
 from kvferry.plan import Demand
-from kvferry.protocol.chunks import GroupPages
-from kvferry.protocol.demands import demands_of, wanted_groups
-from kvferry.protocol.messages import OpenGroup, OpenRoom, decode_to_prefill, encode
-from kvferry.protocol.page_numbers import PageNumbers
+from kvferry.protocol.geometry.demands import demands_of, wanted_groups
+from kvferry.protocol.pages.chunks import GroupPages
+from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.protocol.wire.messages import OpenGroup, OpenRoom, decode_to_prefill, encode
 
 LIMIT = 2**48
 WHOLE = TokenShare()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.protocol.holding import HOLDINGS, Side, Waits, holding
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.transfer.holding import HOLDINGS, Side, Waits, holding
+from kvferry.protocol.transfer.states import TransferState
 
 WAITS = Waits(bootstrap_s=1, waiting_s=10, write_s=100, peer_s=1000, heartbeat_s=10_000, quarantine_s=100_000)
 

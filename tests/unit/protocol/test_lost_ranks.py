@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvferry.protocol.ends import Proof
-from kvferry.protocol.lost_ranks import LostRanks
-from kvferry.protocol.messages import ProcessIdentity
+from kvferry.protocol.links.lost_ranks import LostRanks
+from kvferry.protocol.links.proofs import Proof
+from kvferry.protocol.wire.messages import ProcessIdentity
 
 HERE = ProcessIdentity(machine="m", pid=1, started=10)
 THERE = ProcessIdentity(machine="n", pid=1, started=10)

@@ -27,8 +27,10 @@ from kvferry.layout import (
     latent_component,
 )
 from kvferry.plan import Piece, TransferPath, Unit
-from kvferry.protocol import messages
-from kvferry.protocol.messages import (
+from kvferry.protocol.geometry.moved_blocks import pack_units
+from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.messages import (
     MAX_MESSAGE_BYTES,
     AbortRoom,
     Attach,
@@ -67,8 +69,6 @@ from kvferry.protocol.messages import (
     decode_to_prefill,
     encode,
 )
-from kvferry.protocol.moved_blocks import pack_units
-from kvferry.protocol.page_numbers import PageNumbers
 from kvferry.transport import PeerMetadata
 
 DECODERS: dict[Any, Any] = {

@@ -39,12 +39,18 @@ from kvferry.plan import (
 )
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.plan.packing import MovedBlocks
-from kvferry.protocol.chunks import Chunk, ChunkPart, GroupPages
-from kvferry.protocol.demands import WantedGroup, demands_of, wanted_of
-from kvferry.protocol.messages import MAX_POSITION
-from kvferry.protocol.moved_blocks import moved_blocks, pack_units, places_of_units, unpack_units, write_size_of
-from kvferry.protocol.moves import Move, ReceiverRequest, moves_of
-from kvferry.protocol.page_numbers import PageNumbers
+from kvferry.protocol.geometry.demands import WantedGroup, demands_of, wanted_of
+from kvferry.protocol.geometry.moved_blocks import (
+    moved_blocks,
+    pack_units,
+    places_of_units,
+    unpack_units,
+    write_size_of,
+)
+from kvferry.protocol.geometry.moves import Move, ReceiverRequest, moves_of
+from kvferry.protocol.pages.chunks import Chunk, ChunkPart, GroupPages
+from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.protocol.wire.messages import MAX_POSITION
 
 WHOLE = TokenShare()
 

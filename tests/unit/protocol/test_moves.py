@@ -20,11 +20,11 @@ from tests.support.tiers import examples
 from kvferry.errors import PageError
 from kvferry.layout import Entry, RankLayout, TokenPartition, TokenShare, contiguous, interleaved, zigzag
 from kvferry.plan import Demand, Unit, route_between
-from kvferry.protocol.chunks import Chunk, ChunkPart, GroupPages
-from kvferry.protocol.demands import WantedGroup, demands_of, wanted_groups
-from kvferry.protocol.messages import OpenRoom
-from kvferry.protocol.moves import Move, ReceiverRequest, check_chunk, moves_of
-from kvferry.protocol.page_numbers import PageNumbers
+from kvferry.protocol.geometry.demands import WantedGroup, demands_of, wanted_groups
+from kvferry.protocol.geometry.moves import Move, ReceiverRequest, check_chunk, moves_of
+from kvferry.protocol.pages.chunks import Chunk, ChunkPart, GroupPages
+from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.protocol.wire.messages import OpenRoom
 from kvferry.testing.places import positions_of
 
 WHOLE = TokenShare()

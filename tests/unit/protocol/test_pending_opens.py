@@ -10,9 +10,9 @@ import pytest
 
 from kvferry import Settings
 from kvferry.errors import QueueFullError
-from kvferry.protocol.messages import AbortRoom, OpenGroup, OpenRoom
-from kvferry.protocol.page_numbers import PageNumbers
-from kvferry.protocol.pending_opens import PendingMessage, PendingOpens
+from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.protocol.rooms.pending_opens import PendingMessage, PendingOpens
+from kvferry.protocol.wire.messages import AbortRoom, OpenGroup, OpenRoom
 
 
 def opened(room: int, generation: int = 1) -> OpenRoom:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvferry.errors import TransferAbortedError, TransferFailedError, TransferTimeoutError
-from kvferry.protocol.deadlines import Deadlines
-from kvferry.protocol.receiver import (
+from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.receiver import (
     Arrived,
     AwaitArrival,
     Connected,
@@ -30,7 +30,7 @@ from kvferry.protocol.receiver import (
     SenderSettled,
     SendOpen,
 )
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.transfer.states import TransferState
 
 BOOTSTRAP, WAITING, TRANSFERRING, SUCCESS, FAILED = TransferState
 DEADLINES = Deadlines(bootstrap_s=10.0, waiting_s=20.0, write_s=5.0)

@@ -13,7 +13,7 @@ from tests.support.tiers import examples
 
 from kvferry.errors import LayoutError, RegistrationRefusedError, SettingsError
 from kvferry.layout.parallel import RankCoordinates
-from kvferry.protocol.registrations import EngineView, RankRegistration, Registrations
+from kvferry.protocol.wire.registrations import EngineView, RankRegistration, Registrations
 
 LEASE_S = 10.0
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvferry.errors import EndpointClosedError, KVFerryError, QueueFullError, TransferAbortedError, TransferFailedError
 from kvferry.layout import RankCoordinates
-from kvferry.protocol.messages import AbortRoom, OpenRoom, RefuseRoom
-from kvferry.protocol.room_table import REMEMBERED, RoomTable
+from kvferry.protocol.rooms.room_table import REMEMBERED, RoomTable
+from kvferry.protocol.wire.messages import AbortRoom, OpenRoom, RefuseRoom
 
 KEEP_S = 10.0
 

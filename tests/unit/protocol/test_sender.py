@@ -18,13 +18,13 @@ from kvferry.errors import (
 )
 from kvferry.layout import TokenShare
 from kvferry.plan import Demand, Route, Unit
-from kvferry.protocol import sender as sender_module
-from kvferry.protocol.chunks import Chunk, ChunkPart
-from kvferry.protocol.deadlines import Deadlines
-from kvferry.protocol.demands import WantedGroup
-from kvferry.protocol.moves import Move, ReceiverRequest, moves_of
-from kvferry.protocol.page_numbers import PageNumbers
-from kvferry.protocol.sender import (
+from kvferry.protocol.geometry.demands import WantedGroup
+from kvferry.protocol.geometry.moves import Move, ReceiverRequest, moves_of
+from kvferry.protocol.pages.chunks import Chunk, ChunkPart
+from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.protocol.transfer import sender as sender_module
+from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.sender import (
     AwaitTurn,
     ChunkSubmitted,
     FinishFailed,
@@ -49,7 +49,7 @@ from kvferry.protocol.sender import (
     WriteFailed,
     WriteProgressed,
 )
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.transfer.states import TransferState
 
 BOOTSTRAP, WAITING, TRANSFERRING, SUCCESS, FAILED = TransferState
 PAGE_TOKENS = 16

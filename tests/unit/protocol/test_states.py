@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol import receiver, sender
-from kvferry.protocol.states import (
+from kvferry.protocol.transfer import receiver, sender
+from kvferry.protocol.transfer.states import (
     RECEIVER_TRANSITIONS,
     SENDER_TRANSITIONS,
     ReceiverTrigger,

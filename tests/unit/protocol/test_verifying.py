@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from kvferry.errors import ChecksumError, KVFerryError, TransferAbortedError, TransferFailedError, TransferTimeoutError
-from kvferry.protocol.chunks import Chunk, ChunkPart
-from kvferry.protocol.deadlines import Deadlines
-from kvferry.protocol.messages import ChunkArrived, decode_notification, encode
-from kvferry.protocol.moves import ReceiverRequest
-from kvferry.protocol.receiver import (
+from kvferry.protocol.geometry.moves import ReceiverRequest
+from kvferry.protocol.pages.chunks import Chunk, ChunkPart
+from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.receiver import (
     ArrivedUnverified,
     Connected,
     Finished,
@@ -28,7 +27,7 @@ from kvferry.protocol.receiver import (
     Verified,
     Verify,
 )
-from kvferry.protocol.sender import (
+from kvferry.protocol.transfer.sender import (
     ChunkSubmitted,
     FinishSent,
     ReceiverAborted,
@@ -40,7 +39,8 @@ from kvferry.protocol.sender import (
     SenderTick,
     SendFinish,
 )
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.wire.messages import ChunkArrived, decode_notification, encode
 
 S = TransferState
 DEADLINES = Deadlines(bootstrap_s=10.0, waiting_s=20.0, write_s=5.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.plan.packing import SEGMENT_ALIGNMENT
-from kvferry.protocol.credits import ReadingRing, Span
+from kvferry.protocol.transfer.credits import ReadingRing, Span
 from kvferry.staging.rings import SharedRing
 
 LINE = SEGMENT_ALIGNMENT

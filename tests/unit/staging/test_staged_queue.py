@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from kvferry.layout import Device, Region
-from kvferry.protocol.credits import Span
+from kvferry.protocol.transfer.credits import Span
 from kvferry.staging import StagingMemory
 from kvferry.staging.gathering import Packing, PeerMemory, StagedQueue, StagedWrite
 from kvferry.staging.rings import SharedRing

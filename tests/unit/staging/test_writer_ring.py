@@ -10,8 +10,8 @@ from tests.support.shards import byte_shard
 from kvferry.errors import PeerDisconnectedError
 from kvferry.layout import RankLayout
 from kvferry.plan import PairPlan
-from kvferry.protocol.credits import Span
-from kvferry.protocol.messages import Credit, decode_to_prefill
+from kvferry.protocol.transfer.credits import Span
+from kvferry.protocol.wire.messages import Credit, decode_to_prefill
 from kvferry.staging.receiving import WriterRing
 from kvferry.staging.resources import MachineResources
 

@@ -26,8 +26,8 @@ from kvferry.cpus import usable_cpus
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
 from kvferry.errors import KVFerryError, PeerDisconnectedError, RegistryError, TransferTimeoutError
 from kvferry.layout import RankCoordinates
-from kvferry.protocol.chunks import GroupPages
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.pages.chunks import GroupPages
+from kvferry.protocol.transfer.states import TransferState
 from kvferry.settings import Settings
 
 Pages: TypeAlias = "NDArray[np.int64] | dict[str, GroupPages]"

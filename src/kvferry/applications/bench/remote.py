@@ -28,8 +28,8 @@ from kvferry.errors import (
     RegistryError,
 )
 from kvferry.layout import RankCoordinates
-from kvferry.protocol.messages import PROTOCOL_VERSION
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.wire.messages import PROTOCOL_VERSION
+from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.settings import Settings, bracketed
 
 ENGINE = "kvferry-bench"

@@ -18,9 +18,9 @@ from kvferry.control.kubernetes import create_kubernetes_client
 from kvferry.errors import IncompatiblePeerError, KVFerryError, OrchestratorError
 from kvferry.observe.logs import clock_time
 from kvferry.observe.status import EndpointStatus, Side
-from kvferry.protocol.ends import Proof
-from kvferry.protocol.fingerprint import check_same_fingerprint
-from kvferry.protocol.messages import PodIdentity
+from kvferry.protocol.links.proofs import Proof
+from kvferry.protocol.wire.fingerprint import check_same_fingerprint
+from kvferry.protocol.wire.messages import PodIdentity
 from kvferry.settings import Settings
 
 _MOST_SKEW_S = 1.0

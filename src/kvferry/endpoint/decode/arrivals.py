@@ -14,10 +14,9 @@ from kvferry.endpoint.runtime.settling import Settling
 from kvferry.endpoint.runtime.threads import RunningLoop
 from kvferry.errors import PeerError
 from kvferry.observe.records import PlacedRecord
-from kvferry.protocol import messages
-from kvferry.protocol.credits import Span
-from kvferry.protocol.link import Link
-from kvferry.protocol.receiver import (
+from kvferry.protocol.links.link import Link
+from kvferry.protocol.transfer.credits import Span
+from kvferry.protocol.transfer.receiver import (
     Arrived,
     ArrivedUnverified,
     Finished,
@@ -27,6 +26,7 @@ from kvferry.protocol.receiver import (
     Scatter,
     Verify,
 )
+from kvferry.protocol.wire import messages
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport

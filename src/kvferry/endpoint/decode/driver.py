@@ -27,10 +27,8 @@ from kvferry.endpoint.runtime.timers import Timers
 from kvferry.errors import KVFerryError, PeerError
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import LostPeerStatus, PeerStatus, RoomStatus, StagingStatus
-from kvferry.protocol import messages
-from kvferry.protocol.link import Link, LinkKey, LinkState
-from kvferry.protocol.rank_identity import Identity
-from kvferry.protocol.receiver import (
+from kvferry.protocol.links.link import Link, LinkKey, LinkState
+from kvferry.protocol.transfer.receiver import (
     AwaitArrival,
     ConnectFailed,
     ReceiverAbortRequested,
@@ -48,6 +46,8 @@ from kvferry.protocol.receiver import (
     SendVerified,
     Verify,
 )
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport

@@ -1,7 +1,7 @@
 """Asks who can prove that lost prefill ranks have ended, without holding up the endpoint's thread.
 
 What the settings declare is asked: this machine at once, operators and Kubernetes from a thread of their own, at most
-one round at a time. Which answers are proof `protocol.ends` and `protocol.pods` know.
+one round at a time. Which answers are proof `protocol.links.proofs` and `protocol.links.pods` know.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kvferry.control.kubernetes import Orchestrator
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.errors import KVFerryError, OrchestratorError
-from kvferry.protocol.ends import Proof, Reach
-from kvferry.protocol.messages import PodIdentity, ProcessIdentity
-from kvferry.protocol.pods import KnownPods, NodeAnswer, why_ended
+from kvferry.protocol.links.pods import KnownPods, NodeAnswer, why_ended
+from kvferry.protocol.links.proofs import Proof, Reach
+from kvferry.protocol.wire.messages import PodIdentity, ProcessIdentity
 from kvferry.settings import Settings
 from kvferry.transport import Promises
 

@@ -26,14 +26,14 @@ from kvferry.errors import (
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
 from kvferry.plan import check_share_tokens
-from kvferry.protocol.chunks import AnyPages
-from kvferry.protocol.demands import demands_of
-from kvferry.protocol.ends import Proof
-from kvferry.protocol.link import LinkKey
-from kvferry.protocol.placing import UnitPlaces
-from kvferry.protocol.receiver import ReceiverAbortRequested, ReceiverMachine
-from kvferry.protocol.registrations import check_engine_name
-from kvferry.protocol.request_conditions import checked_conditions
+from kvferry.protocol.geometry.demands import demands_of
+from kvferry.protocol.geometry.placing import UnitPlaces
+from kvferry.protocol.links.link import LinkKey
+from kvferry.protocol.links.proofs import Proof
+from kvferry.protocol.pages.chunks import AnyPages
+from kvferry.protocol.transfer.receiver import ReceiverAbortRequested, ReceiverMachine
+from kvferry.protocol.wire.registrations import check_engine_name
+from kvferry.protocol.wire.request_conditions import checked_conditions
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport

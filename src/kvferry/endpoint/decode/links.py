@@ -35,13 +35,13 @@ from kvferry.errors import (
 from kvferry.observe.logs import report_silence
 from kvferry.observe.observer import Observer, Retry
 from kvferry.observe.status import LostPeerStatus, PeerStatus
-from kvferry.protocol import messages
 from kvferry.protocol.bounded import forget_oldest
-from kvferry.protocol.ends import Proof
-from kvferry.protocol.link import Channel, Link, LinkKey, LinkState
-from kvferry.protocol.lost_ranks import LostRanks
-from kvferry.protocol.rank_identity import Identity
-from kvferry.protocol.registrations import EngineView, RankRegistration
+from kvferry.protocol.links.link import Channel, Link, LinkKey, LinkState
+from kvferry.protocol.links.lost_ranks import LostRanks
+from kvferry.protocol.links.proofs import Proof
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Promises

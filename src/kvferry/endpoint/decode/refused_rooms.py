@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from kvferry.control.ends import Connection
 from kvferry.endpoint.decode.links import Links
 from kvferry.errors import KVFerryError
-from kvferry.protocol import messages
-from kvferry.protocol.link import Link
-from kvferry.protocol.rank_identity import Identity
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.links.link import Link
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.registrations import RankRegistration
 
 
 @dataclass(eq=False, slots=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from kvferry.endpoint.transfer import Receiver
 from kvferry.observe.records import PlacedRecord, ReceiverStats
 from kvferry.observe.status import RoomStatus
-from kvferry.protocol.messages import OpenGroup
-from kvferry.protocol.placing import UnitPlaces
-from kvferry.protocol.receiver import (
+from kvferry.protocol.geometry.placing import UnitPlaces
+from kvferry.protocol.transfer.receiver import (
     ReceiverCommand,
     ReceiverEvent,
     ReceiverMachine,
 )
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.wire.messages import OpenGroup
 
 
 class ReceivingRoom:

@@ -24,10 +24,10 @@ from kvferry.plan import (
     selectors,
 )
 from kvferry.plan.descriptors import MERGED_BYTES, DescriptorIndices, PieceNumbers
-from kvferry.protocol.fingerprint import check_same_fingerprint
-from kvferry.protocol.messages import Attach
-from kvferry.protocol.moves import Move
-from kvferry.protocol.refusals import DecodeRank
+from kvferry.protocol.geometry.moves import Move
+from kvferry.protocol.wire.fingerprint import check_same_fingerprint
+from kvferry.protocol.wire.messages import Attach
+from kvferry.protocol.wire.rank_identity import DecodeRank
 from kvferry.staging.digests import DigestMemory
 from kvferry.transport import PeerMetadata, PreparedList, Transport
 

@@ -10,7 +10,7 @@ from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.peers import DecodePeers
 from kvferry.errors import KVFerryError
 from kvferry.protocol.bounded import forget_oldest
-from kvferry.protocol.refusals import DecodeRank
+from kvferry.protocol.wire.rank_identity import DecodeRank
 
 _MOST_BROKEN_OFF = 1 << 12  # names of decode ranks: a thousand times as many as may be frozen at a time
 

@@ -12,8 +12,8 @@ from kvferry.endpoint.prefill.write_account import Target, WriteAccount, Writing
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.observe.records import PartRecord
 from kvferry.plan import Unit
-from kvferry.protocol import messages
-from kvferry.protocol.sender import SenderBroke, Write, WriteAdmitted, WriteDeferred, WriteDone, WriteFailed
+from kvferry.protocol.transfer.sender import SenderBroke, Write, WriteAdmitted, WriteDeferred, WriteDone, WriteFailed
+from kvferry.protocol.wire import messages
 from kvferry.transport import TransferReport, Transport
 
 

@@ -29,10 +29,9 @@ from kvferry.endpoint.transfer import Sender
 from kvferry.errors import EndpointClosedError, KVFerryError, PeerDisconnectedError, PeerError
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import PeerStatus, RoomStatus, StagingStatus
-from kvferry.protocol import messages
-from kvferry.protocol.rank_identity import Identity
-from kvferry.protocol.refusals import DecodeRank
-from kvferry.protocol.sender import SenderMachine, SenderTick
+from kvferry.protocol.transfer.sender import SenderMachine, SenderTick
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.settings import Settings
 from kvferry.transport import Transport
 

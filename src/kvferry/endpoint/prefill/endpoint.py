@@ -17,10 +17,10 @@ from kvferry.errors import KVFerryError, UsageError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
 from kvferry.plan import check_share_tokens
-from kvferry.protocol import messages
-from kvferry.protocol.registrations import RankRegistration
-from kvferry.protocol.request_conditions import checked_conditions
-from kvferry.protocol.sender import SenderMachine
+from kvferry.protocol.transfer.sender import SenderMachine
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.protocol.wire.request_conditions import checked_conditions
 from kvferry.settings import Settings, bracketed
 from kvferry.transport import Transport
 

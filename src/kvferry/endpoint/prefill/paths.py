@@ -13,9 +13,9 @@ from kvferry.errors import IncompatiblePeerError, SettingsError, TransportError,
 from kvferry.layout import RankLayout, Region
 from kvferry.plan import Choice, ElectedRoute, PairPlan, PathCosts, TransferPath, Unit, choose
 from kvferry.plan.packing import SEGMENT_ALIGNMENT, aligned
-from kvferry.protocol.messages import Attach
-from kvferry.protocol.moved_blocks import moved_blocks, write_size_of
-from kvferry.protocol.moves import Move
+from kvferry.protocol.geometry.moved_blocks import moved_blocks, write_size_of
+from kvferry.protocol.geometry.moves import Move
+from kvferry.protocol.wire.messages import Attach
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.digests import DigestMemory

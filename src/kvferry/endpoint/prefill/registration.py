@@ -6,7 +6,7 @@ import logging
 
 from kvferry.control.registry_client import LeaseKeeper
 from kvferry.endpoint.runtime.platform import Platform
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.settings import Settings
 
 log = logging.getLogger(__name__)

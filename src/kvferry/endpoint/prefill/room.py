@@ -24,11 +24,9 @@ from kvferry.observe.observer import Observer
 from kvferry.observe.records import SenderStats, WriteRecord
 from kvferry.observe.status import RoomStatus
 from kvferry.plan import TransferPath
-from kvferry.protocol import messages
-from kvferry.protocol.chunks import ChunkSequence, HandedIn
-from kvferry.protocol.moves import request_of
-from kvferry.protocol.refusals import DecodeRank
-from kvferry.protocol.sender import (
+from kvferry.protocol.geometry.moves import request_of
+from kvferry.protocol.pages.chunks import ChunkSequence, HandedIn
+from kvferry.protocol.transfer.sender import (
     AwaitTurn,
     ChunkSubmitted,
     FinishFailed,
@@ -51,7 +49,9 @@ from kvferry.protocol.sender import (
     WriteFailed,
     WriteProgressed,
 )
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.rank_identity import DecodeRank
 from kvferry.settings import Settings
 from kvferry.transport import Transport
 

@@ -1,7 +1,7 @@
 """A prefill rank's rooms, and decode ranks' messages about them: each goes to its room, waits, or is answered.
 
 Our caller and decode ranks may come first. What is kept until then, and which message is late or a duplicate, the table
-knows (`protocol.room_table`).
+knows (`protocol.rooms.room_table`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from kvferry.errors import (
     UnknownRoomError,
 )
 from kvferry.observe.observer import Observer
-from kvferry.protocol import messages
-from kvferry.protocol.moves import request_of
-from kvferry.protocol.pending_opens import PendingMessage
-from kvferry.protocol.rank_identity import Identity
-from kvferry.protocol.refusals import DecodeRank
-from kvferry.protocol.room_table import RoomTable
-from kvferry.protocol.sender import (
+from kvferry.protocol.geometry.moves import request_of
+from kvferry.protocol.rooms.pending_opens import PendingMessage
+from kvferry.protocol.rooms.room_table import RoomTable
+from kvferry.protocol.transfer.sender import (
     OpenRetransmitted,
     ReceiverAborted,
     ReceiverLost,
     ReceiverVerified,
     SenderAbortRequested,
 )
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import PartRecord
-from kvferry.protocol import messages
-from kvferry.protocol.credits import Span
-from kvferry.protocol.sender import SenderBroke, Write, WriteDone, WriteFailed, WriteProgressed
+from kvferry.protocol.transfer.credits import Span
+from kvferry.protocol.transfer.sender import SenderBroke, Write, WriteDone, WriteFailed, WriteProgressed
+from kvferry.protocol.wire import messages
 from kvferry.staging.gathering import Packing, PeerMemory, Posted, StagedQueue, StagedWrite
 from kvferry.staging.rings import ReleasedSpan
 from kvferry.transport import TransferReport, Transport

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.errors import PeerDisconnectedError, TransportError
-from kvferry.protocol.messages import StagedArrived, decode_notification
+from kvferry.protocol.wire.messages import StagedArrived, decode_notification
 from kvferry.testing.simulation.circumstances import LINGER_S, THAW_S, WAITS, Engine
 from kvferry.testing.simulation.control_network import Line
 from kvferry.testing.simulation.processes import Process

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from kvferry.protocol.holding import Waits
+from kvferry.protocol.transfer.holding import Waits
 from kvferry.settings import Settings
 from kvferry.testing.simulation.memory import HEAD_DIM, HEADS, KINDS, MOST_TOKENS, Shape
 from kvferry.testing.simulation.processes import Process

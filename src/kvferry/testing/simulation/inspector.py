@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from kvferry.endpoint import DecodeEndpoint
 from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import KVFerryError
-from kvferry.protocol.credits import Span
-from kvferry.protocol.holding import Side, holding
-from kvferry.protocol.messages import ChunkArrived, Notification, StagedArrived, decode_notification
-from kvferry.protocol.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, TransferState
+from kvferry.protocol.transfer.credits import Span
+from kvferry.protocol.transfer.holding import Side, holding
+from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, TransferState
+from kvferry.protocol.wire.messages import ChunkArrived, Notification, StagedArrived, decode_notification
 from kvferry.testing.simulation.circumstances import WAITS
 from kvferry.testing.simulation.laws import Law, ViolationError, demand
 from kvferry.testing.simulation.leftovers import leftovers

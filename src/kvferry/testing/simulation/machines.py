@@ -22,9 +22,9 @@ from kvferry.layout import Device, RankLayout, Region
 from kvferry.plan import PathCosts
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.packing import PackedSide
-from kvferry.protocol.messages import PodIdentity, ProcessIdentity
-from kvferry.protocol.pods import NodeObject, PodObject
-from kvferry.protocol.registrations import EngineView, RankRegistration, Registrations
+from kvferry.protocol.links.pods import NodeObject, PodObject
+from kvferry.protocol.wire.messages import PodIdentity, ProcessIdentity
+from kvferry.protocol.wire.registrations import EngineView, RankRegistration, Registrations
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.addressing import array_at, spread

@@ -10,8 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.protocol.messages import PodIdentity
-from kvferry.protocol.pods import (
+from kvferry.protocol.links.pods import (
     OUT_OF_SERVICE,
     Condition,
     ContainerState,
@@ -27,6 +26,7 @@ from kvferry.protocol.pods import (
     Taint,
     Terminated,
 )
+from kvferry.protocol.wire.messages import PodIdentity
 
 _ENGINE = "engine"
 

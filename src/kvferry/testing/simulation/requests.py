@@ -10,7 +10,7 @@ import numpy as np
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
 from kvferry.errors import UnknownRoomError
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.transfer.states import TransferState
 from kvferry.testing.simulation.memory import HEAD_DIM, HEADS, KINDS, MOST_TOKENS, Contents
 from kvferry.testing.simulation.processes import Process
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvferry.layout import RankLayout
 from kvferry.plan import Route, Unit
-from kvferry.protocol.chunks import Pages
-from kvferry.protocol.demands import WantedGroup, wanted_of
-from kvferry.protocol.messages import OpenGroup
-from kvferry.protocol.moved_blocks import places_of_units, unpack_units
+from kvferry.protocol.geometry.demands import WantedGroup, wanted_of
+from kvferry.protocol.geometry.moved_blocks import places_of_units, unpack_units
+from kvferry.protocol.pages.chunks import Pages
+from kvferry.protocol.wire.messages import OpenGroup
 
 _MOST_PLACES = 64
 

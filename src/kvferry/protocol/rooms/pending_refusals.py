@@ -11,34 +11,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvferry.layout import RankCoordinates
 from kvferry.protocol.bounded import forget_oldest
-from kvferry.protocol.messages import RefuseRoom
+from kvferry.protocol.wire.messages import RefuseRoom
 
 _REMEMBERED = 1 << 12
 """Of how many refusals it is remembered that they came."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRank:
-    """A decode rank's place, by its own word.
-
-    Attributes:
-        engine: its engine's name.
-        coordinates: its place there.
-    """
-
-    engine: str
-    coordinates: RankCoordinates
-
-    def can_be_beside(self, others: Iterable[DecodeRank]) -> bool:
-        """Returns whether it can be one of the group that others belong to, and is none of them."""
-        return all(self.engine == other.engine and self._is_beside(other.coordinates) for other in others)
-
-    def _is_beside(self, other: RankCoordinates) -> bool:
-        mine = self.coordinates
-        sizes = [(each.tp_size, each.cp_size, each.pp_size, each.dp_size, each.dp_rank) for each in (mine, other)]
-        return sizes[0] == sizes[1] and mine != other
 
 
 @dataclass(slots=True)

@@ -13,10 +13,10 @@ from kvferry.plan import ElectedRoute, Route, Unit, WriteSize, places
 from kvferry.plan.lowering import PageSteps
 from kvferry.plan.packing import MovedBlocks, PackedPiece, count_sub_chunks
 from kvferry.plan.routes import ascending_ranges
-from kvferry.protocol.chunks import Pages
-from kvferry.protocol.demands import WantedGroup
-from kvferry.protocol.messages import MAX_POSITION
-from kvferry.protocol.moves import Move
+from kvferry.protocol.geometry.demands import WantedGroup
+from kvferry.protocol.geometry.moves import Move
+from kvferry.protocol.pages.chunks import Pages
+from kvferry.protocol.wire.messages import MAX_POSITION
 
 
 def moved_blocks(

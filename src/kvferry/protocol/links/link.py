@@ -19,11 +19,11 @@ from kvferry import errors
 from kvferry.errors import IncompatiblePeerError, KVFerryError, PeerDisconnectedError, PeerError
 from kvferry.layout import RankLayout
 from kvferry.plan import Piece, check_exchangeable, check_token_share, elect_writer, pieces_for_receiver
-from kvferry.protocol import messages
-from kvferry.protocol.fingerprint import check_same_fingerprint
-from kvferry.protocol.rank_identity import Identity
-from kvferry.protocol.receiver import Connected
-from kvferry.protocol.registrations import RankRegistration
+from kvferry.protocol.transfer.receiver import Connected
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.fingerprint import check_same_fingerprint
+from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.registrations import RankRegistration
 
 _SHORTEST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from kvferry.errors import PageError, UsageError
 from kvferry.layout import RankLayout
 from kvferry.plan import Demand, ElectedRoute, Route, Unit, Units, needed_locally, places, segments_between, units_of
-from kvferry.protocol.chunks import Chunk, ChunkPart, Pages
-from kvferry.protocol.demands import WantedGroup, wanted_groups
-from kvferry.protocol.messages import OpenRoom
+from kvferry.protocol.geometry.demands import WantedGroup, wanted_groups
+from kvferry.protocol.pages.chunks import Chunk, ChunkPart, Pages
+from kvferry.protocol.wire.messages import OpenRoom
 
 
 @dataclass(frozen=True, slots=True, eq=False)

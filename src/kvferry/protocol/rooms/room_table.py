@@ -12,10 +12,11 @@ from typing import Generic, Protocol, TypeVar
 
 from kvferry.errors import EndpointClosedError, KVFerryError, TransferAbortedError, TransferFailedError
 from kvferry.protocol.bounded import forget_oldest
-from kvferry.protocol.deduplication import Delivery, OpenDeduplicator
-from kvferry.protocol.messages import AbortRoom, OpenRoom, RefuseRoom
-from kvferry.protocol.pending_opens import PendingMessage, PendingOpens
-from kvferry.protocol.refusals import DecodeRank, PendingRefusals
+from kvferry.protocol.rooms.deduplication import Delivery, OpenDeduplicator
+from kvferry.protocol.rooms.pending_opens import PendingMessage, PendingOpens
+from kvferry.protocol.rooms.pending_refusals import PendingRefusals
+from kvferry.protocol.wire.messages import AbortRoom, OpenRoom, RefuseRoom
+from kvferry.protocol.wire.rank_identity import DecodeRank
 
 REMEMBERED = 1 << 12
 """Of how many finished rooms the uses of their numbers are remembered at most, one for each decode rank of a room."""

@@ -17,9 +17,9 @@ from kvferry.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvferry.protocol.deadlines import Deadlines
-from kvferry.protocol.failures import caused
-from kvferry.protocol.states import RECEIVER_TRANSITIONS, ReceiverTrigger, TransferState
+from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.failures import caused
+from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, ReceiverTrigger, TransferState
 
 # ---- events -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvferry.errors import QueueFullError
-from kvferry.protocol.messages import AbortRoom, OpenRoom
+from kvferry.protocol.wire.messages import AbortRoom, OpenRoom
 
 PendingMessage: TypeAlias = OpenRoom | AbortRoom
 

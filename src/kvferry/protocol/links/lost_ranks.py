@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from kvferry.protocol.ends import Proof
-from kvferry.protocol.messages import ProcessIdentity
+from kvferry.protocol.links.proofs import Proof
 from kvferry.protocol.time_awake import TimeAwake
+from kvferry.protocol.wire.messages import ProcessIdentity
 
 _MOST_AT_ONCE_S = 0.5
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.protocol.states import TransferState
+from kvferry.protocol.transfer.states import TransferState
 
 
 class Side(Enum):

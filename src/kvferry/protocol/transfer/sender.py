@@ -21,13 +21,13 @@ from kvferry.errors import (
     TransferTimeoutError,
 )
 from kvferry.plan import Unit
-from kvferry.protocol.chunks import Chunk, refuse_impossible
-from kvferry.protocol.deadlines import Deadlines
-from kvferry.protocol.failures import caused
-from kvferry.protocol.moves import Move, ReceiverRequest, check_chunk, moves_of
-from kvferry.protocol.refusals import DecodeRank
-from kvferry.protocol.request_conditions import why_different
-from kvferry.protocol.states import SENDER_TRANSITIONS, SenderTrigger, TransferState
+from kvferry.protocol.geometry.moves import Move, ReceiverRequest, check_chunk, moves_of
+from kvferry.protocol.pages.chunks import Chunk, refuse_impossible
+from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.failures import caused
+from kvferry.protocol.transfer.states import SENDER_TRANSITIONS, SenderTrigger, TransferState
+from kvferry.protocol.wire.rank_identity import DecodeRank
+from kvferry.protocol.wire.request_conditions import why_different
 
 # ---- events -----------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from kvferry.errors import PageError, UsageError
 from kvferry.layout import Entry, PageGroup, RankLayout
 from kvferry.layout.interval import volume
 from kvferry.plan import Demand, needed_locally
-from kvferry.protocol.chunks import AnyPages, GroupPages, Pages, checked_pages, pages_by_group
-from kvferry.protocol.messages import MAX_POSITION, OpenGroup, OpenRoom
-from kvferry.protocol.page_numbers import MAX_PAGES, PageNumbers
+from kvferry.protocol.pages.chunks import AnyPages, GroupPages, Pages, checked_pages, pages_by_group
+from kvferry.protocol.pages.page_numbers import MAX_PAGES, PageNumbers
+from kvferry.protocol.wire.messages import MAX_POSITION, OpenGroup, OpenRoom
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,9 +14,9 @@ import msgspec
 from kvferry.errors import ConfigurationError, MessageError, VersionError, quoted
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Piece, TransferPath, Unit
-from kvferry.protocol.fingerprint import FingerprintFields
-from kvferry.protocol.page_numbers import MAX_PAGES, PageNumbers
-from kvferry.protocol.request_conditions import RequestConditions
+from kvferry.protocol.pages.page_numbers import MAX_PAGES, PageNumbers
+from kvferry.protocol.wire.fingerprint import FingerprintFields
+from kvferry.protocol.wire.request_conditions import RequestConditions
 
 PROTOCOL_VERSION = 10
 MAGIC = b"kvfy"
@@ -154,7 +154,7 @@ class Welcome(Message, frozen=True):
 
     Attributes:
         endpoint: new at every start of the rank.
-        fingerprint: what its caches are beyond their layout; see `protocol.fingerprint`.
+        fingerprint: what its caches are beyond their layout; see `protocol.wire.fingerprint`.
     """
 
     endpoint: EndpointName
@@ -296,7 +296,7 @@ class OpenRoom(Message, frozen=True, omit_defaults=True):
         trace: the decode side's trace context, as W3C's `traceparent`; empty without tracing.
         held: tokens at the start of the request that this decode rank holds already, in groups that this prefill rank
             does not fill as well.
-        depends_on: what the request's cache depends on; see `protocol.request_conditions`.
+        depends_on: what the request's cache depends on; see `protocol.wire.request_conditions`.
     """
 
     room: Random
@@ -441,7 +441,7 @@ class SpanReleased(Message, frozen=True):
 
 
 class Digests(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of packed blocks, page by page; see `protocol.digests`.
+    """Digests of packed blocks, page by page; see `protocol.geometry.digest_rows`.
 
     Attributes:
         row_bytes: least bytes that a digest covers, where pages are small.

@@ -1,0 +1,1 @@
+"""A decode rank's link to a prefill engine, and what proves that a lost rank has ended."""

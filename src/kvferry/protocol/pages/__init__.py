@@ -1,0 +1,1 @@
+"""What callers hand in: page numbers, chunk by chunk, and as they travel."""

@@ -1,0 +1,1 @@
+"""Rooms by number on a prefill rank: which message is for which use of a number."""

@@ -1,0 +1,1 @@
+"""What travels between peers, and what it says of them."""
