@@ -149,7 +149,7 @@ class Attack:
     def mutator(self, chance: random.Random) -> Mutator:
         """Knows what an attacker could hope to know: names, and numbers of a room that is open."""
         decode = self._bystanders.decode
-        (room,) = decode._driver._rooms.values()
+        (room,) = decode._driver.rooms.open.values()
         writer = self._bystanders.prefill.transport.endpoint_name
         known: list[messages.Message] = [
             messages.ChunkArrived(room=room.room, generation=room.generation, writer=0, sequence=0),

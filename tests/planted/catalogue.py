@@ -460,7 +460,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "prefill ranks that send nothing do not know the prefix",
-        "endpoint/decode/driver.py",
+        "endpoint/decode/rooms.py",
         "held=max((group.held for group in room.groups), default=0)",
         "held=0",
         "tests/unit/endpoint/test_exchange.py",

@@ -16,6 +16,7 @@ from kvferry.endpoint.decode import end_proofs, tasks
 from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.decode.refused_rooms import Refusals
+from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
@@ -205,10 +206,10 @@ def _aborts_that_come_first_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def _successors_speak_for_the_dead(patch: pytest.MonkeyPatch) -> None:
     """`Drained` counts whoever sends it."""
-    right = DecodeDriver._room_message
+    right = ReceivingRooms.received
 
-    def room_message(driver: Any, channel: Any, message: Any, now: float) -> None:
-        link = driver._room_links.get(message.room)
+    def received(rooms: ReceivingRooms, channel: Any, message: Any, now: float) -> None:
+        link = rooms._links_of.get(message.room)
         peer = (
             next((each for each in link.peers if link.rank_of(each.endpoint) == message.writer), None) if link else None
         )
@@ -216,9 +217,9 @@ def _successors_speak_for_the_dead(patch: pytest.MonkeyPatch) -> None:
             message = Drained(
                 endpoint=peer.endpoint, room=message.room, generation=message.generation, writer=message.writer
             )
-        right(driver, channel, message, now)
+        right(rooms, channel, message, now)
 
-    patch.setattr(DecodeDriver, "_room_message", room_message)
+    patch.setattr(ReceivingRooms, "received", received)
 
 
 def _no_time_to_settle(patch: pytest.MonkeyPatch) -> None:
@@ -607,9 +608,9 @@ def _stale_arrivals_counted(patch: pytest.MonkeyPatch) -> None:
     right = Arrivals._notified
 
     def notified(arrivals: Arrivals, peer: str, data: bytes, now: float) -> None:
-        message, driver = decode_notification(data), arrivals._user
-        assert isinstance(driver, DecodeDriver)
-        room = driver._rooms.get(message.room)
+        message, rooms = decode_notification(data), arrivals._user
+        assert isinstance(rooms, ReceivingRooms)
+        room = rooms.open.get(message.room)
         its_data = data if room is None else encode(structs.replace(message, generation=room.generation))
         right(arrivals, peer, its_data, now)
 

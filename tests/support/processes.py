@@ -202,7 +202,7 @@ class Rank:
         if isinstance(self.endpoint, PrefillEndpoint):
             return {peer.name for peer in self.endpoint._driver.peers.all() if peer.name.startswith(f"{engine}-")}
         assert isinstance(self.endpoint, DecodeEndpoint)
-        links = self.endpoint._driver._links.current
+        links = self.endpoint._driver.rooms.links.current
         return {peer.endpoint for link in links if link.key.engine == engine for peer in link.peers}
 
     def connections(self) -> dict[str, int]:

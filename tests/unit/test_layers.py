@@ -44,8 +44,9 @@ MEAN_THE_SAME = {
     "__init__",  # a package
     "base",  # what the files beside it have in common
     "construction",  # made as the settings say
-    "endpoint",  # of either side, as are the two that follow
+    "endpoint",  # of either side, as are the three that follow
     "driver",
+    "rooms",
     "room",
     "memory",  # the simulation's
     "pods",  # likewise

@@ -688,7 +688,7 @@ def test_what_a_broken_connection_has_lost_is_said_again(
     request.wait()
     assert len(received) >= 2
     driver = requests.decode.endpoints[0]._driver
-    eventually("both ranks have answered", lambda: not driver._unconfirmed)
+    eventually("both ranks have answered", lambda: not driver.rooms._unconfirmed)
     count = len(received)
     requests.run(2)
     # Room 2's may come twice where its answer takes longer than a heartbeat.

@@ -205,7 +205,7 @@ class Hanging:
 
     def wait_until_not_relied_on(self) -> None:
         """The decode rank may make another link to the engine at any time, but this one is over."""
-        eventually("the decode rank relies on it no more", lambda: self.link not in self.driver._links.current)
+        eventually("the decode rank relies on it no more", lambda: self.link not in self.driver.rooms.links.current)
 
     def ends(self) -> None:
         """The write does, and with it everything else."""
@@ -225,7 +225,7 @@ def hanging(engines: Callable[..., Engines]) -> Callable[..., Hanging]:
         requests = Requests(both.prefill(Model()), both.decode(Model()))
         requests.connect()
         request = requests.begin_held()
-        (link,) = requests.decode.endpoints[0]._driver._links.current
+        (link,) = requests.decode.endpoints[0]._driver.rooms.links.current
         return Hanging(both, requests, request, link)
 
     return make
@@ -304,7 +304,7 @@ def test_staging_memory_comes_back_when_what_hung_has_ended(hanging: Callable[..
     assert name in case.driver._staging.rings, "it may still be written to"
     case.ends()
     eventually("the ring came back", lambda: name not in case.driver._staging.rings)
-    eventually("nobody is in doubt", lambda: len(case.driver._links._lost) == 0)
+    eventually("nobody is in doubt", lambda: len(case.driver.rooms.links._lost) == 0)
 
 
 @pytest.mark.parametrize("end", ["works again", "closed"])
@@ -585,7 +585,7 @@ def test_who_waits_for_a_connection_is_told_of_the_close(engines: Callable[..., 
     waiting = [threading.Thread(target=connect) for _ in range(3)]
     for thread in waiting:
         thread.start()
-    eventually("they wait", lambda: len(decode._driver._links._callers) == 3)
+    eventually("they wait", lambda: len(decode._driver.rooms.links._callers) == 3)
     decode.close()
     for thread in waiting:
         thread.join(WAIT_S)

@@ -476,7 +476,7 @@ def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
     eventually("all were asked for", lambda: len(prefill._driver.rooms.table._pending) == len(senders))
     eventually("the waker rests", lambda: prefill._driver._waker.is_resting)
     prefill._driver._connecting_until = 0.0
-    decode._driver._last_news_at -= 10.0
+    decode._driver.rooms.last_news_at -= 10.0
     time.sleep(0.005)  # the turns that have begun
     turns: collections.Counter[type] = collections.Counter()
     waits_ms: list[int] = []

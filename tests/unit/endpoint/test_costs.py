@@ -85,13 +85,13 @@ def test_a_message_takes_as_many_steps_from_the_last_of_fifty_ranks_as_from_the_
     for ranks in (2, 50):
         made = cluster(ranks)
         driver = made.decoders[0]._driver
-        link = driver._links._current[LinkKey("prefill", 0)]
+        link = driver.rooms.links._current[LinkKey("prefill", 0)]
         channel = link.channels[-1]
         assert isinstance(channel, Straight)
         endpoint = made.prefillers[-1].transport.endpoint_name
         channel.arrived.append(messages.encode(messages.Pong(endpoint=endpoint, attached=True)))
         taken[ranks] = steps_of(partial(driver._receive, channel, made.now))
-        assert driver._links.is_current(link)
+        assert driver.rooms.links.is_current(link)
     assert taken[2] == taken[50]
 
 

@@ -77,6 +77,6 @@ def test_both_sides_say_that_they_do_not_find_each_other(
 
     eventually("both have said it", lambda: bool(said(here) and said(there)))
     assert f"at the registry {both.settings().registry_address}?" in said(there)[0]
-    assert [peer.problem for peer in decode.status().peers] == [str(decode._driver._links.current[0].problem)]
+    assert [peer.problem for peer in decode.status().peers] == [str(decode._driver.rooms.links.current[0].problem)]
     assert here in decode.status().peers[0].problem
     receiver.abort()

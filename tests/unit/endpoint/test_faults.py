@@ -35,7 +35,7 @@ def decode_name(requests: Requests, rank: int = 0) -> str:
 
 
 def generation(requests: Requests, room: int) -> int:
-    return requests.decode.endpoints[0]._driver._rooms[room].generation
+    return requests.decode.endpoints[0]._driver.rooms.open[room].generation
 
 
 # ---- deadlines --------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def test_a_rank_to_which_a_write_failed_connects_anew_once_what_was_sent_has_had
         decode_name(requests), messages.Attached(endpoint="another", attempt=1, only_staged=False, last_failure=9)
     )
     endpoint._driver._give_up(decode_name(requests), PeerDisconnectedError("planted"))
-    eventually("the decode rank has heard of it", lambda: not driver._links.current)
+    eventually("the decode rank has heard of it", lambda: not driver.rooms.links.current)
     requests.run(2)
     assert not waits, "it has waited for that write"
 
@@ -439,7 +439,7 @@ def test_an_unexpected_error_over_one_message_costs_no_other(
 def test_a_stranger_cannot_end_the_connection_of_another(pair: Callable[..., Requests]):
     requests = pair()
     requests.connect()
-    identity = requests.decode.endpoints[0]._driver._identity
+    identity = requests.decode.endpoints[0]._driver.rooms._identity
     attach = messages.Attach(
         endpoint="stranger",
         attempt=1,
@@ -475,7 +475,7 @@ def test_a_room_that_one_prefill_rank_cannot_be_asked_for_is_not_asked_of_the_ot
 ):
     requests = pair(Model(), Shape(tp=2), Shape())
     requests.connect()
-    (link,) = requests.decode.endpoints[0]._driver._links.current
+    (link,) = requests.decode.endpoints[0]._driver.rooms.links.current
     send, sent = link.send, []
 
     def refuse(rank: int, message: messages.Message) -> None:
@@ -616,6 +616,6 @@ def test_a_connection_for_bytes_that_broke_is_made_anew_although_both_ranks_live
         assert isinstance(transfer.error, TransferFailedError)
         assert transfer.wait_pages_reusable(WAIT_S)
     driver = requests.decode.endpoints[0]._driver
-    eventually("the decode rank has heard of it", lambda: not driver._links.current)
+    eventually("the decode rank has heard of it", lambda: not driver.rooms.links.current)
     requests.run(3)
     assert not transport.misused

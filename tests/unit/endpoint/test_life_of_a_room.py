@@ -43,9 +43,9 @@ def nothing_left(requests: Requests) -> bool:
         for endpoint in requests.prefill.endpoints
     ) and all(
         endpoint.open_rooms == 0
-        and not endpoint._driver._rooms
-        and not endpoint._driver._room_links
-        and not endpoint._driver._waiting
+        and not endpoint._driver.rooms.open
+        and not endpoint._driver.rooms._links_of
+        and not endpoint._driver.rooms._waiting
         for endpoint in requests.decode.endpoints
     )
 
@@ -701,15 +701,15 @@ def test_a_close_message_through_an_old_connection_ends_no_new_one(
     requests = pair()
     requests.run(1)
     driver, endpoint = requests.decode.endpoints[0]._driver, requests.prefill.endpoints[0]
-    (channel,) = driver._links._channels.values()
+    (channel,) = driver.rooms.links._channels.values()
     (peer,) = endpoint._driver.peers.all()
     said: list[messages.Message] = []
     monkeypatch.setattr(channel, "send", lambda data: said.append(messages.decode_to_prefill(data)))
     closed = threading.Event()
 
     def close(now: float) -> None:
-        driver._links._next_attempt()  # of a link that is still looked up
-        driver._links._close_channel(channel)
+        driver.rooms.links._next_attempt()  # of a link that is still looked up
+        driver.rooms.links._close_channel(channel)
         closed.set()
 
     driver.submit(close)
@@ -722,12 +722,12 @@ def test_a_ring_that_a_living_rank_was_lost_with_is_given_up_for_a_new_one(pair:
     requests = pair(path="staged", staging_ring_mib=1.0, staging_chunk_mib=0.25, heartbeat_interval_s=0.1)
     requests.run(1)
     driver = requests.decode.endpoints[0]._driver
-    (lost,) = driver._links.current
-    driver.submit(lambda now: driver._links.fail(lost, PeerDisconnectedError("its queue was full"), now))
-    eventually("it was lost", lambda: lost not in driver._links.current)
-    eventually("it is connected anew", lambda: [link.state for link in driver._links.current] == [LinkState.READY])
-    eventually("nobody is in doubt", lambda: len(driver._links._lost) == 0)
-    eventually("the old connections are closed", lambda: not driver._links.retired)
+    (lost,) = driver.rooms.links.current
+    driver.submit(lambda now: driver.rooms.links.fail(lost, PeerDisconnectedError("its queue was full"), now))
+    eventually("it was lost", lambda: lost not in driver.rooms.links.current)
+    eventually("it is connected anew", lambda: [link.state for link in driver.rooms.links.current] == [LinkState.READY])
+    eventually("nobody is in doubt", lambda: len(driver.rooms.links._lost) == 0)
+    eventually("the old connections are closed", lambda: not driver.rooms.links.retired)
 
 
 def test_a_lost_message_is_worth_a_line_if_somebody_may_miss_it(

@@ -153,7 +153,7 @@ def test_a_link_for_which_there_are_not_enough_descriptors_fails_and_the_next_is
     monkeypatch.setattr(zmq.Socket, "get_monitor_socket", lacks_one)
     with pytest.raises(PeerDisconnectedError, match=r"Too many open files.*ulimit -n"):
         requests.connect()
-    links = requests.decode.endpoints[0]._driver._links
+    links = requests.decode.endpoints[0]._driver.rooms.links
     eventually("nothing is left of it", lambda: not (links.current or links.retired or links._channels))
     assert asked[1].closed
     requests.run(1)
@@ -184,7 +184,7 @@ def test_whoever_waits_in_vain_leaves_nothing_behind(engines: Callable[..., Engi
     for _ in range(10):
         with pytest.raises(TransferTimeoutError, match="'nowhere' was not connected"):
             decode.connect("nowhere", timeout_s=0.01)
-    links = decode._driver._links
+    links = decode._driver.rooms.links
     assert not links.are_awaited
     assert len(links.current) == 1, "the link is still looked for"
 
@@ -246,7 +246,7 @@ def test_caches_that_differ_are_refused_when_the_sides_connect(
 
 def test_transports_that_differ_are_refused(pair: Callable[..., Requests]):
     requests = pair()
-    object.__setattr__(requests.prefill.endpoints[0]._driver._identity, "transport", "carrier pigeon")
+    object.__setattr__(requests.prefill.endpoints[0]._driver.rooms._identity, "transport", "carrier pigeon")
     with pytest.raises(IncompatiblePeerError, match="uses carrier pigeon, this decode rank inprocess"):
         requests.connect()
 
@@ -269,7 +269,7 @@ def test_a_peer_whose_layout_holds_other_tokens_than_its_place_is_refused(pair: 
     requests = pair()
     other = TokenShare(interleaved(2), 1)
     endpoint = (requests.prefill if side == "prefill" else requests.decode).endpoints[0]
-    identity = endpoint._driver._identity
+    identity = endpoint._driver.rooms._identity
     object.__setattr__(identity, "layout", msgspec.structs.replace(identity.layout, tokens=other))
     with pytest.raises(LayoutError, match="part 1 of 2 parts of every request's tokens, but the rank has cp_rank 0 of"):
         requests.connect()
@@ -369,7 +369,7 @@ def test_a_slow_rank_does_not_cost_the_others_their_connection(engines: Callable
     requests.connect()
     for room in range(5):
         requests.run(room)
-    assert len(decode.endpoints[0]._driver._links.current) == 1
+    assert len(decode.endpoints[0]._driver.rooms.links.current) == 1
 
 
 def test_a_silent_prefill_rank_fails_its_rooms_and_is_named(engines: Callable[..., Engines]):
@@ -453,19 +453,19 @@ def test_a_survivor_serves_on_after_its_neighbour_was_replaced(engines: Callable
             decode,
         )
         again.run(3)
-        link = next(iter(decode.endpoints[0]._driver._links.current))
+        link = next(iter(decode.endpoints[0]._driver.rooms.links.current))
         until = time.monotonic() + 3.0  # longer than a peer may be silent
         room = 4
         while time.monotonic() < until:
             again.run(room)
             room += 1
-        assert next(iter(decode.endpoints[0]._driver._links.current)) is link, "the connection never broke"
+        assert next(iter(decode.endpoints[0]._driver.rooms.links.current)) is link, "the connection never broke"
         assert not request.receivers[0].pages_reusable
         assert decode.endpoints[0].open_rooms == 1
     finally:
         go_on.set()
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
-    eventually("no link is left over", lambda: not decode.endpoints[0]._driver._links.retired)
+    eventually("no link is left over", lambda: not decode.endpoints[0]._driver.rooms.links.retired)
     again.run(2)
 
 
@@ -511,9 +511,9 @@ def test_a_room_that_a_decode_rank_opened_early_and_has_given_up_ends_on_the_pre
         assert early.receivers[0].wait_pages_reusable(WAIT_S)
     if how == "connects anew":  # its queues were full: it could take nothing back
         monkeypatch.setattr(prefill._driver.rooms, "received", lambda receiver, message: None)
-        (link,) = driver._links.current
-        driver.submit(lambda now: driver._links.fail(link, error, now))
-        eventually("it was given up", lambda: not driver._links.current)
+        (link,) = driver.rooms.links.current
+        driver.submit(lambda now: driver.rooms.links.fail(link, error, now))
+        eventually("it was given up", lambda: not driver.rooms.links.current)
         requests.connect()
         eventually("it has given it up", lambda: not len(prefill._driver.rooms.table._pending))
     else:
@@ -617,7 +617,7 @@ def test_a_restarted_engine_is_found_although_the_registry_still_knew_the_old_on
         receiver = decode.endpoints[0].open(1, np.arange(3), engine=name)
         eventually(
             "it greets the dead rank",
-            lambda: any(link.state.name == "GREETING" for link in decode.endpoints[0]._driver._links.current),
+            lambda: any(link.state.name == "GREETING" for link in decode.endpoints[0]._driver.rooms.links.current),
         )
         prefill = both.prefill(Model(), name=name)
         prefill.endpoints[0].open(1).submit(np.arange(3), last=True)

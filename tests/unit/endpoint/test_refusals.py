@@ -53,7 +53,7 @@ def wait_told(*endpoints: DecodeEndpoint) -> None:
         assert is_taken.wait(WAIT_S)
     eventually(
         "all was told",
-        lambda: not any(each._driver._refusals.all or each._driver._links.retired for each in endpoints),
+        lambda: not any(each._driver.rooms.refusals.all or each._driver.rooms.links.retired for each in endpoints),
     )
 
 
@@ -96,7 +96,7 @@ def test_a_room_that_the_decode_caller_gives_up_while_it_connects_ends_there_too
     decode = both.decode(Model()).endpoints[0]
     senders = open_all(prefill, 1)
     receiver = decode.open(1, [0], engine=name)
-    eventually("the engine was looked up", lambda: any(link.problem for link in decode._driver._links.current))
+    eventually("the engine was looked up", lambda: any(link.problem for link in decode._driver.rooms.links.current))
     receiver.abort("the client went away")
     assert_ended_soon(senders, "decode rank 0 of .* refused it: .*the client went away")
     late = both.prefill(Model(), Shape(tp=2), name=name, ranks=[0])

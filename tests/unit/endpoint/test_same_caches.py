@@ -160,10 +160,10 @@ def test_a_retransmitted_open_request_carries_the_same(pair: Callable[..., Reque
     request = requests.new(1)
     requests.open_decode(request, depends_on=[PROMPT])
     driver = requests.decode.endpoints[0]._driver
-    eventually("it is asked for", lambda: 1 in driver._room_links)
-    room = driver._rooms[1]
+    eventually("it is asked for", lambda: 1 in driver.rooms._links_of)
+    room = driver.rooms.open[1]
     for rank in room.machine._ranks:
-        driver._execute(room, driver._room_links[1], room.machine.open_of(rank), 0.0)
+        driver.rooms._execute(room, driver.rooms._links_of[1], room.machine.open_of(rank), 0.0)
     requests.open_prefill(request, depends_on=PROMPT)
     requests.submit(request)
     request.wait()

@@ -195,7 +195,7 @@ def test_no_secret_in_any_log_or_error(caplog: pytest.LogCaptureFixture, closed_
             strangers.connect()
         shown += [caught.value, caught.getrepr(), requests.prefill.endpoints[0].settings]
         driver = strangers.decode.endpoints[0]._driver
-        shown += [requests.decode.endpoints[0].__dict__, driver.__dict__, driver._links.__dict__]
+        shown += [requests.decode.endpoints[0].__dict__, driver.__dict__, driver.rooms.links.__dict__]
     text = caplog.text + "".join(map(repr, shown))
     for secret in (SECRET, OTHER):
         derived = Credentials.derived_from(secret)

@@ -337,7 +337,7 @@ def test_a_pool_with_too_many_descriptors_is_served_through_staging_memory(
     assert paths_of(request) == {TransferPath.STAGED}
     assert "runs a page of the source" in caplog.text
     assert "can only go through staging memory" in caplog.text
-    links = requests.decode.endpoints[0]._driver._links.current
+    links = requests.decode.endpoints[0]._driver.rooms.links.current
     assert [rank.only_staged for link in links for rank in link._ranks.values()] == [True, True]
 
 

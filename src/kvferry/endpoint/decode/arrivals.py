@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -97,10 +97,11 @@ class Arrivals:
         """Whether nothing waits for a room to take it: always, between two calls."""
         return not self._offered
 
-    def stop(self) -> None:
-        """Ends the threads once all tasks are done."""
+    def closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
+        """Ends the threads once all tasks are done: yields what to wait for, and until when."""
         if self._scatterers is not None:
             self._scatterers.stop()
+            yield lambda: not any(thread.is_alive for thread in self.threads), float("inf")
 
     def take(self, now: float) -> None:
         """Handles the transport's notifications."""

@@ -206,7 +206,7 @@ class DecodeEndpoint(Endpoint):
         generation = self._platform.random_bits(63)
 
         def abort(reason: str) -> None:
-            self._driver.post_event(room, generation, ReceiverAbortRequested(reason))
+            self._driver.rooms.post_event(room, generation, ReceiverAbortRequested(reason))
 
         receiver = Receiver(room, abort, now)
         length = None if tokens is None else int(tokens)  # a plain integer, which is what travels
@@ -292,7 +292,7 @@ class DecodeEndpoint(Endpoint):
             if self._is_closed:
                 raise EndpointClosedError("the endpoint is closed")
         limit_s = self.settings.bootstrap_timeout_s if timeout_s is None else timeout_s
-        self._driver.connect(LinkKey(engine, prefill_dp_rank), limit_s)
+        self._driver.rooms.links.wait_ready(LinkKey(engine, prefill_dp_rank), limit_s)
 
     def release(self, endpoint: str) -> None:
         """Takes the caller's word that a lost prefill rank has ended: that its process cannot write any more.
@@ -309,7 +309,7 @@ class DecodeEndpoint(Endpoint):
         """
         if Proof.OPERATOR not in self.settings.proofs:
             raise UsageError("an operator's word does not count here: add operator to end_proofs (KVFERRY_END_PROOFS)")
-        lost = [each.endpoint for each in self._driver.quarantine(self._platform.now())]
+        lost = [each.endpoint for each in self._driver.rooms.quarantine(self._platform.now())]
         if endpoint not in lost:
             raise UsageError(f"nothing here waits for the end of {endpoint!r}; lost are: {', '.join(lost) or 'none'}")
         self._driver.release(endpoint)
@@ -320,10 +320,10 @@ class DecodeEndpoint(Endpoint):
         return self._status(
             now,
             problem="",
-            rooms=self._driver.rooms(now),
-            peers=self._driver.peers(now),
+            rooms=self._driver.rooms.statuses(now),
+            peers=self._driver.rooms.links.statuses(now),
             staging=self._driver.staging,
-            quarantine=self._driver.quarantine(now),
+            quarantine=self._driver.rooms.quarantine(now),
         )
 
     @property

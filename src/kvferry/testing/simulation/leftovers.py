@@ -45,12 +45,12 @@ def _of_prefill(endpoint: PrefillEndpoint, living: Collection[str]) -> Iterator[
 
 
 def _of_decode(endpoint: DecodeEndpoint) -> Iterator[str]:
-    driver = endpoint._driver
-    if endpoint.open_rooms or driver._rooms or driver._room_links:
-        yield f"{endpoint.open_rooms} rooms, {len(driver._rooms)} in the driver"
-    waiting = sum(len(rooms) for rooms in driver._waiting.values())
-    if waiting or driver._links.are_awaited or driver._unconfirmed or not driver._arrivals.is_idle:
-        yield f"{waiting} rooms that wait for a link, {len(driver._unconfirmed)} that nobody knows to be verified"
+    driver, rooms = endpoint._driver, endpoint._driver.rooms
+    if endpoint.open_rooms or rooms.open or rooms._links_of:
+        yield f"{endpoint.open_rooms} rooms, {len(rooms.open)} in the driver"
+    waiting = sum(len(waiting) for waiting in rooms._waiting.values())
+    if waiting or rooms.links.are_awaited or rooms._unconfirmed or not rooms.arrivals.is_idle:
+        yield f"{waiting} rooms that wait for a link, {len(rooms._unconfirmed)} that nobody knows to be verified"
     if driver._settling:
         yield "what failed writes had sent, which is still waited for"
     for name, ring in driver._staging.rings.items():
