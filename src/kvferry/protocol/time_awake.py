@@ -1,4 +1,4 @@
-"""Time during which this process ran: what may arrive late arrives then, and not while it stands still."""
+"""Time during which this process ran: what may arrive late arrives then, and nothing is heard while it stands still."""
 
 from __future__ import annotations
 
@@ -23,3 +23,21 @@ class TimeAwake:
         """
         passed_s, self._looked_at = min(max(0.0, now - self._looked_at), self._most_at_once_s), now
         return passed_s
+
+
+class Lateness:
+    """How late looks come that should be regular: what was not heard meanwhile is nobody's silence."""
+
+    def __init__(self) -> None:
+        """The first look is not late."""
+        self._looked_at = float("inf")
+
+    def seconds(self, now: float, *, most_apart_s: float) -> float:
+        """Returns how much later this look comes than it should: the process was frozen, or had no processor.
+
+        Args:
+            now: the time, in seconds of a steady clock.
+            most_apart_s: the longest time between two looks while all is well.
+        """
+        late_s, self._looked_at = max(0.0, now - self._looked_at - most_apart_s), now
+        return late_s

@@ -39,6 +39,7 @@ from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.links.link import Channel, Link, LinkKey, LinkState
 from kvferry.protocol.links.lost_ranks import LostRanks
 from kvferry.protocol.links.proofs import Proof
+from kvferry.protocol.time_awake import Lateness
 from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
@@ -144,7 +145,7 @@ class Links:
         self._waiting_for: dict[str, int] = {}
         self._waited_for: dict[str, int] = {}
         self._silent: frozenset[tuple[LinkKey, int]] = frozenset()  # prefill ranks whose silence was logged
-        self._last_heartbeat_at = float("inf")
+        self._lateness = Lateness()
 
     # ---- from any thread ----------------------------------------------------------------------------------------
 
@@ -526,9 +527,8 @@ class Links:
         Args:
             longest_sleep_s: by how much a heartbeat may come later than it should while all is well.
         """
-        # While this process was frozen, or had no processor, it received nothing: that does not count as silence.
-        late_s = max(0.0, now - self._last_heartbeat_at - 2 * self._settings.heartbeat_interval_s - longest_sleep_s)
-        self._last_heartbeat_at = now
+        most_apart_s = 2 * self._settings.heartbeat_interval_s + longest_sleep_s
+        late_s = self._lateness.seconds(now, most_apart_s=most_apart_s)
         for link in self._current.values():
             link.forgive(late_s, now)
         self._report_silence(now)

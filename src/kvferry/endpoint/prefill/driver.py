@@ -29,6 +29,7 @@ from kvferry.endpoint.transfer import Sender
 from kvferry.errors import EndpointClosedError, KVFerryError, PeerDisconnectedError, PeerError
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import PeerStatus, RoomStatus, StagingStatus
+from kvferry.protocol.time_awake import Lateness
 from kvferry.protocol.transfer.sender import SenderMachine, SenderTick
 from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
@@ -135,7 +136,7 @@ class PrefillDriver(Loop):
         self._release_error: Exception | None = None
         self._connecting_until = 0.0
         self._next_tick_at = 0.0
-        self._last_tick_at = float("inf")
+        self._lateness = Lateness()
         self._longest_wait_s = 0.0
         self._channel = platform.listen(settings)
         self.port = self._channel.port
@@ -430,9 +431,7 @@ class PrefillDriver(Loop):
             room.post(SenderTick())
         self._unasked.look(now, is_unasked=self.rooms.is_unasked, decode_ranks=len(self.peers))
         self.rooms.expire(now)
-        # While this process was frozen, or had no processor, it received nothing: that does not count as silence.
-        late_s = max(0.0, now - self._last_tick_at - self._longest_wait_s - 2 * _TICK_S)
-        self._last_tick_at = now
+        late_s = self._lateness.seconds(now, most_apart_s=self._longest_wait_s + 2 * _TICK_S)
         for peer in self.peers.all():
             peer.last_message_at = min(now, peer.last_message_at + late_s)
             silence_s = now - peer.last_message_at
