@@ -345,14 +345,14 @@ def _drained_never_said(patch: pytest.MonkeyPatch) -> None:
 
 
 def _aborts_of_unknown_rooms_unanswered(patch: pytest.MonkeyPatch) -> None:
-    right = SendingRooms.abort_request
+    right = SendingRooms.take_abort
 
-    def abort_request(rooms: SendingRooms, receiver: str, message: AbortRoom) -> None:
+    def take_abort(rooms: SendingRooms, receiver: str, message: AbortRoom) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(SendingRooms, "_drained", lambda *arguments: None)
             right(rooms, receiver, message)
 
-    patch.setattr(SendingRooms, "abort_request", abort_request)
+    patch.setattr(SendingRooms, "take_abort", take_abort)
 
 
 def _one_write_ends_for_all(patch: pytest.MonkeyPatch) -> None:

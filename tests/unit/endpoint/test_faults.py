@@ -419,14 +419,14 @@ def test_an_unexpected_error_over_one_message_costs_no_other(
     requests = pair()
     requests.connect()
     endpoint = requests.prefill.endpoints[0]
-    open_room = endpoint._driver.rooms.open_request
+    open_room = endpoint._driver.rooms.take_open
 
     def trip(receiver: str, message: messages.OpenRoom) -> None:
         if message.room == 1:
             raise ZeroDivisionError
         open_room(receiver, message)
 
-    monkeypatch.setattr(endpoint._driver.rooms, "open_request", trip)
+    monkeypatch.setattr(endpoint._driver.rooms, "take_open", trip)
     both = [requests.new(room) for room in (1, 2)]
     for request in both:
         requests.open_decode(request)

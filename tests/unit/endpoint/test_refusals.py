@@ -236,9 +236,9 @@ def test_an_open_request_that_cannot_be_met_ends_the_room_on_both_sides(pair: Ca
     )
     name = decode.transport.endpoint_name
     senders = open_all(requests.prefill, 1)
-    prefill._driver.rooms.open_request(name, opened)
+    prefill._driver.rooms.take_open(name, opened)
     assert_ended_soon(senders, "decode rank 0 of .* refused it: .*nowhere")
-    prefill._driver.rooms.open_request(name, opened)  # the same again
+    prefill._driver.rooms.take_open(name, opened)  # the same again
     requests.run(1)
 
 

@@ -154,7 +154,7 @@ class SendingRooms:
 
     # ---- for rooms and the control thread -----------------------------------------------------------------------
 
-    def open_request(self, receiver: str, message: messages.OpenRoom) -> None:
+    def take_open(self, receiver: str, message: messages.OpenRoom) -> None:
         """Takes a decode rank's open request: for the room, or until it is opened here."""
         with self._lock:
             known = self.table.given_to(receiver, message)
@@ -185,7 +185,7 @@ class SendingRooms:
         except KVFerryError as error:
             self._refuse_request(receiver, message, error)
 
-    def abort_request(self, receiver: str, message: messages.AbortRoom) -> None:
+    def take_abort(self, receiver: str, message: messages.AbortRoom) -> None:
         """Takes back an open request, and answers when nothing can be written for it any more."""
         with self._lock:
             room = self.table.abort(receiver, message, self._now())
@@ -194,7 +194,7 @@ class SendingRooms:
                 return
         self._drained(receiver, message.room, message.generation)
 
-    def refusal(self, receiver: str, message: messages.RefuseRoom) -> None:
+    def take_refusal(self, receiver: str, message: messages.RefuseRoom) -> None:
         """Takes a decode rank's refusal: for the room, or until it is opened here."""
         with self._lock:
             room = self.table.refused_by(receiver, message, self._now())
@@ -219,14 +219,14 @@ class SendingRooms:
                 with self._lock:
                     is_considered = self.table.is_new(receiver, message)
                 if is_considered:
-                    self.open_request(receiver, message)
+                    self.take_open(receiver, message)
                 else:
                     log.debug("dropped a late duplicate of %s's open request for room %d", receiver, message.room)
             case messages.AbortRoom():
                 with self._lock:
                     is_unopened = self.table.is_unopened(receiver, message)
                     self.table.is_new(receiver, message)
-                self.abort_request(receiver, message)
+                self.take_abort(receiver, message)
                 if is_unopened:
                     self._never_opened(receiver, message)
             case messages.RefuseRoom():
@@ -240,7 +240,7 @@ class SendingRooms:
         with self._lock:
             is_new = self.table.is_new_refusal(receiver, message)
         if is_new:  # the same one may come again
-            self.refusal(receiver, message)
+            self.take_refusal(receiver, message)
 
     def _verified(self, receiver: str, message: messages.RoomVerified) -> None:
         with self._lock:
