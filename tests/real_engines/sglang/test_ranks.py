@@ -25,8 +25,7 @@ from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
 
 from kvferry import InProcessNetwork
 from kvferry.applications.up.supervision import free_ports, refuse_taken
-from kvferry.endpoint.decode import endpoint as decode_module
-from kvferry.endpoint.prefill import endpoint as prefill_module
+from kvferry.endpoint import base
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 from kvferry.engines.sglang.sender import KVFerrySender
 from kvferry.transport.inprocess import InProcessTransport
@@ -39,8 +38,7 @@ class Pair(Members):
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         network = InProcessNetwork()
-        for module in (decode_module, prefill_module):
-            patch.setattr(module, "create_transport", lambda _, name, **__: InProcessTransport(network, name))
+        patch.setattr(base, "create_transport", lambda _, name, **__: InProcessTransport(network, name))
         super().__init__(patch, free_ports(1)[0], Model())
         self._bootstrap = KVFerryBootstrapServer("127.0.0.1", self.port)
 
