@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 RECOVERY_S = 2.0
 """Until all have noticed that they live: several heartbeats."""
 
+_FREEZE_COUNTS_S = 0.5
+"""Of each freeze so much counts as waited: docs/reliability.md, "What is not promised"."""
+
 
 @dataclass(slots=True, eq=False)
 class Restart:
@@ -63,6 +66,9 @@ class Adversary:
         self.broken_off: set[tuple[Process, Process]] = set()
         self.kept_until: dict[tuple[Process, Process], float] = {}
         self._jumped_at: dict[Process, float] = {}
+        # Of writes that lie in sockets: until when, and for how long, a receiver that thaws need read at the most.
+        self._left_until: dict[SimulatedHandle, float] = {}
+        self._left_s: dict[SimulatedHandle, float] = {}
 
     def strikes(self, kind: str) -> bool:
         """Whether it goes wrong this time."""
@@ -195,6 +201,9 @@ class Adversary:
 
     def _freeze_until(self, process: Process, thaws_at: float) -> None:
         process.thaws_at = thaws_at
+        for transfer, until in self._left_until.items():
+            if transfer.target is process.transport:  # what it reads of its sockets between two freezes it has read
+                self._left_s[transfer] = max(0.0, until - self._world.now - _FREEZE_COUNTS_S)
         self._world.threads_changed()
         self._world.note("%s freezes until %.3f", process.name, process.thaws_at)
         self._excuse_those_with(process, f"{process.name} froze")
@@ -286,8 +295,9 @@ class Adversary:
         """What a process's sockets hold lands soon."""
         for transfer in self._world.wire.transfers:
             if transfer in self.in_sockets and transfer.target is process.transport:
-                self.held[transfer] = self._world.now + self._of_frozen.random() * THAW_S
-                self.doomed[transfer] = self._world.now + THAW_S
+                left_s = self._left_s.get(transfer, THAW_S)
+                self.held[transfer] = self._world.now + self._of_frozen.random() * left_s
+                self.doomed[transfer] = self._left_until[transfer] = self._world.now + left_s
 
     def _break_off_while_frozen(self) -> None:
         """A decode rank freezes for long; a write to it has been sent, in part, and fails."""
