@@ -90,8 +90,8 @@ class DecodeCell(Cell):
         if self.step is Step.ABORTING:
             cause = f"aborted by {self.decode.name}.*the test wants it so"
         elif not is_found:
-            # One that was frozen may open it when it thaws, and hear that it was given up.
-            late = f"decode rank . of '{self.decode.name}' refused it: .* given up: silent for"
+            # One that was frozen may open it when it thaws, having been given up; it may be attaching anew by then.
+            late = f"decode rank . of '{self.decode.name}' refused it: .* must attach before it opens rooms"
             cause = rf"0 of an unknown number of decode ranks opened it within {DEADLINE_S:g} s|{late}"
         else:
             gone = "PeerDisconnectedError: .*(silent for|connection to .* is gone)"
