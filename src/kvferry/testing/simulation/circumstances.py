@@ -52,7 +52,7 @@ LEASE_S = 1.0
 WAITS = Waits(bootstrap_s=3.0, waiting_s=4.0, write_s=2.0, peer_s=1.5, heartbeat_s=0.5, quarantine_s=1.2 * LINGER_S)
 
 _LONGEST_WRITE_S = 0.6  # on a slow wire, alone
-_ALL_WRITES_S = 1.5  # likewise, of all requests together: less than the deadline of a write, however it is shared
+_ALL_WRITES_S = 1.0  # likewise, of all requests together: half of the deadline of a write, which is noticed in steps
 _STAGED_PADDING = 3  # at most so many times the bytes cross where segments are aligned
 
 _PAGES = 16
