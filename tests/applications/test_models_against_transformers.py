@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.reference import cache_in
 
 from kvferry.layout import Component, Entry
 from kvferry.models import ModelCache, model_cache_from_config, read_model_cache
@@ -138,7 +139,7 @@ def test_every_layer_caches_what_is_described(model_type: str):
     model = transformers().AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     with torch.no_grad():
         output = model(torch.arange(TOKENS)[None], use_cache=True)
-    held = getattr(output, "past_key_values", None) or output.cache_params
+    held = cache_in(output)
     lightning = getattr(held, "linear_cache", [])
     assert cache.num_layers == len(held.layers)
     for number, layer in enumerate(held.layers):

@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 from tests.support.checkpoints import save_checkpoint
-from tests.support.reference import Caches, changes_with, decode, prefill_whole, seeded_model
+from tests.support.reference import Caches, cache_in, changes_with, decode, prefill_whole, seeded_model
 
 from kvferry.applications.demo.reference.caches import array_shape, cache_form
 from kvferry.applications.demo.reference.engine import load_model
@@ -77,7 +77,7 @@ def test_captured_keys_and_values_are_what_transformers_caches(architecture):
     token_ids = model.tokenize(PROMPTS[5])
     caches, _ = prefill_whole(model, token_ids, len(token_ids))
     with torch.no_grad():
-        own = model._network(torch.tensor([token_ids]), use_cache=True).past_key_values
+        own = cache_in(model._network(torch.tensor([token_ids]), use_cache=True))
     for index, layer in enumerate(own.layers):
         assert torch.equal(caches["k"][index].transpose(0, 1), layer.keys[0])
         assert torch.equal(caches["v"][index].transpose(0, 1), layer.values[0])

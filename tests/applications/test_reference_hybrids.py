@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.checkpoints import save_checkpoint
-from tests.support.reference import Caches, changes_with, decode, prefill_whole, seeded_model
+from tests.support.reference import Caches, cache_in, changes_with, decode, prefill_whole, seeded_model
 
 from kvferry.applications.demo.reference.caches import CacheForm, cache_form, check_cache_form, entries_kept
 from kvferry.applications.demo.reference.engine import ReferenceModel, load_model
@@ -74,7 +74,7 @@ def own_cache(model: ReferenceModel, token_ids: list[int]) -> Any:
     """What transformers caches of a prompt that it runs in one piece, without the engine."""
     with torch.no_grad():
         output = model._network(torch.tensor([token_ids]), use_cache=True)
-    return output.cache_params if hasattr(output, "cache_params") else output.past_key_values
+    return cache_in(output)
 
 
 @pytest.mark.parametrize("prompt", [0, 5])  # shorter than the window, and longer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -64,3 +65,9 @@ def changes_with(
         damage(caches)
         changed += decode(model, token_ids, (caches, first_token), new_tokens) != intact
     return changed
+
+
+def cache_in(output: Any) -> Any:
+    """What a model's output says that it caches, by whichever name its version of transformers has for it."""
+    names = ("cache", "past_key_values", "cache_params")
+    return next(held for name in names if (held := getattr(output, name, None)) is not None)

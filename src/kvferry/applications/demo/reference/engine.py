@@ -21,6 +21,9 @@ from kvferry.layout import ShardedComponent
 if TYPE_CHECKING:
     import torch
 
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+"""What a model's `forward` calls its cache: since transformers 5.24; before that; of models without attention."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefilledChunk:
@@ -59,9 +62,14 @@ class ReferenceModel:
         self._network = network
         self._tokenizer = tokenizer
         self._form = form
-        # Models without attention call it by another name.
         parameters = inspect.signature(network.forward).parameters
-        self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
+        argument = next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+        if argument is None:
+            raise ModelError(
+                f"{type(network).__name__} takes its cache by none of the names {', '.join(_CACHE_ARGUMENTS)}: this "
+                "version of transformers is not known here"
+            )
+        self._cache_argument = argument
 
     @property
     def components(self) -> tuple[ShardedComponent, ...]:
