@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvferry.applications.demo.reference.caches import array_shape, entries_kept
-from kvferry.applications.demo.reference.engine import ReferenceModel, load_model
+from kvferry.applications.demo.reference.engine import CACHE_NAMES, ReferenceModel, load_model
 from kvferry.applications.demo.reference.specification import ModelSpec
 from kvferry.layout import Entry
 
@@ -69,5 +69,4 @@ def changes_with(
 
 def cache_in(output: Any) -> Any:
     """What a model's output says that it caches, by whichever name its version of transformers has for it."""
-    names = ("cache", "past_key_values", "cache_params")
-    return next(held for name in names if (held := getattr(output, name, None)) is not None)
+    return next(held for name in CACHE_NAMES if (held := getattr(output, name, None)) is not None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
 
 from kvferry.control.owning_process import OwningProcess
 from kvferry.endpoint.construction import create_transport, deadlines, endpoint_name
-from kvferry.endpoint.runtime.platform import Platform, SystemPlatform
+from kvferry.endpoint.runtime.platform import Closing, Platform, SystemPlatform
 from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.endpoint.telemetry import EndpointTelemetry, endpoint_status
 from kvferry.layout import RankCoordinates, RankLayout
@@ -155,7 +155,7 @@ class Endpoint(ABC):
                 self._platform.wait_until(holds, until)
 
     @abstractmethod
-    def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
+    def _closing(self) -> Closing:
         """Closes step by step: yields what to wait for, and until when at most.
 
         Each step may be repeated: it may have been interrupted anywhere.

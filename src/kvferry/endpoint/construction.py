@@ -1,13 +1,14 @@
-"""What both endpoints are made with: names, a transport, deadlines."""
+"""What both endpoints are made with, names, a transport, deadlines, and what both check of a room that is opened."""
 
 from __future__ import annotations
 
 import operator
 import os
 import secrets
+from collections.abc import Collection
 from typing import SupportsIndex
 
-from kvferry.errors import UsageError
+from kvferry.errors import EndpointClosedError, QueueFullError, RoomExistsError, UsageError
 from kvferry.plan import TransferPath
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.settings import Settings
@@ -55,6 +56,31 @@ def deadlines(settings: Settings) -> Deadlines:
         waiting_s=settings.waiting_timeout_s,
         write_s=settings.write_timeout_s,
     )
+
+
+def check_may_open(room: int, open_rooms: Collection[int], *, most: int, who: str, is_closed: bool) -> None:
+    """Raises unless a room may be opened.
+
+    Args:
+        open_rooms: those that are open.
+        most: how many may be.
+        who: the rank, as it stands in a message.
+        is_closed: whether the endpoint was closed.
+
+    Raises:
+        EndpointClosedError: if it was.
+        RoomExistsError: if the room is open.
+        QueueFullError: if no other one may be.
+    """
+    if is_closed:
+        raise EndpointClosedError(f"room {room}: the endpoint is closed")
+    if room in open_rooms:
+        raise RoomExistsError(f"room {room} is already open on {who}")
+    if len(open_rooms) >= most:
+        raise QueueFullError(
+            f"room {room}: {len(open_rooms)} rooms are open on {who} already (KVFERRY_MAX_ROOMS): open it when others "
+            "have ended"
+        )
 
 
 def checked_room(room: SupportsIndex) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.decode.tasks import ArrivalTask, Scatterers, ScatterTask, VerifyTask
-from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.endpoint.runtime.threads import RunningLoop
 from kvferry.errors import PeerError
@@ -97,7 +97,7 @@ class Arrivals:
         """Whether nothing waits for a room to take it: always, between two calls."""
         return not self._offered
 
-    def closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
+    def closing(self) -> Closing:
         """Ends the threads once all tasks are done: yields what to wait for, and until when."""
         if self._scatterers is not None:
             self._scatterers.stop()

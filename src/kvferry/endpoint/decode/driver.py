@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 
 from kvferry.control.ends import Connection
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.decode.rooms import ReceivingRooms
-from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.endpoint.runtime.threads import Loop, ThreadHealth
 from kvferry.errors import KVFerryError, PeerError
@@ -128,7 +128,7 @@ class DecodeDriver(Loop):
         """Queues an operator's word that a lost rank has ended."""
         self.submit(partial(self.rooms.links.release, endpoint))
 
-    def closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
+    def closing(self) -> Closing:
         """Ends the threads and closes every link, step by step: yields what to wait for, and until when."""
         self._is_stopping.set()
         self._end.wake()

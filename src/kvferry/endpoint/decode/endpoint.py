@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import SupportsIndex
 
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.base import Endpoint
-from kvferry.endpoint.construction import checked_room
+from kvferry.endpoint.construction import check_may_open, checked_room
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.decode.room import ReceivingRoom
-from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import (
     EndpointClosedError,
     KVFerryError,
     LayoutError,
-    QueueFullError,
-    RoomExistsError,
     UnknownRoomError,
     UsageError,
 )
@@ -220,15 +218,13 @@ class DecodeEndpoint(Endpoint):
             places=UnitPlaces(self.layout, groups, length),
         )
         with self._lock:
-            if self._is_closed:
-                raise EndpointClosedError(f"room {room}: the endpoint is closed")
-            if room in self._rooms:
-                raise RoomExistsError(f"room {room} is already open on decode rank {self.engine_rank}")
-            if len(self._rooms) >= self.settings.max_rooms:
-                raise QueueFullError(
-                    f"room {room}: {len(self._rooms)} rooms are open on decode rank {self.engine_rank} already "
-                    "(KVFERRY_MAX_ROOMS): open it when others have ended"
-                )
+            check_may_open(
+                room,
+                self._rooms,
+                most=self.settings.max_rooms,
+                who=f"decode rank {self.engine_rank}",
+                is_closed=self._is_closed,
+            )
             self._rooms[room] = receiver
             opened.trace = self._telemetry.observer.begin_receiving(room)
             # Under the lock, so that a close that aborts this room comes behind it.
@@ -345,7 +341,7 @@ class DecodeEndpoint(Endpoint):
         """
         super().close()
 
-    def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
+    def _closing(self) -> Closing:
         if self._has_closed:
             return
         with self._lock:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
 
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.admission import Admission
@@ -20,7 +19,7 @@ from kvferry.endpoint.prefill.peers import DecodePeer, DecodePeers
 from kvferry.endpoint.prefill.room import RoomContext, SendingRoom
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import released_span
-from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.run_queue import Waker
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop, ThreadHealth
 from kvferry.endpoint.runtime.timers import Timers
@@ -93,7 +92,7 @@ class PrefillDriver(Loop):
         self._outbox: deque[tuple[str, messages.Message]] = deque()
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
         self._timers: Timers[SendingRoom] = Timers()
-        self._unasked = UnaskedRooms(
+        unasked = UnaskedRooms(
             f"prefill rank {identity.coordinates.engine_rank} of {identity.engine!r}",
             f"Does the decode side look for an engine named {identity.engine!r}, at the registry {registry_url}?",
         )
@@ -105,7 +104,7 @@ class PrefillDriver(Loop):
             self.ranks,
             send=self.send,
             observer=observer,
-            unasked=self._unasked,
+            unasked=unasked,
             now=self._now,
         )
         self.admission = Admission(
@@ -217,7 +216,7 @@ class PrefillDriver(Loop):
         self._is_closing_down = True
         self.wake()
 
-    def closing(self, deadline: float) -> Iterator[tuple[Callable[[], bool], float]]:
+    def closing(self, deadline: float) -> Closing:
         """Waits for what `close_down` began, step by step: yields what to wait for, and until when at most."""
         if not len(self.rooms):
             yield lambda: not self.workers.running, max(self._now(), deadline) + _LAST_MOMENT_S
@@ -429,8 +428,7 @@ class PrefillDriver(Loop):
         self.admission.tick()
         for room in self._timers.due(now):
             room.post(SenderTick())
-        self._unasked.look(now, is_unasked=self.rooms.is_unasked, decode_ranks=len(self.peers))
-        self.rooms.expire(now)
+        self.rooms.look(now, decode_ranks=len(self.peers))
         late_s = self._lateness.seconds(now, most_apart_s=self._longest_wait_s + 2 * _TICK_S)
         for peer in self.peers.all():
             peer.last_message_at = min(now, peer.last_message_at + late_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import SupportsIndex
 
 from kvferry.endpoint.base import Endpoint
@@ -10,7 +10,7 @@ from kvferry.endpoint.construction import checked_room
 from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.prefill.registration import Registration
-from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.endpoint.transfer import Sender
 from kvferry.errors import KVFerryError, UsageError
@@ -261,7 +261,7 @@ class PrefillEndpoint(Endpoint):
         if error is not None:
             raise error
 
-    def _closing(self) -> Iterator[tuple[Callable[[], bool], float]]:
+    def _closing(self) -> Closing:
         self._driver.rooms.close()
         deadline = self._platform.now() + self.settings.close_timeout_s
         try:

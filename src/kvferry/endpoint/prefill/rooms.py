@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from kvferry.endpoint.construction import check_may_open
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.room import OpenReceived, RefusalReceived, SendingRoom
@@ -18,8 +19,6 @@ from kvferry.errors import (
     EndpointClosedError,
     KVFerryError,
     PeerDisconnectedError,
-    QueueFullError,
-    RoomExistsError,
     TransferAbortedError,
     UnknownRoomError,
 )
@@ -66,7 +65,7 @@ class SendingRooms:
             ranks: what is known of decode ranks.
             send: sends a message to a decode rank, soon.
             observer: is told what happens.
-            unasked: is told of each room that is opened.
+            unasked: warns of rooms that nobody asks for.
             now: the time, in seconds of a steady clock.
         """
         self._identity = identity
@@ -105,15 +104,13 @@ class SendingRooms:
             make: makes it, if it may be opened.
         """
         with self._lock:
-            if self._is_closed:
-                raise EndpointClosedError(f"room {room}: the endpoint is closed")
-            if room in self.table.rooms:
-                raise RoomExistsError(f"room {room} is already open on prefill rank {self._rank}")
-            if len(self.table.rooms) >= self._settings.max_rooms:
-                raise QueueFullError(
-                    f"room {room}: {len(self.table.rooms)} rooms are open on prefill rank {self._rank} already "
-                    "(KVFERRY_MAX_ROOMS): open it when others have ended"
-                )
+            check_may_open(
+                room,
+                self.table.rooms,
+                most=self._settings.max_rooms,
+                who=f"prefill rank {self._rank}",
+                is_closed=self._is_closed,
+            )
             opened = make()
             self._unasked.opened(room, self._now())
             self._observer.begin_sending(room)
@@ -299,8 +296,13 @@ class SendingRooms:
             for message in aborts:
                 self._not_opened(receiver, rank, message.room, message.generation, message.reason)
 
-    def expire(self, now: float) -> None:
-        """Refuses what decode ranks opened so long ago that nobody will open it here."""
+    def look(self, now: float, *, decode_ranks: int) -> None:
+        """Warns of rooms that nobody asks for, and refuses what decode ranks opened so long ago that nobody will here.
+
+        Args:
+            decode_ranks: how many are connected.
+        """
+        self._unasked.look(now, is_unasked=self._is_unasked, decode_ranks=decode_ranks)
         with self._lock:
             expired = self.table.expired(now)
         for receiver, message in expired:
@@ -310,7 +312,7 @@ class SendingRooms:
             )
             self._fail(receiver, message, UnknownRoomError(reason))
 
-    def is_unasked(self, room: int) -> bool:
+    def _is_unasked(self, room: int) -> bool:
         """Whether a room is open, and no decode rank has opened it."""
         with self._lock:
             opened = self.table.rooms.get(room)

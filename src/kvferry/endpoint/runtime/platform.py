@@ -13,8 +13,9 @@ import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 from msgspec import structs
 
@@ -37,6 +38,9 @@ from kvferry.staging.resources import MachineResources, StagingResources
 from kvferry.transport import Transport
 
 _LOOK_S = 1e-3
+
+Closing: TypeAlias = Iterator[tuple[Callable[[], bool], float]]
+"""Closes step by step: yields what to wait for, and until when at most (`Platform.wait_until`)."""
 
 
 class BackgroundExecutor(ABC):

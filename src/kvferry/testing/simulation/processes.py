@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
+from kvferry.endpoint.runtime.platform import Closing
 from kvferry.testing.simulation.machines import SimulatedPlatform
 from kvferry.testing.simulation.memory import Pool
 from kvferry.transport.simulated import SimulatedTransport
-
-Closing = Iterator[tuple[Callable[[], bool], float]]
 
 
 @dataclass(slots=True, eq=False)

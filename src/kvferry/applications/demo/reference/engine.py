@@ -21,8 +21,8 @@ from kvferry.layout import ShardedComponent
 if TYPE_CHECKING:
     import torch
 
-_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
-"""What a model's `forward` calls its cache: since transformers 5.24; before that; of models without attention."""
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""What a model's `forward` and its output call the cache: since transformers 5.24; before; without attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class ReferenceModel:
         self._tokenizer = tokenizer
         self._form = form
         parameters = inspect.signature(network.forward).parameters
-        argument = next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+        argument = next((name for name in CACHE_NAMES if name in parameters), None)
         if argument is None:
             raise ModelError(
-                f"{type(network).__name__} takes its cache by none of the names {', '.join(_CACHE_ARGUMENTS)}: this "
+                f"{type(network).__name__} takes its cache by none of the names {', '.join(CACHE_NAMES)}: this "
                 "version of transformers is not known here"
             )
         self._cache_argument = argument
