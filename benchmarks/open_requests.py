@@ -20,29 +20,19 @@ from kvferry.protocol.geometry.demands import demands_of
 from kvferry.protocol.links.link import Link, LinkKey
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.receiver import ReceiverMachine, SendOpen
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, fields, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 
 LAYERS = 4
-PROCESS = messages.ProcessIdentity(machine="", pid=1, started=1)
+PROCESS = fields.ProcessIdentity(machine="", pid=1, started=1)
 DEADLINES = Deadlines(bootstrap_s=60.0, waiting_s=60.0, write_s=60.0)
-
-
-class Channel:
-    """A connection to nobody."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-
-    def send(self, message: bytes) -> None:
-        """Drops the message."""
 
 
 class NoRings:
     """No staging memory."""
 
-    def offer(self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...], send: object) -> messages.Staging:
+    def offer(self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...]) -> messages.Staging:
         """Offers nothing."""
         return messages.Staging()
 
@@ -83,13 +73,13 @@ def ready_link(receiver: RankCoordinates, layout: RankLayout, sources: dict[Rank
             coordinates=each,
             control_address=f"tcp://p{each.engine_rank}:1",
             layout_digest="-",
-            protocol_version=messages.PROTOCOL_VERSION,
+            protocol_version=codec.PROTOCOL_VERSION,
         )
         for each in sources
     )
-    link.resolved(registrations, Channel, 0.0)
-    channels = dict(zip(sources, link.channels, strict=True))
-    for place, channel in channels.items():
+    link.resolved(registrations, 0.0)
+    addresses = dict(zip(sources, link.addresses, strict=True))
+    for place, address in addresses.items():
         welcome = messages.Welcome(
             endpoint=f"p{place.engine_rank}",
             engine="prefill",
@@ -98,10 +88,10 @@ def ready_link(receiver: RankCoordinates, layout: RankLayout, sources: dict[Rank
             transport="none",
             process=PROCESS,
         )
-        link.received(channel, welcome, 0.0)
-    for place, channel in channels.items():
+        link.received(address, welcome, 0.0)
+    for place, address in addresses.items():
         attached = messages.Attached(endpoint=f"p{place.engine_rank}", attempt=link.attempt, only_staged=False)
-        link.received(channel, attached, 0.0)
+        link.received(address, attached, 0.0)
     return link
 
 
@@ -125,15 +115,13 @@ def measured(ranks: int, tokens: int, page_tokens: int) -> dict[str, dict[str, i
                 message = messages.OpenRoom(
                     room=1,
                     generation=2**62,
-                    attempt=1,
-                    serial=1,
                     receivers=ranks,
                     tokens=tokens,
                     groups=tuple(group for group in groups if group.name in command.groups),
                 )
                 counts[name]["messages"] += 1
                 counts[name]["with pages"] += bool(message.groups)
-                counts[name]["bytes"] += len(messages.encode(message))
+                counts[name]["bytes"] += len(codec.encode_body(message))
     return counts
 
 

@@ -20,14 +20,14 @@ from kvferry.layout import Device, RankCoordinates, RankLayout, all_coordinates
 from kvferry.plan import Unit, pieces_for_receiver
 from kvferry.protocol.geometry.moved_blocks import pack_units
 from kvferry.protocol.pages.page_numbers import PageNumbers
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, fields, messages, notifications
 from kvferry.transport import PeerMetadata
 
 Tree: TypeAlias = Any
 """What MessagePack and JSON know: dictionaries, lists, numbers, texts, bytes."""
 
-HEADER = messages.encode(messages.Ping(endpoint="any"))[:6]
-KINDS = tuple(get_args(messages.ToPrefill) + get_args(messages.ToDecode) + get_args(messages.Notification))
+HEADER = codec.encode(messages.Ping(endpoint="any"))[:6]
+KINDS = tuple(get_args(messages.ToPrefill) + get_args(messages.ToDecode) + get_args(notifications.Notification))
 
 _NUMBERS = (0, 1, -1, 2, 7, 255, 256, 2**31 - 1, 2**31, 2**32, 2**48, 2**48 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
 _TEXTS = ("", "k", "kv", "layer", "Ping", "Attach", "x" * 300, "line\nfeed", "\x00", "\N{SNOWMAN}", "%s%n", "nan")
@@ -64,12 +64,12 @@ def _at_known_addresses(layout: RankLayout) -> RankLayout:
     )
 
 
-PROCESS = messages.ProcessIdentity(machine="a machine", pid=1, started=2)
+PROCESS = fields.ProcessIdentity(machine="a machine", pid=1, started=2)
 
 
-def examples() -> list[messages.Message]:
+def examples() -> list[fields.Message]:
     """Messages of every kind, as endpoints send them."""
-    made: list[messages.Message] = []
+    made: list[fields.Message] = []
     for place, layout in layouts():
         metadata = PeerMetadata(name="hostile-0", device=Device(), regions=layout.regions(), private=b"private")
         made += [
@@ -98,8 +98,6 @@ def examples() -> list[messages.Message]:
             messages.OpenRoom(
                 room=5,
                 generation=6,
-                attempt=1,
-                serial=1,
                 receivers=1,
                 tokens=16,
                 groups=tuple(
@@ -127,14 +125,13 @@ def examples() -> list[messages.Message]:
         messages.Pong(endpoint="p0", attached=True),
         messages.RoomFailed(room=5, generation=6, writer=0, error="PageError", reason="no reason"),
         messages.RoomVerified(room=5, generation=6),
-        messages.Confirmed(endpoint="p0", room=5, generation=6, writer=0),
         messages.IsGone(process=PROCESS),
         messages.Gone(process=PROCESS),
         messages.Drained(endpoint="p0", room=5, generation=6, writer=0),
         messages.SpanReleased(endpoint="p0", epoch=3, start=0, begin=0, stop=64),
-        messages.ChunkArrived(room=5, generation=6, writer=0, sequence=0),
-        messages.WriterFinished(room=5, generation=6, writer=0, chunks=1, aux=b"token"),
-        messages.StagedArrived(
+        notifications.ChunkArrived(room=5, generation=6, writer=0, sequence=0),
+        notifications.WriterFinished(room=5, generation=6, writer=0, chunks=1, aux=b"token"),
+        notifications.StagedArrived(
             room=5,
             generation=6,
             writer=0,
@@ -146,7 +143,7 @@ def examples() -> list[messages.Message]:
             begin=0,
             stop=64,
             unit=Unit.WHOLE,
-            segments=(messages.StagedSegment(0, 0, 1, pack_units(np.array([0, 1, 5]))),),
+            segments=(notifications.StagedSegment(0, 0, 1, pack_units(np.array([0, 1, 5]))),),
         ),
     ]
     assert {type(each) for each in made} == set(KINDS), "a kind of message has no example"

@@ -30,7 +30,7 @@ from kvferry.plan import check_exchangeable, pieces_for_receiver
 from kvferry.protocol.geometry.demands import wanted_groups
 from kvferry.protocol.geometry.moved_blocks import unpack_units
 from kvferry.protocol.pages.page_numbers import MAX_PAGES, PageNumbers
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, messages, notifications
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.transport import PeerMetadata
 
@@ -91,11 +91,11 @@ class Decoders:
 
     def feed_message(self, data: bytes) -> int:
         """One input for each of the three directions, and for what looks at messages next; returns how many."""
-        for decode in (messages.decode_to_prefill, messages.decode_to_decode, messages.decode_notification):
+        for decode in (codec.decode_to_prefill, codec.decode_to_decode, codec.decode_notification):
             message = self.feed(decode, data, MessageError, VersionError)
             if message is None:
                 continue
-            again = messages.encode(message)  # what was accepted can travel on
+            again = codec.encode(message)  # what was accepted can travel on
             assert type(decode(again)) is type(message)
             match message:
                 case messages.OpenRoom():
@@ -174,9 +174,9 @@ def test_the_mutator_makes_what_is_right_from_the_types_alone(corpus: Corpus):
     """Else a fuzzer would test the first check of every decoder and nothing behind it."""
     mutator = corpus.mutator(random.Random(1))
     for union, decode in (
-        (messages.ToPrefill, messages.decode_to_prefill),
-        (messages.ToDecode, messages.decode_to_decode),
-        (messages.Notification, messages.decode_notification),
+        (messages.ToPrefill, codec.decode_to_prefill),
+        (messages.ToDecode, codec.decode_to_decode),
+        (notifications.Notification, codec.decode_notification),
     ):
         for kind in get_args(union):
             right = 0

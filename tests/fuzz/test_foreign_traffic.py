@@ -15,7 +15,7 @@ from tests.fuzz.mutation import Corpus
 
 from kvferry.control.credentials import Credentials
 from kvferry.layout import RankCoordinates
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec
 from kvferry.protocol.wire.registrations import RankRegistration
 
 SECRET = "the secret of this test"
@@ -32,7 +32,7 @@ BODIES = [
             coordinates=RankCoordinates(),
             control_address="tcp://127.0.0.1:1",
             layout_digest="digest",
-            protocol_version=messages.PROTOCOL_VERSION,
+            protocol_version=codec.PROTOCOL_VERSION,
         )
     ),
     b'{"engine": "stranger"}',
@@ -137,7 +137,7 @@ def test_without_the_secret_nobody_learns_or_changes_anything(
             for _ in range(STREAMS):
                 connections.say(chance, foreign.stream())
             connections.say(chance, registering(BODIES[0], chance.choice((None, OTHERS.registry_token))))
-            for message in (messages.encode(chance.choice(corpus.messages)), *_some(mutator.message, MESSAGES)):
+            for message in (codec.encode(chance.choice(corpus.messages)), *_some(mutator.message, MESSAGES)):
                 strangers.say(message)
             fuzz.inputs += STREAMS + 1 + 3 * (MESSAGES + 1)
             assert not strangers.record_answer(), "a stranger was answered"

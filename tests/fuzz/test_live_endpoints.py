@@ -19,7 +19,7 @@ from tests.support.waiting import PATIENCE_S
 from kvferry import InProcessTransport
 from kvferry.errors import KVFerryError, MessageError
 from kvferry.layout import Device, RankCoordinates, Region
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, fields, messages, notifications
 from kvferry.protocol.wire.registrations import RankRegistration
 
 BURST = 200
@@ -44,7 +44,7 @@ class HostileDecodeRank:
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
         self._socket.connect(bystanders.prefill.control_address)
 
-    def attach(self) -> messages.Message:
+    def attach(self) -> fields.Message:
         """What makes it a peer, if it is heard: a layout of its own, of the right caches."""
         layout = self._bystanders.pair.decode.pools[0].layout
         return messages.Attach(
@@ -63,13 +63,13 @@ class HostileDecodeRank:
 
     def synchronize(self) -> None:
         """Waits until everything was read: the answer to a question comes after that to everything before it."""
-        self.tell(messages.encode(messages.Hello(endpoint=self.name, engine="end", coordinates=RankCoordinates())))
+        self.tell(codec.encode(messages.Hello(endpoint=self.name, engine="end", coordinates=RankCoordinates())))
         deadline = time.monotonic() + WITHIN_S
         quiet = False
         while not quiet:
             assert time.monotonic() < deadline, "the prefill rank does not answer any more"
             quiet = bool(self._socket.poll(1000)) and isinstance(
-                messages.decode_to_decode(self._socket.recv()), messages.Welcome
+                codec.decode_to_decode(self._socket.recv()), messages.Welcome
             )
         while self._socket.poll(0):
             self._socket.recv()
@@ -98,7 +98,7 @@ class HostilePrefillRank:
             coordinates=RankCoordinates(),
             control_address=f"tcp://127.0.0.1:{port}",
             layout_digest="digest",
-            protocol_version=messages.PROTOCOL_VERSION,
+            protocol_version=codec.PROTOCOL_VERSION,
         )
 
     def welcome(self) -> messages.Welcome:
@@ -118,7 +118,7 @@ class HostilePrefillRank:
         while who is None and (left_s := deadline - time.monotonic()) > 0:
             if self._socket.poll(int(left_s * 1000) + 1):
                 identity, data = self._socket.recv_multipart()
-                if isinstance(messages.decode_to_prefill(data), messages.Hello):
+                if isinstance(codec.decode_to_prefill(data), messages.Hello):
                     who = identity
         return who
 
@@ -151,9 +151,9 @@ class Attack:
         decode = self._bystanders.decode
         (room,) = decode._driver.rooms.open.values()
         writer = self._bystanders.prefill.transport.endpoint_name
-        known: list[messages.Message] = [
-            messages.ChunkArrived(room=room.room, generation=room.generation, writer=0, sequence=0),
-            messages.WriterFinished(room=room.room, generation=room.generation, writer=0, chunks=0, aux=b"forged"),
+        known: list[fields.Message] = [
+            notifications.ChunkArrived(room=room.room, generation=room.generation, writer=0, sequence=0),
+            notifications.WriterFinished(room=room.room, generation=room.generation, writer=0, chunks=0, aux=b"forged"),
             messages.Drained(endpoint=writer, room=room.room, generation=room.generation, writer=0),
             messages.RoomFailed(room=room.room, generation=room.generation, writer=0, error="", reason="forged"),
             messages.AbortRoom(room=room.room, generation=room.generation, reason="forged"),
@@ -167,13 +167,13 @@ class Attack:
     def on_prefill(self, mutator: Mutator) -> int:
         """From one that is attached, and from one that is not unless its messages make it so."""
         attached, unattached = self._decodes
-        attached.tell(messages.encode(attached.attach()))
+        attached.tell(codec.encode(attached.attach()))
         for _ in range(BURST):
             for each in (attached, unattached):
                 each.tell(mutator.message())
         for each in (attached, unattached):
             each.synchronize()
-            each.tell(messages.encode(messages.Detach(endpoint=each.name)))
+            each.tell(codec.encode(messages.Detach(endpoint=each.name)))
             each.synchronize()
         return 2 * BURST
 
@@ -192,11 +192,11 @@ class Attack:
         assert who is not None, "the decode rank does not ask any more"
         told = 0
         if chance.random() < 0.5:
-            self._prefill.tell(who, messages.encode(self._prefill.welcome()))
+            self._prefill.tell(who, codec.encode(self._prefill.welcome()))
         while told < BURST and not receiver.state.is_final:
             self._prefill.tell(who, mutator.message())
             told += 1
-        self._prefill.tell(who, messages.encode(messages.Closed(endpoint="p0")))
+        self._prefill.tell(who, codec.encode(messages.Closed(endpoint="p0")))
         receiver.abort()
         deadline = time.monotonic() + WITHIN_S
         while not (receiver.state.is_final and receiver.pages_reusable):
@@ -251,9 +251,9 @@ def test_a_rank_says_nothing_for_another(alarms: Alarms, said: str):
         assert who is not None
         other = bystanders.prefill.transport.endpoint_name
         forged = msgspec.structs.replace(hostile.welcome(), endpoint=other)
-        hostile.tell(who, messages.encode(forged if said == "Welcome" else messages.Closed(endpoint=other)))
+        hostile.tell(who, codec.encode(forged if said == "Welcome" else messages.Closed(endpoint=other)))
         if said == "Closed":  # nobody listens; the room goes on waiting for an answer that makes sense
-            hostile.tell(who, messages.encode(forged))
+            hostile.tell(who, codec.encode(forged))
         with pytest.raises(KVFerryError):
             receiver.wait(WITHIN_S)
         hostile.close()
@@ -267,9 +267,9 @@ def test_messages_are_those_of_a_working_deployment(corpus: Corpus):
     """The corpus is what endpoints say: each of its messages is accepted as it is."""
     for message in corpus.messages:
         accepted = 0
-        for decode in (messages.decode_to_prefill, messages.decode_to_decode, messages.decode_notification):
+        for decode in (codec.decode_to_prefill, codec.decode_to_decode, codec.decode_notification):
             try:
-                accepted += decode(messages.encode(message)) == message
+                accepted += decode(codec.encode(message)) == message
             except MessageError:
                 continue
         assert accepted == 1, message

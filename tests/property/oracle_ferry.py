@@ -37,7 +37,7 @@ from kvferry.protocol.geometry import demands, moves
 from kvferry.protocol.geometry.demands import WantedGroup
 from kvferry.protocol.geometry.moves import Move
 from kvferry.protocol.pages.chunks import Chunk, ChunkSequence, GroupPages
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, messages
 from kvferry.settings import Settings
 from kvferry.transport import InProcessNetwork, InProcessTransport
 
@@ -159,15 +159,13 @@ def open_message(case: Case, destination: Rank, room: int) -> messages.OpenRoom:
     message = messages.OpenRoom(
         room=drawn.number,
         generation=1,
-        attempt=1,
-        serial=1,
         receivers=1,
         tokens=tokens,
         groups=demands.demands_of(
             destination.layout, pages, prefix_tokens=drawn.prefix, tokens=tokens, where="the receiver"
         ),
     )
-    arrived = messages.decode_to_prefill(messages.encode(message))
+    arrived = codec.decode_numbered_to_prefill(codec.encode_body(message))
     assert arrived == message
     return message
 

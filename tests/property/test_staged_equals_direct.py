@@ -42,8 +42,9 @@ from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.sender import Write
-from kvferry.protocol.wire import messages
-from kvferry.protocol.wire.messages import Credit, StagedArrived
+from kvferry.protocol.wire import codec, messages, notifications
+from kvferry.protocol.wire.messages import Credit
+from kvferry.protocol.wire.notifications import StagedArrived
 from kvferry.staging import StagingMemory, gathering, resolving, scattering
 from kvferry.staging.gathering import Packing, PeerMemory, StagedWrite
 from kvferry.staging.receiving import WriterRing
@@ -224,7 +225,7 @@ class Receiving:
 
     def arrived(self, data: bytes) -> None:
         """Scatters a part."""
-        message = messages.decode_notification(data)
+        message = codec.decode_notification(data)
         assert isinstance(message, StagedArrived)
         span = Span(message.start, message.begin, message.stop)
         assert self.ring.take(span)
@@ -235,8 +236,7 @@ class Receiving:
             raise error
         task.give_back()
 
-    def _credit(self, data: bytes) -> None:
-        message = messages.decode_to_prefill(data)
+    def _credit(self, message: messages.Credit) -> None:
         assert isinstance(message, Credit)
         self.credits.append(message.position)
 
@@ -285,7 +285,7 @@ def test_layouts_that_engines_have(name: str, chunk_bytes: int):
 def test_a_part_whose_bytes_are_not_those_of_its_segments_is_refused(
     change: Callable[[tuple[Any, ...]], tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ):
-    right = messages.decode_notification
+    right = codec.decode_notification
 
     def changed(data: bytes) -> Any:
         message = right(data)
@@ -399,7 +399,7 @@ def _pieces_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the receiver's side."""
     right = resolving.resolved
 
-    def resolved(segment: messages.StagedSegment, unit: Unit, plan: PairPlan, places: UnitPlaces) -> Any:
+    def resolved(segment: notifications.StagedSegment, unit: Unit, plan: PairPlan, places: UnitPlaces) -> Any:
         mirrored = msgspec.structs.replace(segment, piece=len(plan.pieces) - 1 - segment.piece)
         return right(mirrored, unit, plan, places)
 

@@ -19,6 +19,7 @@ from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
+from kvferry.endpoint.prefill.channels import DecodeChannels
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.direct_writes import DirectWrites
 from kvferry.endpoint.prefill.driver import PrefillDriver
@@ -32,7 +33,9 @@ from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
 from kvferry.protocol.geometry.moves import Move, moves_of
 from kvferry.protocol.links import pods
+from kvferry.protocol.links.link import Link
 from kvferry.protocol.links.lost_ranks import LostRanks
+from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.pages.chunks import Chunk
 from kvferry.protocol.rooms.room_table import RoomTable
 from kvferry.protocol.transfer import receiver, sender
@@ -56,19 +59,10 @@ from kvferry.protocol.transfer.sender import (
     WriteDone,
 )
 from kvferry.protocol.transfer.states import TransferState
-from kvferry.protocol.wire.messages import (
-    AbortRoom,
-    Attach,
-    Drained,
-    Message,
-    OpenRoom,
-    PodIdentity,
-    SpanReleased,
-    decode_notification,
-    encode,
-)
+from kvferry.protocol.wire.codec import decode_notification, encode
+from kvferry.protocol.wire.fields import Message, PodIdentity
+from kvferry.protocol.wire.messages import AbortRoom, Attach, Drained, Numbered, Ping, Pong, SpanReleased
 from kvferry.staging.gathering import StagedQueue, StagedWrite
-from kvferry.staging.receiving import WriterRing
 from kvferry.staging.rings import SharedRing
 from kvferry.staging.slots import SourceMemory
 from kvferry.staging.waiting import Waiter
@@ -188,27 +182,23 @@ def _removed_while_writes_fly(patch: pytest.MonkeyPatch) -> None:
 
 
 def _aborts_that_come_first_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """Neither as the last use of the number nor as the number of an open request, nor does it count as a refusal."""
-    right, right_hears = RoomTable.abort, RoomTable.is_new
+    """Neither as the last use of the number nor as one that takes its open request back."""
+    right = RoomTable.abort
 
     def abort(table: Any, *arguments: Any) -> Any:
         found = right(table, *arguments)
         table._over.clear()
         return found
 
-    def is_new(table: Any, receiver: str, message: OpenRoom | AbortRoom) -> bool:
-        return isinstance(message, AbortRoom) or right_hears(table, receiver, message)
-
     patch.setattr(RoomTable, "abort", abort)
-    patch.setattr(RoomTable, "is_new", is_new)
-    patch.setattr(SendingRooms, "_never_opened", lambda *_: None)
+    patch.setattr(DecodeChannels, "take_back", lambda channels, *arguments: False)
 
 
 def _successors_speak_for_the_dead(patch: pytest.MonkeyPatch) -> None:
     """`Drained` counts whoever sends it."""
     right = ReceivingRooms.received
 
-    def received(rooms: ReceivingRooms, channel: Any, message: Any, now: float) -> None:
+    def received(rooms: ReceivingRooms, address: str, message: Any, now: float) -> None:
         link = rooms._links_of.get(message.room)
         peer = (
             next((each for each in link.peers if link.rank_of(each.endpoint) == message.writer), None) if link else None
@@ -217,7 +207,7 @@ def _successors_speak_for_the_dead(patch: pytest.MonkeyPatch) -> None:
             message = Drained(
                 endpoint=peer.endpoint, room=message.room, generation=message.generation, writer=message.writer
             )
-        right(rooms, channel, message, now)
+        right(rooms, address, message, now)
 
     patch.setattr(ReceivingRooms, "received", received)
 
@@ -277,33 +267,77 @@ def _no_deadlines(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SenderMachine, "deadline", property(lambda machine: None))
 
 
-def _credits_said_once(patch: pytest.MonkeyPatch) -> None:
-    right = DecodeDriver._repeat
-
-    def repeat(driver: Any, now: float) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(WriterRing, "report", lambda ring: None)
-            right(driver, now)
-
-    patch.setattr(DecodeDriver, "_repeat", repeat)
+def _nothing_sent_again(patch: pytest.MonkeyPatch) -> None:
+    """What a broken connection has lost is lost."""
+    patch.setattr(ReliableChannel, "resend", lambda channel: [])
 
 
-def _voids_said_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SharedRing, "give_up", lambda ring, span: None)
+def _breaks_kept_from_the_prefill_rank(patch: pytest.MonkeyPatch) -> None:
+    """Only the decode rank sends again what a broken connection has lost."""
+    right = DecodeChannels.answer
+
+    def answer(channels: Any, receiver: str, ping: Ping) -> Any:
+        return right(channels, receiver, structs.replace(ping, resends=False))
+
+    patch.setattr(DecodeChannels, "answer", answer)
+
+
+def _losses_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    """A decode rank sends nothing again where heartbeats show that it was lost."""
+    right = Link._acknowledged
+
+    def acknowledged(link: Any, rank: Any, message: Pong) -> Any:
+        return right(link, rank, structs.replace(message, heard_of=0))
+
+    patch.setattr(Link, "_acknowledged", acknowledged)
+
+
+def _repetitions_taken(patch: pytest.MonkeyPatch) -> None:
+    """A message counts as often as it comes."""
+    right = ReliableChannel.receive
+
+    def receive(channel: Any, message: Numbered) -> Any:
+        if message.epoch == channel.epoch and message.number <= channel.received and not channel.is_closed:
+            return [message.body]
+        return right(channel, message)
+
+    patch.setattr(ReliableChannel, "receive", receive)
+
+
+def _gaps_taken(patch: pytest.MonkeyPatch) -> None:
+    """What comes behind a lost message counts, and the lost one does not any more."""
+    right = ReliableChannel.receive
+
+    def receive(channel: Any, message: Numbered) -> Any:
+        if message.epoch == channel.epoch and message.number > channel.received:
+            channel.received = message.number - 1
+        return right(channel, message)
+
+    patch.setattr(ReliableChannel, "receive", receive)
+
+
+def _earlier_attempts_count(patch: pytest.MonkeyPatch) -> None:
+    """A channel outlives the attempt to attach that it belongs to."""
+    right = ReliableChannel.receive
+
+    def receive(channel: Any, message: Numbered) -> Any:
+        return right(channel, structs.replace(message, epoch=channel.epoch))
+
+    patch.setattr(ReliableChannel, "receive", receive)
 
 
 def _aborts_said_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DecodeDriver, "_repeat", lambda driver, now: None)
+    patch.setattr(ReceivingRooms, "_ask_to_stop", lambda rooms, room, link, now: None)
 
 
 def _closed_connections_read(patch: pytest.MonkeyPatch) -> None:
     """A connection is read after everything was said again through it, which may have closed it."""
     right = DecodeDriver._receive
 
-    def receive(driver: Any, channel: Any, now: float) -> None:
-        if channel.take_break():
-            driver._retransmit(channel, now)
-        right(driver, channel, now)
+    def receive(driver: Any, connection: Any, now: float) -> None:
+        if connection.take_break():
+            driver.rooms.broke(connection.address, now)
+        right(driver, connection, now)
 
     patch.setattr(DecodeDriver, "_receive", receive)
 
@@ -762,12 +796,6 @@ def _ended_with_the_last_post(patch: pytest.MonkeyPatch) -> None:
 # ---- connections, and numbers that are used again --------------------------------------------------------------------
 
 
-def _opens_taken_twice(patch: pytest.MonkeyPatch) -> None:
-    """A retransmission that comes after its use of a number is over opens the next one."""
-    patch.setattr(RoomTable, "is_new", lambda table, receiver, message: True)
-    patch.setattr(RoomTable, "_is_over", lambda table, *arguments: None)
-
-
 def _deadlines_put_off_for_good(patch: pytest.MonkeyPatch) -> None:
     """A deadline that moved is not waited for again when its first time has come."""
     right = Timers.due
@@ -836,9 +864,13 @@ PLANTED: dict[str, Plant] = {
     "slots reused while they are read": _slots_reused_at_once,
     "rings overwritten before they are read": _rings_without_end,
     "no deadlines": _no_deadlines,
-    "credits said once": _credits_said_once,
-    "released spans said once": _voids_said_once,
-    "nothing said twice": _aborts_said_once,
+    "nothing sent again": _nothing_sent_again,
+    "broken connections not told to the prefill rank": _breaks_kept_from_the_prefill_rank,
+    "losses not noticed by heartbeats": _losses_not_noticed,
+    "repeated messages count again": _repetitions_taken,
+    "messages behind a lost one count": _gaps_taken,
+    "messages of earlier attempts to attach count": _earlier_attempts_count,
+    "aborts said once": _aborts_said_once,
     "connection read after it was closed": _closed_connections_read,
     "endpoint closed while writes hang stays for ever": _never_leaves,
     "finish said while writes fly": _finish_said_while_writes_fly,
@@ -877,7 +909,6 @@ PLANTED: dict[str, Plant] = {
     "admission kept after a failed write": _failed_writes_keep_their_leave,
     "nobody admitted who waits": _nobody_served,
     "deferred writes posted after the end": _dropped_writes_posted,
-    "an open request taken after its end": _opens_taken_twice,
     "receivers that come late not told": _late_receivers_not_told,
     "a deadline that moved is forgotten": _deadlines_put_off_for_good,
     "another prompt's cache sent": _any_prompt_will_do,

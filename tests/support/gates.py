@@ -13,7 +13,7 @@ from typing import Any
 from kvferry.endpoint.decode.tasks import ScatterTask
 from kvferry.endpoint.prefill import peers
 from kvferry.endpoint.prefill.room import SendingRoom
-from kvferry.protocol.wire.messages import decode_notification
+from kvferry.protocol.wire.codec import decode_notification
 from kvferry.transport import NixlTransport
 
 

@@ -17,7 +17,7 @@ from kvferry.control.registry_messages import LARGEST_BODY_BYTES
 from kvferry.layout.component import LONGEST_NAME
 from kvferry.plan.pieces import MOST_HOLDERS
 from kvferry.protocol.pages.page_numbers import MAX_PAGES
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, fields
 from kvferry.protocol.wire.registrations import MOST_ENGINES, MOST_RANKS
 from kvferry.transport.base import MOST_REGIONS
 
@@ -85,12 +85,12 @@ def test_the_page_on_security_has_the_bounds_of_the_code():
     bounds = page[page.index("## Bounds") :]
     mebi = 2**20
     for bound in (
-        f"{messages.MAX_MESSAGE_BYTES // mebi} MiB",
-        f"{messages.MAX_AUX_BYTES // mebi} MiB; {messages.MAX_METADATA_BYTES // mebi} MiB, {MOST_REGIONS:,}",
-        f"{messages.MAX_REASON:,} characters",
-        f"{messages.MAX_PIECES:,}, {MOST_HOLDERS:,}",
+        f"{codec.MAX_MESSAGE_BYTES // mebi} MiB",
+        f"{fields.MAX_AUX_BYTES // mebi} MiB; {fields.MAX_METADATA_BYTES // mebi} MiB, {MOST_REGIONS:,}",
+        f"{fields.MAX_REASON:,} characters",
+        f"{fields.MAX_PIECES:,}, {MOST_HOLDERS:,}",
         f"| {MAX_PAGES:,} |",
-        f"| {messages.MAX_SEGMENTS:,} |",
+        f"| {fields.MAX_SEGMENTS:,} |",
         f"{MOST_ENGINES:,}, {MOST_RANKS:,}",
         f"{LARGEST_BODY_BYTES // 1024} KiB",
         f"{LONGEST_NAME} characters",
@@ -156,7 +156,7 @@ def test_every_error_is_on_the_reference_page_and_in_the_tree():
 def test_the_changelog_has_the_protocol_version_of_the_code():
     versions = re.findall(r"^- Protocol version (\d+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert versions == sorted(versions, key=int, reverse=True), "the newest stands first"
-    assert int(versions[0]) == messages.PROTOCOL_VERSION
+    assert int(versions[0]) == codec.PROTOCOL_VERSION
 
 
 def test_documents_link_to_what_exists():

@@ -32,7 +32,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvferry.control.credentials import Credentials, secret_hint
 from kvferry.errors import PeerDisconnectedError, SettingsError
 from kvferry.protocol.bounded import forget_oldest
-from kvferry.protocol.wire.messages import MAX_MESSAGE_BYTES
+from kvferry.protocol.wire.codec import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 

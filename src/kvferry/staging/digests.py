@@ -24,7 +24,7 @@ from kvferry.protocol.geometry.digest_rows import DIGEST_BYTES, row_bounds, row_
 from kvferry.protocol.geometry.moved_blocks import bytes_of, moved_blocks, pack_units
 from kvferry.protocol.geometry.moves import Move
 from kvferry.protocol.geometry.placing import UnitPlaces
-from kvferry.protocol.wire.messages import ChunkArrived, Digests, StagedSegment
+from kvferry.protocol.wire.notifications import ChunkArrived, Digests, StagedSegment
 from kvferry.staging.addressing import array_at
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.memory import StagingMemory

@@ -19,7 +19,7 @@ from kvferry.protocol.geometry.digest_rows import row_bytes_of
 from kvferry.protocol.geometry.moved_blocks import moved_blocks, pack_units
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.sender import Write
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, notifications
 from kvferry.staging.digests import segment_digests
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.rings import SharedRing
@@ -162,7 +162,7 @@ class StagedWrite:
             Region(slot.address, chunk.num_bytes),
             self.command.receiver,
             packing.peer.address + packing.peer.ring.place(span),
-            messages.encode(self._arrived(chunk, span, digests)),
+            codec.encode(self._arrived(chunk, span, digests)),
         )
         self.parts += 1
         self.in_flight += 1
@@ -179,13 +179,13 @@ class StagedWrite:
             posted_at=packing.now(),
         )
 
-    def _gather(self, chunk: SubChunk, address: int) -> tuple[list[messages.Digests | None], int]:
+    def _gather(self, chunk: SubChunk, address: int) -> tuple[list[notifications.Digests | None], int]:
         """Packs the segments. Returns their digests and how many blocks they were in.
 
         Digests are made segment by segment, while the bytes are in the processor's cache.
         """
         offset = runs = 0
-        digests: list[messages.Digests | None] = []
+        digests: list[notifications.Digests | None] = []
         row_bytes = row_bytes_of(chunk.num_bytes)
         for segment in chunk.segments:
             move, side = self.command.moves[segment.move], self._packed[segment.piece].source
@@ -205,9 +205,9 @@ class StagedWrite:
         return digests, runs
 
     def _arrived(
-        self, chunk: SubChunk, span: Span, digests: Sequence[messages.Digests | None]
-    ) -> messages.StagedArrived:
-        return messages.StagedArrived(
+        self, chunk: SubChunk, span: Span, digests: Sequence[notifications.Digests | None]
+    ) -> notifications.StagedArrived:
+        return notifications.StagedArrived(
             room=self._room,
             generation=self.command.generation,
             writer=self._packing.writer,
@@ -220,7 +220,7 @@ class StagedWrite:
             stop=span.stop,
             unit=self.command.unit,
             segments=tuple(
-                messages.StagedSegment(
+                notifications.StagedSegment(
                     segment.piece, segment.first_base, segment.stop_base, self._units_of(segment), digest
                 )
                 for segment, digest in zip(chunk.segments, digests, strict=True)

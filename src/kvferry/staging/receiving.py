@@ -9,7 +9,7 @@ from kvferry.errors import KVFerryError, SettingsError, TransportError, Transpor
 from kvferry.layout import RankLayout
 from kvferry.plan import PairPlan, Piece, TransferPath, Unit
 from kvferry.protocol.transfer.credits import ReadingRing, Span
-from kvferry.protocol.wire.messages import Credit, Staging, StagingRing, encode
+from kvferry.protocol.wire.messages import Credit, Staging, StagingRing
 from kvferry.settings import Settings
 from kvferry.staging.digests import DigestMemory
 from kvferry.staging.kernels import Kernels
@@ -56,7 +56,7 @@ class WriterRing:
     """
 
     def __init__(
-        self, memory: StagingMemory, plan: PairPlan, *, epoch: int, endpoint: str, send: Callable[[bytes], None]
+        self, memory: StagingMemory, plan: PairPlan, *, epoch: int, endpoint: str, send: Callable[[Credit], None]
     ) -> None:
         """Begins with a ring of which nothing was read.
 
@@ -105,16 +105,7 @@ class WriterRing:
         if not is_due or position == self._reported:
             return
         self._reported = position
-        self.report()
-
-    def report(self) -> None:
-        """Sends a credit for what was read. Repeated now and then: a connection that broke may have lost it."""
-        if not self._reported:
-            return
-        try:
-            self._send(encode(Credit(endpoint=self._endpoint, epoch=self.epoch, position=self._reported)))
-        except KVFerryError as error:
-            log.debug("a credit was lost together with its connection: %s", error)
+        self._send(Credit(endpoint=self._endpoint, epoch=self.epoch, position=position))
 
     def address(self, span: Span) -> int:
         """Returns where a span lies."""
@@ -170,7 +161,7 @@ class ReceivingStaging:
             self._problem = str(error)
 
     def offer(
-        self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...], send: Callable[[bytes], None]
+        self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...], send: Callable[[Credit], None]
     ) -> Staging:
         """Returns what to offer a prefill rank when it is asked to attach.
 

@@ -9,7 +9,7 @@ from kvferry.plan import PairPlan, Unit
 from kvferry.plan.packing import PackedPiece, Starts
 from kvferry.protocol.geometry.placing import UnitPlaces
 from kvferry.protocol.pages.chunks import Pages
-from kvferry.protocol.wire.messages import StagedSegment
+from kvferry.protocol.wire.notifications import StagedSegment
 
 
 @dataclass(frozen=True, slots=True, eq=False)

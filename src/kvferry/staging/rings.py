@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvferry.protocol.transfer.credits import Span, WritingRing
 from kvferry.staging.waiting import Waiter, WaitQueue
-
-
-@dataclass(frozen=True, slots=True)
-class ReleasedSpan:
-    """A span that carries nothing.
-
-    Attributes:
-        after_failure: whether a write that was to fill it failed, of which something may land yet.
-    """
-
-    span: Span
-    after_failure: bool
 
 
 class SharedRing:
@@ -30,7 +16,6 @@ class SharedRing:
         self._writing = WritingRing(num_bytes)
         # Its lock guards all of it: rooms on several workers ask, and credits come to the control thread.
         self._queue = WaitQueue(self._writing.reserve, self._writing.can_reserve, may_overtake=False)
-        self._released: dict[int, ReleasedSpan] = {}  # by where they start
 
     @property
     def num_bytes(self) -> int:
@@ -60,22 +45,9 @@ class SharedRing:
         """How many waiters there are."""
         return len(self._queue)
 
-    def give_up(self, released: ReleasedSpan) -> None:
-        """Gives up a span that will carry nothing. The reading side must be notified."""
-        with self._queue.lock:
-            self._released[released.span.start] = released
-
-    @property
-    def released(self) -> list[ReleasedSpan]:
-        """Spans that were given up, and of which the reading side may not be notified yet."""
-        with self._queue.lock:
-            return list(self._released.values())
-
     def read_until(self, position: int) -> None:
         """Applies a credit: up to where the ring was read."""
         with self._queue.lock:
             if not self._writing.read_until(position):
                 return
-            for start in [start for start in self._released if start < position]:
-                del self._released[start]
         self._queue.wake_next()

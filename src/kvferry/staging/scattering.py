@@ -8,7 +8,7 @@ from kvferry.errors import MessageError
 from kvferry.plan.packing import aligned
 from kvferry.protocol.geometry.placing import UnitPlaces
 from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.wire.messages import StagedArrived
+from kvferry.protocol.wire.notifications import StagedArrived
 from kvferry.staging.digests import verify_segment
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.receiving import WriterRing

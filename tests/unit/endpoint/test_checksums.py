@@ -42,8 +42,9 @@ from kvferry.errors import (
 )
 from kvferry.layout import Device, MemoryKind, VirtualPools, virtual_layout
 from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.wire import messages
-from kvferry.protocol.wire.messages import ChunkArrived, StagedArrived, decode_notification
+from kvferry.protocol.wire import codec, messages, notifications
+from kvferry.protocol.wire.codec import decode_notification
+from kvferry.protocol.wire.notifications import ChunkArrived, StagedArrived
 from kvferry.staging import resources
 from kvferry.staging.digests import verify_chunk, verify_segment
 from kvferry.testing.places import Pages
@@ -146,9 +147,9 @@ class Notified:
     """
 
     def __init__(self, requests: Requests, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
-        self.seen: list[messages.Notification] = []
-        self.before: Callable[[str, messages.Notification], None] | None = None
-        self.change: Callable[[messages.Notification], messages.Notification] | None = None
+        self.seen: list[notifications.Notification] = []
+        self.before: Callable[[str, notifications.Notification], None] | None = None
+        self.change: Callable[[notifications.Notification], notifications.Notification] | None = None
         self.times = 1
         transport = requests.decode.transports[rank]
         self._deliver = transport.deliver
@@ -160,7 +161,7 @@ class Notified:
         if self.before is not None:
             self.before(sender, message)
         if self.change is not None:
-            data = messages.encode(self.change(message))
+            data = codec.encode(self.change(message))
         for _ in range(self.times):
             self._deliver(sender, data)
 
@@ -221,7 +222,7 @@ def test_a_sender_that_forgets_its_digests_is_found_out(
 ):
     requests = pair(ATTENTION, path=path, checksums=True)
 
-    def without(message: messages.Notification) -> messages.Notification:
+    def without(message: notifications.Notification) -> notifications.Notification:
         if isinstance(message, ChunkArrived):
             return replace(message, segments=())
         if isinstance(message, StagedArrived):
@@ -238,7 +239,7 @@ def test_digests_that_are_too_few_fail_the_room(
 ):
     requests = pair(ATTENTION, path=path, checksums=True)
 
-    def fewer(message: messages.Notification) -> messages.Notification:
+    def fewer(message: notifications.Notification) -> notifications.Notification:
         if not isinstance(message, ChunkArrived | StagedArrived):
             return message
         segments = []
@@ -377,7 +378,7 @@ def test_what_the_wire_changes_is_found(pair: Callable[..., Requests], monkeypat
     driver, pool = requests.decode.endpoints[0]._driver, requests.decode.pools[0]
     page = int(request.destination_pages[0][0])
 
-    def spoil(sender: str, message: messages.Notification) -> None:
+    def spoil(sender: str, message: notifications.Notification) -> None:
         if isinstance(message, ChunkArrived):
             flip(pool, 0, 0, page, 0, 0, 0)
         elif isinstance(message, StagedArrived):
@@ -606,7 +607,7 @@ def test_repeated_and_late_notifications_are_verified_once(
     requests.open_decode(other)  # so that somebody looks at what arrives
     for transport, rank in ((requests.decode.transports[0], requests.prefill.transports[0]),):
         for each in chunks:
-            transport.deliver(rank.endpoint_name, messages.encode(each))
+            transport.deliver(rank.endpoint_name, codec.encode(each))
     requests.open_prefill(other)
     notified.seen.clear()
     requests.submit(other)
@@ -669,27 +670,29 @@ def test_an_abort_while_digests_are_compared_keeps_the_pages_until_they_are(
     requests.run(2)
 
 
-def test_what_a_broken_connection_has_lost_is_said_again(
+def test_what_a_broken_connection_has_lost_is_sent_again_and_counts_once(
     pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
 ):
     requests = pair(ATTENTION, Shape(tp=2), Shape(), checksums=True, heartbeat_interval_s=0.1, peer_timeout_s=5.0)
     requests.connect()
-    endpoint = requests.prefill.endpoints[1]
-    real = endpoint._driver.rooms._verified
-    received: list[messages.RoomVerified] = []
+    driver = requests.prefill.endpoints[1]._driver
+    right, verified = driver._take_numbered, driver.rooms.verified
+    lost: list[messages.Numbered] = []
+    taken: list[int] = []
 
-    def lose_the_first(identity: str, message: messages.RoomVerified) -> None:
-        received.append(message)
-        if len(received) > 1:
-            real(identity, message)
+    def lose_the_first(identity: str, message: messages.Numbered) -> None:
+        if isinstance(codec.decode_numbered_to_prefill(message.body), messages.RoomVerified) and not lost:
+            lost.append(message)
+        else:
+            right(identity, message)
 
-    monkeypatch.setattr(endpoint._driver.rooms, "_verified", lose_the_first)
-    request = submitted(requests, 1)
-    request.wait()
-    assert len(received) >= 2
-    driver = requests.decode.endpoints[0]._driver
-    eventually("both ranks have answered", lambda: not driver.rooms._unconfirmed)
-    count = len(received)
+    def counted(identity: str, message: messages.RoomVerified) -> None:
+        taken.append(message.room)
+        verified(identity, message)
+
+    monkeypatch.setattr(driver, "_take_numbered", lose_the_first)
+    monkeypatch.setattr(driver.rooms, "verified", counted)
+    submitted(requests, 1).wait()
+    assert lost
     requests.run(2)
-    # Room 2's may come twice where its answer takes longer than a heartbeat.
-    assert {message.room for message in received[count:]} == {2}, "what was answered is not repeated"
+    assert taken == [1, 2]

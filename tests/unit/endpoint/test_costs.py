@@ -16,7 +16,7 @@ from tests.support.steps import steps_of
 from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol.links.link import LinkKey
 from kvferry.protocol.transfer.states import TransferState
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, messages
 
 PAGES = np.arange(1)
 
@@ -86,10 +86,10 @@ def test_a_message_takes_as_many_steps_from_the_last_of_fifty_ranks_as_from_the_
         made = cluster(ranks)
         driver = made.decoders[0]._driver
         link = driver.rooms.links._current[LinkKey("prefill", 0)]
-        channel = link.channels[-1]
+        channel = driver.rooms.links._connections[link.addresses[-1]]
         assert isinstance(channel, Straight)
         endpoint = made.prefillers[-1].transport.endpoint_name
-        channel.arrived.append(messages.encode(messages.Pong(endpoint=endpoint, attached=True)))
+        channel.arrived.append(codec.encode(messages.Pong(endpoint=endpoint, attached=True)))
         taken[ranks] = steps_of(partial(driver._receive, channel, made.now))
         assert driver.rooms.links.is_current(link)
     assert taken[2] == taken[50]

@@ -10,9 +10,10 @@ from tests.support.caches import Shape
 from tests.support.engines import Requests
 from tests.support.waiting import eventually
 
-from kvferry.errors import PeerDisconnectedError, QueueFullError, TransferFailedError
-from kvferry.protocol.links.link import Link
-from kvferry.protocol.wire import messages
+from kvferry.control.ends import ZmqConnection
+from kvferry.errors import MessageError, PeerDisconnectedError, QueueFullError, TransferFailedError
+from kvferry.protocol.links.link import Link, Send
+from kvferry.protocol.wire import codec, messages
 
 
 def test_more_rooms_than_may_be_are_refused_on_either_side(pair: Callable[..., Requests]):
@@ -82,22 +83,51 @@ def test_where_one_rank_cannot_be_asked_no_other_is_asked_after_it_was_told_to_s
     requests = pair(prefill=Shape(tp=2))
     requests.connect()
     request = requests.new(1)
-    said: list[tuple[int, type[messages.Message]]] = []
-    right = Link.send
+    asked: list[int] = []
+    told: list[int] = []
+    right, right_tells = Link.send, Link.send_unnumbered
 
-    def send(link: Link, rank: int, message: messages.Message) -> None:
-        if isinstance(message, (messages.OpenRoom, messages.AbortRoom)):
-            said.append((rank, type(message)))
-        if isinstance(message, messages.OpenRoom) and rank == 0:
-            raise PeerDisconnectedError("its queue is full")
-        right(link, rank, message)
+    def send(link: Link, rank: int, message: messages.NumberedToPrefill) -> list[Send]:
+        if rank == 0:
+            raise MessageError("OpenRoom is too large")
+        asked.append(rank)
+        return right(link, rank, message)
+
+    def tell(link: Link, rank: int, message: messages.AbortRoom) -> list[Send]:
+        told.append(rank)
+        return right_tells(link, rank, message)
 
     monkeypatch.setattr(Link, "send", send)
+    monkeypatch.setattr(Link, "send_unnumbered", tell)
     requests.open_decode(request)
     receiver = request.receivers[0]
-    with pytest.raises(TransferFailedError, match="queue is full"):
+    with pytest.raises(TransferFailedError, match="MessageError: OpenRoom is too large"):
         receiver.wait(10)
     assert receiver.wait_pages_reusable(10)
     eventually("it is over", lambda: requests.decode.endpoints[0].open_rooms == 0)
-    assert (1, messages.AbortRoom) in said
-    assert (1, messages.OpenRoom) not in said
+    assert 1 in told
+    assert not asked
+
+
+def test_what_finds_a_full_queue_is_sent_again_with_a_heartbeat(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    requests = pair(heartbeat_interval_s=0.1)
+    requests.connect()
+    request = requests.new(1)
+    lost: list[bytes] = []
+    right = ZmqConnection.send
+
+    def send(connection: ZmqConnection, data: bytes) -> None:
+        if isinstance(codec.decode_to_prefill(data), messages.Numbered) and not lost:
+            lost.append(data)
+            raise PeerDisconnectedError("its queue is full")
+        right(connection, data)
+
+    monkeypatch.setattr(ZmqConnection, "send", send)
+    requests.open_prefill(request)
+    requests.open_decode(request)
+    requests.submit(request)
+    request.wait()
+    requests.check(request)
+    assert lost

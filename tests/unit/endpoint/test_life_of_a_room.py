@@ -31,7 +31,7 @@ from kvferry.errors import (
 from kvferry.protocol.links.link import LinkState
 from kvferry.protocol.pages.page_numbers import PageNumbers
 from kvferry.protocol.transfer.sender import ReceiverAborted
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, fields, messages
 
 S = TransferState
 
@@ -546,9 +546,7 @@ def test_wishes_and_aborts_that_reach_a_room_at_its_very_end_are_kept_for_the_ne
     assert attachment is not None
     for generation in (7, 8):
         nothing = messages.OpenGroup("kv", held=0, start=0, stop=0, first_page=0, pages=PageNumbers())
-        message = messages.OpenRoom(
-            room=1, generation=generation, attempt=1, serial=1, receivers=1, tokens=None, groups=(nothing,)
-        )
+        message = messages.OpenRoom(room=1, generation=generation, receivers=1, tokens=None, groups=(nothing,))
         room.post(OpenReceived(attachment, message))
         room.post(ReceiverAborted(name, generation, "changed its mind"))
         abort = messages.AbortRoom(room=1, generation=generation, reason="changed its mind")
@@ -671,8 +669,10 @@ def test_an_open_request_that_comes_again_when_its_number_stands_for_another_req
     receive = endpoint._driver._receive
 
     def note(identity: str, data: bytes, now: float) -> None:
-        if isinstance(messages.decode_to_prefill(data), messages.OpenRoom):
-            opens.append((identity, data))
+        message = codec.decode_to_prefill(data)
+        if isinstance(message, messages.Numbered):
+            if isinstance(codec.decode_numbered_to_prefill(message.body), messages.OpenRoom):
+                opens.append((identity, data))
         receive(identity, data, now)
 
     monkeypatch.setattr(endpoint._driver, "_receive", note)
@@ -701,15 +701,15 @@ def test_a_close_message_through_an_old_connection_ends_no_new_one(
     requests = pair()
     requests.run(1)
     driver, endpoint = requests.decode.endpoints[0]._driver, requests.prefill.endpoints[0]
-    (channel,) = driver.rooms.links._channels.values()
+    (connection,) = driver.rooms.links._connections.values()
     (peer,) = endpoint._driver.peers.all()
-    said: list[messages.Message] = []
-    monkeypatch.setattr(channel, "send", lambda data: said.append(messages.decode_to_prefill(data)))
+    said: list[fields.Message] = []
+    monkeypatch.setattr(connection, "send", lambda data: said.append(codec.decode_to_prefill(data)))
     closed = threading.Event()
 
     def close(now: float) -> None:
         driver.rooms.links._next_attempt()  # of a link that is still looked up
-        driver.rooms.links._close_channel(channel)
+        driver.rooms.links._close_connection(connection)
         closed.set()
 
     driver.submit(close)
@@ -733,12 +733,12 @@ def test_a_ring_that_a_living_rank_was_lost_with_is_given_up_for_a_new_one(pair:
 def test_a_lost_message_is_worth_a_line_if_somebody_may_miss_it(
     pair: Callable[..., Requests], caplog: pytest.LogCaptureFixture
 ):
-    """A closed decode rank misses no answer to a heartbeat, close message, or word that its digests are known."""
+    """A closed decode rank misses no answer to a heartbeat or close message; what has a number is sent again."""
     endpoint = pair().prefill.endpoints[0]
     name = endpoint.transport.endpoint_name
     endpoint._driver.send("whoever left", messages.Pong(endpoint=name, attached=True))
     endpoint._driver.send("whoever left", messages.Closed(endpoint=name))
-    endpoint._driver.send("whoever left", messages.Confirmed(endpoint=name, room=1, generation=1, writer=0))
+    endpoint._driver.send("whoever left", messages.RoomFailed(room=1, generation=1, writer=0, error="", reason=""))
     endpoint._driver.send("whoever left", messages.Drained(endpoint=name, room=1, generation=1, writer=0))
     eventually("the last was sent", lambda: "was lost" in caplog.text)
     assert [record.getMessage().split()[0] for record in caplog.records if "was lost" in record.message] == ["Drained"]

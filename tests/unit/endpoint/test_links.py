@@ -36,7 +36,7 @@ from kvferry.errors import (
     TransferTimeoutError,
     VersionError,
 )
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.transport.registered import RegisteredMemory
 
@@ -154,7 +154,7 @@ def test_a_link_for_which_there_are_not_enough_descriptors_fails_and_the_next_is
     with pytest.raises(PeerDisconnectedError, match=r"Too many open files.*ulimit -n"):
         requests.connect()
     links = requests.decode.endpoints[0]._driver.rooms.links
-    eventually("nothing is left of it", lambda: not (links.current or links.retired or links._channels))
+    eventually("nothing is left of it", lambda: not (links.current or links.retired or links._connections))
     assert asked[1].closed
     requests.run(1)
     assert requests.decode.endpoints[0].health[0].failures == 0
@@ -297,7 +297,7 @@ def foreign_registration(address: str, **changed: Any) -> RankRegistration:
         "coordinates": Shape().coordinates()[0],
         "control_address": address,
         "layout_digest": "x",
-        "protocol_version": messages.PROTOCOL_VERSION,
+        "protocol_version": codec.PROTOCOL_VERSION,
     }
     return RankRegistration(**{**usual, **changed})
 
@@ -320,7 +320,7 @@ def test_another_protocol_version_is_refused_before_anything_is_sent(
         foreign_engine(registry_url, protocol_version=99) as name,
         pytest.raises(
             VersionError,
-            match=f"speaks protocol version 99, this side {messages.PROTOCOL_VERSION}: run the",
+            match=f"speaks protocol version 99, this side {codec.PROTOCOL_VERSION}: run the",
         ),
     ):
         both.decode(Model()).endpoints[0].connect(name)
@@ -510,7 +510,7 @@ def test_a_room_that_a_decode_rank_opened_early_and_has_given_up_ends_on_the_pre
         early.receivers[0].abort("the client left")
         assert early.receivers[0].wait_pages_reusable(WAIT_S)
     if how == "connects anew":  # its queues were full: it could take nothing back
-        monkeypatch.setattr(prefill._driver.rooms, "received", lambda receiver, message: None)
+        monkeypatch.setattr(prefill._driver.rooms, "aborted", lambda receiver, message, is_unopened: None)
         (link,) = driver.rooms.links.current
         driver.submit(lambda now: driver.rooms.links.fail(link, error, now))
         eventually("it was given up", lambda: not driver.rooms.links.current)

@@ -8,7 +8,7 @@ import pytest
 from tests.support.caches import Model, Shape
 from tests.support.engines import Requests
 
-from kvferry.protocol.links.link import Link
+from kvferry.protocol.links.link import Link, Send
 from kvferry.protocol.wire import messages
 
 PLAIN = Model(layers=4, heads=4, head_dim=2, dtype="uint8")
@@ -22,10 +22,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, messages.OpenRoom
     sent: list[tuple[int, messages.OpenRoom]] = []
     send = Link.send
 
-    def recorded(link: Link, engine_rank: int, message: messages.Message) -> None:
+    def recorded(link: Link, engine_rank: int, message: messages.NumberedToPrefill) -> list[Send]:
         if isinstance(message, messages.OpenRoom):
             sent.append((engine_rank, message))
-        send(link, engine_rank, message)
+        return send(link, engine_rank, message)
 
     monkeypatch.setattr(Link, "send", recorded)
     return sent

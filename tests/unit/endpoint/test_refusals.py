@@ -219,7 +219,7 @@ def test_a_room_that_all_have_opened_is_refused_by_nobody(pair: Callable[..., Re
         generation=7,
         reason="late",
     )
-    prefill._driver.rooms.received("a stale start of the decode rank", refusal)
+    prefill._driver.rooms.refused("a stale start of the decode rank", refusal)
     requests.submit(request)
     request.wait()
 
@@ -231,9 +231,7 @@ def test_an_open_request_that_cannot_be_met_ends_the_room_on_both_sides(pair: Ca
     impossible = messages.OpenGroup(
         "nowhere", held=0, start=0, stop=4, first_page=0, pages=PageNumbers.of(np.arange(1))
     )
-    opened = messages.OpenRoom(
-        room=1, generation=7, attempt=1, serial=1, receivers=1, tokens=None, groups=(impossible,)
-    )
+    opened = messages.OpenRoom(room=1, generation=7, receivers=1, tokens=None, groups=(impossible,))
     name = decode.transport.endpoint_name
     senders = open_all(requests.prefill, 1)
     prefill._driver.rooms.take_open(name, opened)
@@ -255,9 +253,9 @@ def test_a_refusal_that_comes_twice_counts_once(pair: Callable[..., Requests]):
         reason="no memory",
     )
     name = decode.transport.endpoint_name
-    prefill._driver.rooms.received(name, refusal)
+    prefill._driver.rooms.refused(name, refusal)
     assert_ended_soon(open_all(requests.prefill, 1), "no memory")
-    prefill._driver.rooms.received(name, refusal)
+    prefill._driver.rooms.refused(name, refusal)
     requests.run(1)
 
 
@@ -272,7 +270,7 @@ def test_a_refusal_for_an_earlier_start_of_the_rank_ends_nothing(pair: Callable[
         generation=7,
         reason="no memory",
     )
-    prefill._driver.rooms.received("d0", refusal)
+    prefill._driver.rooms.refused("d0", refusal)
     requests.run(1)
 
 

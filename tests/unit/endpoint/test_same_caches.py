@@ -155,20 +155,6 @@ def test_a_request_that_depends_on_the_same_arrives_and_the_number_may_be_used_a
         eventually("it is over there", lambda: not any(each.open_rooms for each in requests.prefill.endpoints))
 
 
-def test_a_retransmitted_open_request_carries_the_same(pair: Callable[..., Requests]):
-    requests = pair()
-    request = requests.new(1)
-    requests.open_decode(request, depends_on=[PROMPT])
-    driver = requests.decode.endpoints[0]._driver
-    eventually("it is asked for", lambda: 1 in driver.rooms._links_of)
-    room = driver.rooms.open[1]
-    for rank in room.machine._ranks:
-        driver.rooms._execute(room, driver.rooms._links_of[1], room.machine.open_of(rank), 0.0)
-    requests.open_prefill(request, depends_on=PROMPT)
-    requests.submit(request)
-    request.wait()
-
-
 def test_impossible_digests_are_refused_where_they_are_given(pair: Callable[..., Requests]):
     requests = pair()
     request = requests.new(1)

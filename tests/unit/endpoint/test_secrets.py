@@ -17,7 +17,7 @@ from kvferry.control.credentials import Credentials
 from kvferry.control.registry_server import RegistryServer
 from kvferry.errors import PeerDisconnectedError, PeerError, RegistryAccessError
 from kvferry.layout import RankCoordinates
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, messages
 
 SECRET = "the secret of these tests"
 OTHER = "another secret than that"
@@ -124,7 +124,7 @@ def connected(address: str, name: str, credentials: Credentials | None = None) -
 def attach_of(requests: Requests, name: str) -> bytes:
     """What a decode rank would say, complete in everything."""
     memory, transport = requests.decode.pools[0], requests.decode.transports[0]
-    return messages.encode(
+    return codec.encode(
         messages.Attach(
             endpoint=name,
             attempt=1,
@@ -147,7 +147,7 @@ def test_an_attach_of_a_stranger_never_reaches_the_transport(closed_registry: st
         with connected(endpoint.control_address, name, stranger) as socket:
             socket.send(attach_of(requests, name))
             with suppress(zmq.Again):  # once ZMQ has given the stranger up, its socket has nobody to send to
-                socket.send(messages.encode(messages.Ping(endpoint=name)), zmq.NOBLOCK)
+                socket.send(codec.encode(messages.Ping(endpoint=name)), zmq.NOBLOCK)
             assert not socket.poll(1000), "not even an answer"
         assert connects.names == []
         assert len(endpoint._driver.peers) == 0
@@ -164,7 +164,7 @@ def test_metadata_of_somebody_else_is_refused(registry_url: str):
         with connected(endpoint.control_address, "somebody") as socket:
             socket.send(attach_of(requests, "somebody"))
             assert socket.poll(int(WAIT_S * 1000))
-            answer = messages.decode_to_decode(socket.recv())
+            answer = codec.decode_to_decode(socket.recv())
         assert isinstance(answer, messages.Refused)
         assert "sent the transport metadata of" in answer.reason
         assert connects.names == []

@@ -40,11 +40,11 @@ def test_two_that_ask_for_more_memory_at_once_do_not_get_more_than_there_may_be(
     staging, transport = prefill.endpoints[0]._driver._staging, prefill.transports[0]
     second: list[Any] = []
 
-    def retransmit() -> None:
+    def ask_again() -> None:
         transport.on_register = None
         second.append(staging._more_memory())
 
-    transport.on_register = retransmit
+    transport.on_register = ask_again
     assert staging._more_memory() is not None
     assert second == [None]
 

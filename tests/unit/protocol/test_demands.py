@@ -29,7 +29,8 @@ from kvferry.plan import Demand
 from kvferry.protocol.geometry.demands import demands_of, wanted_groups
 from kvferry.protocol.pages.chunks import GroupPages
 from kvferry.protocol.pages.page_numbers import PageNumbers
-from kvferry.protocol.wire.messages import OpenGroup, OpenRoom, decode_to_prefill, encode
+from kvferry.protocol.wire.codec import decode_numbered_to_prefill, encode_body
+from kvferry.protocol.wire.messages import OpenGroup, OpenRoom
 
 LIMIT = 2**48
 WHOLE = TokenShare()
@@ -137,8 +138,8 @@ def test_no_page_is_asked_for_that_no_message_could_name():
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
 def test_counts_of_any_integer_kind_travel(kind: Any):
     made = demands_of(KV, {"kv": GroupPages([1, 2], start=kind(1))}, prefix_tokens=kind(20), tokens=kind(40), where="")
-    message = OpenRoom(room=1, generation=2, attempt=1, serial=1, receivers=1, tokens=40, groups=made)
-    assert decode_to_prefill(encode(message)) == message
+    message = OpenRoom(room=1, generation=2, receivers=1, tokens=40, groups=made)
+    assert decode_numbered_to_prefill(encode_body(message)) == message
 
 
 # ---- several groups --------------------------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ def test_the_slot_of_a_request_is_nobodys_share():
 
 
 def room(*groups: OpenGroup, tokens: int | None = None, receivers: int = 1) -> OpenRoom:
-    return OpenRoom(room=7, generation=1, attempt=1, serial=1, receivers=receivers, tokens=tokens, groups=groups)
+    return OpenRoom(room=7, generation=1, receivers=receivers, tokens=tokens, groups=groups)
 
 
 def group(name: str = "kv", *, pages: Sequence[int] = (), held: int = 0, start: int = 0, stop: int = 0, first: int = 0):
@@ -326,7 +327,7 @@ def requests(draw: st.DrawFn) -> tuple[RankLayout, Any, int, int | None]:
 def test_what_is_asked_for_is_believed(request: tuple[RankLayout, Any, int, int | None]):
     layout, pages, prefix, tokens = request
     made = demands_of(layout, pages, prefix_tokens=prefix, tokens=tokens, where="")
-    message = decode_to_prefill(encode(room(*made, tokens=tokens)))
+    message = decode_numbered_to_prefill(encode_body(room(*made, tokens=tokens)))
     assert isinstance(message, OpenRoom)
     for each, (name, wanted) in zip(made, believed(message, layout).items(), strict=True):
         assert each.name == name

@@ -29,53 +29,71 @@ from kvferry.layout import (
 from kvferry.plan import Piece, TransferPath, Unit
 from kvferry.protocol.geometry.moved_blocks import pack_units
 from kvferry.protocol.pages.page_numbers import PageNumbers
-from kvferry.protocol.wire import messages
-from kvferry.protocol.wire.messages import (
+from kvferry.protocol.wire import codec
+from kvferry.protocol.wire.codec import (
     MAX_MESSAGE_BYTES,
+    decode_notification,
+    decode_numbered_to_decode,
+    decode_numbered_to_prefill,
+    decode_to_decode,
+    decode_to_prefill,
+    encode,
+    encode_body,
+)
+from kvferry.protocol.wire.fields import Message, ProcessIdentity
+from kvferry.protocol.wire.messages import (
     AbortRoom,
     Attach,
     Attached,
-    ChunkArrived,
     Closed,
-    Confirmed,
     Credit,
     Detach,
     Drained,
     Gone,
     Hello,
     IsGone,
-    Message,
-    Notification,
+    Numbered,
+    NumberedToDecode,
+    NumberedToPrefill,
     OpenGroup,
     OpenRoom,
     Ping,
     Pong,
-    ProcessIdentity,
     Refused,
     RefuseRoom,
     RoomFailed,
     RoomVerified,
     SpanReleased,
-    StagedArrived,
-    StagedSegment,
     Staging,
     StagingRing,
     ToDecode,
     ToPrefill,
     Welcome,
-    WriterFinished,
-    decode_notification,
-    decode_to_decode,
-    decode_to_prefill,
-    encode,
 )
+from kvferry.protocol.wire.notifications import ChunkArrived, Notification, StagedArrived, StagedSegment, WriterFinished
 from kvferry.transport import PeerMetadata
+
+
+def numbered(outer: Any, inner: Any) -> Any:
+    """Decodes a message that travels with a number."""
+
+    def decode(data: bytes) -> Any:
+        message = outer(data)
+        if not isinstance(message, Numbered):
+            raise MessageError(f"{type(message).__name__} has no number")
+        return inner(message.body)
+
+    return decode
+
 
 DECODERS: dict[Any, Any] = {
     ToPrefill: decode_to_prefill,
     ToDecode: decode_to_decode,
+    NumberedToPrefill: numbered(decode_to_prefill, decode_numbered_to_prefill),
+    NumberedToDecode: numbered(decode_to_decode, decode_numbered_to_decode),
     Notification: decode_notification,
 }
+OPEN = DECODERS[NumberedToPrefill]
 HEADER_BYTES = 6
 COORDINATES = RankCoordinates(tp_rank=1, tp_size=2, pp_rank=0, pp_size=3, dp_rank=3, dp_size=4)
 LAYOUT = RankLayout(
@@ -117,12 +135,11 @@ EXAMPLES: list[Message] = [
         fingerprint={"weights": "3f9a", "cache_dtype": "float8_e5m2"},
     ),
     Detach(endpoint="d0"),
-    Ping(endpoint="d0"),
+    Ping(endpoint="d0", epoch=3, sent=5, received=4, resends=True),
+    Numbered(epoch=3, number=4, body=encode_body(RoomVerified(room=1, generation=2))),
     OpenRoom(
         room=2**63 - 1,
         generation=2**63 - 1,
-        attempt=1,
-        serial=1,
         receivers=2,
         tokens=70,
         groups=GROUPS,
@@ -140,7 +157,6 @@ EXAMPLES: list[Message] = [
         endpoint="p0", engine="decode", coordinates=COORDINATES, room=1, generation=2, reason="no memory", holder=3
     ),
     RoomVerified(room=1, generation=2),
-    Confirmed(endpoint="p0", room=1, generation=2, writer=3),
     IsGone(process=PROCESS),
     Gone(process=PROCESS),
     Credit(endpoint="d0", epoch=2**63 - 1, position=2**40),
@@ -165,6 +181,13 @@ EXAMPLES: list[Message] = [
 ]
 
 
+def encoded(message: Message) -> bytes:
+    """The message as it travels."""
+    if isinstance(message, NumberedToPrefill | NumberedToDecode):
+        return encode(Numbered(epoch=3, number=4, body=encode_body(message)))
+    return encode(message)
+
+
 def example_of(kind: type[Message]) -> Message:
     return next(message for message in EXAMPLES if isinstance(message, kind))
 
@@ -180,7 +203,10 @@ def changed(message: Message, path: tuple[str | int, ...], value: object) -> byt
     for step in path[:-1]:
         inner = inner[step]
     inner[path[-1]] = value
-    return encode(message)[:HEADER_BYTES] + msgspec.msgpack.encode(body)
+    encoded_again = msgspec.msgpack.encode(body)
+    if isinstance(message, NumberedToPrefill | NumberedToDecode):
+        return encode(Numbered(epoch=3, number=4, body=msgspec.Raw(encoded_again)))
+    return encode(message)[:HEADER_BYTES] + encoded_again
 
 
 def with_body(body: bytes) -> bytes:
@@ -194,20 +220,23 @@ def test_there_is_an_example_of_every_message():
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
 def test_a_message_comes_back_as_it_was_sent(message: Message):
-    assert decoder_of(message)(encode(message)) == message
+    assert decoder_of(message)(encoded(message)) == message
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
 def test_a_message_is_refused_where_another_kind_is_expected(message: Message):
+    either_way = (
+        {decode_to_prefill, decode_to_decode} if isinstance(message, NumberedToPrefill | NumberedToDecode) else set()
+    )
     for decoder in DECODERS.values():
-        if decoder is not decoder_of(message):
-            with pytest.raises(MessageError, match=type(message).__name__):
-                decoder(encode(message))
+        if decoder is not decoder_of(message) and decoder not in either_way and not isinstance(message, Numbered):
+            with pytest.raises(MessageError, match=f"{type(message).__name__}|Numbered"):
+                decoder(encoded(message))
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
 def test_a_truncated_message_is_refused_wherever_it_was_cut(message: Message):
-    data = encode(message)
+    data = encoded(message)
     for length in range(len(data)):
         with pytest.raises(MessageError):
             decoder_of(message)(data[:length])
@@ -237,25 +266,25 @@ def test_garbage_is_no_message(decoder: Any, data: bytes):
 
 @pytest.mark.parametrize("decoder", DECODERS.values())
 def test_another_version_is_refused_with_both_versions_named(decoder: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(messages, "PROTOCOL_VERSION", 513)
+    monkeypatch.setattr(codec, "PROTOCOL_VERSION", 513)
     data = encode(Ping(endpoint="d0"))
     monkeypatch.undo()
-    with pytest.raises(VersionError, match=rf"version 513, this side {messages.PROTOCOL_VERSION}\b"):
+    with pytest.raises(VersionError, match=rf"version 513, this side {codec.PROTOCOL_VERSION}\b"):
         decoder(data)
 
 
 def test_another_version_is_told_before_its_body_is_read():
     with pytest.raises(VersionError):
-        decode_to_prefill(messages.MAGIC + b"\xff\x00" + b"whatever the future holds")
+        decode_to_prefill(codec.MAGIC + b"\xff\x00" + b"whatever the future holds")
 
 
 def test_the_largest_message_passes_and_a_byte_more_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch):
     message = Ping(endpoint="d" * 100)
     data = encode(message)
     body = len(data) - HEADER_BYTES
-    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", body)
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", body)
     assert decode_to_prefill(encode(message)) == message
-    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", body - 1)
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", body - 1)
     with pytest.raises(MessageError, match=f"Ping of {body} bytes exceeds the limit of {body - 1}"):
         encode(message)
     with pytest.raises(MessageError, match=f"exceeds the limit of {body - 1}"):
@@ -265,7 +294,7 @@ def test_the_largest_message_passes_and_a_byte_more_is_refused_on_both_sides(mon
 @pytest.mark.parametrize(
     "message",
     [
-        OpenRoom(room=2**64, generation=1, attempt=1, serial=1, receivers=1, tokens=None, groups=()),
+        OpenRoom(room=2**64, generation=1, receivers=1, tokens=None, groups=()),
         Hello(endpoint="d0", engine="caf\udce9", coordinates=COORDINATES),
     ],
     ids=["number", "surrogate"],
@@ -279,12 +308,12 @@ def test_what_cannot_be_encoded_is_a_message_error(message: Message):
 def test_a_reason_always_arrives_as_far_as_it_can(kind: type[Message]):
     """Whoever waits for the answer must get it, however long or odd the sentence in it is."""
     message = msgspec.structs.replace(example_of(kind), reason="rank 7 holds " * 5000 + "caf\udce9")
-    arrived = decoder_of(message)(encode(message))
+    arrived = decoder_of(message)(encoded(message))
     assert arrived == message
     assert arrived.reason.startswith("rank 7 holds rank 7 holds")
     assert arrived.reason.endswith("... (65004 characters)")
     odd = msgspec.structs.replace(example_of(kind), reason="cannot open 'caf\udce9'")
-    assert decoder_of(odd)(encode(odd)).reason == "cannot open 'caf?'"
+    assert decoder_of(odd)(encoded(odd)).reason == "cannot open 'caf?'"
 
 
 LONG = "x" * 100_000
@@ -418,15 +447,13 @@ def test_a_large_deployment_stays_far_below_the_limits():
         OpenRoom(
             room=1,
             generation=1,
-            attempt=1,
-            serial=1,
             receivers=512,
             tokens=1_000_000,
             groups=tuple(OpenGroup(f"group {number}", 0, 0, 1_000_000, 0, pages) for number in range(2)),
         ),
     ]
     for message in large:
-        data = encode(message)
+        data = encoded(message)
         assert decoder_of(message)(data) == message
         assert len(data) < MAX_MESSAGE_BYTES / 2
     assert PeerMetadata.decode(metadata.encode()) == metadata
@@ -490,17 +517,17 @@ def test_a_number_that_counts_nothing_is_a_malformed_message(message: Message, f
 @pytest.mark.parametrize("field", range(1, 5))
 def test_a_position_in_a_group_that_no_request_has_is_a_malformed_message(field: int, number: object):
     with pytest.raises(MessageError, match="groups"):
-        decode_to_prefill(changed(example_of(OpenRoom), ("groups", 1, field), number))
+        OPEN(changed(example_of(OpenRoom), ("groups", 1, field), number))
 
 
 def test_the_last_position_that_a_request_may_have_travels():
-    message = decode_to_prefill(changed(example_of(OpenRoom), ("groups", 1, 3), 2**48))
+    message = OPEN(changed(example_of(OpenRoom), ("groups", 1, 3), 2**48))
     assert isinstance(message, OpenRoom)
     assert message.groups[1].stop == 2**48
     with pytest.raises(MessageError, match="tokens"):
-        decode_to_prefill(changed(example_of(OpenRoom), ("tokens",), 2**48 + 1))
+        OPEN(changed(example_of(OpenRoom), ("tokens",), 2**48 + 1))
     with pytest.raises(MessageError, match="tokens"):
-        decode_to_prefill(changed(example_of(OpenRoom), ("tokens",), -1))
+        OPEN(changed(example_of(OpenRoom), ("tokens",), -1))
 
 
 def test_text_that_is_not_utf_8_is_a_malformed_message():

@@ -45,7 +45,7 @@ def request_of(
 ) -> ReceiverRequest:
     """What the destination wants of the source, as it arrives there."""
     groups = demands_of(destination, pages, prefix_tokens=prefix, tokens=tokens, where="here")
-    message = OpenRoom(room=1, generation=1, attempt=1, serial=1, receivers=1, tokens=tokens, groups=groups)
+    message = OpenRoom(room=1, generation=1, receivers=1, tokens=tokens, groups=groups)
     names = [group.name for group in source.groups]
     return ReceiverRequest(
         tokens=tokens,

@@ -16,7 +16,7 @@ from kvferry.protocol.wire.messages import AbortRoom, OpenGroup, OpenRoom
 
 
 def opened(room: int, generation: int = 1) -> OpenRoom:
-    return OpenRoom(room=room, generation=generation, attempt=1, serial=1, receivers=1, tokens=None, groups=())
+    return OpenRoom(room=room, generation=generation, receivers=1, tokens=None, groups=())
 
 
 def aborted(room: int, generation: int = 1) -> AbortRoom:

@@ -26,7 +26,6 @@ from kvferry.protocol.transfer.receiver import (
     SendAbort,
     SenderDrained,
     SenderFailed,
-    SenderLost,
     SenderSettled,
     SendOpen,
 )
@@ -173,7 +172,6 @@ def test_what_comes_after_success_changes_nothing():
         Finished(0, 3, None),
         SenderFailed(0, "PageError", "late"),
         SenderDrained(0),
-        SenderLost(0, OSError()),
         ReceiverAbortRequested("late"),
         ConnectFailed(OSError()),
         ReceiverBroke(OSError()),
@@ -232,9 +230,7 @@ def test_a_rank_that_is_drained_without_a_word_ends_the_room():
     assert receiver.are_pages_reusable
 
 
-@pytest.mark.parametrize(
-    "event", [ReceiverAbortRequested("gone"), ConnectFailed(OSError("refused")), SenderLost(2, OSError("reset"))]
-)
+@pytest.mark.parametrize("event", [ReceiverAbortRequested("gone"), ConnectFailed(OSError("refused"))])
 def test_a_room_that_failed_before_anyone_was_asked_gives_its_pages_back_at_once(event: Any):
     receiver = machine()
     assert run(receiver, event) == []
@@ -345,7 +341,7 @@ def test_the_failure_of_one_rank_stops_all_others():
 def test_a_lost_rank_keeps_the_pages_until_it_is_known_to_be_quiet():
     receiver = machine()
     cause = OSError("no heartbeat")
-    commands = run(receiver, connected(0, 1, ranks=2), SenderLost(1, cause))
+    commands = run(receiver, connected(0, 1, ranks=2), ConnectFailed(cause))
     assert receiver.error is not None
     assert receiver.error.__cause__ is cause
     assert [command.rank for command in commands if isinstance(command, SendAbort)] == [0, 1]

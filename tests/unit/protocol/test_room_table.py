@@ -26,14 +26,12 @@ def table(max_pending: int = 3) -> RoomTable[Room]:
     return RoomTable(max_pending=max_pending, most_page_bytes=2**20, keep_s=KEEP_S)
 
 
-def open_request(room: int = 1, generation: int = 7, *, attempt: int = 1, serial: int = 1) -> OpenRoom:
-    return OpenRoom(
-        room=room, generation=generation, attempt=attempt, serial=serial, receivers=1, tokens=None, groups=()
-    )
+def open_request(room: int = 1, generation: int = 7) -> OpenRoom:
+    return OpenRoom(room=room, generation=generation, receivers=1, tokens=None, groups=())
 
 
-def abort(room: int = 1, generation: int = 7, *, attempt: int = 1, serial: int = 1) -> AbortRoom:
-    return AbortRoom(room=room, generation=generation, reason="no", attempt=attempt, serial=serial)
+def abort(room: int = 1, generation: int = 7) -> AbortRoom:
+    return AbortRoom(room=room, generation=generation, reason="no")
 
 
 def refusal(room: int = 1, generation: int = 7) -> RefuseRoom:
@@ -185,20 +183,6 @@ def test_who_gave_up_without_asking_is_not_told_of_a_use_that_failed():
     assert not rooms.is_quiet
 
 
-def test_a_room_that_has_a_open_request_already_answers_for_it():
-    rooms, room = table(), Room(1)
-    rooms.open_request("d0", open_request(), now=0.0)
-    assert rooms.given_to("d0", open_request()) is None
-    rooms.add(room)
-    assert rooms.given_to("d0", open_request()) is room
-    assert rooms.given_to("d0", open_request(generation=8)) is None
-    assert rooms.given_to("d1", open_request()) is None
-    rooms.open_request("d1", open_request(), now=0.0)
-    assert rooms.given_to("d1", open_request()) is room
-    rooms.remove(room, now=0.0)
-    assert rooms.given_to("d1", open_request()) is None
-
-
 def test_what_is_remembered_is_bounded():
     rooms = table()
     for room in range(REMEMBERED + 100):
@@ -206,31 +190,6 @@ def test_what_is_remembered_is_bounded():
     assert len(rooms._over) == REMEMBERED
     with pytest.raises(TransferAbortedError):
         rooms.open_request("d0", open_request(room=REMEMBERED + 99), now=0.0)
-
-
-FOREVER = 1e9
-
-
-def test_how_many_rooms_are_remembered_does_not_depend_on_how_many_receivers_each_has():
-    """A retransmitted open request of a room that was forgotten is not answered, and its decode rank waits in vain."""
-    rooms, receivers = table(), [f"d{number}" for number in range(64)]
-
-    def ends(number: int, error: KVFerryError | None = None) -> None:
-        room = Room(number, generations=dict.fromkeys(receivers, 7), error=error)
-        rooms.add(room)
-        for receiver in receivers:
-            assert rooms.is_new(receiver, open_request(room=number, serial=number))
-            rooms.open_request(receiver, open_request(room=number, serial=number), now=0.0)
-        rooms.remove(room, now=0.0)
-
-    ends(1, TransferFailedError("broken"))
-    for number in range(2, 66):
-        ends(number)
-    again = open_request(room=1, serial=1)
-    for receiver in receivers:
-        assert rooms.is_new(receiver, again)
-        with pytest.raises(TransferFailedError, match="broken"):
-            rooms.open_request(receiver, again, now=1.0)
 
 
 def test_what_is_remembered_of_wide_rooms_is_bounded():
@@ -242,90 +201,45 @@ def test_what_is_remembered_of_wide_rooms_is_bounded():
     assert len(rooms._over) == 3 * REMEMBERED
 
 
-def test_a_open_request_that_comes_again_long_after_its_use_is_over_is_nobodys():
-    """The number stands for another request by then, and its pages for another still."""
-    rooms, first = table(), Room(1)
-    assert rooms.is_new("d0", open_request())
-    rooms.add(first)
-    assert rooms.open_request("d0", open_request(), now=0.0) is first
-    rooms.remove(first, now=1.0)
-    rooms.expired(FOREVER)
-    rooms.add(Room(1))
-    assert not rooms.is_new("d0", open_request())
-    assert rooms.is_new("d0", open_request(generation=8, serial=2))
-
-
-def test_nor_is_one_that_was_taken_back_before_it_came():
-    rooms = table()
-    assert rooms.is_new("d0", abort())
-    rooms.abort("d0", abort(), now=0.0)
-    assert rooms.is_new("d0", open_request()), "whoever asks is told that it was aborted"
-    rooms.expired(FOREVER)
-    assert not rooms.is_new("d0", open_request())
-
-
-def test_nor_is_one_of_an_earlier_attempt_to_connect():
-    rooms = table()
-    rooms.attached("d0", 1)
-    rooms.attached("d0", 2)
-    assert not rooms.is_new("d0", open_request(attempt=1))
-    assert rooms.is_new("d0", open_request(attempt=2))
-    assert rooms.is_new("d0", abort(attempt=1)), "an answer is due to aborts"
-
-
 def test_who_connects_anew_takes_back_what_nobody_has_opened_yet():
     rooms = table()
-    assert rooms.attached("d0", 1) == []
-    waiting = open_request(attempt=1)
+    assert rooms.attached("d0") == []
+    waiting = open_request()
     rooms.open_request("d0", waiting, now=0.0)
-    rooms.open_request("d1", open_request(attempt=1), now=0.0)
-    assert rooms.attached("d0", 1) == [], "the same again"
-    assert rooms.attached("d0", 2) == [(waiting.room, waiting.generation)]
-    assert rooms.attached("d0", 2) == []
+    rooms.open_request("d1", open_request(), now=0.0)
+    assert rooms.attached("d0") == [(waiting.room, waiting.generation)]
+    assert rooms.attached("d0") == []
     assert [receiver for receiver, _ in rooms.add(Room(waiting.room))] == ["d1"]
 
 
 def test_an_abort_of_what_was_dropped_with_a_lost_rank_is_told_from_that_of_any_other():
     rooms = table()
-    waiting, taken_back = open_request(), open_request(room=2, serial=2)
+    waiting, taken_back = open_request(), open_request(room=2)
     for message in (waiting, taken_back):
-        assert rooms.is_new("d0", message)
         rooms.open_request("d0", message, now=0.0)
-    assert not rooms.is_unopened("d0", abort())
-    rooms.abort("d0", abort(room=2, serial=2), now=0.0)
-    assert rooms.forget_receiver("d0", now=0.0) == ([], [abort(room=2, serial=2)])
+    assert not rooms.is_dropped("d0", abort())
+    rooms.abort("d0", abort(room=2), now=0.0)
+    assert rooms.forget_receiver("d0", now=0.0) == ([], [abort(room=2)])
     assert rooms.add(Room(1)) == [], "a successor may open it"
-    assert rooms.is_unopened("d0", abort())
+    assert rooms.is_dropped("d0", abort())
     assert rooms.holds(1)
-    assert not rooms.is_unopened("d0", abort(generation=99)), "of another use of the number"
+    assert not rooms.is_dropped("d0", abort(generation=99)), "of another use of the number"
     rooms.abort("d0", abort(), now=1.0)
-    assert not rooms.is_unopened("d0", abort()), "the same again"
+    assert not rooms.is_dropped("d0", abort()), "the same again"
     assert not rooms.holds(1)
 
 
 def test_a_dropped_open_request_is_remembered_for_as_long_as_it_would_have_waited():
     rooms = table()
     for receiver in ("d0", "d1"):
-        rooms.is_new(receiver, open_request())
         rooms.open_request(receiver, open_request(), now=0.0)
         rooms.forget_receiver(receiver, now=0.0 if receiver == "d0" else KEEP_S / 2)
     rooms.expired(KEEP_S)
-    assert [rooms.is_unopened(receiver, abort()) for receiver in ("d0", "d1")] == [False, True]
-
-
-def test_a_open_request_that_comes_again_while_it_is_waited_for_is_considered():
-    rooms, room = table(), Room(1)
-    assert rooms.is_new("d0", open_request())
-    rooms.open_request("d0", open_request(), now=0.0)
-    assert rooms.is_new("d0", open_request()), "nobody has opened the room"
-    rooms.add(room)
-    assert rooms.is_new("d0", open_request()), "it was given to the room"
+    assert [rooms.is_dropped(receiver, abort()) for receiver in ("d0", "d1")] == [False, True]
 
 
 def test_a_open_request_that_was_refused_is_refused_for_the_same_reason():
     rooms = table()
-    assert rooms.is_new("d0", open_request())
     rooms.refused("d0", open_request(), QueueFullError("too many"), now=0.0)
-    assert rooms.is_new("d0", open_request())
     with pytest.raises(QueueFullError, match="too many"):
         rooms.open_request("d0", open_request(), now=1.0)

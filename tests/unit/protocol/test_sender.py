@@ -29,7 +29,6 @@ from kvferry.protocol.transfer.sender import (
     ChunkSubmitted,
     FinishFailed,
     FinishSent,
-    OpenRetransmitted,
     ReceiverAborted,
     ReceiverLost,
     ReceiverOpened,
@@ -431,7 +430,6 @@ def test_a_receiver_hears_with_every_drained_that_a_write_to_it_failed_and_other
     assert run(sender, WriteDone("d0", 1)) == [SendDrained("d0", 1, after_failure=True)]
     assert run(sender, WriteDone("d1", 1)) == [SendDrained("d1", 1)]
     assert run(sender, ReceiverAborted("d0", 1, "again")) == [SendDrained("d0", 1, after_failure=True)]
-    assert run(sender, OpenRetransmitted("d0", 1))[1:] == [SendDrained("d0", 1, after_failure=True)]
     assert run(sender, ReceiverAborted("d1", 1, "again")) == [SendDrained("d1", 1)]
 
 

@@ -40,7 +40,8 @@ from kvferry.protocol.transfer.sender import (
     SendFinish,
 )
 from kvferry.protocol.transfer.states import TransferState
-from kvferry.protocol.wire.messages import ChunkArrived, decode_notification, encode
+from kvferry.protocol.wire.codec import decode_notification, encode
+from kvferry.protocol.wire.notifications import ChunkArrived
 
 S = TransferState
 DEADLINES = Deadlines(bootstrap_s=10.0, waiting_s=20.0, write_s=5.0)

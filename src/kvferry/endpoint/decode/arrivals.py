@@ -26,7 +26,7 @@ from kvferry.protocol.transfer.receiver import (
     Scatter,
     Verify,
 )
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, messages, notifications
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport
@@ -120,23 +120,23 @@ class Arrivals:
     def _notified(self, peer: str, data: bytes, now: float) -> None:
         """Handles a notification, if its room is open and it comes from the rank that it names."""
         try:
-            message = messages.decode_notification(data)
+            message = codec.decode_notification(data)
         except PeerError as error:
             log.warning("dropped a notification from %s: %s", peer, error)
             return
-        if isinstance(message, messages.StagedArrived):
+        if isinstance(message, notifications.StagedArrived):
             self._part_arrived(peer, message, now)
             return
         room = self._room_of(peer, message)
         match message:
             case _ if room is None:
                 return
-            case messages.WriterFinished(writer=writer, chunks=chunks, aux=aux):
+            case notifications.WriterFinished(writer=writer, chunks=chunks, aux=aux):
                 self._user.apply(room, Finished(writer, chunks, aux), now)
-            case messages.ChunkArrived():
+            case notifications.ChunkArrived():
                 self._chunk_arrived(peer, room, message, now)
 
-    def _room_of(self, peer: str, message: messages.Notification) -> ReceivingRoom | None:
+    def _room_of(self, peer: str, message: notifications.Notification) -> ReceivingRoom | None:
         """Returns the room that a notification is for; None if it is over, or the notification is not its sender's."""
         found = self._user.find(message.room, message.generation)
         if found is None:
@@ -147,7 +147,7 @@ class Arrivals:
         log.warning("dropped a notification for room %d: %s is not rank %d", message.room, peer, message.writer)
         return None
 
-    def _chunk_arrived(self, peer: str, room: ReceivingRoom, message: messages.ChunkArrived, now: float) -> None:
+    def _chunk_arrived(self, peer: str, room: ReceivingRoom, message: notifications.ChunkArrived, now: float) -> None:
         checks, writer, sequence = self._staging.checks, message.writer, message.sequence
         plan = checks.plan(peer) if checks is not None else None
         if checks is None:
@@ -158,7 +158,7 @@ class Arrivals:
             task = VerifyTask(room, now, plan, message, checks.memory)
             self._offer((room.room, writer, sequence, None), task, ArrivedUnverified(writer, sequence), now)
 
-    def _part_arrived(self, peer: str, message: messages.StagedArrived, now: float) -> None:
+    def _part_arrived(self, peer: str, message: notifications.StagedArrived, now: float) -> None:
         """Handles a part of a chunk in staging memory. Its span is given back, whether or not a room takes the part."""
         span = Span(message.start, message.begin, message.stop)
         ring = self._staging.ring(peer, message.epoch)

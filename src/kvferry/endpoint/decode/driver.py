@@ -23,8 +23,8 @@ from kvferry.endpoint.runtime.threads import Loop, ThreadHealth
 from kvferry.errors import KVFerryError, PeerError
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import StagingStatus
-from kvferry.protocol.links.link import LinkKey
-from kvferry.protocol.wire import messages
+from kvferry.protocol.links.link import Link, LinkKey
+from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
@@ -158,9 +158,9 @@ class DecodeDriver(Loop):
         self._work_inbox(now)
         if self.rooms.open:  # before messages: a peer's close must not discard what has arrived from it
             self.rooms.arrivals.take(now)
-        for channel in ready:
-            if self.rooms.links.owns(channel):
-                self._receive(channel, now)
+        for connection in ready:
+            if self.rooms.links.owns(connection):
+                self._receive(connection, now)
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
             self._tick(now)
@@ -186,43 +186,41 @@ class DecodeDriver(Loop):
 
     # ---- messages -----------------------------------------------------------------------------------------------
 
-    def _retransmit(self, channel: Connection, now: float) -> None:
-        """Retransmits what a broken connection may have lost, or whose answer it may have; receivers deduplicate."""
-        self.rooms.refusals.repeat(now, is_due=True)
-        for link in self.rooms.links.through(channel):
-            rank = link.rank_behind(channel)
-            if rank is not None and self.rooms.links.retransmit(link, now):
-                self.rooms.retransmit(link, rank, now)
-
-    def _receive(self, channel: Connection, now: float) -> None:
-        received = channel.receive()  # first: retransmitting may close the connection
-        if channel.take_break():
-            self._retransmit(channel, now)
+    def _receive(self, connection: Connection, now: float) -> None:
+        address = connection.address
+        received = connection.receive()  # first: to hear of a break may close the connection
+        if connection.take_break():
+            self.rooms.broke(address, now)
         for data in received:
-            link = self.rooms.links.behind(channel)
+            link = self.rooms.links.behind(address)
             if link is not None:
-                link.record_answer(channel)
+                link.record_answer(address)
             try:
-                message = messages.decode_to_decode(data)
-                match message:
-                    case messages.RoomFailed() | messages.Drained():
-                        self.rooms.received(channel, message, now)
-                    case messages.Confirmed():
-                        self.rooms.confirmed(message)
-                    case messages.SpanReleased():
-                        if self.rooms.links.carries_messages_of(channel, message.endpoint):
-                            self.rooms.arrivals.span_released(message)
-                    case _:
-                        self.rooms.links.received(channel, link, message, now)
+                self._take(address, link, codec.decode_to_decode(data), now)
             except KVFerryError as error:
                 if link is not None:
                     self.rooms.links.fail(link, error, now)
             except Exception as error:
-                log.exception("a message from %s met an unexpected error", channel.address)
+                log.exception("a message from %s met an unexpected error", address)
                 if link is not None:
-                    problem = PeerError(f"a message from {channel.address} met {type(error).__name__}: {error}")
+                    problem = PeerError(f"a message from {address} met {type(error).__name__}: {error}")
                     problem.__cause__ = error
                     self.rooms.links.fail(link, problem, now)
+
+    def _take(self, address: str, link: Link | None, message: messages.ToDecode, now: float) -> None:
+        match message:
+            case messages.Drained():
+                self.rooms.received(address, message, now)
+            case messages.Numbered():
+                for each in self.rooms.links.take(address, message, now):
+                    match each:
+                        case messages.RoomFailed():
+                            self.rooms.received(address, each, now)
+                        case messages.SpanReleased():
+                            if self.rooms.links.carries_messages_of(address, each.endpoint):
+                                self.rooms.arrivals.span_released(each)
+            case _:
+                self.rooms.links.received(address, link, message, now)
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
@@ -237,12 +235,6 @@ class DecodeDriver(Loop):
             links.heartbeat(now, longest_sleep_s=_IDLE_MS / 1000)
             if not self.rooms.open:  # what arrives for rooms that are over holds staging memory until it is taken
                 self.rooms.arrivals.take(now)
-            self._repeat(now)
+            self.rooms.repeat(now)
         if links.retired:
             links.close_retired()
-
-    def _repeat(self, now: float) -> None:
-        """Retransmits what was not answered, and what each ring has free."""
-        for ring in self._staging.rings.values():
-            ring.report()
-        self.rooms.repeat(now)

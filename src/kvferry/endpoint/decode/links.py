@@ -6,7 +6,6 @@ pool, which queues their results. And `wait_ready` waits on its caller's thread.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -32,15 +31,17 @@ from kvferry.errors import (
     RegistryError,
     TransferTimeoutError,
 )
+from kvferry.layout import RankLayout
 from kvferry.observe.logs import report_silence
 from kvferry.observe.observer import Observer, Retry
 from kvferry.observe.status import LostPeerStatus, PeerStatus
+from kvferry.plan import Piece
 from kvferry.protocol.bounded import forget_oldest
-from kvferry.protocol.links.link import Channel, Link, LinkKey, LinkState
+from kvferry.protocol.links.link import Link, LinkCommand, LinkKey, LinkState, OpenRooms, Send
 from kvferry.protocol.links.lost_ranks import LostRanks
 from kvferry.protocol.links.proofs import Proof
 from kvferry.protocol.time_awake import Lateness
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.settings import Settings
@@ -92,6 +93,19 @@ class _Caller:
     link: Link | None = None
 
 
+class _Offers:
+    """Staging memory to offer to prefill ranks, which hear through their links what was read of it."""
+
+    def __init__(self, staging: ReceivingStaging, send: Callable[[str, messages.NumberedToPrefill], None]) -> None:
+        self._staging = staging
+        self._send = send
+        self.metadata = staging.metadata
+        self.attached = staging.attached
+
+    def offer(self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...]) -> messages.Staging:
+        return self._staging.offer(endpoint, source, pieces, partial(self._send, endpoint))
+
+
 class Links:
     """The links of a decode endpoint: at most one to a group of prefill ranks, and those that were given up."""
 
@@ -123,6 +137,7 @@ class Links:
         self._registry = registry
         self._settings = settings
         self._staging = staging
+        self._offers = _Offers(staging, self.send)
         self._end = end
         self._platform = platform
         self._observer = observer
@@ -132,13 +147,13 @@ class Links:
         self._current: dict[LinkKey, Link] = {}
         self._retired: list[Link] = []
         self._unready: dict[Link, None] = {}  # those of the current ones that still have to become ready
-        self._through: dict[Channel, list[Link]] = {}  # links by connection, and some that do not use it any more
+        self._through: dict[str, list[Link]] = {}  # links by address, and some that do not use it any more
         self._callers: list[_Caller] = []
         self._is_closed = False
         self._missed = MissedEngines(settings.bootstrap_timeout_s)
         self._lost = LostRanks(settle_s=settings.quarantine_s)
         self._ends = EndProofs(settings, platform, registry, promises=promises, submit=user.submit, ended=self._ended)
-        self._channels: dict[str, Connection] = {}  # by address; links to the same rank share one
+        self._connections: dict[str, Connection] = {}  # by address; links to the same rank share one
         self._next_attempt = partial(next, itertools.count(1))
         self._attempts: dict[str, int] = {}  # by address, the last that was begun there
         # Numbers of prefill ranks' last failed writes, by endpoint: those that may arrive yet, and those that cannot.
@@ -225,26 +240,51 @@ class Links:
         """Whether a link has not been given up."""
         return self._current.get(link.key) is link
 
-    def behind(self, channel: Channel) -> Link | None:
-        """Returns the current link that a connection belongs to; None if there is none."""
-        return next((link for link in self._through.get(channel, []) if self._uses(link, channel, retired=False)), None)
+    def behind(self, address: str) -> Link | None:
+        """Returns the current link to a rank at an address; None if there is none."""
+        return next((link for link in self._through.get(address, []) if self._uses(link, address, retired=False)), None)
 
-    def through(self, channel: Channel) -> list[Link]:
-        """Returns the links that use a connection: the current ones first, then those that were given up."""
-        links = [link for link in self._through.get(channel, []) if self._uses(link, channel)]
+    def through(self, address: str) -> list[Link]:
+        """Returns the links to a rank at an address: the current ones first, then those that were given up."""
+        links = [link for link in self._through.get(address, []) if self._uses(link, address)]
         return sorted(links, key=lambda link: not self.is_current(link))
 
-    def _uses(self, link: Link, channel: Channel, *, retired: bool = True) -> bool:
+    def _uses(self, link: Link, address: str, *, retired: bool = True) -> bool:
         is_known = self.is_current(link) or (retired and link in self._retired)
-        return is_known and link.rank_behind(channel) is not None
+        return is_known and link.rank_at(address) is not None
 
-    def carries_messages_of(self, channel: Channel, endpoint: str) -> bool:
-        """Whether an endpoint has answered through a connection: no other connection may carry its messages."""
-        return any(link.channel_of(endpoint) is channel for link in self.through(channel))
+    def carries_messages_of(self, address: str, endpoint: str) -> bool:
+        """Whether an endpoint has answered at an address: from no other may its messages come."""
+        return any(link.address_of(endpoint) == address for link in self.through(address))
 
-    def owns(self, channel: Connection) -> bool:
+    def owns(self, connection: Connection) -> bool:
         """Whether a connection is still open."""
-        return self._channels.get(channel.address) is channel
+        return self._connections.get(connection.address) is connection
+
+    # ---- sending ------------------------------------------------------------------------------------------------
+
+    def send(self, endpoint: str, message: messages.NumberedToPrefill) -> None:
+        """Sends to a prefill rank through its current link. Without one nobody waits for the message."""
+        for link in self._current.values():
+            rank = link.rank_of(endpoint)
+            if rank is not None:
+                self.execute(link, link.send(rank, message), self._platform.now())
+                return
+
+    def execute(self, link: Link, commands: Iterable[LinkCommand], now: float) -> None:
+        """Executes a link's commands.
+
+        What cannot be sent is lost, as what a connection loses that breaks: most of it is sent again with a heartbeat.
+        """
+        for command in commands:
+            match command:
+                case Send(address, message):
+                    try:
+                        self._connection(address).send(codec.encode(message))
+                    except PeerDisconnectedError as error:
+                        log.debug("%s to %s was lost: %s", type(message).__name__, address, error)
+                case OpenRooms():
+                    self._ready(link, now)
 
     # ---- the life of a link -------------------------------------------------------------------------------------
 
@@ -256,7 +296,7 @@ class Links:
             self._current[key] = Link(
                 key,
                 self._identity,
-                self._staging,
+                self._offers,
                 next_attempt=self._next_attempt,
                 can_prove_end=self._ends.can_prove_end,
                 deadline=deadline,
@@ -265,45 +305,57 @@ class Links:
             self._resolvers.submit(partial(self._look_up, self._current[key]))
         return self._current[key]
 
-    def received(self, channel: Connection, link: Link | None, message: messages.ToDecode, now: float) -> None:
+    def received(self, address: str, link: Link | None, message: messages.ToDecode, now: float) -> None:
         """Handles a message about a link, or about a rank behind one.
 
         Args:
-            channel: where it came from.
-            link: the current one that the connection belongs to, if one does.
+            address: of the rank that it came from.
+            link: the current one to that rank, if there is one.
 
         Raises:
             KVFerryError: if that link fails by it; the caller must give it up.
         """
         match message:
             case messages.Closed(endpoint, after_failure):
-                if self.carries_messages_of(channel, endpoint):
+                if self.carries_messages_of(address, endpoint):
                     self._rank_closed(endpoint, now, after_failure=after_failure)
             case messages.Gone(process):
-                is_there = any(each.knows_machine(channel, process.machine) for each in self._all)
+                is_there = any(each.knows_machine(address, process.machine) for each in self._all)
                 if is_there and self._ends.is_declared(Proof.RANK):
                     self._lost.gone(process, Proof.RANK)
             case messages.Attached(endpoint) if message.last_failure > self._waited_for.get(endpoint, 0):
                 is_new = message.last_failure > self._waiting_for.get(endpoint, 0)
-                if is_new and self.carries_messages_of(channel, endpoint):
+                if is_new and self.carries_messages_of(address, endpoint):
                     self._waiting_for[endpoint] = message.last_failure
-                    self._settling.add(partial(self._settled, channel, message))
-            case messages.Welcome(endpoint) if self._channels_of(endpoint) - {channel}:
-                raise PeerError(f"at {channel.address} somebody answers under the name of another prefill rank")
+                    self._settling.add(partial(self._settled, address, message))
+            case messages.Welcome(endpoint) if self._addresses_of(endpoint) - {address}:
+                raise PeerError(f"at {address} somebody answers under the name of another prefill rank")
             case _ if link is not None:
-                if link.received(channel, message, now):
-                    self._ready(link, now)
-                elif link.state is LinkState.RESOLVING:
+                self.execute(link, link.received(address, message, now), now)
+                if link.state is LinkState.RESOLVING:
                     self._started_over(link, now)
 
-    def _settled(self, channel: Connection, message: messages.Attached) -> None:
+    def take(self, address: str, message: messages.Numbered, now: float) -> list[messages.NumberedToDecode]:
+        """Takes a numbered message. Returns what counts of it.
+
+        Raises:
+            MessageError: if it is malformed.
+        """
+        for link in self.through(address):
+            if link.attempt == message.epoch:
+                taken, sends = link.take(address, message)
+                self.execute(link, sends, now)
+                return taken
+        return []
+
+    def _settled(self, address: str, message: messages.Attached) -> None:
         """Takes a rank for attached: nothing can arrive any more of what its failed writes had sent."""
         self._waited_for.pop(message.endpoint, None)
         self._waited_for[message.endpoint] = message.last_failure
         forget_oldest(self._waited_for, _MOST_WAITED_FOR)
         if self._waiting_for[message.endpoint] == message.last_failure:
             del self._waiting_for[message.endpoint]
-        self.received(channel, self.behind(channel), message, self._platform.now())
+        self.received(address, self.behind(address), message, self._platform.now())
 
     def fail(self, link: Link, error: KVFerryError, now: float) -> None:
         """Gives a link up, and every room that relies on it. It stays connected while a rank may still write."""
@@ -312,6 +364,7 @@ class Links:
         log.error("the link to prefill engine %r is down: %s", link.key.engine, error)
         self._observer.peer_lost(f"{link.key.engine}/dp{link.key.dp_rank}", error)
         del self._current[link.key]
+        link.give_up()
         self._unready.pop(link, None)
         self._retired.append(link)
         for peer in link.peers:
@@ -321,20 +374,17 @@ class Links:
         self._user.link_failed(link, error, now)
         self.close_retired()
 
-    def retransmit(self, link: Link, now: float) -> bool:
-        """Retransmits what a link may have lost with a connection; returns whether its rooms should do the same.
-
-        They should not where the link fails by that. Those of a link that was given up before should: a rank may still
-        answer.
-        """
-        if self.is_current(link):
-            try:
-                self._check_processes(link, now)
-                link.ask(now)  # before rooms do: the answer of a later start of the rank ends the link
-            except KVFerryError as error:
-                self.fail(link, error, now)
-                return False
-        return True
+    def broke(self, address: str, now: float) -> None:
+        """A connection broke: what was on its way through its links may be lost."""
+        link = self.behind(address)
+        if link is None:
+            return
+        try:
+            self._check_processes(link, now)
+            if link.rank_at(address) is not None:
+                self.execute(link, link.broke(address, now), now)
+        except KVFerryError as error:
+            self.fail(link, error, now)
 
     def close_retired(self) -> None:
         """Drops the retired links through which no message can come that matters, and closes their connections."""
@@ -343,17 +393,16 @@ class Links:
         for link in dropped:
             self._retired.remove(link)
         # Those to ranks that were named and not greeted have carried refusals.
-        named = [self._channels.get(each.control_address) for link in dropped for each in link.registrations]
-        channels = dict.fromkeys(channel for link in dropped for channel in link.channels)
-        self._close_unused(dict.fromkeys([*channels, *(channel for channel in named if channel is not None)]))
+        named = [each.control_address for link in dropped for each in link.registrations]
+        self._close_unused(dict.fromkeys([*(address for link in dropped for address in link.addresses), *named]))
 
     def close(self) -> None:
         """Sends a close message to every peer, after the endpoint's thread has ended."""
         self._resolvers.close()
         self._ends.close()
         self._keep_rings_in_doubt()
-        for channel in list(self._channels.values()):
-            self._close_channel(channel)
+        for connection in list(self._connections.values()):
+            self._close_connection(connection)
         self._is_closed = True
         for caller in list(self._callers):
             if not caller.ready.done():
@@ -385,7 +434,7 @@ class Links:
         while link.left_behind:
             peer = link.left_behind.pop()
             self._lost.add(peer.endpoint, peer.process, now)
-        self._close_unused(list(self._channels.values()))
+        self._close_unused(list(self._connections))
 
     def _rank_closed(self, endpoint: str, now: float, *, after_failure: bool) -> None:
         """Handles a prefill rank's close message: it serves no requests any more, and will not write again."""
@@ -442,10 +491,12 @@ class Links:
             link, tuple(each for each in registrations if each.coordinates.dp_rank == link.key.dp_rank), now
         )
         try:
-            link.resolved(registrations, self._channel, now)
-            for channel in link.channels:
-                self._attempts[channel.address] = link.attempt
-                self._through[channel] = [*(each for each in self.through(channel) if each is not link), link]
+            greetings = link.resolved(registrations, now)
+            for address in link.addresses:
+                self._connection(address)  # which may make no sense
+                self._attempts[address] = link.attempt
+                self._through[address] = [*(each for each in self.through(address) if each is not link), link]
+            self.execute(link, greetings, now)
         except KVFerryError as error:
             self.fail(link, error, now)
         except Exception as error:  # else it would stay half greeted
@@ -460,41 +511,45 @@ class Links:
     def _all(self) -> tuple[Link, ...]:
         return *self._current.values(), *self._retired
 
-    def _channels_of(self, endpoint: str) -> set[Channel]:
-        """Returns the connections through which an endpoint has answered: one, or none."""
-        return {channel for link in self._all if (channel := link.channel_of(endpoint)) is not None}
+    def _addresses_of(self, endpoint: str) -> set[str]:
+        """Returns the addresses at which an endpoint has answered: one, or none."""
+        return {address for link in self._all if (address := link.address_of(endpoint)) is not None}
 
-    def _channel(self, address: str) -> Connection:
-        """Returns the connection to an address, making it if there is none."""
-        if address not in self._channels:
-            self._channels[address] = self._end.connect(address)
-        return self._channels[address]
+    def _connection(self, address: str) -> Connection:
+        """Returns the connection to an address, making it if there is none.
 
-    def tell(self, registration: RankRegistration, message: messages.Message) -> None:
+        Raises:
+            PeerDisconnectedError: if the address makes no sense.
+        """
+        if address not in self._connections:
+            self._connections[address] = self._end.connect(address)
+        return self._connections[address]
+
+    def tell(self, registration: RankRegistration, message: messages.RefuseRoom) -> None:
         """Sends a message to a rank that was looked up, whether or not it was greeted.
 
         Raises:
             PeerDisconnectedError: if it cannot be sent.
         """
-        self._channel(registration.control_address).send(messages.encode(message))
+        self._connection(registration.control_address).send(codec.encode(message))
 
-    def _close_unused(self, channels: Iterable[Channel]) -> None:
-        """Closes those of some connections that no link uses any more."""
-        for channel in channels:
-            known = self._channels.get(channel.address)
-            if known is channel and not self.through(channel):
-                self._close_channel(known)
+    def _close_unused(self, addresses: Iterable[str]) -> None:
+        """Closes the connections to those of some addresses that no link uses any more."""
+        for address in addresses:
+            connection = self._connections.get(address)
+            if connection is not None and not self.through(address):
+                self._close_connection(connection)
 
-    def _close_channel(self, channel: Connection) -> None:
+    def _close_connection(self, connection: Connection) -> None:
         """Sends a close message and closes the connection."""
-        del self._channels[channel.address]
-        self._through.pop(channel, None)
+        del self._connections[connection.address]
+        self._through.pop(connection.address, None)
         try:
-            attempt = self._attempts.pop(channel.address, 0)
-            channel.send(messages.encode(messages.Detach(endpoint=self._identity.endpoint, attempt=attempt)))
+            attempt = self._attempts.pop(connection.address, 0)
+            connection.send(codec.encode(messages.Detach(endpoint=self._identity.endpoint, attempt=attempt)))
         except PeerDisconnectedError as error:
-            log.debug("no close message to %s: %s", channel.address, error)
-        self._end.disconnect(channel)
+            log.debug("no close message to %s: %s", connection.address, error)
+        self._end.disconnect(connection)
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
@@ -544,7 +599,7 @@ class Links:
                         f"prefill rank {silent[0]} of {link.key.engine!r} has been silent for {silent[1]:.1f} s "
                         "(KVFERRY_PEER_TIMEOUT_S)"
                     )
-                link.ask(now)
+                self.execute(link, link.ask(now), now)
             except KVFerryError as error:
                 self.fail(link, error, now)
 
@@ -597,8 +652,7 @@ class Links:
         asked = self._lost.doubtful if self._ends.is_declared(Proof.RANK) else []
         for _, process in asked:
             for link in self._all:
-                with contextlib.suppress(KVFerryError):
-                    link.ask_whether_gone(process)
+                self.execute(link, link.ask_whether_gone(process), now)
         # The rank in its place may know what became of it; a rank that lives gives its old ring up for a new one.
         doubtful = [endpoint for endpoint, _ in self._lost.doubtful]
         for link in self._retired:

@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from kvferry.control.ends import Connection
 from kvferry.endpoint.decode.links import Links
 from kvferry.errors import KVFerryError
 from kvferry.protocol.links.link import Link
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 
@@ -145,13 +144,13 @@ class Refusals:
             if not self._count_of[refusal.link]:
                 del self._count_of[refusal.link]
 
-    def take_answer(self, channel: Connection, message: messages.Drained) -> bool:
+    def take_answer(self, address: str, message: messages.Drained) -> bool:
         """Handles a prefill rank's answer. Returns whether it was the last one that a link waited for."""
         refusal = self._refusals.get(message.room)
         if refusal is None or refusal.generation != message.generation:
             return False
         ranks = {each.engine_rank: each.control_address for each in refusal.link.registrations}
-        if ranks.get(message.writer) == channel.address:
+        if ranks.get(message.writer) == address:
             refusal.answered.add(message.writer)
         if not refusal.is_known_to_all:
             return False
@@ -160,7 +159,7 @@ class Refusals:
 
     def _tell(self, refusal: Refusal) -> None:
         for registration in refusal.unanswered:
-            if registration.protocol_version != messages.PROTOCOL_VERSION:
+            if registration.protocol_version != codec.PROTOCOL_VERSION:
                 continue  # it would not understand
             message = messages.RefuseRoom(
                 endpoint=registration.incarnation,

@@ -38,7 +38,7 @@ class ReceivingRoom:
         self.machine = machine
         self.places = places
         self.trace = ""  # the context that travels with its open request
-        self.serial = 0  # of its open request, once it has a link
+        self.open_numbers: dict[int, int] = {}  # of its open requests in the ranks' channels, by engine rank
         self._placed: list[PlacedRecord] = []
 
     def placed(self, record: PlacedRecord) -> None:

@@ -5,12 +5,11 @@ All of it belongs to the endpoint's one thread, where nothing else is said.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Collection
 from functools import partial
 
-from kvferry.control.ends import ConnectingEnd, Connection
+from kvferry.control.ends import ConnectingEnd
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.links import Links
@@ -19,7 +18,7 @@ from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.endpoint.runtime.timers import Timers
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, MessageError
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import LostPeerStatus, RoomStatus
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
@@ -35,7 +34,6 @@ from kvferry.protocol.transfer.receiver import (
     SendAbort,
     SenderDrained,
     SenderFailed,
-    SenderLost,
     SenderSettled,
     SendOpen,
     SendVerified,
@@ -121,8 +119,6 @@ class ReceivingRooms:
         self._awaited: dict[ReceivingRoom, Link] = {}  # the same, by room
         self._unanswered: dict[int, None] = {}  # rooms that are over here, and may not be everywhere
         self._timers: Timers[int] = Timers()
-        # Links of verified rooms that a rank has not confirmed yet, by room, generation and rank.
-        self._unconfirmed: dict[tuple[int, int, int], Link] = {}
         self.last_news_at = 0.0
         self.arrivals = Arrivals(transport, staging, settings, self, settling=settling, platform=platform, name=name)
 
@@ -165,7 +161,6 @@ class ReceivingRooms:
     def _connect_room(self, room: ReceivingRoom, link: Link, now: float) -> None:
         self._links_of[room.room] = link
         self._through.setdefault(link, {})[room.room] = None
-        room.serial = link.next_serial()
         self.apply(room, link.connected(room.room), now)
 
     def apply(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
@@ -224,43 +219,50 @@ class ReceivingRooms:
                 del self._through[link]
 
     def _execute(self, room: ReceivingRoom, link: Link, command: ReceiverCommand, now: float) -> None:
-        message: messages.Message
         match command:
             case SendOpen(rank, filled):
-                message = messages.OpenRoom(
-                    room=room.room,
-                    generation=room.generation,
-                    attempt=link.attempt,
-                    serial=room.serial,
-                    receivers=self._identity.coordinates.group_size,
-                    tokens=room.tokens,
-                    groups=tuple(group for group in room.groups if group.name in filled),
-                    trace=room.trace,
-                    held=max((group.held for group in room.groups), default=0),
-                    depends_on=room.depends_on,
-                )
+                self._send(room, link, rank, self._open_request(room, filled), now)
+                room.open_numbers[rank] = link.last_number(rank)
             case SendAbort(rank, reason, error):
+                number = room.open_numbers.get(rank, 0)
                 message = messages.AbortRoom(
                     room=room.room,
                     generation=room.generation,
                     reason=reason,
                     error=error,
-                    attempt=link.attempt,
-                    serial=room.serial,
+                    epoch=link.attempt if number else 0,
+                    number=number,
                 )
+                self.links.execute(link, link.send_unnumbered(rank, message), now)
             case SendVerified(rank):
-                self._unconfirmed[room.room, room.generation, rank] = link
-                message = messages.RoomVerified(room=room.room, generation=room.generation)
+                self._send(room, link, rank, messages.RoomVerified(room=room.room, generation=room.generation), now)
             case Scatter() | Verify():
                 self.arrivals.begin(room.room, command)
-                return
             case AwaitArrival(rank):
                 self._settling.add(partial(self.post_event, room.room, room.generation, SenderSettled(rank)))
-                return
+
+    def _open_request(self, room: ReceivingRoom, filled: frozenset[str]) -> messages.OpenRoom:
+        return messages.OpenRoom(
+            room=room.room,
+            generation=room.generation,
+            receivers=self._identity.coordinates.group_size,
+            tokens=room.tokens,
+            groups=tuple(group for group in room.groups if group.name in filled),
+            trace=room.trace,
+            held=max((group.held for group in room.groups), default=0),
+            depends_on=room.depends_on,
+        )
+
+    def _send(
+        self, room: ReceivingRoom, link: Link, rank: int, message: messages.NumberedToPrefill, now: float
+    ) -> None:
+        """Sends a message of a room, which fails if it is one that cannot be sent."""
         try:
-            link.send(rank, message)
-        except KVFerryError as error:
-            self.apply(room, SenderLost(rank, error), now)
+            sends = link.send(rank, message)
+        except MessageError as error:
+            self.apply(room, ReceiverBroke(error), now)
+        else:
+            self.links.execute(link, sends, now)
 
     def post_event(self, room: int, generation: int, event: ReceiverEvent) -> None:
         """Queues an event for a room; it is dropped if the room has another generation by then, or has gone."""
@@ -338,22 +340,20 @@ class ReceivingRooms:
                 for number in list(numbers):
                     self.apply(self.open[number], SenderDrained(rank), now)
 
-    def retransmit(self, link: Link, rank: int, now: float) -> None:
-        """Retransmits to a rank what a broken connection may have lost, or whose answer it may have."""
-        for number in list(self._through.get(link, ())):
-            room = self.open.get(number)
-            if room is None:
-                continue
-            if not room.machine.state.is_final:
-                self._execute(room, link, room.machine.open_of(rank), now)
-            elif rank in room.machine.unanswered:
-                self._execute(room, link, room.machine.abort_of(rank), now)
+    def broke(self, address: str, now: float) -> None:
+        """A connection broke: asks again what may be lost of it, or the answer."""
+        self.refusals.repeat(now, is_due=True)
+        self.links.broke(address, now)
+        for link in self.links.through(address):
+            for number in list(self._through.get(link, ())):
+                if number in self._unanswered:
+                    self._ask_to_stop(self.open[number], link, now)
 
     # ---- messages -----------------------------------------------------------------------------------------------
 
-    def received(self, channel: Connection, message: messages.RoomFailed | messages.Drained, now: float) -> None:
-        """Takes what a prefill rank says of a room."""
-        if isinstance(message, messages.Drained) and self.refusals.take_answer(channel, message):
+    def received(self, address: str, message: messages.RoomFailed | messages.Drained, now: float) -> None:
+        """Takes what the prefill rank at an address says of a room."""
+        if isinstance(message, messages.Drained) and self.refusals.take_answer(address, message):
             self.links.close_retired()  # nobody needs them for that any more
         found = self.find(message.room, message.generation)
         if found is None:
@@ -361,21 +361,14 @@ class ReceivingRooms:
         room, link = found
         if isinstance(message, messages.Drained) and not link.is_rank(message.writer, message.endpoint):
             return  # from a later start of the rank, which proves nothing about the earlier one's writes
-        if link.rank_behind(channel) != message.writer:
-            log.warning("dropped a message: %s is not rank %d, room %d", channel.address, message.writer, message.room)
+        if link.rank_at(address) != message.writer:
+            log.warning("dropped a message: %s is not rank %d, room %d", address, message.writer, message.room)
             return
         match message:
             case messages.RoomFailed():
                 self.apply(room, SenderFailed(message.writer, message.error, message.reason), now)
             case messages.Drained():
                 self.apply(room, SenderDrained(message.writer, message.after_failure), now)
-
-    def confirmed(self, message: messages.Confirmed) -> None:
-        """Ends the retransmission of a verified room, which its prefill rank has confirmed."""
-        key = message.room, message.generation, message.writer
-        link = self._unconfirmed.get(key)
-        if link is not None and link.is_rank(message.writer, message.endpoint):
-            del self._unconfirmed[key]
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
@@ -393,18 +386,15 @@ class ReceivingRooms:
         return ConnectFailed(self.links.why_not_ready(link))
 
     def repeat(self, now: float) -> None:
-        """Retransmits what was not answered: a connection that broke may have lost it, or the answer."""
-        for key, link in list(self._unconfirmed.items()):
-            if not self.links.is_current(link):  # its ranks have given this one up, too, and wait no longer
-                del self._unconfirmed[key]
-                continue
-            verified, generation, rank = key
-            with contextlib.suppress(KVFerryError):
-                link.send(rank, messages.RoomVerified(room=verified, generation=generation))
+        """Asks again what was not answered: a connection that broke may have lost it, or the answer."""
         self.refusals.repeat(now)
         self.links.ask_about_lost_ranks(now)
         for number in list(self._unanswered):
-            room, its_link = self.open[number], self._links_of.get(number)
-            if its_link is not None:
-                for rank in room.machine.unanswered:
-                    self._execute(room, its_link, room.machine.abort_of(rank), now)
+            room, link = self.open[number], self._links_of.get(number)
+            if link is not None:
+                self._ask_to_stop(room, link, now)
+
+    def _ask_to_stop(self, room: ReceivingRoom, link: Link, now: float) -> None:
+        """Repeats a room's aborts to ranks that have not answered."""
+        for rank in room.machine.unanswered:
+            self._execute(room, link, room.machine.abort_of(rank), now)

@@ -15,7 +15,7 @@ from kvferry.observe.records import PlacedRecord
 from kvferry.plan import PairPlan
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.receiver import PartScattered, ReceiverEvent, Verified
-from kvferry.protocol.wire.messages import ChunkArrived, StagedArrived
+from kvferry.protocol.wire.notifications import ChunkArrived, StagedArrived
 from kvferry.staging import Kernels
 from kvferry.staging.digests import DigestMemory, verify_chunk
 from kvferry.staging.receiving import WriterRing

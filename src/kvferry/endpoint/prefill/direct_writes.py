@@ -13,7 +13,7 @@ from kvferry.endpoint.runtime.workers import Worker
 from kvferry.observe.records import PartRecord
 from kvferry.plan import Unit
 from kvferry.protocol.transfer.sender import SenderBroke, Write, WriteAdmitted, WriteDeferred, WriteDone, WriteFailed
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, notifications
 from kvferry.transport import TransferReport, Transport
 
 
@@ -128,7 +128,7 @@ class DirectWrites:
                 selected.local_indices,
                 selected.remote,
                 selected.remote_indices,
-                messages.encode(self._arrived(command, target)),
+                codec.encode(self._arrived(command, target)),
             )
         except Exception as error:
             ended()
@@ -170,13 +170,13 @@ class DirectWrites:
 
         worker.watch(transfer, done, failed, broke, settled, peer=command.receiver)
 
-    def _arrived(self, command: Write, target: Target) -> messages.ChunkArrived:
+    def _arrived(self, command: Write, target: Target) -> notifications.ChunkArrived:
         """Makes the notification that travels behind the bytes."""
-        segments: tuple[messages.StagedSegment, ...] = ()
+        segments: tuple[notifications.StagedSegment, ...] = ()
         if target.attachment.digests is not None:
             packed = target.attachment.plan.packed_pieces(command.unit)
             segments = target.attachment.digests.of_write(target.elected, command.moves, packed)
-        return messages.ChunkArrived(
+        return notifications.ChunkArrived(
             room=self._number,
             generation=command.generation,
             writer=self._writer,

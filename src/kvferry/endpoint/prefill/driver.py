@@ -13,12 +13,12 @@ from collections import deque
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
+from kvferry.endpoint.prefill.channels import DecodeChannels
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.prefill.peers import DecodePeer, DecodePeers
 from kvferry.endpoint.prefill.room import RoomContext, SendingRoom
 from kvferry.endpoint.prefill.rooms import SendingRooms
-from kvferry.endpoint.prefill.staged_writes import released_span
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.run_queue import Waker
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop, ThreadHealth
@@ -30,7 +30,7 @@ from kvferry.observe.observer import Observer
 from kvferry.observe.status import PeerStatus, RoomStatus, StagingStatus
 from kvferry.protocol.time_awake import Lateness
 from kvferry.protocol.transfer.sender import SenderMachine, SenderTick
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, fields, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.settings import Settings
 from kvferry.transport import Transport
@@ -89,7 +89,7 @@ class PrefillDriver(Loop):
         self._observer = observer
         self._now = platform.now
         self._process = platform.identity(settings)
-        self._outbox: deque[tuple[str, messages.Message]] = deque()
+        self._outbox: deque[tuple[str, fields.Message]] = deque()
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
         self._timers: Timers[SendingRoom] = Timers()
         unasked = UnaskedRooms(
@@ -97,6 +97,7 @@ class PrefillDriver(Loop):
             f"Does the decode side look for an engine named {identity.engine!r}, at the registry {registry_url}?",
         )
         self.peers = DecodePeers(self._make_peer)
+        self._channels = DecodeChannels(identity.endpoint)
         self.ranks = DecodeRanks(self.peers, most_given_up=settings.max_decode_ranks)
         self.rooms = SendingRooms(
             identity,
@@ -194,7 +195,7 @@ class PrefillDriver(Loop):
 
         return self.rooms.open(machine.room, make)
 
-    def send(self, receiver: str, message: messages.Message) -> None:
+    def send(self, receiver: str, message: fields.Message) -> None:
         """Sends a control message, from the control thread, soon."""
         self._outbox.append((receiver, message))
         self.wake()
@@ -290,10 +291,12 @@ class PrefillDriver(Loop):
         while self._outbox:
             receiver, message = self._outbox.popleft()
             try:
-                self._channel.send(receiver, messages.encode(message))
+                for each in self._channels.outgoing(receiver, message):
+                    self._channel.send(receiver, codec.encode(each))
             except KVFerryError as error:
-                # A closed endpoint misses neither a close message nor the answer to a heartbeat or to a verified room.
-                is_moot = isinstance(message, (messages.Closed, messages.Pong, messages.Confirmed))
+                # A closed endpoint misses neither a close message nor the answer to a heartbeat, and what has a number
+                # is sent again.
+                is_moot = isinstance(message, messages.Closed | messages.Pong | messages.NumberedToDecode)
                 level = logging.DEBUG if is_moot else logging.WARNING
                 log.log(level, "%s to %s was lost: %s", type(message).__name__, receiver, error)
 
@@ -305,7 +308,7 @@ class PrefillDriver(Loop):
 
     def _receive(self, identity: str, data: bytes, now: float) -> None:
         try:
-            message = messages.decode_to_prefill(data)
+            message = codec.decode_to_prefill(data)
         except PeerError as error:
             log.warning("dropped a message from %s: %s", identity, error)
             return
@@ -324,19 +327,50 @@ class PrefillDriver(Loop):
             case messages.Detach():
                 self.ranks.forgive(identity)
                 self._lose(identity, PeerDisconnectedError("it was closed"))
+            case messages.Ping() if not self._is_attached(peer):
+                self.send(identity, self._not_attached(identity))
             case messages.Ping():
-                attached = peer is not None and peer.attachment is not None and not self._is_lingering
-                self.send(identity, messages.Pong(endpoint=self._identity.endpoint, attached=attached))
-                self._repeat_released(peer)
+                for answer in self._channels.answer(identity, message):
+                    self.send(identity, answer)
+            case messages.Numbered():
+                self._take_numbered(identity, message)
             case messages.IsGone(process):
                 if self._platform.is_gone(process):
                     self.send(identity, messages.Gone(process=process))
-            case messages.Credit():
-                attachment = self.ranks.attachment(identity)
-                if attachment is not None:
-                    attachment.paths.credited(message.epoch, message.position)
-            case _:
-                self.rooms.received(identity, message)
+            case messages.AbortRoom():
+                is_unopened = message.number > 0 and self._channels.take_back(identity, message.epoch, message.number)
+                self.rooms.aborted(identity, message, is_unopened=is_unopened)
+            case messages.RefuseRoom():
+                self.rooms.refused(identity, message)
+
+    def _take_numbered(self, identity: str, message: messages.Numbered) -> None:
+        taken = self._channels.take(identity, message)
+        if (
+            taken is None
+        ):  # else it hears of that with its next heartbeat, and loses every room that it opens until then
+            self.send(identity, self._not_attached(identity))
+            return
+        for each in taken:
+            match each:
+                case messages.OpenRoom():
+                    self.rooms.take_open(identity, each)
+                case messages.RoomVerified():
+                    self.rooms.verified(identity, each)
+                case messages.Credit():
+                    attachment = self.ranks.attachment(identity)
+                    if attachment is not None:
+                        attachment.paths.credited(each.epoch, each.position)
+        for acknowledgement in self._channels.unasked_acknowledgement(identity):
+            self.send(identity, acknowledgement)
+
+    def _is_attached(self, peer: DecodePeer | None) -> bool:
+        is_prepared = peer is not None and peer.attachment is not None and self._channels.is_open(peer.name)
+        return is_prepared and not self._is_lingering
+
+    def _not_attached(self, identity: str) -> messages.Pong:
+        given_up = self.ranks.given_up(identity)
+        reason = "" if given_up is None else f"it was given up: {given_up.error}"
+        return messages.Pong(endpoint=self._identity.endpoint, attached=False, reason=reason)
 
     # ---- decode ranks -------------------------------------------------------------------------------------------
 
@@ -357,7 +391,8 @@ class PrefillDriver(Loop):
         if problem is None:
             self._connecting_until = self._now() + _CONNECTING_S
             self.ranks.forgive(identity)
-            self.rooms.attached(identity, message.attempt, DecodeRank(message.engine, message.coordinates))
+            if self._channels.attached(identity, message.attempt):
+                self.rooms.attached(identity, DecodeRank(message.engine, message.coordinates))
             self.peers.attach(message)
             return
         self._observer.refused(problem)
@@ -397,16 +432,10 @@ class PrefillDriver(Loop):
             now=self._now(),
         )
 
-    def _repeat_released(self, peer: DecodePeer | None) -> None:
-        """Retransmits which spans are released: a connection that broke may have lost it."""
-        staged = peer.attachment.paths.staged if peer is not None and peer.attachment is not None else None
-        if peer is not None and staged is not None:
-            for released in staged.peer.ring.released:
-                self.send(peer.name, released_span(self._identity.endpoint, staged.peer.epoch, released))
-
     def _lose(self, identity: str, error: KVFerryError) -> None:
         """Fails a decode rank's rooms and forgets it."""
         rank = self.ranks.rank(identity)
+        self._channels.close(identity)
         self.peers.remove(identity)
         self.rooms.lost(identity, rank, error)
 

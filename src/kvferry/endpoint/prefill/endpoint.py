@@ -18,7 +18,7 @@ from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
 from kvferry.plan import check_share_tokens
 from kvferry.protocol.transfer.sender import SenderMachine
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.protocol.wire.request_conditions import checked_conditions
 from kvferry.settings import Settings, bracketed
@@ -132,7 +132,7 @@ class PrefillEndpoint(Endpoint):
                 coordinates=self.coordinates,
                 control_address=self.control_address,
                 layout_digest=self.layout.digest,
-                protocol_version=messages.PROTOCOL_VERSION,
+                protocol_version=codec.PROTOCOL_VERSION,
             )
         )
 

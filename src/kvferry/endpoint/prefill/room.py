@@ -31,7 +31,6 @@ from kvferry.protocol.transfer.sender import (
     ChunkSubmitted,
     FinishFailed,
     FinishSent,
-    OpenRetransmitted,
     ReceiverAborted,
     ReceiverOpened,
     ReceiverRefused,
@@ -50,7 +49,7 @@ from kvferry.protocol.transfer.sender import (
     WriteProgressed,
 )
 from kvferry.protocol.transfer.states import TransferState
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, fields, messages, notifications
 from kvferry.protocol.wire.rank_identity import DecodeRank
 from kvferry.settings import Settings
 from kvferry.transport import Transport
@@ -114,7 +113,7 @@ class RoomContext:
     coordinates: RankCoordinates
     page_groups: tuple[PageGroup, ...]
     now: Callable[[], float]
-    send: Callable[[str, messages.Message], None]
+    send: Callable[[str, fields.Message], None]
     open_room: Callable[[str, messages.OpenRoom], None]
     abort_room: Callable[[str, messages.AbortRoom], None]
     refuse_room: Callable[[str, messages.RefuseRoom], None]
@@ -264,8 +263,6 @@ class SendingRoom(Actor):
     def handle(self, event: RoomEvent, worker: Worker) -> None:
         """Passes an event to the machine, executes its commands, and updates what the caller sees."""
         match event:
-            case OpenReceived() if self._generations.get(event.attachment.receiver) == event.message.generation:
-                self.apply(OpenRetransmitted(event.attachment.receiver, event.message.generation), worker)
             case OpenReceived():
                 if self._is_for_next_use(event):
                     self._next_opens[event.attachment.receiver] = event.message
@@ -443,7 +440,7 @@ class SendingRoom(Actor):
         self._report.wrote(record)
 
     def _finish(self, command: SendFinish) -> None:
-        message = messages.WriterFinished(
+        message = notifications.WriterFinished(
             room=self.room,
             generation=command.generation,
             writer=self._context.coordinates.engine_rank,
@@ -451,7 +448,7 @@ class SendingRoom(Actor):
             aux=command.aux,
         )
         try:
-            self._context.transport.notify(command.receiver, messages.encode(message))
+            self._context.transport.notify(command.receiver, codec.encode(message))
         except Exception as error:
             self.post(FinishFailed(command.receiver, error))
         else:

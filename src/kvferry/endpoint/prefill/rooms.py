@@ -27,13 +27,12 @@ from kvferry.protocol.geometry.moves import request_of
 from kvferry.protocol.rooms.pending_opens import PendingMessage
 from kvferry.protocol.rooms.room_table import RoomTable
 from kvferry.protocol.transfer.sender import (
-    OpenRetransmitted,
     ReceiverAborted,
     ReceiverLost,
     ReceiverVerified,
     SenderAbortRequested,
 )
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import fields, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.settings import Settings
 
@@ -53,7 +52,7 @@ class SendingRooms:
         settings: Settings,
         ranks: DecodeRanks,
         *,
-        send: Callable[[str, messages.Message], None],
+        send: Callable[[str, fields.Message], None],
         observer: Observer,
         unasked: UnaskedRooms,
         now: Callable[[], float],
@@ -153,16 +152,9 @@ class SendingRooms:
 
     def take_open(self, receiver: str, message: messages.OpenRoom) -> None:
         """Takes a decode rank's open request: for the room, or until it is opened here."""
-        with self._lock:
-            known = self.table.given_to(receiver, message)
-            if known is not None:  # also where the receiver is lost by now: nobody else knows whether it is drained
-                known.post(OpenRetransmitted(receiver, message.generation))
-                return
         attachment = self._ranks.attachment(receiver)
         try:
             if attachment is None:
-                # Else it hears of that with its next heartbeat, and loses every room that it opens until then.
-                self._send(receiver, messages.Pong(endpoint=self._identity.endpoint, attached=False))
                 given_up = self._ranks.given_up(receiver)
                 why = "" if given_up is None else f", since it was given up: {given_up.error}"
                 raise PeerDisconnectedError(f"{receiver} must attach before it opens rooms{why}")
@@ -205,60 +197,37 @@ class SendingRooms:
 
     # ---- for the control thread ---------------------------------------------------------------------------------
 
-    def received(
-        self,
-        receiver: str,
-        message: messages.OpenRoom | messages.AbortRoom | messages.RefuseRoom | messages.RoomVerified,
-    ) -> None:
-        """Takes a decode rank's message about a room; what is late or came before changes nothing."""
-        match message:
-            case messages.OpenRoom():
-                with self._lock:
-                    is_considered = self.table.is_new(receiver, message)
-                if is_considered:
-                    self.take_open(receiver, message)
-                else:
-                    log.debug("dropped a late duplicate of %s's open request for room %d", receiver, message.room)
-            case messages.AbortRoom():
-                with self._lock:
-                    is_unopened = self.table.is_unopened(receiver, message)
-                    self.table.is_new(receiver, message)
-                self.take_abort(receiver, message)
-                if is_unopened:
-                    self._never_opened(receiver, message)
-            case messages.RefuseRoom():
-                if message.endpoint == self._identity.endpoint:  # else it was for an earlier start, which has ended
-                    self._refused(receiver, message)
-                self._drained(receiver, message.room, message.generation)
-            case messages.RoomVerified():
-                self._verified(receiver, message)
+    def aborted(self, receiver: str, message: messages.AbortRoom, *, is_unopened: bool) -> None:
+        """Takes a decode rank's abort, which may come again.
+
+        Args:
+            is_unopened: whether the open request that it takes back has not come, and will not count.
+        """
+        with self._lock:
+            is_unopened |= self.table.is_dropped(receiver, message)
+        self.take_abort(receiver, message)
+        rank = self._ranks.rank(receiver)
+        if is_unopened and rank is not None:  # it will not open the room
+            self._not_opened(receiver, rank, message.room, message.generation, message.reason)
+
+    def refused(self, receiver: str, message: messages.RefuseRoom) -> None:
+        """Takes a decode rank's refusal, which may come again."""
+        if message.endpoint == self._identity.endpoint:  # else it was for an earlier start, which has ended
+            self._refused(receiver, message)
+        self._drained(receiver, message.room, message.generation)
+
+    def verified(self, receiver: str, message: messages.RoomVerified) -> None:
+        """Takes a decode rank's word that the digests of a room are right."""
+        with self._lock:
+            room = self.table.rooms.get(message.room)
+            if room is not None:  # else the room has ended
+                room.post(ReceiverVerified(receiver, message.generation))
 
     def _refused(self, receiver: str, message: messages.RefuseRoom) -> None:
         with self._lock:
             is_new = self.table.is_new_refusal(receiver, message)
         if is_new:  # the same one may come again
             self.take_refusal(receiver, message)
-
-    def _verified(self, receiver: str, message: messages.RoomVerified) -> None:
-        with self._lock:
-            room = self.table.rooms.get(message.room)
-            if room is not None:  # else the room has ended
-                room.post(ReceiverVerified(receiver, message.generation))
-        self._send(
-            receiver,
-            messages.Confirmed(
-                endpoint=self._identity.endpoint,
-                room=message.room,
-                generation=message.generation,
-                writer=self._rank,
-            ),
-        )
-
-    def _never_opened(self, receiver: str, message: messages.AbortRoom) -> None:
-        """Takes an abort whose open request did not come, or was dropped, for a refusal."""
-        rank = self._ranks.rank(receiver)
-        if rank is not None:
-            self._not_opened(receiver, rank, message.room, message.generation, message.reason)
 
     def _not_opened(self, receiver: str, rank: DecodeRank, room: int, generation: int, reason: str) -> None:
         """Ends a room that a decode rank will not open, as if it had refused it."""
@@ -274,10 +243,10 @@ class SendingRooms:
             ),
         )
 
-    def attached(self, receiver: str, attempt: int, rank: DecodeRank) -> None:
+    def attached(self, receiver: str, rank: DecodeRank) -> None:
         """A decode rank connects, perhaps anew: then it has given up what it had opened."""
         with self._lock:
-            dropped = self.table.attached(receiver, attempt)
+            dropped = self.table.attached(receiver)
         for room, generation in dropped:
             reason = "it connects anew, and has given up what it had opened"
             self._not_opened(receiver, rank, room, generation, reason)

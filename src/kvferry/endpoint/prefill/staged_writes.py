@@ -14,9 +14,8 @@ from kvferry.observe.observer import Observer
 from kvferry.observe.records import PartRecord
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.sender import SenderBroke, Write, WriteDone, WriteFailed, WriteProgressed
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import fields, messages
 from kvferry.staging.gathering import Packing, PeerMemory, Posted, StagedQueue, StagedWrite
-from kvferry.staging.rings import ReleasedSpan
 from kvferry.transport import TransferReport, Transport
 
 
@@ -87,7 +86,7 @@ class StagedWrites:
         transport: Transport,
         writer: int,
         quarantine_s: float,
-        send: Callable[[str, messages.Message], None],
+        send: Callable[[str, fields.Message], None],
         observer: Observer,
         now: Callable[[], float],
     ) -> None:
@@ -149,10 +148,18 @@ class StagedWrites:
         return StagedQueue(packing, wake=lambda: self._room.post(PostNextPart(target.receiver)))
 
     def _give_up(self, receiver: str, memory: PeerMemory, span: Span, *, after_failure: bool = False) -> None:
-        """Gives up a span of a receiver's ring, and notifies the receiver."""
-        released = ReleasedSpan(span, after_failure)
-        memory.ring.give_up(released)
-        self._send(receiver, released_span(self._transport.endpoint_name, memory.epoch, released))
+        """Gives up a span of a receiver's ring, of which nothing will be posted any more."""
+        self._send(
+            receiver,
+            messages.SpanReleased(
+                endpoint=self._transport.endpoint_name,
+                epoch=memory.epoch,
+                start=span.start,
+                begin=span.begin,
+                stop=span.stop,
+                after_failure=after_failure,
+            ),
+        )
 
     def post_next(self, receiver: str, worker: Worker, *, is_over: bool) -> None:
         """Posts the next sub-chunk to a receiver, if there is memory for it, and the room is not over."""
@@ -241,21 +248,3 @@ class StagedWrites:
         queue = self._queues.get(target.receiver)
         is_waiting = queue is not None and queue.waits_since is not None
         return target.attachment.spans_kept_until if is_waiting else float("-inf")
-
-
-def released_span(endpoint: str, epoch: int, released: ReleasedSpan) -> messages.SpanReleased:
-    """Makes the message that releases a span of a receiver's ring: nothing will be written to it.
-
-    Args:
-        endpoint: our own.
-        epoch: of the ring.
-    """
-    span = released.span
-    return messages.SpanReleased(
-        endpoint=endpoint,
-        epoch=epoch,
-        start=span.start,
-        begin=span.begin,
-        stop=span.stop,
-        after_failure=released.after_failure,
-    )

@@ -7,11 +7,10 @@ a new one.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -19,8 +18,9 @@ from kvferry import errors
 from kvferry.errors import IncompatiblePeerError, KVFerryError, PeerDisconnectedError, PeerError
 from kvferry.layout import RankLayout
 from kvferry.plan import Piece, check_exchangeable, check_token_share, elect_writer, pieces_for_receiver
+from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.transfer.receiver import Connected
-from kvferry.protocol.wire import messages
+from kvferry.protocol.wire import codec, fields, messages
 from kvferry.protocol.wire.fingerprint import check_same_fingerprint
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
@@ -29,34 +29,32 @@ _SHORTEST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 
 
-class Channel(Protocol):
-    """A connection to one prefill rank."""
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to the rank at an address."""
 
-    @property
-    def address(self) -> str:
-        """The address that it connects to."""
+    address: str
+    message: fields.Message
 
-    def send(self, message: bytes) -> None:
-        """Sends to the prefill rank.
 
-        Raises:
-            PeerDisconnectedError: if it cannot be sent.
-        """
+@dataclass(frozen=True, slots=True)
+class OpenRooms:
+    """The link has become ready: rooms can be opened through it."""
+
+
+LinkCommand: TypeAlias = Send | OpenRooms
 
 
 class RingOffers(Protocol):
     """Staging memory to offer to prefill ranks."""
 
-    def offer(
-        self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...], send: Callable[[bytes], None]
-    ) -> messages.Staging:
+    def offer(self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...]) -> messages.Staging:
         """Returns what to offer a prefill rank when it is asked to attach.
 
         Args:
             endpoint: the prefill rank's name.
             source: its layout.
             pieces: what it may send.
-            send: sends it a message.
         """
 
     def metadata(self) -> bytes:
@@ -88,12 +86,17 @@ class _RankLink:
     """One prefill rank of the group."""
 
     registration: RankRegistration
-    channel: Channel
     asked_at: float | None = None  # when the oldest unanswered question was sent
     welcome: messages.Welcome | None = None
-    request: bytes | None = None  # the `Attach`, as it was sent
+    request: messages.Attach | None = None
+    channel: ReliableChannel | None = None  # since it was asked to attach
     is_attached: bool = False
     only_staged: bool = False
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self.registration.control_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +115,12 @@ class RankStatus:
 
 
 class Link:
-    """A link to one group of ranks: sends them messages and handles their answers, but waits for nothing.
+    """A link to one group of ranks: takes what has happened, and returns what to do. It waits for nothing.
 
     Attributes:
         key: the group that it goes to.
         attempt: the latest attempt to attach; distinguishes its answers from those to earlier ones, of any link.
+        is_given_up: whether no room can be opened through it any more; aborts still go to ranks that may write.
         left_behind: ranks that had answered before it started over; the link's owner takes them out.
         tolerated: what differs from the prefill engine because an operator lets it, a sentence each.
         state: how far it has come.
@@ -134,7 +138,7 @@ class Link:
         staging: RingOffers,
         *,
         next_attempt: Callable[[], int],
-        can_prove_end: Callable[[messages.ProcessIdentity], bool],
+        can_prove_end: Callable[[fields.ProcessIdentity], bool],
         deadline: float,
     ) -> None:
         """Begins with the look-up at the registry.
@@ -146,6 +150,7 @@ class Link:
         """
         self.key = key
         self.attempt = next_attempt()
+        self.is_given_up = False
         self.left_behind: list[messages.Welcome] = []
         self.tolerated: tuple[str, ...] = ()
         self._next_attempt = next_attempt
@@ -156,18 +161,13 @@ class Link:
         self.problem: KVFerryError | None = None
         self.look_up_at: float | None = None
         self._pause_s = _SHORTEST_PAUSE_S
-        self._serials = itertools.count(1)
         self._identity = identity
         self._staging = staging
         self._ranks: dict[int, _RankLink] = {}  # by engine rank
-        self._numbers: dict[Channel, int] = {}  # of the ranks, by connection
+        self._numbers: dict[str, int] = {}  # of the ranks, by address
         self._number_of: dict[str, int] = {}  # of those that have answered, by endpoint
         self._pieces: tuple[Piece, ...] = ()
         self._groups: tuple[str, ...] = ()  # of every piece, on this rank
-
-    def next_serial(self) -> int:
-        """Returns the number of the next open request that is sent through it."""
-        return next(self._serials)
 
     def next_pause_s(self, jitter: float) -> float:
         """Returns how long to wait before the registry is asked again: twice as long every time, up to a limit.
@@ -179,26 +179,23 @@ class Link:
         return pause_s * (1 - jitter / 2)
 
     @property
-    def channels(self) -> list[Channel]:
-        """The connections to the group's ranks."""
-        return [rank.channel for rank in self._ranks.values()]
+    def addresses(self) -> list[str]:
+        """Where the group's ranks listen."""
+        return list(self._numbers)
 
-    def rank_behind(self, channel: Channel) -> int | None:
-        """Returns the engine rank that a connection goes to; None if it is not one of the group's."""
-        return self._numbers.get(channel)
+    def rank_at(self, address: str) -> int | None:
+        """Returns the engine rank that listens at an address; None if it is not one of the group's."""
+        return self._numbers.get(address)
 
-    def channel_of(self, endpoint: str) -> Channel | None:
-        """Returns the connection through which an endpoint has answered; None if it has not."""
+    def address_of(self, endpoint: str) -> str | None:
+        """Returns the address at which an endpoint has answered; None if it has not."""
         number = self.rank_of(endpoint)
-        return None if number is None else self._ranks[number].channel
+        return None if number is None else self._ranks[number].address
 
-    def resolved(
-        self, registrations: tuple[RankRegistration, ...], connect: Callable[[str], Channel], now: float
-    ) -> None:
+    def resolved(self, registrations: tuple[RankRegistration, ...], now: float) -> list[LinkCommand]:
         """Greets the ranks that the registry named.
 
         Raises:
-            PeerDisconnectedError: if an address is malformed.
             VersionError: if a rank speaks another protocol version.
             IncompatiblePeerError: if the engine has no such data-parallel rank.
         """
@@ -210,26 +207,25 @@ class Link:
                 f"engine {self.key.engine!r} has no dp_rank {self.key.dp_rank}: its dp_size is {size}"
             )
         for registration in group:
-            if registration.protocol_version != messages.PROTOCOL_VERSION:
+            if registration.protocol_version != codec.PROTOCOL_VERSION:
                 raise errors.VersionError(
                     f"prefill rank {registration.engine_rank} of {self.key.engine!r} speaks protocol version "
-                    f"{registration.protocol_version}, this side {messages.PROTOCOL_VERSION}: "
+                    f"{registration.protocol_version}, this side {codec.PROTOCOL_VERSION}: "
                     "run the same kvferry on both"
                 )
-            channel = connect(registration.control_address)
-            self._ranks[registration.engine_rank] = _RankLink(registration, channel)
-            self._numbers.setdefault(channel, registration.engine_rank)
-        self.ask(now)
+            self._ranks[registration.engine_rank] = _RankLink(registration)
+            self._numbers.setdefault(registration.control_address, registration.engine_rank)
+        return self.ask(now)
 
-    def received(self, channel: Channel, message: messages.ToDecode, now: float) -> bool:
-        """Handles a message about the link itself. Returns True if the link became ready by it.
+    def received(self, address: str, message: messages.ToDecode, now: float) -> list[LinkCommand]:
+        """Handles a message about the link itself, from the rank at an address.
 
         Raises:
             IncompatiblePeerError: if the caches cannot be exchanged, from our side or the prefill rank's.
             PeerError: if a rank is not who the registry said it was.
             PeerDisconnectedError: if a rank does not have this endpoint attached any more.
         """
-        rank = self._ranks[self._numbers[channel]]
+        rank = self._ranks[self._numbers[address]]
         match message:
             case messages.Welcome() if self.state is LinkState.GREETING:
                 self._check_welcome(rank, message)
@@ -238,7 +234,7 @@ class Link:
                 rank.welcome = message
                 self._number_of[message.endpoint] = rank.registration.engine_rank
                 if all(each.welcome is not None for each in self._ranks.values()):
-                    self._attach()
+                    return self._attach()
             case messages.Attached() | messages.Refused() if message.attempt != self.attempt:
                 pass  # an answer to another attempt
             case messages.Welcome() if self.state is LinkState.ATTACHING and self._is_another(rank, message):
@@ -251,21 +247,61 @@ class Link:
                 self._staging.attached(message.endpoint)
                 if all(each.is_attached for each in self._ranks.values()):
                     self.state = LinkState.READY
-                    return True
+                    return [OpenRooms()]
             case messages.Refused():
                 kind = getattr(errors, message.error, IncompatiblePeerError)
                 is_ours = isinstance(kind, type) and issubclass(kind, KVFerryError)
                 raise (kind if is_ours else PeerError)(
                     f"prefill rank {rank.registration.engine_rank} of {self.key.engine!r} refused: {message.reason}"
                 )
-            case messages.Pong() if self.state is LinkState.READY and not (
-                message.attached and rank.welcome is not None and rank.welcome.endpoint == message.endpoint
-            ):
-                raise PeerDisconnectedError(
-                    f"prefill rank {rank.registration.engine_rank} of {self.key.engine!r} does not know this endpoint "
-                    "any more: it was restarted, or had lost it"
-                )
-        return False
+            case messages.Pong() if self.state is LinkState.READY:
+                self._check_still_attached(rank, message)
+                return self._acknowledged(rank, message)
+        return []
+
+    def _check_still_attached(self, rank: _RankLink, message: messages.Pong) -> None:
+        if message.attached and rank.welcome is not None and rank.welcome.endpoint == message.endpoint:
+            return
+        reason = f": {message.reason}" if message.reason else ": it was restarted, or had lost it"
+        raise PeerDisconnectedError(
+            f"prefill rank {rank.registration.engine_rank} of {self.key.engine!r} does not know this endpoint "
+            f"any more{reason}"
+        )
+
+    def _acknowledged(self, rank: _RankLink, message: messages.Pong) -> list[LinkCommand]:
+        """Takes what a rank's heartbeat says of the messages either way."""
+        channel = rank.channel
+        if channel is None or message.epoch != channel.epoch:
+            return []
+        ready = channel.acknowledged(message.received)
+        if message.received < message.heard_of:
+            ready = channel.resend()
+        commands: list[LinkCommand] = [Send(rank.address, each) for each in ready]
+        return [*commands, self._ping(rank, resends=True)] if message.sent > channel.received else commands
+
+    def take(self, address: str, message: messages.Numbered) -> tuple[list[messages.NumberedToDecode], list[Send]]:
+        """Takes a numbered message from the rank at an address. Returns what counts of it, and what to send.
+
+        Raises:
+            MessageError: if it is malformed.
+        """
+        rank = self._ranks[self._numbers[address]]
+        if rank.channel is None:
+            return [], []
+        taken = [codec.decode_numbered_to_decode(body) for body in rank.channel.receive(message)]
+        return taken, [self._ping(rank)] if rank.channel.owes_acknowledgement and not self.is_given_up else []
+
+    def _ping(self, rank: _RankLink, *, resends: bool = False) -> Send:
+        ping = messages.Ping(endpoint=self._identity.endpoint)
+        if rank.channel is not None:
+            ping = messages.Ping(
+                endpoint=self._identity.endpoint,
+                epoch=rank.channel.epoch,
+                sent=rank.channel.sent,
+                received=rank.channel.acknowledge(),
+                resends=resends,
+            )
+        return Send(rank.address, ping)
 
     def _is_another(self, rank: _RankLink, message: messages.Welcome) -> bool:
         return rank.welcome is not None and rank.welcome.endpoint != message.endpoint
@@ -292,7 +328,7 @@ class Link:
         )
         check_exchangeable(message.layout, self._identity.layout, source_name=name, destination_name="this decode rank")
 
-    def _attach(self) -> None:
+    def _attach(self) -> list[LinkCommand]:
         layouts = {
             rank.registration.coordinates.group_rank: rank.welcome.layout
             for rank in self._ranks.values()
@@ -306,7 +342,8 @@ class Link:
         offers = {number: self._offer(rank) for number, rank in self._ranks.items()}
         metadata = self._staging.metadata()  # with the memory of all offers
         for number, rank in self._ranks.items():
-            attach = messages.Attach(
+            rank.channel = ReliableChannel(self.attempt)
+            rank.request = messages.Attach(
                 endpoint=self._identity.endpoint,
                 attempt=self.attempt,
                 engine=self._identity.engine,
@@ -320,15 +357,14 @@ class Link:
                 checksums=self._identity.checksums,
                 fingerprint=dict(self._identity.fingerprint),
             )
-            rank.request = messages.encode(attach)
-            rank.channel.send(rank.request)
+        return [Send(rank.address, rank.request) for rank in self._ranks.values() if rank.request is not None]
 
     def _offer(self, rank: _RankLink) -> messages.Staging:
         welcome = rank.welcome
         assert welcome is not None
         group_rank = rank.registration.coordinates.group_rank
         mine = tuple(piece for piece in self._pieces if group_rank in piece.holders)
-        offer = self._staging.offer(welcome.endpoint, welcome.layout, mine, rank.channel.send)
+        offer = self._staging.offer(welcome.endpoint, welcome.layout, mine)
         return msgspec.structs.replace(offer, unproven=not self._can_prove_end(welcome.process))
 
     def connected(self, room: int) -> Connected:
@@ -348,13 +384,38 @@ class Link:
             verifies=self._identity.checksums,
         )
 
-    def send(self, engine_rank: int, message: messages.Message) -> None:
-        """Sends to one rank.
+    def send(self, engine_rank: int, message: messages.NumberedToPrefill) -> list[Send]:
+        """Sends to one rank, once and in order: as soon as it can be sent, and again if it may have been lost.
 
         Raises:
-            PeerDisconnectedError: if it cannot be sent.
+            MessageError: if it cannot be encoded, or is too large.
         """
-        self._ranks[engine_rank].channel.send(messages.encode(message))
+        rank = self._ranks[engine_rank]
+        if self.is_given_up or rank.channel is None:
+            return []
+        return [Send(rank.address, each) for each in rank.channel.send(codec.encode_body(message))]
+
+    def send_unnumbered(self, engine_rank: int, message: messages.AbortRoom) -> list[Send]:
+        """Sends to one rank, perhaps in vain; also where the link was given up."""
+        return [Send(self._ranks[engine_rank].address, message)]
+
+    def last_number(self, engine_rank: int) -> int:
+        """Returns the number of the last message that was sent to a rank with `send`."""
+        channel = self._ranks[engine_rank].channel
+        return channel.last_number if channel is not None else 0
+
+    def broke(self, address: str, now: float) -> list[LinkCommand]:
+        """A connection broke: what was on its way may be lost, either way."""
+        commands = self.ask(now)
+        rank = self._ranks[self._numbers[address]]
+        if self.state is not LinkState.READY or rank.channel is None:
+            return commands
+        lost = [Send(address, each) for each in rank.channel.resend()]
+        return [*commands, self._ping(rank, resends=True), *lost]
+
+    def give_up(self) -> None:
+        """Opens no more rooms."""
+        self.is_given_up = True
 
     def rank_of(self, endpoint: str) -> int | None:
         """Returns the engine rank of an endpoint; None if it is not one of the group's."""
@@ -375,20 +436,21 @@ class Link:
         """The ranks that have answered `Hello`."""
         return [rank.welcome for rank in self._ranks.values() if rank.welcome is not None]
 
-    def knows_machine(self, channel: Channel, machine: str) -> bool:
-        """Returns whether the rank behind a connection is on that machine, and can check processes there."""
-        ranks = self._ranks.values()
-        return any(
-            rank.channel is channel and rank.welcome and rank.welcome.process.machine == machine for rank in ranks
-        )
+    def knows_machine(self, address: str, machine: str) -> bool:
+        """Returns whether the rank at an address is on that machine, and can check processes there."""
+        number = self._numbers.get(address)
+        welcome = self._ranks[number].welcome if number is not None else None
+        return welcome is not None and welcome.process.machine == machine
 
-    def ask_whether_gone(self, process: messages.ProcessIdentity) -> None:
+    def ask_whether_gone(self, process: fields.ProcessIdentity) -> list[Send]:
         """Asks the ranks on a process's machine whether the process has ended."""
-        data = messages.encode(messages.IsGone(process=process))
-        for rank in self._ranks.values():
-            welcome = rank.welcome
-            if welcome is not None and welcome.process.machine == process.machine and welcome.process != process:
-                rank.channel.send(data)
+        return [
+            Send(rank.address, messages.IsGone(process=process))
+            for rank in self._ranks.values()
+            if rank.welcome is not None
+            and rank.welcome.process.machine == process.machine
+            and rank.welcome.process != process
+        ]
 
     def rank_statuses(self, now: float) -> list[RankStatus]:
         """Returns what was observed of the group's ranks; none while they are looked up. For any thread."""
@@ -401,30 +463,26 @@ class Link:
             for number, rank in list(self._ranks.items())
         ]
 
-    def record_answer(self, channel: Channel) -> None:
-        """Records that a message came from a rank, which is therefore alive."""
-        self._ranks[self._numbers[channel]].asked_at = None
+    def record_answer(self, address: str) -> None:
+        """Records that a message came from the rank at an address, which is therefore alive."""
+        self._ranks[self._numbers[address]].asked_at = None
 
-    def ask(self, now: float) -> None:
+    def ask(self, now: float) -> list[LinkCommand]:
         """Sends every rank a heartbeat that it must answer.
 
         Until the link is ready this is `Hello`, which a rank answers whether this endpoint is attached or not.
-
-        Raises:
-            PeerDisconnectedError: if a rank cannot be asked.
         """
         identity = self._identity
-        question: messages.Message = messages.Ping(endpoint=identity.endpoint)
-        if self.state is not LinkState.READY:
-            question = messages.Hello(
-                endpoint=identity.endpoint, engine=identity.engine, coordinates=identity.coordinates
-            )
+        hello = messages.Hello(endpoint=identity.endpoint, engine=identity.engine, coordinates=identity.coordinates)
+        commands: list[LinkCommand] = []
         for rank in self._ranks.values():
             if rank.asked_at is None:
                 rank.asked_at = now
-            rank.channel.send(messages.encode(question))
+            is_ready = self.state is LinkState.READY
+            commands.append(self._ping(rank) if is_ready else Send(rank.address, hello))
             if rank.request is not None and not rank.is_attached:  # a connection that broke may have lost it
-                rank.channel.send(rank.request)
+                commands.append(Send(rank.address, rank.request))
+        return commands
 
     def forgive(self, seconds: float, now: float) -> None:
         """Takes so many seconds off the ranks' silence, for example because this side was not listening."""

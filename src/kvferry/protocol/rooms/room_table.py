@@ -12,7 +12,6 @@ from typing import Generic, Protocol, TypeVar
 
 from kvferry.errors import EndpointClosedError, KVFerryError, TransferAbortedError, TransferFailedError
 from kvferry.protocol.bounded import forget_oldest
-from kvferry.protocol.rooms.deduplication import Delivery, OpenDeduplicator
 from kvferry.protocol.rooms.pending_opens import PendingMessage, PendingOpens
 from kvferry.protocol.rooms.pending_refusals import PendingRefusals
 from kvferry.protocol.wire.messages import AbortRoom, OpenRoom, RefuseRoom
@@ -110,11 +109,10 @@ class RoomTable(Generic[RoomT]):
         # A rank that lives will abort these rooms, or connect anew; the successor of one that died may open them.
         self._dropped: dict[tuple[str, int], _Dropped] = {}  # by receiver and number
         self._refused_next: dict[int, KVFerryError] = {}  # what our caller refused while the number was in use
-        # Finished uses of numbers, by receiver and number: where a connection broke, an open request may come
-        # twice, or later than the abort that takes it back.
+        # Finished uses of numbers, by receiver and number: an abort may overtake the open request that a room which
+        # is done passes on, and a refusal says which use of the number came before the one that it is for.
         self._over: dict[tuple[str, int], _Over] = {}
         self._most_receivers = 1  # that any room had
-        self._opens = OpenDeduplicator()
         self._given: dict[int, dict[str, int]] = {}  # generations of the open requests that each open room was given
         self._rooms_given: dict[str, dict[int, None]] = {}  # the same rooms, by receiver
         self._is_closed = False
@@ -144,41 +142,18 @@ class RoomTable(Generic[RoomT]):
         self._given[room][receiver] = generation
         self._rooms_given.setdefault(receiver, {})[room] = None
 
-    def attached(self, receiver: str, attempt: int) -> list[tuple[int, int]]:
-        """Records that a decode rank connects anew: its earlier open requests are ignored from now on.
+    def attached(self, receiver: str) -> list[tuple[int, int]]:
+        """Records that a decode rank connects anew.
 
         Returns:
             Number and generation of rooms that it had opened and our caller has not: it has given them up.
         """
-        if not self._opens.attached(receiver, attempt):
-            return []
         given_up = [(message.room, message.generation) for message in self._pending.forget(receiver)]
         dropped = [key for key in self._dropped if key[0] == receiver]
         return [*given_up, *((key[1], self._dropped.pop(key).generation) for key in dropped)]
 
-    def is_new(self, receiver: str, message: OpenRoom | AbortRoom) -> bool:
-        """Records an open request or an abort. Returns whether it has to be handled.
-
-        A retransmitted open request of which the table has no trace need not be: its use of the number is over, and its
-        decode rank was notified, or will end the room by its own deadline.
-        """
-        if isinstance(message, AbortRoom):
-            if message.serial:
-                self._opens.receive(receiver, message.attempt, message.serial)
-            return True
-        delivery = self._opens.receive(receiver, message.attempt, message.serial)
-        return delivery is Delivery.FIRST or (delivery is Delivery.DUPLICATE and self._knows(receiver, message))
-
-    def is_unopened(self, receiver: str, message: AbortRoom) -> bool:
-        """Whether the open request that an abort takes back has not come, or was dropped when the decode rank was lost.
-
-        It does not count any more if it comes. To be asked before `is_new`.
-        """
-        if self._is_dropped(receiver, message):
-            return True
-        return bool(message.serial) and not self._opens.has_received(receiver, message.attempt, message.serial)
-
-    def _is_dropped(self, receiver: str, message: AbortRoom) -> bool:
+    def is_dropped(self, receiver: str, message: AbortRoom) -> bool:
+        """Whether the open request that an abort takes back was dropped when its decode rank was lost."""
         dropped = self._dropped.get((receiver, message.room))
         return dropped is not None and dropped.generation == message.generation
 
@@ -186,24 +161,9 @@ class RoomTable(Generic[RoomT]):
         """Records a decode rank's refusal. Returns whether it has to be handled."""
         return self._refusals.is_new(receiver, message)
 
-    def _knows(self, receiver: str, message: OpenRoom) -> bool:
-        room, over = self.rooms.get(message.room), self._over.get((receiver, message.room))
-        known = {
-            self._given.get(message.room, {}).get(receiver),
-            room.generations.get(receiver) if room is not None else None,
-            over.generation if over is not None else None,
-            self._pending.generation(receiver, message.room),
-        }
-        return message.generation in known
-
     def refused(self, receiver: str, message: OpenRoom, error: KVFerryError, now: float) -> None:
-        """Records that an open request was refused: a retransmission of it gets the same answer."""
+        """Records that an open request was refused."""
         self._is_over(receiver, message.room, message.generation, error, now)
-
-    def given_to(self, receiver: str, message: OpenRoom) -> RoomT | None:
-        """Returns the open room that was given this very open request before, and alone can answer it; else None."""
-        is_given = self._given.get(message.room, {}).get(receiver) == message.generation
-        return self.rooms[message.room] if is_given else None
 
     def open_request(
         self, receiver: str, message: OpenRoom, now: float, *, rank: DecodeRank | None = None
@@ -223,7 +183,7 @@ class RoomTable(Generic[RoomT]):
         over = self._over.get((receiver, message.room))
         is_known = room is not None and room.generations.get(receiver) == message.generation
         if over is not None and over.generation == message.generation and not is_known:
-            if over.error is not None:  # the answer may have been lost
+            if over.error is not None:
                 raise over.error
             return None
         if room is not None:
@@ -282,7 +242,7 @@ class RoomTable(Generic[RoomT]):
 
     def abort(self, receiver: str, message: AbortRoom, now: float) -> RoomT | None:
         """Takes an open request back. Returns the room that has to stop, None if nothing was written for it."""
-        if self._is_dropped(receiver, message):
+        if self.is_dropped(receiver, message):
             del self._dropped[receiver, message.room]
         gave_up = TransferAbortedError(f"room {message.room} was aborted by {receiver}: {message.reason}")
         self._is_over(receiver, message.room, message.generation, gave_up, now)

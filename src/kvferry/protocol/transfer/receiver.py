@@ -142,14 +142,6 @@ class SenderSettled:
 
 
 @dataclass(frozen=True, slots=True)
-class SenderLost:
-    """A prefill rank is gone."""
-
-    writer: int
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
 class ReceiverAbortRequested:
     """Our caller aborted the room."""
 
@@ -180,7 +172,6 @@ ReceiverEvent: TypeAlias = (
     | SenderFailed
     | SenderDrained
     | SenderSettled
-    | SenderLost
     | ReceiverAbortRequested
     | ReceiverBroke
     | ReceiverTick
@@ -392,20 +383,12 @@ class ReceiverMachine:
             case SenderSettled(rank):
                 self._expected[rank].is_drained = True
                 return []
-            case SenderLost(rank, error):
-                if self._may_be_silent(rank):
-                    self._unanswered.discard(rank)
-                return self._fail(caused(f"room {self.room}: prefill rank {rank} is gone", error))
             case ReceiverAbortRequested(reason):
                 return self._fail(TransferAbortedError(f"room {self.room} was aborted by the decode side: {reason}"))
             case ReceiverBroke(error):
                 return self._fail(caused(f"room {self.room} met an unexpected error", error))
             case ReceiverTick():
                 return self._tick(now)
-
-    def _may_be_silent(self, rank: int) -> bool:
-        """Returns whether a lost rank's answer is not needed, because it cannot write to the pages."""
-        return rank not in self.undrained
 
     def _move(self, trigger: ReceiverTrigger) -> None:
         self.state = RECEIVER_TRANSITIONS[self.state][trigger]
@@ -421,7 +404,7 @@ class ReceiverMachine:
         self._into_pages = event.into_pages & event.writers.keys()
         self._verifies = event.verifies
         self._move(ReceiverTrigger.ALL_SENDERS_ASKED)
-        return [self.open_of(rank) for rank in sorted(event.ranks)]
+        return [SendOpen(rank, self._writers.get(rank, frozenset())) for rank in sorted(event.ranks)]
 
     def _arrived(self, rank: int, sequence: int, now: float) -> list[ReceiverCommand]:
         writer = self._expected.get(rank)
@@ -560,10 +543,6 @@ class ReceiverMachine:
     def _why(self, error: Exception, what: str) -> KVFerryError:
         """Returns the error that the room fails with if a part or a chunk met one."""
         return ChecksumError(f"room {self.room}: {error}") if isinstance(error, ChecksumError) else caused(what, error)
-
-    def open_of(self, rank: int) -> SendOpen:
-        """Returns the open request to send to a rank once the room is connected, and again if it may be lost."""
-        return SendOpen(rank, self._writers.get(rank, frozenset()))
 
     def abort_of(self, rank: int) -> SendAbort:
         """Returns the abort to send to a rank once the room has failed, and again if the rank does not answer."""

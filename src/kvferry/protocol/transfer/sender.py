@@ -56,14 +56,6 @@ class ReceiverOpened:
     rank: DecodeRank | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OpenRetransmitted:
-    """A decode rank retransmitted its open request: answers to the first may have been lost."""
-
-    receiver: str
-    generation: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSubmitted:
     """The caller handed in the next chunk."""
@@ -193,7 +185,6 @@ class SenderTick:
 
 SenderEvent: TypeAlias = (
     ReceiverOpened
-    | OpenRetransmitted
     | ChunkSubmitted
     | TurnCame
     | WriteDeferred
@@ -410,8 +401,6 @@ class SenderMachine:
         match event:
             case ReceiverOpened():
                 commands = self._receiver_opened(event, now)
-            case OpenRetransmitted(name, generation):
-                commands = self._retransmitted(name, generation)
             case ChunkSubmitted(chunk):
                 commands = self._chunk_submitted(chunk, now)
             case TurnCame():
@@ -467,7 +456,7 @@ class SenderMachine:
     def _receiver_opened(self, event: ReceiverOpened, now: float) -> list[SenderCommand]:
         known = self._receivers.get(event.receiver)
         if known is not None and known.opened.generation == event.generation:
-            return self._retransmitted(event.receiver, event.generation)
+            return []
         if self.state.is_final:
             complete = TransferFailedError(f"room {self.room} is already complete on prefill rank {self._rank}")
             return self._refuse(event, self.error or complete)
@@ -511,15 +500,6 @@ class SenderMachine:
             return []
         self._move(SenderTrigger.ALL_RECEIVERS_OPEN)
         return self._send_next(now)
-
-    def _retransmitted(self, name: str, generation: int) -> list[SenderCommand]:
-        """Repeats the answers that a receiver may have lost."""
-        receiver = self._receivers.get(name)
-        if receiver is None or receiver.opened.generation != generation or self.state is not TransferState.FAILED:
-            return []
-        assert self.error is not None
-        receiver.drained_sent = False  # sent again, as soon as it is true
-        return [SendFailed(name, generation, self.error)]
 
     def _refuse(self, event: ReceiverOpened, error: KVFerryError) -> list[SenderCommand]:
         return [

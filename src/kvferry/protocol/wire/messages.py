@@ -1,75 +1,35 @@
-"""The messages between peers: typed, versioned, bounded.
+"""The messages between ranks, over the peer channel: typed and bounded.
 
-Control messages travel over the peer channel, notifications with the bytes over the transport. Every message is the
-four bytes of `MAGIC`, the protocol version as two bytes, and a MessagePack body whose type is tagged.
+Those that must come, once and in order, go through the reliable channel of an attachment, numbered (`Numbered`); see
+`protocol.links.reliable_channel`. The others are sent as they are: they come before an attachment, outlive it, or are
+repeated by themselves.
 """
 
 from __future__ import annotations
 
-import struct
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias
 
 import msgspec
 
-from kvferry.errors import ConfigurationError, MessageError, VersionError, quoted
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.plan import Piece, TransferPath, Unit
-from kvferry.protocol.pages.page_numbers import MAX_PAGES, PageNumbers
+from kvferry.plan import Piece, TransferPath
+from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.protocol.wire.fields import (
+    MAX_GROUPS,
+    MAX_METADATA_BYTES,
+    MAX_PIECES,
+    Count,
+    EndpointName,
+    Message,
+    Position,
+    ProcessIdentity,
+    Random,
+    Reason,
+    ShortText,
+    shorten,
+)
 from kvferry.protocol.wire.fingerprint import FingerprintFields
 from kvferry.protocol.wire.request_conditions import RequestConditions
-
-PROTOCOL_VERSION = 10
-MAGIC = b"kvfy"
-MAX_MESSAGE_BYTES = 32 * 1024 * 1024
-MAX_AUX_BYTES = 1024 * 1024
-MAX_POSITION = 2**48
-MAX_REASON = 8000
-"""Characters of a reason. Longer ones are cut before they are sent."""
-
-MAX_GROUPS = 512
-MAX_PIECES = 2**17
-MAX_SEGMENTS = 2**16
-MAX_DIGEST_BYTES = 2**20
-MAX_METADATA_BYTES = 16 * 1024 * 1024
-
-_HEADER = struct.Struct("<4sH")
-
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-"""A number that is refused on arrival if it is negative."""
-
-
-Random: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""A number drawn at random, or a room's."""
-
-EndpointName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[!-~]+\Z")]
-"""Identifies one start of an endpoint: visible ASCII, which ZMQ requires and a log can show."""
-
-ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
-"""A name for people."""
-
-Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
-"""A sentence for people."""
-
-Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)]
-"""A position in a request, in tokens or pages. No request is nearly that long, and none makes 64 bits overflow."""
-
-
-def shortened(text: str) -> str:
-    """Cuts a reason that is too long to be sent, and notes its length at the end."""
-    text = text.encode(errors="replace").decode()  # half a character, as in some files' names, cannot be sent
-    if len(text) <= MAX_REASON:
-        return text
-    ending = f"... ({len(text)} characters)"
-    return text[: MAX_REASON - len(ending)] + ending
-
-
-def _shorten(struct: msgspec.Struct, field: str) -> None:
-    """Shortens a sentence of a new struct, so that its length alone does not keep the struct from being sent."""
-    msgspec.structs.force_setattr(struct, field, shortened(getattr(struct, field)))
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all messages."""
 
 
 class StagingRing(msgspec.Struct, frozen=True):
@@ -105,40 +65,7 @@ class Staging(msgspec.Struct, frozen=True):
     unproven: bool = False
 
     def __post_init__(self) -> None:
-        _shorten(self, "problem")
-
-
-class PodIdentity(msgspec.Struct, frozen=True):
-    """Identifies a Kubernetes pod, and one start of a container in it.
-
-    Attributes:
-        uid: the pod's; never used again.
-        name: the pod's.
-        namespace: the pod's.
-        container: in the termination message of the container that the process runs in, once that has ended; empty
-            where nothing was put there.
-    """
-
-    uid: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    namespace: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    container: ShortText = ""
-
-
-class ProcessIdentity(msgspec.Struct, frozen=True):
-    """Identifies a process among all machines, even after its number was reused.
-
-    Attributes:
-        machine: identifies its machine, and the namespace of process numbers there.
-        pid: its number.
-        started: when it was started, in whatever unit the machine counts.
-        pod: the pod that it runs in, if it does and says so.
-    """
-
-    machine: ShortText
-    pid: Count
-    started: Count
-    pod: PodIdentity | None = None
+        shorten(self, "problem")
 
 
 class Hello(Message, frozen=True):
@@ -219,7 +146,7 @@ class Refused(Message, frozen=True):
     reason: Reason
 
     def __post_init__(self) -> None:
-        _shorten(self, "reason")
+        shorten(self, "reason")
 
 
 class Closed(Message, frozen=True):
@@ -244,21 +171,57 @@ class Detach(Message, frozen=True):
     attempt: Count = 2**62
 
 
+class Numbered(Message, frozen=True):
+    """Either way: a message of the reliable channel; see `protocol.links.reliable_channel`.
+
+    Attributes:
+        epoch: the attempt to attach that the channel belongs to.
+        number: counts from 1 on; the same if it is sent again.
+        body: one of `NumberedToPrefill` or `NumberedToDecode`, encoded.
+    """
+
+    epoch: Random
+    number: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    body: msgspec.Raw
+
+
 class Ping(Message, frozen=True):
-    """Decode to prefill, at regular intervals: shows that the sender is alive, and asks for `Pong`."""
+    """Decode to prefill, at regular intervals: shows that the sender is alive, and asks for `Pong`.
+
+    Attributes:
+        epoch: of the reliable channel; 0 if there is none.
+        sent: the number of the last message that was sent through it.
+        received: up to which number the prefill rank's messages have come.
+        resends: whether those that have not must be sent again: a connection broke.
+    """
 
     endpoint: EndpointName
+    epoch: Random = 0
+    sent: Count = 0
+    received: Count = 0
+    resends: bool = False
 
 
 class Pong(Message, frozen=True):
-    """Prefill to decode: answers `Ping`, and a room of a decode rank that is not attached.
+    """Prefill to decode: answers `Ping`, and a decode rank that is not attached but sends as if it were.
 
     Attributes:
         attached: whether the decode rank is attached. If not it must connect anew, or its next rooms are lost too.
+        reason: why it is not, where it was before.
+        epoch: as in `Ping`; likewise `sent` and `received`.
+        heard_of: the `sent` of the `Ping` that this answers; what has not come of that is lost.
     """
 
     endpoint: EndpointName
     attached: bool
+    reason: Reason = ""
+    epoch: Random = 0
+    sent: Count = 0
+    received: Count = 0
+    heard_of: Count = 0
+
+    def __post_init__(self) -> None:
+        shorten(self, "reason")
 
 
 class OpenGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -282,13 +245,11 @@ class OpenGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenRoom(Message, frozen=True, omit_defaults=True):
-    """Decode to prefill: the open request of a room.
+    """Decode to prefill, numbered: the open request of a room.
 
     Attributes:
         room: the transfer's number.
         generation: random; distinguishes this use of the number from earlier ones.
-        attempt: the last attempt to connect, in which the prefill rank attached.
-        serial: number of the open request within that attempt, from 1 on; a retransmission has the same.
         receivers: how many decode ranks will open this room with the same prefill rank.
         tokens: how many tokens the request has; None where the decode side's caller gave no number.
         groups: what is requested of the groups of pages that this prefill rank fills in the room; none where it sends
@@ -301,8 +262,6 @@ class OpenRoom(Message, frozen=True, omit_defaults=True):
 
     room: Random
     generation: Random
-    attempt: Random
-    serial: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     receivers: Annotated[int, msgspec.Meta(le=2**31)]
     tokens: Position | None
     groups: Annotated[tuple[OpenGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)]
@@ -312,24 +271,26 @@ class OpenRoom(Message, frozen=True, omit_defaults=True):
 
 
 class AbortRoom(Message, frozen=True):
-    """Decode to prefill: aborts a room. `Drained` answers once no write of this generation can happen any more.
+    """Decode to prefill: aborts a room. Repeated until `Drained` answers, once no write of this generation can happen.
+
+    It is not numbered, since it may be for an attachment that either side has given up.
 
     Attributes:
         error: the name of an exception of kvferry.errors where more than our caller's decision is behind it, else "".
-        attempt: of the open request that it takes back, which does not count any more however late it comes. 0 where no
-            open request was sent through a link, and when it is passed on within a prefill rank.
-        serial: likewise.
+        epoch: of the channel that carried the open request which it takes back. 0 where none was sent, and when it is
+            passed on within a prefill rank.
+        number: of that request in the channel; it does not count any more if it has not come.
     """
 
     room: Random
     generation: Random
     reason: Reason
     error: ShortText = ""
-    attempt: Random = 0
-    serial: Random = 0
+    epoch: Random = 0
+    number: Random = 0
 
     def __post_init__(self) -> None:
-        _shorten(self, "reason")
+        shorten(self, "reason")
 
 
 class RefuseRoom(Message, frozen=True):
@@ -355,18 +316,18 @@ class RefuseRoom(Message, frozen=True):
     holder: Random | None = None
 
     def __post_init__(self) -> None:
-        _shorten(self, "reason")
+        shorten(self, "reason")
 
 
 class RoomVerified(Message, frozen=True):
-    """Decode to prefill: the rank's digests of this generation are all right. Repeated until `Confirmed`."""
+    """Decode to prefill, numbered: the rank's digests of this generation are all right."""
 
     room: Random
     generation: Random
 
 
 class RoomFailed(Message, frozen=True):
-    """Prefill to decode: this rank cannot complete the room. `Drained` follows."""
+    """Prefill to decode, numbered: this rank cannot complete the room. `Drained` follows."""
 
     room: Random
     generation: Random
@@ -375,11 +336,13 @@ class RoomFailed(Message, frozen=True):
     reason: Reason
 
     def __post_init__(self) -> None:
-        _shorten(self, "reason")
+        shorten(self, "reason")
 
 
 class Drained(Message, frozen=True):
     """Prefill to decode: this rank will not write for this generation again, and none of its writes is in flight.
+
+    It is not numbered, since it may be for an attachment that either side has given up: it answers every `AbortRoom`.
 
     Attributes:
         endpoint: the rank that sends this. It covers this start of the rank, not earlier ones.
@@ -392,15 +355,6 @@ class Drained(Message, frozen=True):
     generation: Random
     writer: Count
     after_failure: bool = False
-
-
-class Confirmed(Message, frozen=True):
-    """Prefill to decode: answers `RoomVerified`."""
-
-    endpoint: EndpointName
-    room: Random
-    generation: Random
-    writer: Count
 
 
 class IsGone(Message, frozen=True):
@@ -416,7 +370,7 @@ class Gone(Message, frozen=True):
 
 
 class Credit(Message, frozen=True):
-    """Decode to prefill: the rank's ring of staging memory was read up to this position. Repeated now and then."""
+    """Decode to prefill, numbered: the rank's ring of staging memory was read up to this position."""
 
     endpoint: EndpointName
     epoch: Random
@@ -424,9 +378,7 @@ class Credit(Message, frozen=True):
 
 
 class SpanReleased(Message, frozen=True):
-    """Prefill to decode: this span of the ring was given up, and carries nothing; see `credits.Span`.
-
-    Repeated until a credit shows that it arrived.
+    """Prefill to decode, numbered: this span of the ring was given up, and carries nothing; see `credits.Span`.
 
     Attributes:
         after_failure: as in `Drained`, of the write that was to fill it.
@@ -440,164 +392,7 @@ class SpanReleased(Message, frozen=True):
     after_failure: bool = False
 
 
-class Digests(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of packed blocks, page by page; see `protocol.geometry.digest_rows`.
-
-    Attributes:
-        row_bytes: least bytes that a digest covers, where pages are small.
-        values: the digests, 8 bytes each, one after the other.
-    """
-
-    row_bytes: Count
-    values: Annotated[bytes, msgspec.Meta(max_length=MAX_DIGEST_BYTES)]
-
-
-class StagedSegment(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one piece, packed one after the other; see `plan.packing`.
-
-    Attributes:
-        piece: the piece's number among those of `Attach` that this writer may send.
-        first_base: first index of the piece's first axis.
-        stop_base: the one after the last.
-        units: which units they are on the decode side, as ranges of numbers (local position divided by the unit's
-            tokens): first and count of each, int64 little-endian.
-        digests: digests of the packed bytes, where the decode rank requested them.
-    """
-
-    piece: Count
-    first_base: Count
-    stop_base: Count
-    units: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PAGES)]
-    digests: Digests | None = None
-
-
-class ChunkArrived(Message, frozen=True, omit_defaults=True):
-    """Notification: all bytes of one chunk from one writer are in place.
-
-    Attributes:
-        sequence: counts from 0 per receiver.
-        unit: what its digests are counted in.
-        segments: what the chunk consists of, with its digests, where the decode rank asked for them.
-    """
-
-    room: Random
-    generation: Random
-    writer: Count
-    sequence: Count
-    unit: Unit = Unit.WHOLE
-    segments: Annotated[tuple[StagedSegment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
-
-
-class StagedArrived(Message, frozen=True):
-    """Notification: a part of a chunk from one writer is in staging memory.
-
-    Attributes:
-        sequence: the chunk's number, as in `ChunkArrived`.
-        part: the part's number in its chunk, from 0.
-        is_last: whether it is the last of the chunk.
-        epoch: of the ring that it is in.
-        start: where its span of the ring starts; see `credits.Span`.
-        begin: where its bytes begin.
-        stop: where they end.
-        unit: what is packed together.
-        segments: what the part consists of, in the order in which it is packed.
-    """
-
-    room: Random
-    generation: Random
-    writer: Count
-    sequence: Count
-    part: Count
-    is_last: bool
-    epoch: Random
-    start: Count
-    begin: Count
-    stop: Count
-    unit: Unit
-    segments: Annotated[tuple[StagedSegment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)]
-
-
-class WriterFinished(Message, frozen=True):
-    """Notification: this writer has finished the room.
-
-    Attributes:
-        chunks: how many chunks this writer sent to this receiver; they may arrive after this message.
-        aux: the request's aux data, from the one rank that sends it; None from all others.
-    """
-
-    room: Random
-    generation: Random
-    writer: Count
-    chunks: Count
-    aux: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)] | None = None
-
-
-ToPrefill: TypeAlias = (
-    Hello | Attach | Detach | Ping | OpenRoom | AbortRoom | RefuseRoom | RoomVerified | IsGone | Credit
-)
-ToDecode: TypeAlias = (
-    Welcome | Attached | Refused | Closed | Pong | RoomFailed | Drained | Confirmed | Gone | SpanReleased
-)
-Notification: TypeAlias = ChunkArrived | StagedArrived | WriterFinished
-
-_Body = TypeVar("_Body")
-
-_encoder = msgspec.msgpack.Encoder()
-_to_prefill: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
-_to_decode: msgspec.msgpack.Decoder[ToDecode] = msgspec.msgpack.Decoder(ToDecode)
-_notification: msgspec.msgpack.Decoder[Notification] = msgspec.msgpack.Decoder(Notification)
-
-
-def encode(message: Message) -> bytes:
-    """Encodes a message.
-
-    Raises:
-        MessageError: if it is larger than the peer would accept, or holds what cannot be encoded.
-    """
-    try:
-        body = _encoder.encode(message)
-    except (UnicodeEncodeError, OverflowError) as error:
-        raise MessageError(f"{type(message).__name__} cannot travel: {error}") from error
-    if len(body) > MAX_MESSAGE_BYTES:
-        raise MessageError(f"{type(message).__name__} of {len(body)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
-    return _HEADER.pack(MAGIC, PROTOCOL_VERSION) + body
-
-
-def _body(data: bytes) -> memoryview:
-    if len(data) < _HEADER.size or data[:4] != MAGIC:
-        raise MessageError(f"{len(data)} bytes that are no message of kvferry: {bytes(data[:16])!r}")
-    if len(data) > MAX_MESSAGE_BYTES + _HEADER.size:
-        raise MessageError(f"a message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
-    version = _HEADER.unpack_from(data)[1]
-    if version != PROTOCOL_VERSION:
-        raise VersionError(
-            f"the peer speaks protocol version {version}, this side {PROTOCOL_VERSION}: run the same kvferry on both"
-        )
-    return memoryview(data)[_HEADER.size :]
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_Body], data: bytes, what: str) -> _Body:
-    try:
-        return decoder.decode(_body(data))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigurationError) as error:
-        raise MessageError(f"a malformed {what}: {quoted(error)}") from error
-
-
-def decode_to_prefill(data: bytes) -> ToPrefill:
-    """Decodes a message from a decode rank.
-
-    Raises:
-        MessageError: if the bytes are no such message, or describe an impossible layout.
-        VersionError: if they are of another protocol version.
-    """
-    return _decode(_to_prefill, data, "message to a prefill rank")
-
-
-def decode_to_decode(data: bytes) -> ToDecode:
-    """Decodes a message from a prefill rank; errors as in `decode_to_prefill`."""
-    return _decode(_to_decode, data, "message to a decode rank")
-
-
-def decode_notification(data: bytes) -> Notification:
-    """Decodes a notification that came with the bytes; errors as in `decode_to_prefill`."""
-    return _decode(_notification, data, "notification")
+ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | Numbered | AbortRoom | RefuseRoom | IsGone
+NumberedToPrefill: TypeAlias = OpenRoom | RoomVerified | Credit
+ToDecode: TypeAlias = Welcome | Attached | Refused | Closed | Pong | Numbered | Drained | Gone
+NumberedToDecode: TypeAlias = RoomFailed | SpanReleased

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.errors import PeerDisconnectedError, TransportError
-from kvferry.protocol.wire.messages import StagedArrived, decode_notification
+from kvferry.protocol.wire.codec import decode_notification
+from kvferry.protocol.wire.notifications import StagedArrived
 from kvferry.testing.simulation.circumstances import LINGER_S, THAW_S, WAITS, Engine
 from kvferry.testing.simulation.control_network import Line
 from kvferry.testing.simulation.processes import Process
@@ -91,6 +92,7 @@ class Adversary:
         if not self.strikes("send fails"):
             return False
         self._excuse_all("sending failed")
+        self._upset_until(self._world.now + WAITS.peer_s + RECOVERY_S)  # a heartbeat may be lost, and others with it
         return True
 
     def transport_fails(self, what: str) -> Exception | None:

@@ -9,7 +9,8 @@ from itertools import chain
 
 from kvferry.control.ends import ConnectingEnd, Connection, ListeningEnd
 from kvferry.errors import PeerDisconnectedError
-from kvferry.protocol.wire.messages import RefuseRoom, decode_to_prefill
+from kvferry.protocol.wire.codec import decode_to_prefill
+from kvferry.protocol.wire.messages import RefuseRoom
 
 
 @dataclass(slots=True, eq=False)

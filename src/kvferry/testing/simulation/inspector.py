@@ -14,7 +14,8 @@ from kvferry.errors import KVFerryError
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.holding import Side, holding
 from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, TransferState
-from kvferry.protocol.wire.messages import ChunkArrived, Notification, StagedArrived, decode_notification
+from kvferry.protocol.wire.codec import decode_notification
+from kvferry.protocol.wire.notifications import ChunkArrived, Notification, StagedArrived
 from kvferry.testing.simulation.circumstances import WAITS
 from kvferry.testing.simulation.laws import Law, ViolationError, demand
 from kvferry.testing.simulation.leftovers import leftovers

@@ -38,9 +38,7 @@ def _of_prefill(endpoint: PrefillEndpoint, living: Collection[str]) -> Iterator[
         if peer.attachment._writes:
             yield f"{peer.attachment._writes} writes to {peer.name}"
         staged = peer.attachment.paths.staged
-        if staged is not None and (
-            staged.peer.ring.in_use or staged.peer.ring.num_waiting or staged.peer.ring.released
-        ):
+        if staged is not None and (staged.peer.ring.in_use or staged.peer.ring.num_waiting):
             yield f"{staged.peer.ring.in_use} bytes of the ring of {peer.name}"
 
 
@@ -49,8 +47,8 @@ def _of_decode(endpoint: DecodeEndpoint) -> Iterator[str]:
     if endpoint.open_rooms or rooms.open or rooms._links_of:
         yield f"{endpoint.open_rooms} rooms, {len(rooms.open)} in the driver"
     waiting = sum(len(waiting) for waiting in rooms._waiting.values())
-    if waiting or rooms.links.are_awaited or rooms._unconfirmed or not rooms.arrivals.is_idle:
-        yield f"{waiting} rooms that wait for a link, {len(rooms._unconfirmed)} that nobody knows to be verified"
+    if waiting or rooms.links.are_awaited or not rooms.arrivals.is_idle:
+        yield f"{waiting} rooms that wait for a link"
     if driver._settling:
         yield "what failed writes had sent, which is still waited for"
     for name, ring in driver._staging.rings.items():

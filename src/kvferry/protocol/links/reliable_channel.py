@@ -1,0 +1,126 @@
+"""One end of the reliable channel between a decode rank and a prefill rank, for as long as the one has the other attached.
+
+The peer channel keeps the order of messages while a connection lasts, and loses some when it breaks. Messages that must
+come, once and in order, are numbered from 1 on and kept until the other end has acknowledged them. What a broken
+connection may have lost is sent again (go-back-N, as in RFC 9293's cumulative acknowledgements): at once by the decode
+rank, which notices the break, and by the prefill rank when it is told of it. As a safeguard heartbeats say what was sent
+and what has come: what was sent before a heartbeat and has not come when it has is lost.
+
+An attempt to attach has a channel of its own, named by its number (the epoch), so that nothing of an earlier one counts.
+What outlives a channel does not go through it, and is idempotent from end to end: `AbortRoom`, which is repeated until
+`Drained` answers, and says which `OpenRoom` it takes back by the number that this had.
+
+No threads and no sockets: methods take what has come, and return what is to be sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from kvferry.protocol.wire.messages import Numbered
+
+WINDOW = 1 << 14
+"""Most messages that are on their way without having been acknowledged; more wait. As many rooms as may be open by
+default can fail at once, and none waits."""
+
+_ACKNOWLEDGED_UNASKED = WINDOW // 4
+"""Received messages after which an acknowledgement does not wait for a heartbeat."""
+
+
+class ReliableChannel:
+    """One end. It belongs to one thread.
+
+    Attributes:
+        epoch: the attempt to attach that it belongs to.
+        received: the number of the last message that has come; none before it is missing.
+        is_closed: whether nothing is sent or taken any more.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        """Begins with nothing sent or received."""
+        self.epoch = epoch
+        self.received = 0
+        self.is_closed = False
+        self._last = 0  # the number of the last message
+        self._kept: deque[tuple[int, msgspec.Raw]] = deque()  # messages that were not acknowledged, by number
+        self._on_way = 0  # how many of them were sent; the others wait for the window
+        self._acknowledged = 0  # what the other end was told to have been received
+        self._taken_back: set[int] = set()  # of messages that have not come
+
+    @property
+    def last_number(self) -> int:
+        """The number of the message that was handed in last; 0 if there was none."""
+        return self._last
+
+    @property
+    def sent(self) -> int:
+        """The number of the last message that was sent; 0 if there was none."""
+        return self._last - (len(self._kept) - self._on_way)
+
+    def send(self, body: msgspec.Raw) -> list[Numbered]:
+        """Takes a message to send. Returns it with its number, or nothing while it must wait."""
+        if self.is_closed:
+            return []
+        self._last += 1
+        self._kept.append((self._last, body))
+        return self._sendable()
+
+    def receive(self, message: Numbered) -> list[msgspec.Raw]:
+        """Takes a message that has come. Returns it if it is the next and counts.
+
+        What has come before, or comes too early since one is missing, is dropped: the latter will come again.
+        """
+        if self.is_closed or message.epoch != self.epoch or message.number != self.received + 1:
+            return []
+        self.received += 1
+        if self.received in self._taken_back:
+            self._taken_back.discard(self.received)
+            return []
+        return [message.body]
+
+    def take_back(self, number: int) -> bool:
+        """Has a message that has not come yet dropped when it does. Returns False if it has come."""
+        if number <= self.received:
+            return False
+        if number <= self.received + WINDOW:  # no other can have been sent
+            self._taken_back.add(number)
+        return True
+
+    def acknowledge(self) -> int:
+        """Returns what to tell the other end that was received."""
+        self._acknowledged = self.received
+        return self.received
+
+    @property
+    def owes_acknowledgement(self) -> bool:
+        """Whether so much has come that the other end should not wait for the next heartbeat."""
+        return self.received - self._acknowledged >= _ACKNOWLEDGED_UNASKED
+
+    def acknowledged(self, number: int) -> list[Numbered]:
+        """The other end has received all up to this number. Returns what was waiting for that and can be sent."""
+        while self._on_way and self._kept[0][0] <= number:
+            self._kept.popleft()
+            self._on_way -= 1
+        return self._sendable()
+
+    def resend(self) -> list[Numbered]:
+        """A connection broke. Returns all that is not acknowledged again, as much of it as may be on its way."""
+        self._on_way = 0
+        return self._sendable()
+
+    def close(self) -> None:
+        """Ends the channel: one side has given the other up."""
+        self.is_closed = True
+        self._kept.clear()
+        self._taken_back.clear()
+        self._on_way = 0
+
+    def _sendable(self) -> list[Numbered]:
+        ready = [
+            Numbered(epoch=self.epoch, number=self._kept[index][0], body=self._kept[index][1])
+            for index in range(self._on_way, min(len(self._kept), WINDOW))
+        ]
+        self._on_way += len(ready)
+        return ready

@@ -1,0 +1,91 @@
+"""What the fields of messages hold: numbers, names and sentences within bounds, and identities.
+
+What is out of bounds is refused on arrival, before anything is made of it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+MAX_AUX_BYTES = 1024 * 1024
+MAX_POSITION = 2**48
+MAX_REASON = 8000
+"""Characters of a reason. Longer ones are cut before they are sent."""
+
+MAX_GROUPS = 512
+MAX_PIECES = 2**17
+MAX_SEGMENTS = 2**16
+MAX_DIGEST_BYTES = 2**20
+MAX_METADATA_BYTES = 16 * 1024 * 1024
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""A number that is refused on arrival if it is negative."""
+
+
+Random: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number drawn at random, or a room's."""
+
+EndpointName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[!-~]+\Z")]
+"""Identifies one start of an endpoint: visible ASCII, which ZMQ requires and a log can show."""
+
+ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
+"""A name for people."""
+
+Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+"""A sentence for people."""
+
+Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)]
+"""A position in a request, in tokens or pages. No request is nearly that long, and none makes 64 bits overflow."""
+
+
+def shortened(text: str) -> str:
+    """Cuts a reason that is too long to be sent, and notes its length at the end."""
+    text = text.encode(errors="replace").decode()  # half a character, as in some files' names, cannot be sent
+    if len(text) <= MAX_REASON:
+        return text
+    ending = f"... ({len(text)} characters)"
+    return text[: MAX_REASON - len(ending)] + ending
+
+
+def shorten(struct: msgspec.Struct, field: str) -> None:
+    """Shortens a sentence of a new struct, so that its length alone does not keep the struct from being sent."""
+    msgspec.structs.force_setattr(struct, field, shortened(getattr(struct, field)))
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all messages."""
+
+
+class PodIdentity(msgspec.Struct, frozen=True):
+    """Identifies a Kubernetes pod, and one start of a container in it.
+
+    Attributes:
+        uid: the pod's; never used again.
+        name: the pod's.
+        namespace: the pod's.
+        container: in the termination message of the container that the process runs in, once that has ended; empty
+            where nothing was put there.
+    """
+
+    uid: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    namespace: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    container: ShortText = ""
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """Identifies a process among all machines, even after its number was reused.
+
+    Attributes:
+        machine: identifies its machine, and the namespace of process numbers there.
+        pid: its number.
+        started: when it was started, in whatever unit the machine counts.
+        pod: the pod that it runs in, if it does and says so.
+    """
+
+    machine: ShortText
+    pid: Count
+    started: Count
+    pod: PodIdentity | None = None
