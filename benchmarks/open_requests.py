@@ -20,12 +20,12 @@ from kvferry.protocol.geometry.demands import demands_of
 from kvferry.protocol.links.link import Link, LinkKey
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.receiver import ReceiverMachine, SendOpen
-from kvferry.protocol.wire import codec, fields, messages
+from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 
 LAYERS = 4
-PROCESS = fields.ProcessIdentity(machine="", pid=1, started=1)
+PROCESS = field_types.ProcessIdentity(machine="", pid=1, started=1)
 DEADLINES = Deadlines(bootstrap_s=60.0, waiting_s=60.0, write_s=60.0)
 
 

@@ -20,7 +20,7 @@ from kvferry.layout import Device, RankCoordinates, RankLayout, all_coordinates
 from kvferry.plan import Unit, pieces_for_receiver
 from kvferry.protocol.geometry.moved_blocks import pack_units
 from kvferry.protocol.pages.page_numbers import PageNumbers
-from kvferry.protocol.wire import codec, fields, messages, notifications
+from kvferry.protocol.wire import codec, field_types, messages, notifications
 from kvferry.transport import PeerMetadata
 
 Tree: TypeAlias = Any
@@ -64,12 +64,12 @@ def _at_known_addresses(layout: RankLayout) -> RankLayout:
     )
 
 
-PROCESS = fields.ProcessIdentity(machine="a machine", pid=1, started=2)
+PROCESS = field_types.ProcessIdentity(machine="a machine", pid=1, started=2)
 
 
-def examples() -> list[fields.Message]:
+def examples() -> list[field_types.Message]:
     """Messages of every kind, as endpoints send them."""
-    made: list[fields.Message] = []
+    made: list[field_types.Message] = []
     for place, layout in layouts():
         metadata = PeerMetadata(name="hostile-0", device=Device(), regions=layout.regions(), private=b"private")
         made += [

@@ -19,7 +19,7 @@ from tests.support.waiting import PATIENCE_S
 from kvferry import InProcessTransport
 from kvferry.errors import KVFerryError, MessageError
 from kvferry.layout import Device, RankCoordinates, Region
-from kvferry.protocol.wire import codec, fields, messages, notifications
+from kvferry.protocol.wire import codec, field_types, messages, notifications
 from kvferry.protocol.wire.registrations import RankRegistration
 
 BURST = 200
@@ -44,7 +44,7 @@ class HostileDecodeRank:
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
         self._socket.connect(bystanders.prefill.control_address)
 
-    def attach(self) -> fields.Message:
+    def attach(self) -> field_types.Message:
         """What makes it a peer, if it is heard: a layout of its own, of the right caches."""
         layout = self._bystanders.pair.decode.pools[0].layout
         return messages.Attach(
@@ -151,7 +151,7 @@ class Attack:
         decode = self._bystanders.decode
         (room,) = decode._driver.rooms.open.values()
         writer = self._bystanders.prefill.transport.endpoint_name
-        known: list[fields.Message] = [
+        known: list[field_types.Message] = [
             notifications.ChunkArrived(room=room.room, generation=room.generation, writer=0, sequence=0),
             notifications.WriterFinished(room=room.room, generation=room.generation, writer=0, chunks=0, aux=b"forged"),
             messages.Drained(endpoint=writer, room=room.room, generation=room.generation, writer=0),

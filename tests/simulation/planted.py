@@ -33,8 +33,8 @@ from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
 from kvferry.protocol.geometry.moves import Move, moves_of
 from kvferry.protocol.links import pods
-from kvferry.protocol.links.link import Link
 from kvferry.protocol.links.lost_ranks import LostRanks
+from kvferry.protocol.links.rank_link import RankLink
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.pages.chunks import Chunk
 from kvferry.protocol.rooms.room_table import RoomTable
@@ -60,7 +60,7 @@ from kvferry.protocol.transfer.sender import (
 )
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire.codec import decode_notification, encode
-from kvferry.protocol.wire.fields import Message, PodIdentity
+from kvferry.protocol.wire.field_types import Message, PodIdentity
 from kvferry.protocol.wire.messages import AbortRoom, Attach, Drained, Numbered, Ping, Pong, SpanReleased
 from kvferry.staging.gathering import StagedQueue, StagedWrite
 from kvferry.staging.rings import SharedRing
@@ -284,12 +284,12 @@ def _breaks_kept_from_the_prefill_rank(patch: pytest.MonkeyPatch) -> None:
 
 def _losses_not_noticed(patch: pytest.MonkeyPatch) -> None:
     """A decode rank sends nothing again where heartbeats show that it was lost."""
-    right = Link._acknowledged
+    right = RankLink.answered
 
-    def acknowledged(link: Any, rank: Any, message: Pong) -> Any:
-        return right(link, rank, structs.replace(message, heard_of=0))
+    def answered(rank: Any, pong: Pong, endpoint: str) -> Any:
+        return right(rank, structs.replace(pong, heard_of=0), endpoint)
 
-    patch.setattr(Link, "_acknowledged", acknowledged)
+    patch.setattr(RankLink, "answered", answered)
 
 
 def _repetitions_taken(patch: pytest.MonkeyPatch) -> None:

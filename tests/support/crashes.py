@@ -10,7 +10,7 @@ from tests.support.engines import WAIT_S
 
 from kvferry import PrefillEndpoint, RankCoordinates
 from kvferry.endpoint.runtime.platform import SystemPlatform
-from kvferry.protocol.wire.fields import ProcessIdentity
+from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.testing import LocalNetwork
 
 _machines = itertools.count(1)

@@ -17,7 +17,7 @@ from kvferry.control.registry_messages import LARGEST_BODY_BYTES
 from kvferry.layout.component import LONGEST_NAME
 from kvferry.plan.pieces import MOST_HOLDERS
 from kvferry.protocol.pages.page_numbers import MAX_PAGES
-from kvferry.protocol.wire import codec, fields
+from kvferry.protocol.wire import codec, field_types
 from kvferry.protocol.wire.registrations import MOST_ENGINES, MOST_RANKS
 from kvferry.transport.base import MOST_REGIONS
 
@@ -86,11 +86,11 @@ def test_the_page_on_security_has_the_bounds_of_the_code():
     mebi = 2**20
     for bound in (
         f"{codec.MAX_MESSAGE_BYTES // mebi} MiB",
-        f"{fields.MAX_AUX_BYTES // mebi} MiB; {fields.MAX_METADATA_BYTES // mebi} MiB, {MOST_REGIONS:,}",
-        f"{fields.MAX_REASON:,} characters",
-        f"{fields.MAX_PIECES:,}, {MOST_HOLDERS:,}",
+        f"{field_types.MAX_AUX_BYTES // mebi} MiB; {field_types.MAX_METADATA_BYTES // mebi} MiB, {MOST_REGIONS:,}",
+        f"{field_types.MAX_REASON:,} characters",
+        f"{field_types.MAX_PIECES:,}, {MOST_HOLDERS:,}",
         f"| {MAX_PAGES:,} |",
-        f"| {fields.MAX_SEGMENTS:,} |",
+        f"| {field_types.MAX_SEGMENTS:,} |",
         f"{MOST_ENGINES:,}, {MOST_RANKS:,}",
         f"{LARGEST_BODY_BYTES // 1024} KiB",
         f"{LONGEST_NAME} characters",

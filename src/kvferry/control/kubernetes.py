@@ -17,7 +17,7 @@ import msgspec
 from kvferry.answers import request
 from kvferry.errors import OrchestratorError, quoted
 from kvferry.protocol.links.pods import NodeObject, PodObject
-from kvferry.protocol.wire.fields import PodIdentity
+from kvferry.protocol.wire.field_types import PodIdentity
 from kvferry.settings import Settings
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.protocol.wire.fields import EndpointName
+from kvferry.protocol.wire.field_types import EndpointName
 from kvferry.protocol.wire.registrations import MOST_ENGINES, MOST_NAMED, MOST_RELEASED, EngineView, KnownEngine
 
 API_VERSION = 1

@@ -15,7 +15,7 @@ from kvferry.observe.observer import Observer
 from kvferry.observe.records import ReceiverStats, SenderStats
 from kvferry.protocol.pages.chunks import AnyPages, ChunkSequence, HandedIn
 from kvferry.protocol.transfer.states import TransferState
-from kvferry.protocol.wire import fields
+from kvferry.protocol.wire import field_types
 
 log = logging.getLogger(__name__)
 
@@ -224,9 +224,9 @@ class Sender(Transfer):
     def _check_aux(self, aux: bytes, *, last: bool) -> None:
         if not last:
             raise UsageError(f"room {self.room}: aux data goes with the last chunk (last=True)")
-        if len(aux) > fields.MAX_AUX_BYTES:
+        if len(aux) > field_types.MAX_AUX_BYTES:
             raise UsageError(
-                f"room {self.room}: {len(aux)} bytes of aux data exceed the limit of {fields.MAX_AUX_BYTES}"
+                f"room {self.room}: {len(aux)} bytes of aux data exceed the limit of {field_types.MAX_AUX_BYTES}"
             )
 
     @property

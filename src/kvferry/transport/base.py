@@ -32,7 +32,7 @@ import msgspec
 from kvferry.errors import MessageError, PeerDisconnectedError, TransportError, quoted
 from kvferry.layout import Device, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
-from kvferry.protocol.wire.fields import MAX_METADATA_BYTES, EndpointName
+from kvferry.protocol.wire.field_types import MAX_METADATA_BYTES, EndpointName
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ import pytest
 from tests.support.kubernetes import KubernetesApi
 
 from kvferry.errors import OrchestratorError
-from kvferry.protocol.wire.fields import PodIdentity
+from kvferry.protocol.wire.field_types import PodIdentity
 
 POD = PodIdentity(uid="u-1", name="prefill-0", namespace="serving")
 

@@ -25,7 +25,7 @@ from kvferry.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from kvferry.protocol.wire import codec, fields, messages, notifications
+from kvferry.protocol.wire import codec, field_types, messages, notifications
 
 S = TransferState
 
@@ -472,9 +472,9 @@ def test_a_stranger_cannot_end_the_connection_of_another(pair: Callable[..., Req
 
 def test_an_abort_is_repeated_until_it_is_answered(engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch):
     send = PrefillDriver.send
-    lost: list[fields.Message] = []
+    lost: list[field_types.Message] = []
 
-    def lose(driver: PrefillDriver, receiver: str, message: fields.Message) -> None:
+    def lose(driver: PrefillDriver, receiver: str, message: field_types.Message) -> None:
         if isinstance(message, messages.Drained) and not lost:
             lost.append(message)
         else:

@@ -12,7 +12,8 @@ from tests.support.waiting import eventually
 
 from kvferry.control.ends import ZmqConnection
 from kvferry.errors import MessageError, PeerDisconnectedError, QueueFullError, TransferFailedError
-from kvferry.protocol.links.link import Link, Send
+from kvferry.protocol.links.link import Link
+from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.wire import codec, messages
 
 

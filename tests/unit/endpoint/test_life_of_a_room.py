@@ -31,7 +31,7 @@ from kvferry.errors import (
 from kvferry.protocol.links.link import LinkState
 from kvferry.protocol.pages.page_numbers import PageNumbers
 from kvferry.protocol.transfer.sender import ReceiverAborted
-from kvferry.protocol.wire import codec, fields, messages
+from kvferry.protocol.wire import codec, field_types, messages
 
 S = TransferState
 
@@ -670,9 +670,9 @@ def test_an_open_request_that_comes_again_when_its_number_stands_for_another_req
 
     def note(identity: str, data: bytes, now: float) -> None:
         message = codec.decode_to_prefill(data)
-        if isinstance(message, messages.Numbered):
-            if isinstance(codec.decode_numbered_to_prefill(message.body), messages.OpenRoom):
-                opens.append((identity, data))
+        body = codec.decode_numbered_to_prefill(message.body) if isinstance(message, messages.Numbered) else None
+        if isinstance(body, messages.OpenRoom):
+            opens.append((identity, data))
         receive(identity, data, now)
 
     monkeypatch.setattr(endpoint._driver, "_receive", note)
@@ -703,7 +703,7 @@ def test_a_close_message_through_an_old_connection_ends_no_new_one(
     driver, endpoint = requests.decode.endpoints[0]._driver, requests.prefill.endpoints[0]
     (connection,) = driver.rooms.links._connections.values()
     (peer,) = endpoint._driver.peers.all()
-    said: list[fields.Message] = []
+    said: list[field_types.Message] = []
     monkeypatch.setattr(connection, "send", lambda data: said.append(codec.decode_to_prefill(data)))
     closed = threading.Event()
 

@@ -8,7 +8,8 @@ import pytest
 from tests.support.caches import Model, Shape
 from tests.support.engines import Requests
 
-from kvferry.protocol.links.link import Link, Send
+from kvferry.protocol.links.link import Link
+from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.wire import messages
 
 PLAIN = Model(layers=4, heads=4, head_dim=2, dtype="uint8")

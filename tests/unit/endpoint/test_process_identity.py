@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 
 from kvferry.endpoint.runtime import process_identity
 from kvferry.endpoint.runtime.process_identity import is_gone, this_process
-from kvferry.protocol.wire.fields import ProcessIdentity
+from kvferry.protocol.wire.field_types import ProcessIdentity
 
 ASK = (
     "from kvferry.endpoint.runtime.process_identity import this_process; me = this_process(); "

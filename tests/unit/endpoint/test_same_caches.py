@@ -57,7 +57,7 @@ def test_caches_that_mean_something_else_are_refused_when_the_sides_connect(
 
 def test_a_prefill_rank_compares_for_itself(engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch):
     requests = sides(engines, E4M3, E5M2)
-    monkeypatch.setattr("kvferry.protocol.links.link.check_same_fingerprint", lambda *_, **__: ())
+    monkeypatch.setattr("kvferry.protocol.links.rank_link.check_same_fingerprint", lambda *_, **__: ())
     with pytest.raises(
         IncompatiblePeerError,
         match=r"refused: .* cache_dtype is 'float8_e4m3fn' on prefill, 'float8_e5m2' on decode.",

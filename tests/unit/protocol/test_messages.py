@@ -40,7 +40,7 @@ from kvferry.protocol.wire.codec import (
     encode,
     encode_body,
 )
-from kvferry.protocol.wire.fields import Message, ProcessIdentity
+from kvferry.protocol.wire.field_types import Message, ProcessIdentity
 from kvferry.protocol.wire.messages import (
     AbortRoom,
     Attach,

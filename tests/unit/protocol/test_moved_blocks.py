@@ -50,7 +50,7 @@ from kvferry.protocol.geometry.moved_blocks import (
 from kvferry.protocol.geometry.moves import Move, ReceiverRequest, moves_of
 from kvferry.protocol.pages.chunks import Chunk, ChunkPart, GroupPages
 from kvferry.protocol.pages.page_numbers import PageNumbers
-from kvferry.protocol.wire.fields import MAX_POSITION
+from kvferry.protocol.wire.field_types import MAX_POSITION
 
 WHOLE = TokenShare()
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvferry.protocol.links.pods import KnownPods, NodeAnswer, NodeObject, PodObject, why_ended
-from kvferry.protocol.wire.fields import PodIdentity
+from kvferry.protocol.wire.field_types import PodIdentity
 
 POD = PodIdentity(uid="u-1", name="prefill-0", namespace="serving", container="3f2a")
 

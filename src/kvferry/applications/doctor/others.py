@@ -19,7 +19,7 @@ from kvferry.errors import IncompatiblePeerError, KVFerryError, OrchestratorErro
 from kvferry.observe.logs import clock_time
 from kvferry.observe.status import EndpointStatus, Side
 from kvferry.protocol.links.proofs import Proof
-from kvferry.protocol.wire.fields import PodIdentity
+from kvferry.protocol.wire.field_types import PodIdentity
 from kvferry.protocol.wire.fingerprint import check_same_fingerprint
 from kvferry.settings import Settings
 

@@ -17,7 +17,7 @@ from kvferry.endpoint.runtime.platform import Platform
 from kvferry.errors import KVFerryError, OrchestratorError
 from kvferry.protocol.links.pods import KnownPods, NodeAnswer, why_ended
 from kvferry.protocol.links.proofs import Proof, Reach
-from kvferry.protocol.wire.fields import PodIdentity, ProcessIdentity
+from kvferry.protocol.wire.field_types import PodIdentity, ProcessIdentity
 from kvferry.settings import Settings
 from kvferry.transport import Promises
 

@@ -37,9 +37,10 @@ from kvferry.observe.observer import Observer, Retry
 from kvferry.observe.status import LostPeerStatus, PeerStatus
 from kvferry.plan import Piece
 from kvferry.protocol.bounded import forget_oldest
-from kvferry.protocol.links.link import Link, LinkCommand, LinkKey, LinkState, OpenRooms, Send
+from kvferry.protocol.links.link import Link, LinkCommand, LinkKey, LinkState, OpenRooms
 from kvferry.protocol.links.lost_ranks import LostRanks
 from kvferry.protocol.links.proofs import Proof
+from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.time_awake import Lateness
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.rank_identity import Identity

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.links.reliable_channel import ReliableChannel
-from kvferry.protocol.wire import codec, fields, messages
+from kvferry.protocol.wire import codec, field_types, messages
 
 _MOST_REMEMBERED = 1 << 16
 
@@ -42,7 +42,7 @@ class DecodeChannels:
         if receiver in self._channels:
             self._channels[receiver].close()
 
-    def outgoing(self, receiver: str, message: fields.Message) -> list[fields.Message]:
+    def outgoing(self, receiver: str, message: field_types.Message) -> list[field_types.Message]:
         """Returns what to send now for a message to a decode rank: none where it must wait, or is for nobody."""
         if not isinstance(message, messages.NumberedToDecode):
             return [message]
@@ -60,7 +60,7 @@ class DecodeChannels:
             return None
         return [codec.decode_numbered_to_prefill(body) for body in channel.receive(message)]
 
-    def answer(self, receiver: str, ping: messages.Ping) -> list[fields.Message]:
+    def answer(self, receiver: str, ping: messages.Ping) -> list[field_types.Message]:
         """Returns the answer to the heartbeat of a decode rank that is attached, and what it makes necessary."""
         channel = self._channels.get(receiver)
         if channel is None or channel.epoch != ping.epoch:
@@ -70,7 +70,7 @@ class DecodeChannels:
             ready = channel.resend()
         return [*ready, self._pong(channel, heard_of=ping.sent)]
 
-    def unasked_acknowledgement(self, receiver: str) -> list[fields.Message]:
+    def unasked_acknowledgement(self, receiver: str) -> list[field_types.Message]:
         """Returns an acknowledgement that should not wait for the next heartbeat, if there is one."""
         channel = self._channels.get(receiver)
         return [self._pong(channel)] if channel is not None and channel.owes_acknowledgement else []

@@ -30,7 +30,7 @@ from kvferry.observe.observer import Observer
 from kvferry.observe.status import PeerStatus, RoomStatus, StagingStatus
 from kvferry.protocol.time_awake import Lateness
 from kvferry.protocol.transfer.sender import SenderMachine, SenderTick
-from kvferry.protocol.wire import codec, fields, messages
+from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.settings import Settings
 from kvferry.transport import Transport
@@ -89,7 +89,7 @@ class PrefillDriver(Loop):
         self._observer = observer
         self._now = platform.now
         self._process = platform.identity(settings)
-        self._outbox: deque[tuple[str, fields.Message]] = deque()
+        self._outbox: deque[tuple[str, field_types.Message]] = deque()
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
         self._timers: Timers[SendingRoom] = Timers()
         unasked = UnaskedRooms(
@@ -195,7 +195,7 @@ class PrefillDriver(Loop):
 
         return self.rooms.open(machine.room, make)
 
-    def send(self, receiver: str, message: fields.Message) -> None:
+    def send(self, receiver: str, message: field_types.Message) -> None:
         """Sends a control message, from the control thread, soon."""
         self._outbox.append((receiver, message))
         self.wake()

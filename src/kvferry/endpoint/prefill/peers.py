@@ -21,7 +21,7 @@ from kvferry.observe.logs import report_silence
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import PeerStatus
 from kvferry.plan import TransferPath
-from kvferry.protocol.wire.fields import Message
+from kvferry.protocol.wire.field_types import Message
 from kvferry.protocol.wire.messages import Attach, Attached, Refused
 from kvferry.transport import TransferReport, Transport
 

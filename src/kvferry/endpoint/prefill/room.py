@@ -49,7 +49,7 @@ from kvferry.protocol.transfer.sender import (
     WriteProgressed,
 )
 from kvferry.protocol.transfer.states import TransferState
-from kvferry.protocol.wire import codec, fields, messages, notifications
+from kvferry.protocol.wire import codec, field_types, messages, notifications
 from kvferry.protocol.wire.rank_identity import DecodeRank
 from kvferry.settings import Settings
 from kvferry.transport import Transport
@@ -113,7 +113,7 @@ class RoomContext:
     coordinates: RankCoordinates
     page_groups: tuple[PageGroup, ...]
     now: Callable[[], float]
-    send: Callable[[str, fields.Message], None]
+    send: Callable[[str, field_types.Message], None]
     open_room: Callable[[str, messages.OpenRoom], None]
     abort_room: Callable[[str, messages.AbortRoom], None]
     refuse_room: Callable[[str, messages.RefuseRoom], None]

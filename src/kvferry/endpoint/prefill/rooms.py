@@ -32,7 +32,7 @@ from kvferry.protocol.transfer.sender import (
     ReceiverVerified,
     SenderAbortRequested,
 )
-from kvferry.protocol.wire import fields, messages
+from kvferry.protocol.wire import field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.settings import Settings
 
@@ -52,7 +52,7 @@ class SendingRooms:
         settings: Settings,
         ranks: DecodeRanks,
         *,
-        send: Callable[[str, fields.Message], None],
+        send: Callable[[str, field_types.Message], None],
         observer: Observer,
         unasked: UnaskedRooms,
         now: Callable[[], float],

@@ -14,7 +14,7 @@ from kvferry.observe.observer import Observer
 from kvferry.observe.records import PartRecord
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.sender import SenderBroke, Write, WriteDone, WriteFailed, WriteProgressed
-from kvferry.protocol.wire import fields, messages
+from kvferry.protocol.wire import field_types, messages
 from kvferry.staging.gathering import Packing, PeerMemory, Posted, StagedQueue, StagedWrite
 from kvferry.transport import TransferReport, Transport
 
@@ -86,7 +86,7 @@ class StagedWrites:
         transport: Transport,
         writer: int,
         quarantine_s: float,
-        send: Callable[[str, fields.Message], None],
+        send: Callable[[str, field_types.Message], None],
         observer: Observer,
         now: Callable[[], float],
     ) -> None:

@@ -30,7 +30,7 @@ from kvferry.endpoint.runtime.pod_identity import pod_of
 from kvferry.endpoint.runtime.process_identity import is_gone, this_process
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop, SupervisedThread
 from kvferry.layout import RankLayout
-from kvferry.protocol.wire.fields import ProcessIdentity
+from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.settings import Settings, bracketed
 from kvferry.staging import Kernels, StagingMemory

@@ -12,7 +12,7 @@ import secrets
 from pathlib import Path
 
 from kvferry.errors import SettingsError
-from kvferry.protocol.wire.fields import PodIdentity
+from kvferry.protocol.wire.field_types import PodIdentity
 from kvferry.settings import Settings
 
 _BEGIN = "kvferry container "

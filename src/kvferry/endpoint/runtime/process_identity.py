@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.protocol.wire.fields import ProcessIdentity
+from kvferry.protocol.wire.field_types import ProcessIdentity
 
 _PROC = Path("/proc")
 _START_TIME = 19  # of the fields that follow the name, which may hold anything but a last parenthesis

@@ -12,7 +12,7 @@ from kvferry.layout.interval import volume
 from kvferry.plan import Demand, needed_locally
 from kvferry.protocol.pages.chunks import AnyPages, GroupPages, Pages, checked_pages, pages_by_group
 from kvferry.protocol.pages.page_numbers import MAX_PAGES, PageNumbers
-from kvferry.protocol.wire.fields import MAX_POSITION
+from kvferry.protocol.wire.field_types import MAX_POSITION
 from kvferry.protocol.wire.messages import OpenGroup, OpenRoom
 
 

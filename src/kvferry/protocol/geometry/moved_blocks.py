@@ -16,7 +16,7 @@ from kvferry.plan.routes import ascending_ranges
 from kvferry.protocol.geometry.demands import WantedGroup
 from kvferry.protocol.geometry.moves import Move
 from kvferry.protocol.pages.chunks import Pages
-from kvferry.protocol.wire.fields import MAX_POSITION
+from kvferry.protocol.wire.field_types import MAX_POSITION
 
 
 def moved_blocks(

@@ -15,26 +15,18 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from kvferry import errors
-from kvferry.errors import IncompatiblePeerError, KVFerryError, PeerDisconnectedError, PeerError
+from kvferry.errors import IncompatiblePeerError, KVFerryError, PeerError
 from kvferry.layout import RankLayout
-from kvferry.plan import Piece, check_exchangeable, check_token_share, elect_writer, pieces_for_receiver
+from kvferry.plan import Piece, elect_writer, pieces_for_receiver
+from kvferry.protocol.links.rank_link import RankLink, RankStatus, Send
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.transfer.receiver import Connected
-from kvferry.protocol.wire import codec, fields, messages
-from kvferry.protocol.wire.fingerprint import check_same_fingerprint
+from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 
 _SHORTEST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message to the rank at an address."""
-
-    address: str
-    message: fields.Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,39 +73,6 @@ class LinkKey:
     dp_rank: int
 
 
-@dataclass(slots=True)
-class _RankLink:
-    """One prefill rank of the group."""
-
-    registration: RankRegistration
-    asked_at: float | None = None  # when the oldest unanswered question was sent
-    welcome: messages.Welcome | None = None
-    request: messages.Attach | None = None
-    channel: ReliableChannel | None = None  # since it was asked to attach
-    is_attached: bool = False
-    only_staged: bool = False
-
-    @property
-    def address(self) -> str:
-        """Where it listens."""
-        return self.registration.control_address
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """What a decode rank has observed of a prefill rank.
-
-    Attributes:
-        rank: its number.
-        endpoint: its name; empty until it has answered for the first time.
-        silent_s: for how long an answer has been due.
-    """
-
-    rank: int
-    endpoint: str
-    silent_s: float
-
-
 class Link:
     """A link to one group of ranks: takes what has happened, and returns what to do. It waits for nothing.
 
@@ -138,7 +97,7 @@ class Link:
         staging: RingOffers,
         *,
         next_attempt: Callable[[], int],
-        can_prove_end: Callable[[fields.ProcessIdentity], bool],
+        can_prove_end: Callable[[field_types.ProcessIdentity], bool],
         deadline: float,
     ) -> None:
         """Begins with the look-up at the registry.
@@ -163,7 +122,7 @@ class Link:
         self._pause_s = _SHORTEST_PAUSE_S
         self._identity = identity
         self._staging = staging
-        self._ranks: dict[int, _RankLink] = {}  # by engine rank
+        self._ranks: dict[int, RankLink] = {}  # by engine rank
         self._numbers: dict[str, int] = {}  # of the ranks, by address
         self._number_of: dict[str, int] = {}  # of those that have answered, by endpoint
         self._pieces: tuple[Piece, ...] = ()
@@ -213,7 +172,7 @@ class Link:
                     f"{registration.protocol_version}, this side {codec.PROTOCOL_VERSION}: "
                     "run the same kvferry on both"
                 )
-            self._ranks[registration.engine_rank] = _RankLink(registration)
+            self._ranks[registration.engine_rank] = RankLink(registration)
             self._numbers.setdefault(registration.control_address, registration.engine_rank)
         return self.ask(now)
 
@@ -228,7 +187,7 @@ class Link:
         rank = self._ranks[self._numbers[address]]
         match message:
             case messages.Welcome() if self.state is LinkState.GREETING:
-                self._check_welcome(rank, message)
+                self.tolerated = rank.check(message, self._identity)
                 if rank.welcome is not None:  # of an earlier start
                     self._number_of.pop(rank.welcome.endpoint, None)
                 rank.welcome = message
@@ -237,9 +196,12 @@ class Link:
                     return self._attach()
             case messages.Attached() | messages.Refused() if message.attempt != self.attempt:
                 pass  # an answer to another attempt
-            case messages.Welcome() if self.state is LinkState.ATTACHING and self._is_another(rank, message):
+            case messages.Welcome() if self.state is LinkState.ATTACHING and rank.endpoint not in (
+                None,
+                message.endpoint,
+            ):
                 self.start_over(now)  # it was restarted, and will not answer its predecessor's messages
-            case messages.Attached() if rank.welcome is None or rank.welcome.endpoint != message.endpoint:
+            case messages.Attached() if rank.endpoint != message.endpoint:
                 pass  # of an earlier start
             case messages.Attached() if self.state is LinkState.ATTACHING:
                 rank.is_attached = True
@@ -255,29 +217,8 @@ class Link:
                     f"prefill rank {rank.registration.engine_rank} of {self.key.engine!r} refused: {message.reason}"
                 )
             case messages.Pong() if self.state is LinkState.READY:
-                self._check_still_attached(rank, message)
-                return self._acknowledged(rank, message)
+                return [*rank.answered(message, self._identity.endpoint)]
         return []
-
-    def _check_still_attached(self, rank: _RankLink, message: messages.Pong) -> None:
-        if message.attached and rank.welcome is not None and rank.welcome.endpoint == message.endpoint:
-            return
-        reason = f": {message.reason}" if message.reason else ": it was restarted, or had lost it"
-        raise PeerDisconnectedError(
-            f"prefill rank {rank.registration.engine_rank} of {self.key.engine!r} does not know this endpoint "
-            f"any more{reason}"
-        )
-
-    def _acknowledged(self, rank: _RankLink, message: messages.Pong) -> list[LinkCommand]:
-        """Takes what a rank's heartbeat says of the messages either way."""
-        channel = rank.channel
-        if channel is None or message.epoch != channel.epoch:
-            return []
-        ready = channel.acknowledged(message.received)
-        if message.received < message.heard_of:
-            ready = channel.resend()
-        commands: list[LinkCommand] = [Send(rank.address, each) for each in ready]
-        return [*commands, self._ping(rank, resends=True)] if message.sent > channel.received else commands
 
     def take(self, address: str, message: messages.Numbered) -> tuple[list[messages.NumberedToDecode], list[Send]]:
         """Takes a numbered message from the rank at an address. Returns what counts of it, and what to send.
@@ -289,44 +230,8 @@ class Link:
         if rank.channel is None:
             return [], []
         taken = [codec.decode_numbered_to_decode(body) for body in rank.channel.receive(message)]
-        return taken, [self._ping(rank)] if rank.channel.owes_acknowledgement and not self.is_given_up else []
-
-    def _ping(self, rank: _RankLink, *, resends: bool = False) -> Send:
-        ping = messages.Ping(endpoint=self._identity.endpoint)
-        if rank.channel is not None:
-            ping = messages.Ping(
-                endpoint=self._identity.endpoint,
-                epoch=rank.channel.epoch,
-                sent=rank.channel.sent,
-                received=rank.channel.acknowledge(),
-                resends=resends,
-            )
-        return Send(rank.address, ping)
-
-    def _is_another(self, rank: _RankLink, message: messages.Welcome) -> bool:
-        return rank.welcome is not None and rank.welcome.endpoint != message.endpoint
-
-    def _check_welcome(self, rank: _RankLink, message: messages.Welcome) -> None:
-        registration = rank.registration
-        if (message.engine, message.coordinates) != (registration.engine, registration.coordinates):
-            raise PeerError(
-                f"at {registration.control_address} the registry named rank {registration.engine_rank} of "
-                f"{registration.engine!r}, but rank {message.coordinates.engine_rank} of {message.engine!r} answered"
-            )
-        name = f"prefill rank {registration.engine_rank} of {registration.engine!r}"
-        if message.transport != self._identity.transport:
-            raise IncompatiblePeerError(
-                f"transport: {name} uses {message.transport}, this decode rank {self._identity.transport}"
-            )
-        check_token_share(message.layout, message.coordinates)
-        self.tolerated = check_same_fingerprint(
-            message.fingerprint,
-            self._identity.fingerprint,
-            may_differ=self._identity.may_differ,
-            prefill_name=f"prefill engine {registration.engine!r}",
-            decode_name="this decode rank",
-        )
-        check_exchangeable(message.layout, self._identity.layout, source_name=name, destination_name="this decode rank")
+        is_due = rank.channel.owes_acknowledgement and not self.is_given_up
+        return taken, [rank.ping(self._identity.endpoint)] if is_due else []
 
     def _attach(self) -> list[LinkCommand]:
         layouts = {
@@ -359,7 +264,7 @@ class Link:
             )
         return [Send(rank.address, rank.request) for rank in self._ranks.values() if rank.request is not None]
 
-    def _offer(self, rank: _RankLink) -> messages.Staging:
+    def _offer(self, rank: RankLink) -> messages.Staging:
         welcome = rank.welcome
         assert welcome is not None
         group_rank = rank.registration.coordinates.group_rank
@@ -408,10 +313,7 @@ class Link:
         """A connection broke: what was on its way may be lost, either way."""
         commands = self.ask(now)
         rank = self._ranks[self._numbers[address]]
-        if self.state is not LinkState.READY or rank.channel is None:
-            return commands
-        lost = [Send(address, each) for each in rank.channel.resend()]
-        return [*commands, self._ping(rank, resends=True), *lost]
+        return [*commands, *rank.broke(self._identity.endpoint)] if self.state is LinkState.READY else commands
 
     def give_up(self) -> None:
         """Opens no more rooms."""
@@ -424,12 +326,11 @@ class Link:
     def endpoint_of(self, engine_rank: int) -> str | None:
         """Returns the endpoint of an engine rank; None if it is not one of the group's, or has not answered."""
         rank = self._ranks.get(engine_rank)
-        return rank.welcome.endpoint if rank is not None and rank.welcome is not None else None
+        return rank.endpoint if rank is not None else None
 
     def is_rank(self, engine_rank: int, endpoint: str) -> bool:
         """Returns whether an endpoint is the rank that it claims to be."""
-        rank = self._ranks.get(engine_rank)
-        return rank is not None and rank.welcome is not None and rank.welcome.endpoint == endpoint
+        return self.endpoint_of(engine_rank) == endpoint
 
     @property
     def peers(self) -> list[messages.Welcome]:
@@ -442,7 +343,7 @@ class Link:
         welcome = self._ranks[number].welcome if number is not None else None
         return welcome is not None and welcome.process.machine == machine
 
-    def ask_whether_gone(self, process: fields.ProcessIdentity) -> list[Send]:
+    def ask_whether_gone(self, process: field_types.ProcessIdentity) -> list[Send]:
         """Asks the ranks on a process's machine whether the process has ended."""
         return [
             Send(rank.address, messages.IsGone(process=process))
@@ -454,14 +355,7 @@ class Link:
 
     def rank_statuses(self, now: float) -> list[RankStatus]:
         """Returns what was observed of the group's ranks; none while they are looked up. For any thread."""
-        return [
-            RankStatus(
-                number,
-                rank.welcome.endpoint if rank.welcome is not None else "",
-                max(0.0, now - asked_at) if (asked_at := rank.asked_at) is not None else 0.0,
-            )
-            for number, rank in list(self._ranks.items())
-        ]
+        return [rank.status(now) for rank in list(self._ranks.values())]
 
     def record_answer(self, address: str) -> None:
         """Records that a message came from the rank at an address, which is therefore alive."""
@@ -479,7 +373,7 @@ class Link:
             if rank.asked_at is None:
                 rank.asked_at = now
             is_ready = self.state is LinkState.READY
-            commands.append(self._ping(rank) if is_ready else Send(rank.address, hello))
+            commands.append(rank.ping(identity.endpoint) if is_ready else Send(rank.address, hello))
             if rank.request is not None and not rank.is_attached:  # a connection that broke may have lost it
                 commands.append(Send(rank.address, rank.request))
         return commands

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.protocol.links.proofs import Proof
 from kvferry.protocol.time_awake import TimeAwake
-from kvferry.protocol.wire.fields import ProcessIdentity
+from kvferry.protocol.wire.field_types import ProcessIdentity
 
 _MOST_AT_ONCE_S = 0.5
 

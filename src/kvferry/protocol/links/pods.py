@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.protocol.bounded import forget_oldest
-from kvferry.protocol.wire.fields import PodIdentity
+from kvferry.protocol.wire.field_types import PodIdentity
 
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 """The taint of a node that is shut down or fenced, as its operators say (Kubernetes, non-graceful node shutdown)."""

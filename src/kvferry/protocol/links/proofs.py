@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.protocol.wire.fields import ProcessIdentity
+from kvferry.protocol.wire.field_types import ProcessIdentity
 
 
 class Proof(str, Enum):

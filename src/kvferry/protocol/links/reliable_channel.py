@@ -1,14 +1,14 @@
-"""One end of the reliable channel between a decode rank and a prefill rank, for as long as the one has the other attached.
+"""One end of the reliable channel between a decode rank and a prefill rank, while the one has the other attached.
 
-The peer channel keeps the order of messages while a connection lasts, and loses some when it breaks. Messages that must
-come, once and in order, are numbered from 1 on and kept until the other end has acknowledged them. What a broken
-connection may have lost is sent again (go-back-N, as in RFC 9293's cumulative acknowledgements): at once by the decode
-rank, which notices the break, and by the prefill rank when it is told of it. As a safeguard heartbeats say what was sent
-and what has come: what was sent before a heartbeat and has not come when it has is lost.
+The peer channel keeps the order of messages as long as a connection lasts, and loses some when it breaks. Messages
+that must come, once and in order, are numbered from 1 on and kept until the other end has acknowledged them. What a
+broken connection may have lost is sent again (go-back-N): at once by the decode rank, which notices the break, and by
+the prefill rank when it is told of it. As a safeguard heartbeats say what was sent and what has come: what was sent
+before a heartbeat and has not come when it has is lost.
 
-An attempt to attach has a channel of its own, named by its number (the epoch), so that nothing of an earlier one counts.
-What outlives a channel does not go through it, and is idempotent from end to end: `AbortRoom`, which is repeated until
-`Drained` answers, and says which `OpenRoom` it takes back by the number that this had.
+Each attempt to attach has a channel of its own, named by its number (the epoch), so that nothing of an earlier one
+counts. What outlives a channel does not go through it, and is idempotent from end to end: `AbortRoom`, which is
+repeated until `Drained` answers, and says which `OpenRoom` it takes back by the number that this had.
 
 No threads and no sockets: methods take what has come, and return what is to be sent.
 """

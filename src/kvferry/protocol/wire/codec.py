@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from kvferry.errors import ConfigurationError, MessageError, VersionError, quoted
-from kvferry.protocol.wire.fields import Message
+from kvferry.protocol.wire.field_types import Message
 from kvferry.protocol.wire.messages import NumberedToDecode, NumberedToPrefill, ToDecode, ToPrefill
 from kvferry.protocol.wire.notifications import Notification
 

@@ -14,7 +14,7 @@ import msgspec
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import Piece, TransferPath
 from kvferry.protocol.pages.page_numbers import PageNumbers
-from kvferry.protocol.wire.fields import (
+from kvferry.protocol.wire.field_types import (
     MAX_GROUPS,
     MAX_METADATA_BYTES,
     MAX_PIECES,
@@ -90,7 +90,7 @@ class Welcome(Message, frozen=True):
     layout: RankLayout
     transport: ShortText
     process: ProcessIdentity
-    fingerprint: FingerprintFields = {}
+    fingerprint: FingerprintFields = msgspec.field(default_factory=dict)
 
 
 class Attach(Message, frozen=True):
@@ -117,7 +117,7 @@ class Attach(Message, frozen=True):
     host: ShortText = ""
     staging: Staging = Staging()
     checksums: bool = False
-    fingerprint: FingerprintFields = {}
+    fingerprint: FingerprintFields = msgspec.field(default_factory=dict)
 
 
 class Attached(Message, frozen=True):
@@ -267,7 +267,7 @@ class OpenRoom(Message, frozen=True, omit_defaults=True):
     groups: Annotated[tuple[OpenGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     trace: ShortText = ""
     held: Position = 0
-    depends_on: RequestConditions = {}
+    depends_on: RequestConditions = msgspec.field(default_factory=dict)
 
 
 class AbortRoom(Message, frozen=True):

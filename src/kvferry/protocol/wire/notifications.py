@@ -8,7 +8,7 @@ import msgspec
 
 from kvferry.plan import Unit
 from kvferry.protocol.pages.page_numbers import MAX_PAGES
-from kvferry.protocol.wire.fields import MAX_AUX_BYTES, MAX_DIGEST_BYTES, MAX_SEGMENTS, Count, Message, Random
+from kvferry.protocol.wire.field_types import MAX_AUX_BYTES, MAX_DIGEST_BYTES, MAX_SEGMENTS, Count, Message, Random
 
 
 class Digests(msgspec.Struct, frozen=True, array_like=True):

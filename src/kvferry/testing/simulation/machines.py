@@ -23,7 +23,7 @@ from kvferry.plan import PathCosts
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.packing import PackedSide
 from kvferry.protocol.links.pods import NodeObject, PodObject
-from kvferry.protocol.wire.fields import PodIdentity, ProcessIdentity
+from kvferry.protocol.wire.field_types import PodIdentity, ProcessIdentity
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration, Registrations
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory

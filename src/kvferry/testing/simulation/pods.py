@@ -26,7 +26,7 @@ from kvferry.protocol.links.pods import (
     Taint,
     Terminated,
 )
-from kvferry.protocol.wire.fields import PodIdentity
+from kvferry.protocol.wire.field_types import PodIdentity
 
 _ENGINE = "engine"
 

@@ -10,7 +10,7 @@ from functools import partial
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.endpoint.runtime.process_identity import Sight
 from kvferry.errors import PeerDisconnectedError
-from kvferry.protocol.wire.fields import ProcessIdentity
+from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.testing.simulation.adversary import RECOVERY_S, Adversary, Restart
 from kvferry.testing.simulation.callers import Callers
 from kvferry.testing.simulation.circumstances import LEASE_S, Engine, Limits, drawn, drawn_apart

@@ -1,0 +1,151 @@
+"""A decode rank's link to one prefill rank of a group: who it is, whether it answers, and the channel to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.errors import IncompatiblePeerError, PeerDisconnectedError, PeerError
+from kvferry.plan import check_exchangeable, check_token_share
+from kvferry.protocol.links.reliable_channel import ReliableChannel
+from kvferry.protocol.wire import field_types, messages
+from kvferry.protocol.wire.fingerprint import check_same_fingerprint
+from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.registrations import RankRegistration
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to the rank at an address."""
+
+    address: str
+    message: field_types.Message
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """What a decode rank has observed of a prefill rank.
+
+    Attributes:
+        rank: its number.
+        endpoint: its name; empty until it has answered for the first time.
+        silent_s: for how long an answer has been due.
+    """
+
+    rank: int
+    endpoint: str
+    silent_s: float
+
+
+@dataclass(slots=True)
+class RankLink:
+    """One prefill rank of the group.
+
+    Attributes:
+        registration: what the registry says of it.
+        asked_at: when the oldest unanswered question was sent.
+        welcome: its answer to `Hello`.
+        request: the `Attach` that it was sent.
+        channel: numbered messages either way, since it was asked to attach.
+        is_attached: whether it has.
+        only_staged: whether it writes to staging memory alone.
+    """
+
+    registration: RankRegistration
+    asked_at: float | None = None
+    welcome: messages.Welcome | None = None
+    request: messages.Attach | None = None
+    channel: ReliableChannel | None = None
+    is_attached: bool = False
+    only_staged: bool = False
+
+    @property
+    def number(self) -> int:
+        """Its engine rank."""
+        return self.registration.engine_rank
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self.registration.control_address
+
+    @property
+    def endpoint(self) -> str | None:
+        """Its name; None until it has answered."""
+        return self.welcome.endpoint if self.welcome is not None else None
+
+    def status(self, now: float) -> RankStatus:
+        """Returns what was observed of it. For any thread."""
+        asked_at = self.asked_at
+        return RankStatus(self.number, self.endpoint or "", max(0.0, now - asked_at) if asked_at is not None else 0.0)
+
+    def check(self, welcome: messages.Welcome, mine: Identity) -> tuple[str, ...]:
+        """Checks who has answered, and what it holds. Returns what differs because an operator lets it, in words.
+
+        Raises:
+            PeerError: if it is not who the registry said it was.
+            IncompatiblePeerError: if the caches cannot be exchanged.
+        """
+        registration = self.registration
+        if (welcome.engine, welcome.coordinates) != (registration.engine, registration.coordinates):
+            raise PeerError(
+                f"at {self.address} the registry named rank {self.number} of {registration.engine!r}, but rank "
+                f"{welcome.coordinates.engine_rank} of {welcome.engine!r} answered"
+            )
+        name = f"prefill rank {self.number} of {registration.engine!r}"
+        if welcome.transport != mine.transport:
+            raise IncompatiblePeerError(
+                f"transport: {name} uses {welcome.transport}, this decode rank {mine.transport}"
+            )
+        check_token_share(welcome.layout, welcome.coordinates)
+        tolerated = check_same_fingerprint(
+            welcome.fingerprint,
+            mine.fingerprint,
+            may_differ=mine.may_differ,
+            prefill_name=f"prefill engine {registration.engine!r}",
+            decode_name="this decode rank",
+        )
+        check_exchangeable(welcome.layout, mine.layout, source_name=name, destination_name="this decode rank")
+        return tolerated
+
+    def ping(self, endpoint: str, *, resends: bool = False) -> Send:
+        """Makes a heartbeat, with what was sent and received.
+
+        Args:
+            endpoint: our own name.
+            resends: whether what has not come of the rank's must be sent again.
+        """
+        if self.channel is None:
+            return Send(self.address, messages.Ping(endpoint=endpoint))
+        ping = messages.Ping(
+            endpoint=endpoint,
+            epoch=self.channel.epoch,
+            sent=self.channel.sent,
+            received=self.channel.acknowledge(),
+            resends=resends,
+        )
+        return Send(self.address, ping)
+
+    def answered(self, pong: messages.Pong, endpoint: str) -> list[Send]:
+        """Takes the answer to a heartbeat: what it says of the messages either way.
+
+        Raises:
+            PeerDisconnectedError: if the rank does not have this endpoint attached any more.
+        """
+        if not pong.attached or pong.endpoint != self.endpoint:
+            raise PeerDisconnectedError(
+                f"prefill rank {self.number} of {self.registration.engine!r} does not know this endpoint any more: "
+                f"{pong.reason or 'it was restarted, or had lost it'}"
+            )
+        if self.channel is None or pong.epoch != self.channel.epoch:
+            return []
+        ready = self.channel.acknowledged(pong.received)
+        if pong.received < pong.heard_of:
+            ready = self.channel.resend()
+        sends = [Send(self.address, each) for each in ready]
+        return [*sends, self.ping(endpoint, resends=True)] if pong.sent > self.channel.received else sends
+
+    def broke(self, endpoint: str) -> list[Send]:
+        """A connection broke: what was on its way may be lost, either way."""
+        if self.channel is None:
+            return []
+        return [self.ping(endpoint, resends=True), *(Send(self.address, each) for each in self.channel.resend())]
