@@ -14,6 +14,7 @@ from kvferry.protocol.transfer.receiver import (
     AwaitArrival,
     Connected,
     ConnectFailed,
+    Drop,
     Finished,
     PartArrived,
     PartScattered,
@@ -371,7 +372,7 @@ def test_the_first_failure_is_the_one_that_is_told():
 
 def test_a_part_that_arrives_is_to_be_scattered():
     receiver = machine()
-    assert run(receiver, connected(1), PartArrived(1, 4, 2, is_last=False)) == [Scatter(1, 4, 2)]
+    assert run(receiver, connected(1), PartArrived(1, 4, 2, is_last=False, work="it")) == [Scatter("it")]
     assert (receiver.state, receiver.chunks) == (WAITING, 0)
 
 
@@ -419,7 +420,7 @@ def test_a_part_that_comes_again_or_from_a_stranger_is_not_wanted(event: PartArr
     receiver = machine()
     run(receiver, connected(0), PartArrived(0, 0, 0, is_last=True), PartScattered(0, 0, 0))
     run(receiver, PartArrived(0, 1, 0, is_last=False), PartArrived(0, 1, 1, is_last=True), PartScattered(0, 1, 1))
-    assert run(receiver, event) == []
+    assert run(receiver, event) == [Drop(None)]
     assert receiver.chunks == 1
     run(receiver, Finished(0, 2, b"t"), PartScattered(0, 1, 0))
     assert receiver.state is SUCCESS
@@ -428,7 +429,7 @@ def test_a_part_that_comes_again_or_from_a_stranger_is_not_wanted(event: PartArr
 def test_a_part_that_comes_when_the_room_is_over_is_not_wanted():
     receiver = machine()
     run(receiver, connected(0), ReceiverAbortRequested("gone"))
-    assert run(receiver, PartArrived(0, 0, 0, is_last=True)) == []
+    assert run(receiver, PartArrived(0, 0, 0, is_last=True, work="it")) == [Drop("it")]
     run(receiver, SenderDrained(0))
     assert receiver.are_pages_reusable
 

@@ -14,6 +14,7 @@ from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.receiver import (
     ArrivedUnverified,
     Connected,
+    Drop,
     Finished,
     PartArrived,
     PartScattered,
@@ -74,8 +75,8 @@ def run(machine: ReceiverMachine, *events: Any, now: float = 0.0) -> list[Receiv
 
 def test_a_room_succeeds_only_once_everything_is_verified_and_tells_the_writer():
     machine = receiver(1)
-    assert run(machine, ArrivedUnverified(1, 0)) == [Verify(1, 0)]
-    assert run(machine, ArrivedUnverified(1, 1)) == [Verify(1, 1)]
+    assert run(machine, ArrivedUnverified(1, 0, "its digests")) == [Verify("its digests")]
+    assert run(machine, ArrivedUnverified(1, 1, "others")) == [Verify("others")]
     assert run(machine, Finished(1, 2, b"")) == []
     assert run(machine, Verified(1, 1)) == []
     assert (machine.state, machine.chunks) == (S.TRANSFERRING, 1)
@@ -105,23 +106,23 @@ def test_without_checksums_nobody_is_told():
 def test_a_repeated_notification_is_verified_once():
     machine = receiver(1)
     run(machine, ArrivedUnverified(1, 0))
-    assert run(machine, ArrivedUnverified(1, 0)) == []
+    assert run(machine, ArrivedUnverified(1, 0)) == [Drop(None)]
     run(machine, Verified(1, 0))
-    assert run(machine, ArrivedUnverified(1, 0)) == []
+    assert run(machine, ArrivedUnverified(1, 0)) == [Drop(None)]
     assert machine.chunks == 1
 
 
 def test_what_arrives_after_the_end_is_not_verified():
     machine = receiver(1)
     run(machine, ArrivedUnverified(1, 0), Verified(1, 0), Finished(1, 1, b""))
-    assert run(machine, ArrivedUnverified(1, 0), ArrivedUnverified(1, 9)) == []
+    assert run(machine, ArrivedUnverified(1, 0), ArrivedUnverified(1, 9)) == [Drop(None), Drop(None)]
     failed = receiver(1)
     run(failed, ReceiverAbortRequested("enough"))
-    assert run(failed, ArrivedUnverified(1, 0)) == []
+    assert run(failed, ArrivedUnverified(1, 0)) == [Drop(None)]
 
 
 def test_nobody_but_a_writer_is_verified():
-    assert run(receiver(1), ArrivedUnverified(2, 0)) == []
+    assert run(receiver(1), ArrivedUnverified(2, 0)) == [Drop(None)]
 
 
 def test_a_wrong_digest_fails_the_room_with_its_own_error_and_every_rank_hears_which():
@@ -141,7 +142,7 @@ def test_a_wrong_digest_fails_the_room_with_its_own_error_and_every_rank_hears_w
 
 def test_a_part_with_a_wrong_digest_does_the_same():
     machine = receiver(1)
-    assert run(machine, PartArrived(1, 0, 0, is_last=True)) == [Scatter(1, 0, 0)]
+    assert run(machine, PartArrived(1, 0, 0, is_last=True, work="it")) == [Scatter("it")]
     run(machine, PartScattered(1, 0, 0, WRONG))
     assert type(machine.error) is ChecksumError
 

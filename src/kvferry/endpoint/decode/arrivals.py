@@ -23,8 +23,6 @@ from kvferry.protocol.transfer.receiver import (
     PartArrived,
     ReceiverBroke,
     ReceiverEvent,
-    Scatter,
-    Verify,
 )
 from kvferry.protocol.wire import codec, messages, notifications
 from kvferry.settings import Settings
@@ -77,8 +75,6 @@ class Arrivals:
         self._user = user
         self._settling = settling
         self._now = platform.now
-        # What has arrived, while its room is told of it: by room, writer, sequence, and part where it is one.
-        self._offered: dict[tuple[int, int, int, int | None], ArrivalTask] = {}
         self._scatterers: Scatterers | None = None
         checks = staging.checks
         kernels = checks.memory.kernels if checks is not None else staging.kernels
@@ -91,11 +87,6 @@ class Arrivals:
     def threads(self) -> tuple[RunningLoop, ...]:
         """Those that scatter and verify."""
         return self._scatterers.threads if self._scatterers is not None else ()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing waits for a room to take it: always, between two calls."""
-        return not self._offered
 
     def closing(self) -> Closing:
         """Ends the threads once all tasks are done: yields what to wait for, and until when."""
@@ -156,7 +147,7 @@ class Arrivals:
             log.warning("dropped a notification for room %d: rank %d has nothing to send", message.room, writer)
         else:
             task = VerifyTask(room, now, plan, message, checks.memory)
-            self._offer((room.room, writer, sequence, None), task, ArrivedUnverified(writer, sequence), now)
+            self._user.apply(room, ArrivedUnverified(writer, sequence, task), now)
 
     def _part_arrived(self, peer: str, message: notifications.StagedArrived, now: float) -> None:
         """Handles a part of a chunk in staging memory. Its span is given back, whether or not a room takes the part."""
@@ -170,24 +161,18 @@ class Arrivals:
             ring.give_back(span)
             return
         task = ScatterTask(room, now, ring, span, message, is_verified=self._staging.checks is not None)
-        event = PartArrived(message.writer, message.sequence, message.part, message.is_last)
-        self._offer((room.room, message.writer, message.sequence, message.part), task, event, now)
+        self._user.apply(room, PartArrived(message.writer, message.sequence, message.part, message.is_last, task), now)
 
-    def _offer(
-        self, key: tuple[int, int, int, int | None], task: ArrivalTask, event: ReceiverEvent, now: float
-    ) -> None:
-        """Tells a room of what has arrived: it asks for the task at once, or does not want it."""
-        self._offered[key] = task
-        self._user.apply(task.room, event, now)
-        unwanted = self._offered.pop(key, None)
-        if unwanted is not None:
-            unwanted.give_back()
-
-    def begin(self, room: int, command: Scatter | Verify) -> None:
-        """Has what a room was told of scattered, or verified."""
-        part = command.part if isinstance(command, Scatter) else None
+    def begin(self, work: object) -> None:
+        """Has what has arrived for a room scattered, or verified."""
         assert self._scatterers is not None
-        self._scatterers.submit(self._offered.pop((room, command.writer, command.sequence, part)))
+        assert isinstance(work, ArrivalTask)
+        self._scatterers.submit(work)
+
+    def drop(self, work: object) -> None:
+        """Gives back the memory of what a room does not want."""
+        assert isinstance(work, ArrivalTask)
+        work.give_back()
 
     def _on_done(self, task: ArrivalTask, record: PlacedRecord, error: Exception | None) -> None:
         """Takes a task's result: on the thread that ran it, which is this one where no others scatter and verify."""

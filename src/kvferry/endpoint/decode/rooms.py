@@ -23,8 +23,11 @@ from kvferry.observe.observer import Observer
 from kvferry.observe.status import LostPeerStatus, RoomStatus
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.transfer.receiver import (
+    ArrivedUnverified,
     AwaitArrival,
     ConnectFailed,
+    Drop,
+    PartArrived,
     ReceiverAbortRequested,
     ReceiverBroke,
     ReceiverCommand,
@@ -171,6 +174,8 @@ class ReceivingRooms:
         except Exception as error:
             log.exception("room %d met an unexpected error", room.room)
             commands = room.handle(ReceiverBroke(error), now)
+            if isinstance(event, PartArrived | ArrivedUnverified):
+                commands.append(Drop(event.work))
         link = self._links_of.get(room.room)
         if room.machine.is_done and self.open.get(room.room) is room:
             del self.open[room.room]
@@ -236,8 +241,10 @@ class ReceivingRooms:
                 self.links.execute(link, link.send_unnumbered(rank, message), now)
             case SendVerified(rank):
                 self._send(room, link, rank, messages.RoomVerified(room=room.room, generation=room.generation), now)
-            case Scatter() | Verify():
-                self.arrivals.begin(room.room, command)
+            case Scatter(work) | Verify(work):
+                self.arrivals.begin(work)
+            case Drop(work):
+                self.arrivals.drop(work)
             case AwaitArrival(rank):
                 self._settling.add(partial(self.post_event, room.room, room.generation, SenderSettled(rank)))
 

@@ -61,10 +61,15 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class ArrivedUnverified:
-    """A notification `ChunkArrived` with digests, which have to be compared."""
+    """A notification `ChunkArrived` with digests, which have to be compared.
+
+    Attributes:
+        work: what compares them; comes back with `Verify`, or with `Drop`.
+    """
 
     writer: int
     sequence: int
+    work: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +87,17 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class PartArrived:
-    """A notification `StagedArrived`: a part of a chunk is in staging memory."""
+    """A notification `StagedArrived`: a part of a chunk is in staging memory.
+
+    Attributes:
+        work: what puts it into its pages; comes back with `Scatter`, or with `Drop`.
+    """
 
     writer: int
     sequence: int
     part: int
     is_last: bool
+    work: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,17 +226,21 @@ class SendVerified:
 class Verify:
     """Compare the digests of a chunk that is in its pages; answer with Verified."""
 
-    writer: int
-    sequence: int
+    work: object
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
     """Put a part that is in staging memory into its pages; answer with PartScattered."""
 
-    writer: int
-    sequence: int
-    part: int
+    work: object
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """What has arrived is not wanted."""
+
+    work: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +253,7 @@ class AwaitArrival:
     writer: int
 
 
-ReceiverCommand: TypeAlias = SendOpen | SendAbort | SendVerified | Verify | Scatter | AwaitArrival
+ReceiverCommand: TypeAlias = SendOpen | SendAbort | SendVerified | Verify | Scatter | Drop | AwaitArrival
 
 # ---- the machine ------------------------------------------------------------------------------------------------
 
@@ -365,8 +379,8 @@ class ReceiverMachine:
                 return self._fail(caused(f"room {self.room}: connecting failed", error))
             case Arrived(rank, sequence):
                 return self._arrived(rank, sequence, now)
-            case ArrivedUnverified(rank, sequence):
-                return self._arrived_unverified(rank, sequence, now)
+            case ArrivedUnverified():
+                return self._arrived_unverified(event, now)
             case Verified():
                 return self._verified(event, now)
             case PartArrived():
@@ -417,14 +431,14 @@ class ReceiverMachine:
         self._move(ReceiverTrigger.CHUNK_ARRIVED)
         return self._maybe_succeed(rank, writer)
 
-    def _arrived_unverified(self, rank: int, sequence: int, now: float) -> list[ReceiverCommand]:
-        writer = self._expected.get(rank)
-        if writer is None or self.state.is_final or sequence in writer.unverified:
-            return []
-        writer.unverified.add(sequence)
+    def _arrived_unverified(self, event: ArrivedUnverified, now: float) -> list[ReceiverCommand]:
+        writer = self._expected.get(event.writer)
+        if writer is None or self.state.is_final or event.sequence in writer.unverified:
+            return [Drop(event.work)]
+        writer.unverified.add(event.sequence)
         self._at_pages += 1
         self._last_progress = now
-        return [Verify(rank, sequence)]
+        return [Verify(event.work)]
 
     def _verified(self, event: Verified, now: float) -> list[ReceiverCommand]:
         self._at_pages -= 1
@@ -438,16 +452,16 @@ class ReceiverMachine:
     def _part_arrived(self, event: PartArrived, now: float) -> list[ReceiverCommand]:
         writer = self._expected.get(event.writer)
         if writer is None or self.state.is_final or event.sequence in writer.arrived:
-            return []
+            return [Drop(event.work)]
         parts = writer.partial.setdefault(event.sequence, _Parts())
         if event.part in parts.arrived:
-            return []
+            return [Drop(event.work)]
         parts.arrived.add(event.part)
         if event.is_last:
             parts.count = event.part + 1
         self._at_pages += 1
         self._last_progress = now
-        return [Scatter(event.writer, event.sequence, event.part)]
+        return [Scatter(event.work)]
 
     def _part_scattered(self, event: PartScattered, now: float) -> list[ReceiverCommand]:
         self._at_pages -= 1

@@ -47,7 +47,7 @@ def _of_decode(endpoint: DecodeEndpoint) -> Iterator[str]:
     if endpoint.open_rooms or rooms.open or rooms._links_of:
         yield f"{endpoint.open_rooms} rooms, {len(rooms.open)} in the driver"
     waiting = sum(len(waiting) for waiting in rooms._waiting.values())
-    if waiting or rooms.links.are_awaited or not rooms.arrivals.is_idle:
+    if waiting or rooms.links.are_awaited:
         yield f"{waiting} rooms that wait for a link"
     if driver._settling:
         yield "what failed writes had sent, which is still waited for"
