@@ -115,7 +115,7 @@ def test_a_repeated_notification_is_verified_once():
 def test_what_arrives_after_the_end_is_not_verified():
     machine = receiver(1)
     run(machine, ArrivedUnverified(1, 0), Verified(1, 0), Finished(1, 1, b""))
-    assert run(machine, ArrivedUnverified(1, 0), ArrivedUnverified(1, 9)) == [Drop(None), Drop(None)]
+    assert run(machine, ArrivedUnverified(1, 0), ArrivedUnverified(1, 9)) == [Drop(None)]
     failed = receiver(1)
     run(failed, ReceiverAbortRequested("enough"))
     assert run(failed, ArrivedUnverified(1, 0)) == [Drop(None)]
