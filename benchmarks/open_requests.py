@@ -19,7 +19,8 @@ from kvferry.plan import Piece
 from kvferry.protocol.geometry.demands import demands_of
 from kvferry.protocol.links.link import Link, LinkKey
 from kvferry.protocol.transfer.deadlines import Deadlines
-from kvferry.protocol.transfer.receiver import ReceiverMachine, SendOpen
+from kvferry.protocol.transfer.receiver import ReceiverMachine
+from kvferry.protocol.transfer.receiver_events import SendOpen
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration

@@ -41,7 +41,7 @@ from kvferry.protocol.geometry.placing import UnitPlaces
 from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.sender import Write
+from kvferry.protocol.transfer.sender_events import Write
 from kvferry.protocol.wire import codec, messages, notifications
 from kvferry.protocol.wire.messages import Credit
 from kvferry.protocol.wire.notifications import StagedArrived

@@ -38,22 +38,17 @@ from kvferry.protocol.links.rank_link import RankLink
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.pages.chunks import Chunk
 from kvferry.protocol.rooms.room_table import RoomTable
-from kvferry.protocol.transfer import receiver, sender
+from kvferry.protocol.transfer import receiver, sender, sender_events
 from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
-from kvferry.protocol.transfer.receiver import (
-    ConnectFailed,
-    PartScattered,
-    ReceiverCommand,
-    ReceiverEvent,
-    ReceiverMachine,
-)
-from kvferry.protocol.transfer.sender import (
+from kvferry.protocol.transfer.receiver import ReceiverMachine
+from kvferry.protocol.transfer.receiver_events import ConnectFailed, PartScattered, ReceiverCommand, ReceiverEvent
+from kvferry.protocol.transfer.sender import SenderMachine
+from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
     ReceiverAborted,
     ReceiverOpened,
     SenderCommand,
     SenderEvent,
-    SenderMachine,
     SendFinish,
     Write,
     WriteDone,
@@ -136,7 +131,7 @@ def _drained_while_writes_fly(patch: pytest.MonkeyPatch) -> None:
         for name, each in machine._receivers.items():
             if machine.state is TransferState.FAILED and not each.drained_sent:
                 each.drained_sent = True
-                commands.append(sender.SendDrained(name, each.opened.generation))
+                commands.append(sender_events.SendDrained(name, each.opened.generation))
         return commands
 
     patch.setattr(SenderMachine, "_tell_drained", tell)

@@ -18,7 +18,7 @@ from kvferry.plan.packing import PackedPiece, Segment, SubChunk, aligned, sub_ch
 from kvferry.protocol.geometry.digest_rows import row_bytes_of
 from kvferry.protocol.geometry.moved_blocks import moved_blocks, pack_units
 from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.sender import Write
+from kvferry.protocol.transfer.sender_events import Write
 from kvferry.protocol.wire import codec, notifications
 from kvferry.staging.digests import segment_digests
 from kvferry.staging.kernels import Kernels

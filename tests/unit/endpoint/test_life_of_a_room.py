@@ -30,7 +30,7 @@ from kvferry.errors import (
 )
 from kvferry.protocol.links.link import LinkState
 from kvferry.protocol.pages.page_numbers import PageNumbers
-from kvferry.protocol.transfer.sender import ReceiverAborted
+from kvferry.protocol.transfer.sender_events import ReceiverAborted
 from kvferry.protocol.wire import codec, field_types, messages
 
 S = TransferState

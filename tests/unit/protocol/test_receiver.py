@@ -9,7 +9,8 @@ import pytest
 
 from kvferry.errors import TransferAbortedError, TransferFailedError, TransferTimeoutError
 from kvferry.protocol.transfer.deadlines import Deadlines
-from kvferry.protocol.transfer.receiver import (
+from kvferry.protocol.transfer.receiver import ReceiverMachine
+from kvferry.protocol.transfer.receiver_events import (
     Arrived,
     AwaitArrival,
     Connected,
@@ -21,7 +22,6 @@ from kvferry.protocol.transfer.receiver import (
     ReceiverAbortRequested,
     ReceiverBroke,
     ReceiverCommand,
-    ReceiverMachine,
     ReceiverTick,
     Scatter,
     SendAbort,

@@ -24,7 +24,8 @@ from kvferry.protocol.pages.chunks import Chunk, ChunkPart
 from kvferry.protocol.pages.page_numbers import PageNumbers
 from kvferry.protocol.transfer import sender as sender_module
 from kvferry.protocol.transfer.deadlines import Deadlines
-from kvferry.protocol.transfer.sender import (
+from kvferry.protocol.transfer.sender import SenderMachine
+from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
     ChunkSubmitted,
     FinishFailed,
@@ -36,7 +37,6 @@ from kvferry.protocol.transfer.sender import (
     SenderAbortRequested,
     SenderBroke,
     SenderCommand,
-    SenderMachine,
     SenderTick,
     SendFailed,
     SendFinish,

@@ -11,7 +11,8 @@ from kvferry.errors import ChecksumError, KVFerryError, TransferAbortedError, Tr
 from kvferry.protocol.geometry.moves import ReceiverRequest
 from kvferry.protocol.pages.chunks import Chunk, ChunkPart
 from kvferry.protocol.transfer.deadlines import Deadlines
-from kvferry.protocol.transfer.receiver import (
+from kvferry.protocol.transfer.receiver import ReceiverMachine
+from kvferry.protocol.transfer.receiver_events import (
     ArrivedUnverified,
     Connected,
     Drop,
@@ -20,7 +21,6 @@ from kvferry.protocol.transfer.receiver import (
     PartScattered,
     ReceiverAbortRequested,
     ReceiverCommand,
-    ReceiverMachine,
     Scatter,
     SendAbort,
     SenderDrained,
@@ -28,7 +28,8 @@ from kvferry.protocol.transfer.receiver import (
     Verified,
     Verify,
 )
-from kvferry.protocol.transfer.sender import (
+from kvferry.protocol.transfer.sender import SenderMachine
+from kvferry.protocol.transfer.sender_events import (
     ChunkSubmitted,
     FinishSent,
     ReceiverAborted,
@@ -36,7 +37,6 @@ from kvferry.protocol.transfer.sender import (
     ReceiverOpened,
     ReceiverVerified,
     SendDrained,
-    SenderMachine,
     SenderTick,
     SendFinish,
 )

@@ -16,7 +16,7 @@ from kvferry.errors import PeerError
 from kvferry.observe.records import PlacedRecord
 from kvferry.protocol.links.link import Link
 from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.receiver import (
+from kvferry.protocol.transfer.receiver_events import (
     Arrived,
     ArrivedUnverified,
     Finished,

@@ -29,7 +29,8 @@ from kvferry.protocol.geometry.placing import UnitPlaces
 from kvferry.protocol.links.link import LinkKey
 from kvferry.protocol.links.proofs import Proof
 from kvferry.protocol.pages.chunks import AnyPages
-from kvferry.protocol.transfer.receiver import ReceiverAbortRequested, ReceiverMachine
+from kvferry.protocol.transfer.receiver import ReceiverMachine
+from kvferry.protocol.transfer.receiver_events import ReceiverAbortRequested
 from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.protocol.wire.request_conditions import checked_conditions
 from kvferry.settings import Settings

@@ -6,12 +6,9 @@ from kvferry.endpoint.transfer import Receiver
 from kvferry.observe.records import PlacedRecord, ReceiverStats
 from kvferry.observe.status import RoomStatus
 from kvferry.protocol.geometry.placing import UnitPlaces
-from kvferry.protocol.transfer.receiver import (
-    ReceiverCommand,
-    ReceiverEvent,
-    ReceiverMachine,
-)
-from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.transfer.receiver import ReceiverMachine
+from kvferry.protocol.transfer.receiver_events import ReceiverCommand, ReceiverEvent
+from kvferry.protocol.transfer.states import ReceiverState
 from kvferry.protocol.wire.messages import OpenGroup
 
 
@@ -53,7 +50,7 @@ class ReceivingRoom:
     @property
     def is_quarantined(self) -> bool:
         """Whether it has failed, and a write may still touch its pages. May be read from any thread."""
-        return self.machine.state is TransferState.FAILED and not self.machine.are_pages_reusable
+        return self.machine.detailed_state in (ReceiverState.QUARANTINED, ReceiverState.SETTLING)
 
     def status(self, now: float, peers: tuple[str, ...]) -> RoomStatus:
         """Returns the room's status. May be called from any thread."""

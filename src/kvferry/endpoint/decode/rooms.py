@@ -22,7 +22,7 @@ from kvferry.errors import KVFerryError, MessageError
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import LostPeerStatus, RoomStatus
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
-from kvferry.protocol.transfer.receiver import (
+from kvferry.protocol.transfer.receiver_events import (
     ArrivedUnverified,
     AwaitArrival,
     ConnectFailed,

@@ -14,7 +14,7 @@ from kvferry.endpoint.runtime.threads import Loop
 from kvferry.observe.records import PlacedRecord
 from kvferry.plan import PairPlan
 from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.receiver import PartScattered, ReceiverEvent, Verified
+from kvferry.protocol.transfer.receiver_events import PartScattered, ReceiverEvent, Verified
 from kvferry.protocol.wire.notifications import ChunkArrived, StagedArrived
 from kvferry.staging import Kernels
 from kvferry.staging.digests import DigestMemory, verify_chunk

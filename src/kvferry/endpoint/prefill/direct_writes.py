@@ -12,7 +12,14 @@ from kvferry.endpoint.prefill.write_account import Target, WriteAccount, Writing
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.observe.records import PartRecord
 from kvferry.plan import Unit
-from kvferry.protocol.transfer.sender import SenderBroke, Write, WriteAdmitted, WriteDeferred, WriteDone, WriteFailed
+from kvferry.protocol.transfer.sender_events import (
+    SenderBroke,
+    Write,
+    WriteAdmitted,
+    WriteDeferred,
+    WriteDone,
+    WriteFailed,
+)
 from kvferry.protocol.wire import codec, notifications
 from kvferry.transport import TransferReport, Transport
 

@@ -29,7 +29,8 @@ from kvferry.errors import EndpointClosedError, KVFerryError, PeerDisconnectedEr
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import PeerStatus, RoomStatus, StagingStatus
 from kvferry.protocol.time_awake import Lateness
-from kvferry.protocol.transfer.sender import SenderMachine, SenderTick
+from kvferry.protocol.transfer.sender import SenderMachine
+from kvferry.protocol.transfer.sender_events import SenderTick
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.settings import Settings

@@ -26,7 +26,8 @@ from kvferry.observe.status import RoomStatus
 from kvferry.plan import TransferPath
 from kvferry.protocol.geometry.moves import request_of
 from kvferry.protocol.pages.chunks import ChunkSequence, HandedIn
-from kvferry.protocol.transfer.sender import (
+from kvferry.protocol.transfer.sender import SenderMachine
+from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
     ChunkSubmitted,
     FinishFailed,
@@ -39,7 +40,6 @@ from kvferry.protocol.transfer.sender import (
     SenderBroke,
     SenderCommand,
     SenderEvent,
-    SenderMachine,
     SenderTick,
     SendFailed,
     SendFinish,
@@ -48,7 +48,7 @@ from kvferry.protocol.transfer.sender import (
     WriteFailed,
     WriteProgressed,
 )
-from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.transfer.states import SenderState, TransferState
 from kvferry.protocol.wire import codec, field_types, messages, notifications
 from kvferry.protocol.wire.rank_identity import DecodeRank
 from kvferry.settings import Settings
@@ -197,7 +197,7 @@ class SendingRoom(Actor):
             moved_bytes=sum(write.total_bytes for write in writes) + sum(part.num_bytes for part in parts),
             waits_for=f"staging memory for {', '.join(waiting)}" if waiting else machine.waits_for,
             peers=tuple(self._generations),
-            quarantined_pages=self._pages if machine.state is TransferState.FAILED and not machine.is_drained else 0,
+            quarantined_pages=self._pages if machine.detailed_state is SenderState.DRAINING else 0,
             failed_for_s=now - ended_at if (ended_at := self.sender.stats.ended_at) is not None else 0.0,
         )
 

@@ -26,7 +26,7 @@ from kvferry.observe.observer import Observer
 from kvferry.protocol.geometry.moves import request_of
 from kvferry.protocol.rooms.pending_opens import PendingMessage
 from kvferry.protocol.rooms.room_table import RoomTable
-from kvferry.protocol.transfer.sender import (
+from kvferry.protocol.transfer.sender_events import (
     ReceiverAborted,
     ReceiverLost,
     ReceiverVerified,

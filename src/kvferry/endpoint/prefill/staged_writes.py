@@ -13,7 +13,7 @@ from kvferry.errors import KVFerryError
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import PartRecord
 from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.sender import SenderBroke, Write, WriteDone, WriteFailed, WriteProgressed
+from kvferry.protocol.transfer.sender_events import SenderBroke, Write, WriteDone, WriteFailed, WriteProgressed
 from kvferry.protocol.wire import field_types, messages
 from kvferry.staging.gathering import Packing, PeerMemory, Posted, StagedQueue, StagedWrite
 from kvferry.transport import TransferReport, Transport

@@ -9,7 +9,7 @@ from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.observe.records import PartRecord, WriteRecord
 from kvferry.plan import Choice, ElectedRoute
-from kvferry.protocol.transfer.sender import SenderEvent
+from kvferry.protocol.transfer.sender_events import SenderEvent
 from kvferry.transport import TransferReport
 
 

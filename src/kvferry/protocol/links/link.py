@@ -20,7 +20,7 @@ from kvferry.layout import RankLayout
 from kvferry.plan import Piece, elect_writer, pieces_for_receiver
 from kvferry.protocol.links.rank_link import RankLink, RankStatus, Send
 from kvferry.protocol.links.reliable_channel import ReliableChannel
-from kvferry.protocol.transfer.receiver import Connected
+from kvferry.protocol.transfer.receiver_events import Connected
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration

@@ -1,4 +1,4 @@
-"""Which state of a transfer may hold pages, and for how long at most.
+"""For how long each state of a transfer may hold pages, at most.
 
 This module is the whole truth about it: the simulation holds every transfer to these rows, and the table in the
 documentation is drawn from them.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.transfer.states import ReceiverState, SenderState, TransferState
 
 
 class Side(Enum):
@@ -44,7 +44,7 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A row: pages of one side in one state.
+    """A row: pages of one side, whose state it is.
 
     Attributes:
         until: what ends it.
@@ -52,11 +52,15 @@ class Holding:
         unless: what can make it last longer, and why that must be; empty if nothing can.
     """
 
-    side: Side
-    state: TransferState
+    state: SenderState | ReceiverState
     until: str
     terms: tuple[str, ...]
     unless: str = ""
+
+    @property
+    def side(self) -> Side:
+        """Whose pages they are."""
+        return Side.PREFILL if isinstance(self.state, SenderState) else Side.DECODE
 
     def longest_s(self, waits: Waits) -> float:
         """Returns the longest that it may last without progress, in seconds."""
@@ -64,48 +68,50 @@ class Holding:
         return total
 
 
-_S = TransferState
+_S = SenderState
+_R = ReceiverState
 
 HOLDINGS: Sequence[Holding] = (
-    Holding(Side.PREFILL, _S.BOOTSTRAPPING, "every decode rank has opened the room", ("bootstrap_s",)),
-    Holding(Side.PREFILL, _S.WAITING_FOR_INPUT, "the next chunk is handed in", ("waiting_s",)),
+    Holding(_S.BOOTSTRAPPING, "every decode rank has opened the room", ("bootstrap_s",)),
+    Holding(_S.WAITING_FOR_INPUT, "the next chunk is handed in", ("waiting_s",)),
     Holding(
-        Side.PREFILL,
         _S.TRANSFERRING,
         "a write to the same decode rank ends or progresses, of whichever room; with none on its way, one is posted, "
         "the next chunk is handed in or the receivers are notified",
         ("write_s", "waiting_s"),
     ),
-    Holding(Side.PREFILL, _S.SUCCESS, "at once", ()),
+    Holding(_S.SUCCEEDED, "at once", ()),
     Holding(
-        Side.PREFILL,
-        _S.FAILED,
+        _S.DRAINING,
         "the transport reports that every write has ended and, where one failed, what was sent of it has had time to "
         "arrive",
         ("quarantine_s",),
         unless="a write is on its way: to a rank that is frozen it may be for as long as that lasts, and nothing that "
         "this side can do makes the transport let go of the pages",
     ),
-    Holding(Side.DECODE, _S.BOOTSTRAPPING, "the prefill engine is found and every rank has attached", ("bootstrap_s",)),
-    Holding(Side.DECODE, _S.WAITING_FOR_INPUT, "something arrives", ("waiting_s",)),
-    Holding(Side.DECODE, _S.TRANSFERRING, "something arrives", ("waiting_s",)),
-    Holding(Side.DECODE, _S.SUCCESS, "at once", ()),
+    Holding(_S.FAILED, "at once", ()),
+    Holding(_R.BOOTSTRAPPING, "the prefill engine is found and every rank has attached", ("bootstrap_s",)),
+    Holding(_R.WAITING_FOR_INPUT, "something arrives", ("waiting_s",)),
+    Holding(_R.TRANSFERRING, "something arrives", ("waiting_s",)),
+    Holding(_R.SUCCEEDED, "at once", ()),
     Holding(
-        Side.DECODE,
-        _S.FAILED,
+        _R.QUARANTINED,
         "every prefill rank that writes to pages directly has reported that it is drained, was closed, or has ended "
-        "as a process, and nothing is being scattered; where a write failed, what was sent of it has then had time to "
-        "arrive here, too",
-        ("write_s", "peer_s", "heartbeat_s", "heartbeat_s", "quarantine_s", "quarantine_s"),
+        "as a process, and nothing is being scattered",
+        ("write_s", "peer_s", "heartbeat_s", "heartbeat_s", "quarantine_s"),
         unless="such a rank is frozen or cut off: it may write when it is back, and there is no fence against that. "
         "With staged transfers alone nobody but this rank writes to its pages, and they come back at once",
     ),
+    Holding(
+        _R.SETTLING, "where a write failed, what was sent of it has had time to arrive here, too", ("quarantine_s",)
+    ),
+    Holding(_R.FAILED, "at once", ()),
 )
 
 
-def holding(side: Side, state: TransferState) -> Holding:
-    """Returns the row of one side in one state."""
-    return next(row for row in HOLDINGS if (row.side, row.state) == (side, state))
+def longest_s(side: Side, shown: TransferState, waits: Waits) -> float:
+    """Returns the longest that a side may hold pages without progress in a state as callers see it, in seconds."""
+    return sum(row.longest_s(waits) for row in HOLDINGS if row.side is side and row.state.shown is shown)
 
 
 def markdown(waits: Waits) -> str:

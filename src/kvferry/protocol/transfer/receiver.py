@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from kvferry.errors import (
     ChecksumError,
@@ -19,243 +18,32 @@ from kvferry.errors import (
 )
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.failures import caused
-from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, ReceiverTrigger, TransferState
-
-# ---- events -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """Every prefill rank of the group is ready to send.
-
-    Attributes:
-        ranks: engine ranks of the whole group; the room is requested from each, since each waits for its receivers.
-        writers: those elected to send bytes to this rank, and the names of the groups of pages that each fills.
-        into_pages: those of them that may write to the pages themselves; what the others send goes through our staging
-            memory, and only we put it into pages.
-        aux_writer: the one that sends the aux data.
-        verifies: whether writers wait for `RoomVerified`.
-    """
-
-    ranks: frozenset[int]
-    writers: Mapping[int, frozenset[str]]
-    into_pages: frozenset[int]
-    aux_writer: int
-    verifies: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectFailed:
-    """The prefill engine could not be reached, or refused."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A notification `ChunkArrived` from the rank that it names."""
-
-    writer: int
-    sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class ArrivedUnverified:
-    """A notification `ChunkArrived` with digests, which have to be compared.
-
-    Attributes:
-        work: what compares them; comes back with `Verify`, or with `Drop`.
-    """
-
-    writer: int
-    sequence: int
-    work: object = None
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """The digests of a chunk were compared, and its pages are no longer read.
-
-    Attributes:
-        error: why the chunk does not count as arrived; None if it does.
-    """
-
-    writer: int
-    sequence: int
-    error: Exception | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PartArrived:
-    """A notification `StagedArrived`: a part of a chunk is in staging memory.
-
-    Attributes:
-        work: what puts it into its pages; comes back with `Scatter`, or with `Drop`.
-    """
-
-    writer: int
-    sequence: int
-    part: int
-    is_last: bool
-    work: object = None
-
-
-@dataclass(frozen=True, slots=True)
-class PartScattered:
-    """A part is in its pages, or will not be written there any more.
-
-    Attributes:
-        error: why it could not be scattered; None if it was.
-    """
-
-    writer: int
-    sequence: int
-    part: int
-    error: Exception | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A notification `WriterFinished` from the rank that it names."""
-
-    writer: int
-    chunks: int
-    aux: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class SenderFailed:
-    """A prefill rank cannot complete the room."""
-
-    writer: int
-    error: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SenderDrained:
-    """A prefill rank will not write for this generation again.
-
-    Attributes:
-        after_failure: whether one of its writes failed: what had been sent of it may arrive yet.
-    """
-
-    writer: int
-    after_failure: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SenderSettled:
-    """What had been sent of a prefill rank's failed writes has had time to arrive; see `AwaitArrival`."""
-
-    writer: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverAbortRequested:
-    """Our caller aborted the room."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverBroke:
-    """An unexpected error arose in this process, not from a message."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverTick:
-    """Time has passed."""
-
-
-ReceiverEvent: TypeAlias = (
-    Connected
-    | ConnectFailed
-    | Arrived
-    | ArrivedUnverified
-    | Verified
-    | PartArrived
-    | PartScattered
-    | Finished
-    | SenderFailed
-    | SenderDrained
-    | SenderSettled
-    | ReceiverAbortRequested
-    | ReceiverBroke
-    | ReceiverTick
+from kvferry.protocol.transfer.receiver_events import (
+    Arrived,
+    ArrivedUnverified,
+    AwaitArrival,
+    Connected,
+    ConnectFailed,
+    Drop,
+    Finished,
+    PartArrived,
+    PartScattered,
+    ReceiverAbortRequested,
+    ReceiverBroke,
+    ReceiverCommand,
+    ReceiverEvent,
+    ReceiverTick,
+    Scatter,
+    SendAbort,
+    SenderDrained,
+    SenderFailed,
+    SenderSettled,
+    SendOpen,
+    SendVerified,
+    Verified,
+    Verify,
 )
-
-# ---- commands ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SendOpen:
-    """Request the room from a prefill rank.
-
-    Attributes:
-        groups: the groups of pages that it fills: it needs to know no page numbers of the others.
-    """
-
-    rank: int
-    groups: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class SendAbort:
-    """Ask a prefill rank to stop and to answer with `Drained`.
-
-    Attributes:
-        error: the name of the exception that the room failed with, if that rank should fail with the same.
-    """
-
-    rank: int
-    reason: str
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SendVerified:
-    """Confirm to a prefill rank that all of its digests are right."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Verify:
-    """Compare the digests of a chunk that is in its pages; answer with Verified."""
-
-    work: object
-
-
-@dataclass(frozen=True, slots=True)
-class Scatter:
-    """Put a part that is in staging memory into its pages; answer with PartScattered."""
-
-    work: object
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """What has arrived is not wanted."""
-
-    work: object
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitArrival:
-    """Wait until what a failed write had sent has had time to arrive here; answer with SenderSettled.
-
-    Only time in which this process runs counts: while it is frozen nobody reads its sockets.
-    """
-
-    writer: int
-
-
-ReceiverCommand: TypeAlias = SendOpen | SendAbort | SendVerified | Verify | Scatter | Drop | AwaitArrival
-
-# ---- the machine ------------------------------------------------------------------------------------------------
+from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, ReceiverState, ReceiverTrigger, TransferState
 
 
 @dataclass(slots=True)
@@ -298,7 +86,8 @@ class ReceiverMachine:
     """One room on one decode rank.
 
     Attributes:
-        state: where it stands.
+        detailed_state: where it stands.
+        state: the same, as its caller sees it.
         error: why it failed, once it has.
         aux: the request's aux data, once it has arrived.
         chunks: how many chunks have arrived, over all writers.
@@ -307,7 +96,8 @@ class ReceiverMachine:
     def __init__(self, room: int, *, rank: int, deadlines: Deadlines, now: float) -> None:
         """Takes the arguments of `SenderMachine`; rank is this decode rank's engine rank."""
         self.room = room
-        self.state = TransferState.BOOTSTRAPPING
+        self.detailed_state = ReceiverState.BOOTSTRAPPING
+        self.state = self.detailed_state.shown
         self.error: KVFerryError | None = None
         self.aux: bytes | None = None
         self.chunks = 0
@@ -326,9 +116,7 @@ class ReceiverMachine:
     @property
     def are_pages_reusable(self) -> bool:
         """Whether no byte of the pages can change any more on behalf of this room."""
-        if not self.state.is_final or self._at_pages:
-            return False
-        return not self.undrained
+        return not self.detailed_state.holds_pages
 
     @property
     def is_done(self) -> bool:
@@ -341,6 +129,11 @@ class ReceiverMachine:
         return [rank for rank in sorted(self._into_pages) if self._expected[rank].may_write]
 
     @property
+    def _silent(self) -> list[int]:
+        """Those of them that have not confirmed that they write no more."""
+        return [rank for rank in self.undrained if not self._expected[rank].has_answered]
+
+    @property
     def unanswered(self) -> list[int]:
         """Ranks that were asked to stop and have not answered. They may be asked again."""
         return sorted(self._unanswered)
@@ -350,11 +143,10 @@ class ReceiverMachine:
         """What it waits for, in words. May be read from another thread."""
         if self.state is TransferState.BOOTSTRAPPING:
             return "the prefill engine to be connected"
-        if self.state is TransferState.FAILED and self.undrained:
-            silent = [rank for rank in self.undrained if not self._expected[rank].has_answered]
-            if not silent:
-                return f"what prefill ranks {self.undrained} had sent of writes that failed, in case it arrives"
-            return f"prefill ranks {silent} to confirm that they write no more"
+        if self.detailed_state is ReceiverState.SETTLING:
+            return f"what prefill ranks {self.undrained} had sent of writes that failed, in case it arrives"
+        if self.detailed_state is ReceiverState.QUARANTINED and self._silent:
+            return f"prefill ranks {self._silent} to confirm that they write no more"
         if self.state.is_final:
             return f"prefill ranks {self.unanswered} to confirm its end" if self._unanswered else ""
         incomplete = [rank for rank, writer in list(self._expected.items()) if not writer.is_complete]
@@ -371,6 +163,14 @@ class ReceiverMachine:
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverCommand]:
         """Handles what happened and returns what to do. Never raises for what a peer did."""
+        commands = self._handle(event, now)
+        if self.detailed_state is ReceiverState.QUARANTINED and not self._at_pages and not self._silent:
+            self._move(ReceiverTrigger.ALL_ANSWERED)
+        if self.detailed_state is ReceiverState.SETTLING and not self.undrained:
+            self._move(ReceiverTrigger.ALL_SETTLED)
+        return commands
+
+    def _handle(self, event: ReceiverEvent, now: float) -> list[ReceiverCommand]:
         match event:
             case Connected():
                 return self._connected(event, now)
@@ -405,7 +205,8 @@ class ReceiverMachine:
                 return self._tick(now)
 
     def _move(self, trigger: ReceiverTrigger) -> None:
-        self.state = RECEIVER_TRANSITIONS[self.state][trigger]
+        self.detailed_state = RECEIVER_TRANSITIONS[self.detailed_state][trigger]
+        self.state = self.detailed_state.shown
 
     def _connected(self, event: Connected, now: float) -> list[ReceiverCommand]:
         if self.state is not TransferState.BOOTSTRAPPING:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from kvferry.errors import (
     ChecksumError,
@@ -20,254 +19,38 @@ from kvferry.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvferry.plan import Unit
-from kvferry.protocol.geometry.moves import Move, ReceiverRequest, check_chunk, moves_of
+from kvferry.protocol.geometry.moves import check_chunk, moves_of
 from kvferry.protocol.pages.chunks import Chunk, refuse_impossible
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.failures import caused
-from kvferry.protocol.transfer.states import SENDER_TRANSITIONS, SenderTrigger, TransferState
-from kvferry.protocol.wire.rank_identity import DecodeRank
-from kvferry.protocol.wire.request_conditions import why_different
-
-# ---- events -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReceiverOpened:
-    """A decode rank opened the room.
-
-    Attributes:
-        receiver: its endpoint's identity.
-        expected_receivers: how many decode ranks will open it.
-        request: what it requests from this rank.
-        sends_aux: whether this rank sends it the aux data.
-        verifies: whether it compares digests, and then sends `RoomVerified`.
-        held: tokens at the start of the request that it holds already.
-        rank: which decode rank it is; None where that does not matter.
-    """
-
-    receiver: str
-    generation: int
-    expected_receivers: int
-    request: ReceiverRequest
-    sends_aux: bool
-    verifies: bool = False
-    held: int = 0
-    rank: DecodeRank | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkSubmitted:
-    """The caller handed in the next chunk."""
-
-    chunk: Chunk
-
-
-@dataclass(frozen=True, slots=True)
-class TurnCame:
-    """Others have had their turns since `AwaitTurn`."""
-
-
-@dataclass(frozen=True, slots=True)
-class WriteDeferred:
-    """A write is not posted yet: it must wait until fewer bytes are on their way."""
-
-    receiver: str
-    sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteAdmitted:
-    """A write that was deferred is being posted."""
-
-    receiver: str
-    sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteDone:
-    """All bytes of one write are in the receiver's memory, and the source pages are no longer read for it."""
-
-    receiver: str
-    sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteProgressed:
-    """Writes to a receiver got on, or what they wait for did: a part of one arrived, or another room's write ended."""
-
-    receiver: str
-
-
-@dataclass(frozen=True, slots=True)
-class WriteFailed:
-    """A write ended with an error, and our memory is no longer read for it.
-
-    Attributes:
-        may_arrive: whether what was sent of it may still land in the receiver's memory; the same event without this
-            follows when it cannot.
-    """
-
-    receiver: str
-    sequence: int
-    error: Exception
-    may_arrive: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FinishSent:
-    """A receiver was notified that this rank has finished."""
-
-    receiver: str
-
-
-@dataclass(frozen=True, slots=True)
-class FinishFailed:
-    """A receiver could not be notified that this rank has finished."""
-
-    receiver: str
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverAborted:
-    """A decode rank aborted this generation."""
-
-    receiver: str
-    generation: int
-    reason: str
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverRefused:
-    """A decode rank that has not opened the room never will."""
-
-    receiver: str
-    rank: DecodeRank
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverVerified:
-    """A decode rank has compared all digests of ours, and they are right."""
-
-    receiver: str
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverLost:
-    """A decode rank is gone."""
-
-    receiver: str
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class SenderAbortRequested:
-    """Our caller aborted the room."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SenderBroke:
-    """An unexpected error arose in this process, from no message and no write."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class SenderTick:
-    """Time has passed."""
-
-
-SenderEvent: TypeAlias = (
-    ReceiverOpened
-    | ChunkSubmitted
-    | TurnCame
-    | WriteDeferred
-    | WriteAdmitted
-    | WriteDone
-    | WriteProgressed
-    | WriteFailed
-    | FinishSent
-    | FinishFailed
-    | ReceiverAborted
-    | ReceiverRefused
-    | ReceiverVerified
-    | ReceiverLost
-    | SenderAbortRequested
-    | SenderBroke
-    | SenderTick
+from kvferry.protocol.transfer.sender_events import (
+    AwaitTurn,
+    ChunkSubmitted,
+    FinishFailed,
+    FinishSent,
+    ReceiverAborted,
+    ReceiverLost,
+    ReceiverOpened,
+    ReceiverRefused,
+    ReceiverVerified,
+    SendDrained,
+    SenderAbortRequested,
+    SenderBroke,
+    SenderCommand,
+    SenderEvent,
+    SenderTick,
+    SendFailed,
+    SendFinish,
+    TurnCame,
+    Write,
+    WriteAdmitted,
+    WriteDeferred,
+    WriteDone,
+    WriteFailed,
+    WriteProgressed,
 )
-
-# ---- commands ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Write:
-    """Write these pages of ours to those of the receiver; answer with WriteDone or WriteFailed.
-
-    Before that, it may be deferred (WriteDeferred), and dropped as long as it is (if the room fails).
-
-    Attributes:
-        chunk: the number of the submitted chunk.
-        sequence: the number of the write among those to this receiver.
-        unit: what is moved together.
-        moves: what to write, route by route.
-    """
-
-    receiver: str
-    generation: int
-    chunk: int
-    sequence: int
-    unit: Unit
-    moves: tuple[Move, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitTurn:
-    """More chunks are to be written; answer with TurnCame when others that wait for a turn have had one."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendFinish:
-    """Notify the receiver that this rank has finished; answer with FinishSent or FinishFailed."""
-
-    receiver: str
-    generation: int
-    chunks: int
-    aux: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class SendFailed:
-    """Notify the receiver that the room failed here. No answer."""
-
-    receiver: str
-    generation: int
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class SendDrained:
-    """Notify the receiver that no write of this rank can touch its pages any more. No answer.
-
-    Attributes:
-        after_failure: whether a write to it failed: a receiver that was frozen meanwhile may have to read from its
-            sockets yet what had been sent.
-    """
-
-    receiver: str
-    generation: int
-    after_failure: bool = False
-
-
-SenderCommand: TypeAlias = Write | AwaitTurn | SendFinish | SendFailed | SendDrained
-
-# ---- the machine ------------------------------------------------------------------------------------------------
+from kvferry.protocol.transfer.states import SENDER_TRANSITIONS, SenderState, SenderTrigger, TransferState
+from kvferry.protocol.wire.request_conditions import why_different
 
 
 @dataclass(slots=True)
@@ -305,7 +88,8 @@ class SenderMachine:
     """One room on one prefill rank.
 
     Attributes:
-        state: where it stands.
+        detailed_state: where it stands.
+        state: the same, as its caller sees it.
         error: why it failed, once it has.
     """
 
@@ -330,7 +114,8 @@ class SenderMachine:
             depends_on: digests of what the request's cache depends on, by name.
         """
         self.room = room
-        self.state = TransferState.BOOTSTRAPPING
+        self.detailed_state = SenderState.BOOTSTRAPPING
+        self.state = self.detailed_state.shown
         self.error: KVFerryError | None = None
         self._rank = rank
         self._tokens = tokens
@@ -361,7 +146,7 @@ class SenderMachine:
     @property
     def is_done(self) -> bool:
         """Whether the room can be forgotten."""
-        return self.state.is_final and self.is_drained
+        return not self.detailed_state.holds_pages
 
     @property
     def waits_for(self) -> str:
@@ -448,10 +233,13 @@ class SenderMachine:
                 commands = self._fail(caused(f"room {self.room} met an unexpected error", error))
             case SenderTick():
                 commands = self._tick(now)
+        if self.detailed_state is SenderState.DRAINING and self.is_drained:
+            self._move(SenderTrigger.WRITES_ENDED)
         return commands + self._tell_drained()
 
     def _move(self, trigger: SenderTrigger) -> None:
-        self.state = SENDER_TRANSITIONS[self.state][trigger]
+        self.detailed_state = SENDER_TRANSITIONS[self.detailed_state][trigger]
+        self.state = self.detailed_state.shown
 
     def _receiver_opened(self, event: ReceiverOpened, now: float) -> list[SenderCommand]:
         known = self._receivers.get(event.receiver)

@@ -12,7 +12,7 @@ from kvferry.endpoint import DecodeEndpoint
 from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import KVFerryError
 from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.holding import Side, holding
+from kvferry.protocol.transfer.holding import Side, longest_s
 from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, TransferState
 from kvferry.protocol.wire.codec import decode_notification
 from kvferry.protocol.wire.notifications import ChunkArrived, Notification, StagedArrived
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from kvferry.testing.simulation.world import World
 
 
-def _followers(table: Mapping[TransferState, Mapping[Any, TransferState]]) -> dict[TransferState, set[TransferState]]:
-    """By state, all that may follow it, sooner or later: several moves may lie between two looks."""
-    followers = {state: set(moves.values()) for state, moves in table.items()}
+def _followers(table: Mapping[Any, Mapping[Any, Any]]) -> dict[TransferState, set[TransferState]]:
+    """By state as callers see it, all that may follow, sooner or later: several moves may lie between two looks."""
+    followers: dict[TransferState, set[TransferState]] = {state.shown: set() for state in table}
+    for state, moves in table.items():
+        followers[state.shown] |= {target.shown for target in moves.values() if target.shown is not state.shown}
     for _ in table:
         for reached in followers.values():
             reached.update(*(followers[state] for state in tuple(reached)))
@@ -61,7 +63,7 @@ _TELLS_UNLESS = frozenset(
 
 def _longest_s(side: Side, state: TransferState) -> float:
     is_bounded_at_once = state in (TransferState.BOOTSTRAPPING, TransferState.SUCCESS, TransferState.FAILED)
-    return holding(side, state).longest_s(WAITS) * (1 if is_bounded_at_once else _MOST_PROGRESS) + _SLACK_S
+    return longest_s(side, state, WAITS) * (1 if is_bounded_at_once else _MOST_PROGRESS) + _SLACK_S
 
 
 _LONGEST_S = {(side, state): _longest_s(side, state) for side in Side for state in TransferState}

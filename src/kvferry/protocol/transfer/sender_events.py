@@ -1,0 +1,249 @@
+"""What happens to a room on a prefill rank, as events, and what its machine wants done, as commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvferry.plan import Unit
+from kvferry.protocol.geometry.moves import Move, ReceiverRequest
+from kvferry.protocol.pages.chunks import Chunk
+from kvferry.protocol.wire.rank_identity import DecodeRank
+
+# ---- events -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReceiverOpened:
+    """A decode rank opened the room.
+
+    Attributes:
+        receiver: its endpoint's identity.
+        expected_receivers: how many decode ranks will open it.
+        request: what it requests from this rank.
+        sends_aux: whether this rank sends it the aux data.
+        verifies: whether it compares digests, and then sends `RoomVerified`.
+        held: tokens at the start of the request that it holds already.
+        rank: which decode rank it is; None where that does not matter.
+    """
+
+    receiver: str
+    generation: int
+    expected_receivers: int
+    request: ReceiverRequest
+    sends_aux: bool
+    verifies: bool = False
+    held: int = 0
+    rank: DecodeRank | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkSubmitted:
+    """The caller handed in the next chunk."""
+
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCame:
+    """Others have had their turns since `AwaitTurn`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDeferred:
+    """A write is not posted yet: it must wait until fewer bytes are on their way."""
+
+    receiver: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteAdmitted:
+    """A write that was deferred is being posted."""
+
+    receiver: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    """All bytes of one write are in the receiver's memory, and the source pages are no longer read for it."""
+
+    receiver: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteProgressed:
+    """Writes to a receiver got on, or what they wait for did: a part of one arrived, or another room's write ended."""
+
+    receiver: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """A write ended with an error, and our memory is no longer read for it.
+
+    Attributes:
+        may_arrive: whether what was sent of it may still land in the receiver's memory; the same event without this
+            follows when it cannot.
+    """
+
+    receiver: str
+    sequence: int
+    error: Exception
+    may_arrive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSent:
+    """A receiver was notified that this rank has finished."""
+
+    receiver: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishFailed:
+    """A receiver could not be notified that this rank has finished."""
+
+    receiver: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverAborted:
+    """A decode rank aborted this generation."""
+
+    receiver: str
+    generation: int
+    reason: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverRefused:
+    """A decode rank that has not opened the room never will."""
+
+    receiver: str
+    rank: DecodeRank
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverVerified:
+    """A decode rank has compared all digests of ours, and they are right."""
+
+    receiver: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverLost:
+    """A decode rank is gone."""
+
+    receiver: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class SenderAbortRequested:
+    """Our caller aborted the room."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SenderBroke:
+    """An unexpected error arose in this process, from no message and no write."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class SenderTick:
+    """Time has passed."""
+
+
+SenderEvent: TypeAlias = (
+    ReceiverOpened
+    | ChunkSubmitted
+    | TurnCame
+    | WriteDeferred
+    | WriteAdmitted
+    | WriteDone
+    | WriteProgressed
+    | WriteFailed
+    | FinishSent
+    | FinishFailed
+    | ReceiverAborted
+    | ReceiverRefused
+    | ReceiverVerified
+    | ReceiverLost
+    | SenderAbortRequested
+    | SenderBroke
+    | SenderTick
+)
+
+# ---- commands ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """Write these pages of ours to those of the receiver; answer with WriteDone or WriteFailed.
+
+    Before that, it may be deferred (WriteDeferred), and dropped as long as it is (if the room fails).
+
+    Attributes:
+        chunk: the number of the submitted chunk.
+        sequence: the number of the write among those to this receiver.
+        unit: what is moved together.
+        moves: what to write, route by route.
+    """
+
+    receiver: str
+    generation: int
+    chunk: int
+    sequence: int
+    unit: Unit
+    moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitTurn:
+    """More chunks are to be written; answer with TurnCame when others that wait for a turn have had one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendFinish:
+    """Notify the receiver that this rank has finished; answer with FinishSent or FinishFailed."""
+
+    receiver: str
+    generation: int
+    chunks: int
+    aux: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendFailed:
+    """Notify the receiver that the room failed here. No answer."""
+
+    receiver: str
+    generation: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class SendDrained:
+    """Notify the receiver that no write of this rank can touch its pages any more. No answer.
+
+    Attributes:
+        after_failure: whether a write to it failed: a receiver that was frozen meanwhile may have to read from its
+            sockets yet what had been sent.
+    """
+
+    receiver: str
+    generation: int
+    after_failure: bool = False
+
+
+SenderCommand: TypeAlias = Write | AwaitTurn | SendFinish | SendFailed | SendDrained
