@@ -27,7 +27,13 @@ Tree: TypeAlias = Any
 """What MessagePack and JSON know: dictionaries, lists, numbers, texts, bytes."""
 
 HEADER = codec.encode(messages.Ping(endpoint="any"))[:6]
-KINDS = tuple(get_args(messages.ToPrefill) + get_args(messages.ToDecode) + get_args(notifications.Notification))
+KINDS = tuple(
+    get_args(messages.ToPrefill)
+    + get_args(messages.ToDecode)
+    + get_args(messages.NumberedToPrefill)
+    + get_args(messages.NumberedToDecode)
+    + get_args(notifications.Notification)
+)
 
 _NUMBERS = (0, 1, -1, 2, 7, 255, 256, 2**31 - 1, 2**31, 2**32, 2**48, 2**48 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
 _TEXTS = ("", "k", "kv", "layer", "Ping", "Attach", "x" * 300, "line\nfeed", "\x00", "\N{SNOWMAN}", "%s%n", "nan")

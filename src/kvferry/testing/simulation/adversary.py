@@ -264,9 +264,14 @@ class Adversary:
             side.process.acts()
             transfer.abort("the simulation says so")
 
+    def _of_the_living(self) -> list[SimulatedHandle]:
+        """Writes that may fail. What a process that has died had sent just ends: nobody is there to be told."""
+        return [transfer for transfer in self._world.wire.moving if transfer not in self.doomed]
+
     def _fail_write(self) -> None:
-        if self._world.wire.moving:
-            self._break_off(self._world.fate.choice(self._world.wire.moving), self._lingering)
+        writes = self._of_the_living()
+        if writes:
+            self._break_off(self._world.fate.choice(writes), self._lingering)
 
     def _break_off(self, transfer: SimulatedHandle, draw: random.Random) -> None:
         """A write fails. What was sent of it lands yet: soon, or once its receiver thaws where that is frozen."""
@@ -303,7 +308,7 @@ class Adversary:
 
     def _break_off_while_frozen(self) -> None:
         """A decode rank freezes for long; a write to it has been sent, in part, and fails."""
-        writes = [each for each in self._world.wire.moving if self._world.process_of(each.target).takes_work]
+        writes = [each for each in self._of_the_living() if self._world.process_of(each.target).takes_work]
         if writes and self._counts("frozen receiver"):
             transfer = self._of_frozen.choice(writes)
             process = self._world.process_of(transfer.target)

@@ -1,0 +1,162 @@
+"""Breadth first through all states that a world can reach: every law in each, a way to the end from each."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+from kvferry.protocol.wire import codec, messages
+from kvferry.testing.enumeration.world import Move, State, World
+from kvferry.testing.simulation.laws import Law, ViolationError
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What an enumeration has found.
+
+    Attributes:
+        states: how many distinct states were reached.
+        moves: how many moves lead from one to another.
+        violation: the law that broke first, None if all hold. No shorter way breaks any.
+        trace: the way there.
+        is_closed: whether nothing else can be reached.
+    """
+
+    states: int
+    moves: int
+    violation: ViolationError | None
+    trace: tuple[Move, ...]
+    is_closed: bool
+
+
+def enumerate_states(
+    world: World, *, most: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> Found:
+    """Enumerates all states from the first on, the nearest first.
+
+    In each the laws are checked, and that the machines take every event. When nothing new is left, every state must have
+    a way to the end on which nothing goes wrong: under fair delivery every room then ends.
+
+    Args:
+        most: stop after so many states.
+        progress: called now and then, with the states that were reached and those that wait.
+    """
+    first = world.first()
+    numbers: dict[State, int] = {first: 0}
+    waiting: deque[tuple[int, State]] = deque([(0, first)])
+    parents, choices = array("q", [-1]), array("H", [0])  # which move of which state led to each first
+    sources, targets = array("q"), array("q")  # of moves on which nothing goes wrong
+    ends: list[int] = []
+    moves = 0
+    while waiting:
+        number, state = waiting.popleft()
+        if progress is not None and number % 10_000 == 0:
+            progress(len(numbers), len(waiting))
+        try:
+            world.check(state)
+            if world.is_over(state):
+                ends.append(number)
+            for choice, move in enumerate(world.moves(state)):
+                moves += 1
+                known = numbers.get(move.state)
+                if known is None:
+                    known = numbers[move.state] = len(numbers)
+                    parents.append(number)
+                    choices.append(choice)
+                    waiting.append((known, move.state))
+                if not move.is_fault:
+                    sources.append(number)
+                    targets.append(known)
+        except ViolationError as violation:
+            return Found(len(numbers), moves, violation, _trace(world, parents, choices, number), is_closed=False)
+        except Exception as error:
+            raised = ViolationError(Law.NEVER_RAISES, f"{type(error).__name__}: {error}")
+            raised.__cause__ = error
+            return Found(len(numbers), moves, raised, _trace(world, parents, choices, number), is_closed=False)
+        if most is not None and len(numbers) >= most:
+            return Found(len(numbers), moves, None, (), is_closed=False)
+    stuck = _without_a_way(len(numbers), sources, targets, ends)
+    if stuck is None:
+        return Found(len(numbers), moves, None, (), is_closed=True)
+    violation = ViolationError(Law.ENDS, "from here no way leads to the end of every room, whatever arrives")
+    return Found(len(numbers), moves, violation, _trace(world, parents, choices, stuck), is_closed=True)
+
+
+def _without_a_way(count: int, sources: array[int], targets: array[int], ends: list[int]) -> int | None:
+    """Returns the first state from which no end can be reached; None if there is none."""
+    before: list[array[int] | None] = [None] * count
+    for source, target in zip(sources, targets, strict=True):
+        known = before[target]
+        if known is None:
+            known = before[target] = array("q")
+        known.append(source)
+    reaches = bytearray(count)
+    waiting = list(ends)
+    for number in ends:
+        reaches[number] = 1
+    while waiting:
+        for source in before[waiting.pop()] or ():
+            if not reaches[source]:
+                reaches[source] = 1
+                waiting.append(source)
+    stuck = reaches.find(0)
+    return None if stuck < 0 else stuck
+
+
+def _trace(world: World, parents: array[int], choices: array[int], number: int) -> tuple[Move, ...]:
+    """Returns the way by which a state was reached first."""
+    way = []
+    while number > 0:
+        way.append(choices[number])
+        number = parents[number]
+    state, trace = world.first(), []
+    for choice in reversed(way):
+        move = next(islice(world.moves(state), choice, None))
+        trace.append(move)
+        state = move.state
+    return tuple(trace)
+
+
+def sequence_diagram(world: World, found: Found) -> str:
+    """Draws the way to a violation as a Mermaid sequence diagram."""
+    names = [f"d{number}" for number in range(world.shape.decodes)]
+    names += [f"p{number}" for number in range(world.shape.prefills)]
+    lines = ["sequenceDiagram", *(f"    participant {name}" for name in names)]
+    state = world.first()
+    for move in found.trace:
+        if not move.source:
+            lines.append(f"    Note over {names[0]},{names[-1]}: {move.label}")
+        elif move.source == move.target:
+            lines.append(f"    Note over {move.source}: {move.label}")
+        else:
+            arrow = "-x" if move.label.startswith(("lost", "cut")) else "->>"
+            text = " ".join(filter(None, [_message(state, move), move.label]))
+            lines.append(f"    {move.source}{arrow}{move.target}: {text}")
+        state = move.state
+    lines.append(f"    Note over {names[0]},{names[-1]}: {found.violation}")
+    return "\n".join(lines)
+
+
+def _message(state: State, move: Move) -> str:
+    """Returns the name of the message that arrives, if one does."""
+    decode = int(move.source[1:]) if move.source[0] == "d" else int(move.target[1:])
+    prefill = int(move.source[1:]) if move.source[0] == "p" else int(move.target[1:])
+    line = decode * len(state.prefills) + prefill
+    is_up = move.source[0] == "d"
+    before, after = (state.up[line], move.state.up[line]) if is_up else (state.down[line], move.state.down[line])
+    if not move.is_fault and len(state.notes) > len(move.state.notes):
+        left = list(move.state.notes)
+        gone = next(note for note in state.notes if note not in left or left.remove(note))
+        return type(codec.decode_notification(gone.data)).__name__
+    if not before or (not move.is_fault and len(after) > len(before)) or move.label.startswith(("lost", "cut", "chunk")):
+        return ""
+    if not move.is_fault and before[1:] != after[: len(before) - 1]:
+        return ""
+    message = codec.decode_to_prefill(before[0]) if is_up else codec.decode_to_decode(before[0])
+    if isinstance(message, messages.Numbered):
+        body = (codec.decode_numbered_to_prefill if is_up else codec.decode_numbered_to_decode)(message.body)
+        return f"{type(body).__name__} ({message.number})"
+    return type(message).__name__
