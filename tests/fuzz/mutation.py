@@ -7,7 +7,7 @@ A message is changed as a tree (a value of another type, a list that is longer, 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import inspect
 from tests.support.caches import Model, Shape, pool
 
+from kvferry.errors import PeerError
 from kvferry.layout import Device, RankCoordinates, RankLayout, all_coordinates
 from kvferry.plan import Unit, pieces_for_receiver
 from kvferry.protocol.geometry.moved_blocks import pack_units
@@ -114,7 +115,8 @@ def examples() -> list[field_types.Message]:
         ]
     made += [
         messages.Detach(endpoint="hostile-0"),
-        messages.Ping(endpoint="hostile-0"),
+        messages.Ping(endpoint="hostile-0", epoch=1, sent=5, received=4),
+        messages.Numbered(epoch=1, number=1, body=codec.encode_body(messages.RoomVerified(room=5, generation=6))),
         messages.AbortRoom(room=5, generation=6, reason="no reason"),
         messages.RefuseRoom(
             endpoint="p0",
@@ -160,12 +162,29 @@ def tree_of(message: msgspec.Struct) -> Tree:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message))
 
 
+NUMBERED = {kind.__name__ for kind in get_args(messages.NumberedToPrefill) + get_args(messages.NumberedToDecode)}
+
+
 def packed(tree: Tree) -> bytes:
-    """The message, with its header; short where the tree is too much for an encoder."""
+    """The message, with its header, and numbered if it is of such a kind; short where an encoder cannot take it."""
     try:
-        return HEADER + msgspec.msgpack.encode(tree)
+        body = msgspec.msgpack.encode(tree)
     except (OverflowError, RecursionError, UnicodeEncodeError):
         return HEADER
+    if isinstance(tree, dict) and isinstance(tree.get("type"), str) and tree["type"] in NUMBERED:
+        return codec.encode(messages.Numbered(epoch=1, number=1, body=msgspec.Raw(body)))
+    return HEADER + body
+
+
+def renumbered(data: bytes, epoch: int, numbers: Iterator[int]) -> bytes:
+    """The same message; if it is a numbered one, with the number and epoch for which it would be heard."""
+    try:
+        message = codec.decode_to_prefill(data)
+    except PeerError:
+        return data
+    if not isinstance(message, messages.Numbered):
+        return data
+    return codec.encode(messages.Numbered(epoch=epoch, number=next(numbers), body=message.body))
 
 
 def as_json(tree: Tree) -> bytes:
@@ -212,6 +231,8 @@ class Mutator:
                 return chance.choice([each for each in (*_NUMBERS, low, high) if low <= each <= high])
             case inspect.FloatType():
                 return chance.choice((0.0, 1.0, 1e9))
+            case inspect.RawType():  # the body of a numbered message
+                return self.made(chance.choice([each for each in KINDS if each.__name__ in NUMBERED]))
             case inspect.BoolType():
                 return chance.random() < 0.5
             case inspect.NoneType():

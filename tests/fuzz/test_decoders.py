@@ -59,6 +59,13 @@ ANSWERS: list[tuple[type[Any], Any]] = [
 ]
 
 
+_INNER: dict[Any, Any] = {
+    codec.decode_to_prefill: codec.decode_numbered_to_prefill,
+    codec.decode_to_decode: codec.decode_numbered_to_decode,
+}
+"""What decodes the body of a numbered message, by what decodes that."""
+
+
 class Decoders:
     """Every decoder, with the errors that it says it raises."""
 
@@ -97,6 +104,9 @@ class Decoders:
                 continue
             again = codec.encode(message)  # what was accepted can travel on
             assert type(decode(again)) is type(message)
+            if isinstance(message, messages.Numbered):
+                body, inner = bytes(message.body), _INNER[decode]
+                message = self.feed(lambda _: inner(msgspec.Raw(body)), b"", MessageError)  # noqa: B023
             match message:
                 case messages.OpenRoom():
                     for layout in self._layouts[:3]:
@@ -176,6 +186,8 @@ def test_the_mutator_makes_what_is_right_from_the_types_alone(corpus: Corpus):
     for union, decode in (
         (messages.ToPrefill, codec.decode_to_prefill),
         (messages.ToDecode, codec.decode_to_decode),
+        (messages.NumberedToPrefill, lambda data: codec.decode_numbered_to_prefill(msgspec.Raw(data[6:]))),
+        (messages.NumberedToDecode, lambda data: codec.decode_numbered_to_decode(msgspec.Raw(data[6:]))),
         (notifications.Notification, codec.decode_notification),
     ):
         for kind in get_args(union):

@@ -222,8 +222,8 @@ CATALOGUE = (
     PlantedFault(
         "an abort of what was dropped with a lost rank is taken for that of a room that has ended",
         "protocol/rooms/room_table.py",
-        "if self._is_dropped(receiver, message):\n            return True",
-        "if self._is_dropped(receiver, message):\n            return False",
+        "return dropped is not None and dropped.generation == message.generation",
+        "return False",
         "tests/unit/protocol/test_room_table.py tests/unit/endpoint/test_links.py",
     ),
     PlantedFault(
@@ -257,8 +257,8 @@ CATALOGUE = (
     PlantedFault(
         "pages in quarantine are not shown",
         "endpoint/decode/room.py",
-        "self.machine.state is TransferState.FAILED and not self.machine.are_pages_reusable",
-        "self.machine.state is TransferState.FAILED and self.machine.are_pages_reusable",
+        "(ReceiverState.QUARANTINED, ReceiverState.SETTLING)",
+        "(ReceiverState.SUCCEEDED, ReceiverState.SETTLING)",
         "tests/unit/endpoint/test_observed.py",
     ),
     # ---- engines

@@ -292,7 +292,7 @@ def test_a_part_whose_bytes_are_not_those_of_its_segments_is_refused(
         assert isinstance(message, StagedArrived)
         return msgspec.structs.replace(message, segments=change(message.segments))
 
-    monkeypatch.setattr(messages, "decode_notification", changed)
+    monkeypatch.setattr(codec, "decode_notification", changed)
     monkeypatch.setattr(Scatterer, "scatter", lambda *arguments: pytest.fail("bytes were copied"))
     for case in NAMED.values():
         with pytest.raises(MessageError, match="bytes of staging memory for segments of"):

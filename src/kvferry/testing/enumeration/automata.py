@@ -41,7 +41,9 @@ def _attributes(value: object) -> list[str]:
 
 def _is_frozen(value: object) -> bool:
     parameters = getattr(type(value), "__dataclass_params__", None)
-    return isinstance(value, msgspec.Struct | msgspec.Raw) or (is_dataclass(value) and parameters is not None and parameters.frozen)
+    return isinstance(value, msgspec.Struct | msgspec.Raw) or (
+        is_dataclass(value) and parameters is not None and parameters.frozen
+    )
 
 
 def copied(value: Any, made: dict[int, Any] | None = None) -> Any:
@@ -51,7 +53,7 @@ def copied(value: Any, made: dict[int, Any] | None = None) -> Any:
         made: what was copied already, by the identity of the original: what two share, their copies share.
     """
     made = {} if made is None else made
-    if isinstance(value, _ATOMIC) or isinstance(value, Enum | BaseException | np.ndarray) or _is_frozen(value):
+    if isinstance(value, (*_ATOMIC, Enum, BaseException, np.ndarray)) or _is_frozen(value):
         return value
     if isinstance(value, Counter):
         return Counter(value)
@@ -74,7 +76,7 @@ def copied(value: Any, made: dict[int, Any] | None = None) -> Any:
 
 def compared(value: Any) -> Hashable:
     """Returns what is equal for two values that behave alike. Of an error only its type counts."""
-    if isinstance(value, _ATOMIC) or isinstance(value, Enum):
+    if isinstance(value, (*_ATOMIC, Enum)):
         return value
     if isinstance(value, BaseException):
         return type(value).__name__

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvferry.plan import Unit
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.transfer.credits import ReadingRing, Span
@@ -27,9 +29,25 @@ from kvferry.protocol.transfer.receiver_events import (
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire import codec, messages, notifications
 from kvferry.testing.enumeration.automata import Event, Output
-from kvferry.testing.enumeration.prefill_node import DEADLINES, EPOCH, RING_EPOCH, ROOM, SPAN_BYTES, decode_name, writer_of
+from kvferry.testing.enumeration.prefill_node import (
+    DEADLINES,
+    EPOCH,
+    RING_EPOCH,
+    ROOM,
+    SPAN_BYTES,
+    decode_name,
+    writer_of,
+)
 
 _LATE = float("inf")
+
+
+class _Part(NamedTuple):
+    """A part that is in the ring."""
+
+    prefill: int
+    sequence: int
+    span: Span
 
 
 class DecodeNode:
@@ -130,13 +148,13 @@ class DecodeNode:
                 if prefill in self.settling:
                     self.settling.discard(prefill)
                     self._apply(SenderSettled(prefill), out)
-                for each, span in [entry for entry in self._settling_spans if entry[0] == prefill]:
-                    self._settling_spans.remove((each, span))
-                    self._give_back(each, span, out)
+                spans = [span for writer, span in self._settling_spans if writer == prefill]
+                self._settling_spans = [entry for entry in self._settling_spans if entry[0] != prefill]
+                for span in spans:
+                    self._give_back(prefill, span, out)
             case ("broke", prefill):
                 self._ping(prefill, out, resends=True)
-                for each in self._channels[prefill].resend():
-                    out.append(("up", prefill, codec.encode(each)))
+                out += [("up", prefill, codec.encode(each)) for each in self._channels[prefill].resend()]
                 self._repeat_abort(prefill, out)
             case ("heartbeat", prefill):
                 self._ping(prefill, out)
@@ -178,8 +196,8 @@ class DecodeNode:
         out.append(("up", command.rank, codec.encode(abort)))
 
     def _send(self, prefill: int, message: messages.NumberedToPrefill, out: list[Output]) -> None:
-        for each in self._channels[prefill].send(codec.encode_body(message)):
-            out.append(("up", prefill, codec.encode(each)))
+        ready = self._channels[prefill].send(codec.encode_body(message))
+        out += [("up", prefill, codec.encode(each)) for each in ready]
 
     def _apply(self, event: ReceiverEvent, out: list[Output], now: float = 0.0) -> None:
         machine = self._machine
@@ -195,12 +213,12 @@ class DecodeNode:
                     self._open_numbers[rank] = self._channels[rank].last_number
                 case SendAbort():
                     self._abort(command, out)
-                case Scatter((prefill, sequence, part, span)):
-                    self.placed.add((prefill, sequence))
-                    self._give_back(prefill, span, out)
-                    self._apply(PartScattered(prefill, sequence, part), out)
-                case Drop((prefill, _, _, span)):
-                    self._give_back(prefill, span, out)
+                case Scatter(_Part() as part):
+                    self.placed.add((part.prefill, part.sequence))
+                    self._give_back(part.prefill, part.span, out)
+                    self._apply(PartScattered(part.prefill, part.sequence, 0), out)
+                case Drop(_Part() as part):
+                    self._give_back(part.prefill, part.span, out)
                 case AwaitArrival(rank):
                     self.settling.add(rank)
 
@@ -228,8 +246,7 @@ class DecodeNode:
                 ready = channel.acknowledged(message.received)
                 if message.received < message.heard_of:
                     ready = channel.resend()
-                for each in ready:
-                    out.append(("up", prefill, codec.encode(each)))
+                out += [("up", prefill, codec.encode(each)) for each in ready]
                 if message.sent > channel.received:
                     self._ping(prefill, out, resends=True)
 
@@ -247,9 +264,9 @@ class DecodeNode:
         match message:
             case notifications.StagedArrived():
                 span = Span(message.start, message.begin, message.stop)
-                work = prefill, message.sequence, message.part, span
+                part = _Part(prefill, message.sequence, span)
                 if is_ours:
-                    self._apply(PartArrived(message.writer, message.sequence, 0, True, work), out)
+                    self._apply(PartArrived(message.writer, message.sequence, 0, is_last=True, work=part), out)
                 else:
                     self._give_back(prefill, span, out)
             case notifications.ChunkArrived() if is_ours:
@@ -281,6 +298,4 @@ def staged_arrived(writer: int, generation: int, sequence: int, span: tuple[int,
 
 def chunk_arrived(writer: int, generation: int, sequence: int) -> bytes:
     """Encodes the notification of a chunk that was written directly."""
-    return codec.encode(
-        notifications.ChunkArrived(room=ROOM, generation=generation, writer=writer, sequence=sequence)
-    )
+    return codec.encode(notifications.ChunkArrived(room=ROOM, generation=generation, writer=writer, sequence=sequence))

@@ -191,8 +191,8 @@ class PrefillNode:
 
     def _send(self, decode: int, message: Message, out: list[Output]) -> None:
         if isinstance(message, messages.NumberedToDecode):
-            for each in self._channels[decode].send(codec.encode_body(message)):
-                out.append(("down", decode, codec.encode(each)))
+            ready = self._channels[decode].send(codec.encode_body(message))
+            out += [("down", decode, codec.encode(each)) for each in ready]
         else:
             out.append(("down", decode, codec.encode(message)))
 
@@ -209,8 +209,8 @@ class PrefillNode:
                             self._post_waiting(out)
             case messages.Ping():
                 ready = channel.acknowledged(message.received)
-                for each in channel.resend() if message.resends else ready:
-                    out.append(("down", decode, codec.encode(each)))
+                ready = channel.resend() if message.resends else ready
+                out += [("down", decode, codec.encode(each)) for each in ready]
                 pong = messages.Pong(
                     endpoint=prefill_name(self._number),
                     attached=True,
@@ -247,9 +247,7 @@ class PrefillNode:
 
     def _opened(self, room: _Room, name: str, message: messages.OpenRoom, out: list[Output]) -> None:
         known = room.generations.get(name)
-        is_for_next_use = (
-            room.machine.state is TransferState.SUCCESS if known is None else known != message.generation
-        )
+        is_for_next_use = room.machine.state is TransferState.SUCCESS if known is None else known != message.generation
         if is_for_next_use:
             room.next_opens[name] = message
             return

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
 from kvferry.protocol.wire import codec, messages
-from kvferry.testing.enumeration.world import Move, State, World
+from kvferry.testing.enumeration.world import TWICE, Move, State, World
 from kvferry.testing.simulation.laws import Law, ViolationError
 
 
@@ -37,8 +37,8 @@ def enumerate_states(
 ) -> Found:
     """Enumerates all states from the first on, the nearest first.
 
-    In each the laws are checked, and that the machines take every event. When nothing new is left, every state must have
-    a way to the end on which nothing goes wrong: under fair delivery every room then ends.
+    In each the laws are checked, and that the machines take every event. When nothing new is left, every state must
+    have a way to the end on which nothing goes wrong: under fair delivery every room then ends.
 
     Args:
         most: stop after so many states.
@@ -81,8 +81,8 @@ def enumerate_states(
     stuck = _without_a_way(len(numbers), sources, targets, ends)
     if stuck is None:
         return Found(len(numbers), moves, None, (), is_closed=True)
-    violation = ViolationError(Law.ENDS, "from here no way leads to the end of every room, whatever arrives")
-    return Found(len(numbers), moves, violation, _trace(world, parents, choices, stuck), is_closed=True)
+    endless = ViolationError(Law.ENDS, "from here no way leads to the end of every room, whatever arrives")
+    return Found(len(numbers), moves, endless, _trace(world, parents, choices, stuck), is_closed=True)
 
 
 def _without_a_way(count: int, sources: array[int], targets: array[int], ends: list[int]) -> int | None:
@@ -141,22 +141,18 @@ def sequence_diagram(world: World, found: Found) -> str:
 
 
 def _message(state: State, move: Move) -> str:
-    """Returns the name of the message that arrives, if one does."""
-    decode = int(move.source[1:]) if move.source[0] == "d" else int(move.target[1:])
-    prefill = int(move.source[1:]) if move.source[0] == "p" else int(move.target[1:])
-    line = decode * len(state.prefills) + prefill
+    """Returns the name of what arrives, if something does."""
+    if len(state.notes) > len(move.state.notes):
+        left = Counter(state.notes) - Counter(move.state.notes)
+        return type(codec.decode_notification(next(iter(left)).data)).__name__
     is_up = move.source[0] == "d"
-    before, after = (state.up[line], move.state.up[line]) if is_up else (state.down[line], move.state.down[line])
-    if not move.is_fault and len(state.notes) > len(move.state.notes):
-        left = list(move.state.notes)
-        gone = next(note for note in state.notes if note not in left or left.remove(note))
-        return type(codec.decode_notification(gone.data)).__name__
-    if not before or (not move.is_fault and len(after) > len(before)) or move.label.startswith(("lost", "cut", "chunk")):
+    decode, prefill = (int(name[1:]) for name in sorted((move.source, move.target)))
+    line = decode * len(state.prefills) + prefill
+    waiting = state.up[line] if is_up else state.down[line]
+    if not waiting or (move.label and move.label != TWICE):
         return ""
-    if not move.is_fault and before[1:] != after[: len(before) - 1]:
-        return ""
-    message = codec.decode_to_prefill(before[0]) if is_up else codec.decode_to_decode(before[0])
-    if isinstance(message, messages.Numbered):
-        body = (codec.decode_numbered_to_prefill if is_up else codec.decode_numbered_to_decode)(message.body)
-        return f"{type(body).__name__} ({message.number})"
-    return type(message).__name__
+    message = codec.decode_to_prefill(waiting[0]) if is_up else codec.decode_to_decode(waiting[0])
+    if not isinstance(message, messages.Numbered):
+        return type(message).__name__
+    body = (codec.decode_numbered_to_prefill if is_up else codec.decode_numbered_to_decode)(message.body)
+    return f"{type(body).__name__} ({message.number})"

@@ -1,6 +1,6 @@
 """A world of prefill and decode ranks: what can happen in each of its states, and which laws hold there.
 
-A state is plain data: the number of each node's state, what is on its way between them, and how much may still go wrong.
+A state is plain data: the number of each node's state, what is on its way between them, and how much may go wrong yet.
 Between a decode and a prefill rank lies a line that keeps the order, and loses what is on its way when it is cut; bytes
 and notifications go their own ways, in any order. Time is not counted: a deadline may pass at any moment, as a fault,
 and whatever is awaited takes as long as it likes.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvferry.testing.enumeration.automata import Automaton, Event, Output
@@ -20,6 +21,9 @@ from kvferry.testing.simulation.laws import Law, ViolationError
 Spans: TypeAlias = tuple[int, int, int]
 
 T = TypeVar("T")
+
+TWICE = "comes twice"
+"""The label of a message that comes, and will come again."""
 
 _USES = 2
 
@@ -100,7 +104,8 @@ class Shape:
         prefills: how many prefill ranks there are.
         decodes: how many decode ranks.
         chunks: of each request: the first is written to pages, the second through a ring, and so on.
-        faults: how much may go wrong: cuts, noticed or not, messages that come twice, writes that fail, aborts, deadlines.
+        faults: how much may go wrong: cuts, noticed or not, messages that come twice, writes that fail, aborts,
+            deadlines.
     """
 
     prefills: int
@@ -131,22 +136,22 @@ class World:
         self._decode_moves = [each.property(_decode_moves) for each in self.decodes]
         self._holds_source = [each.property(lambda node: node.holds_pages()) for each in self.prefills]
         self._unacknowledged = [
-            [each.property(lambda node, decode=decode: node.unacknowledged(decode)) for decode in range(shape.decodes)]
+            [each.property(methodcaller("unacknowledged", decode)) for decode in range(shape.decodes)]
             for each in self.prefills
         ]
         self._awaits = [
-            [each.property(lambda node, prefill=prefill: node.awaits(prefill)) for prefill in range(shape.prefills)]
+            [each.property(methodcaller("awaits", prefill)) for prefill in range(shape.prefills)]
             for each in self.decodes
         ]
         self._settles = [
-            [each.property(lambda node, prefill=prefill: node.settles(prefill)) for prefill in range(shape.prefills)]
+            [each.property(methodcaller("settles", prefill)) for prefill in range(shape.prefills)]
             for each in self.decodes
         ]
         self._held = [
             each.property(lambda node: node.generation if node.holds_pages() else None) for each in self.decodes
         ]
         self._unread = [
-            [each.property(lambda node, prefill=prefill: node.unread(prefill)) for prefill in range(shape.prefills)]
+            [each.property(methodcaller("unread", prefill)) for prefill in range(shape.prefills)]
             for each in self.decodes
         ]
         self._wrong = [each.property(self._wrong_bytes) for each in self.decodes]
@@ -245,14 +250,10 @@ class World:
                 who, whom = f"d{decode}", f"p{prefill}"
                 if up:
                     rest = state._replace(up=_with(state.up, line, up[1:]))
-                    yield Move(
-                        "", who, whom, False, self._after(rest, "p", prefill, ("message", decode, up[0]))
-                    )
+                    yield Move("", who, whom, False, self._after(rest, "p", prefill, ("message", decode, up[0])))
                 if down:
                     rest = state._replace(down=_with(state.down, line, down[1:]))
-                    yield Move(
-                        "", whom, who, False, self._after(rest, "d", decode, ("message", prefill, down[0]))
-                    )
+                    yield Move("", whom, who, False, self._after(rest, "d", decode, ("message", prefill, down[0])))
                 if not up and not down:
                     is_due = self._awaits[decode][prefill](state.decodes[decode])
                     if is_due or self._unacknowledged[prefill][decode](state.prefills[prefill]):
@@ -270,18 +271,16 @@ class World:
         for kept_up, kept_down in {(0, 0), (len(up) // 2, len(down)), (len(up), len(down) // 2)}:
             if (kept_up, kept_down) == (len(up), len(down)):
                 continue
-            cut = fewer._replace(
-                up=_with(state.up, line, up[:kept_up]), down=_with(state.down, line, down[:kept_down])
-            )
+            cut = fewer._replace(up=_with(state.up, line, up[:kept_up]), down=_with(state.down, line, down[:kept_down]))
             yield Move(f"lost: all but {kept_up} up and {kept_down} down", who, whom, True, cut)
             noticed = self._after(cut, "d", decode, ("broke", prefill))
             yield Move(f"cut: all but {kept_up} up and {kept_down} down", who, whom, True, noticed)
         if up:
             again = self._after(fewer, "p", prefill, ("message", decode, up[0]))
-            yield Move("comes twice", who, whom, True, again)
+            yield Move(TWICE, who, whom, True, again)
         if down:
             again = self._after(fewer, "d", decode, ("message", prefill, down[0]))
-            yield Move("comes twice", whom, who, True, again)
+            yield Move(TWICE, whom, who, True, again)
 
     def _of_bytes(self, state: State) -> Iterator[Move]:
         for index, note in enumerate(state.notes):
@@ -306,9 +305,7 @@ class World:
                 settled = write._replace(is_settled=True)
                 after = rest._replace(writes=_sorted(rest.writes, settled))
                 event = "settled", write.decode, write.sequence, write.span
-                yield Move(
-                    f"{_what(write)} is over", who, who, False, self._after(after, "p", write.prefill, event)
-                )
+                yield Move(f"{_what(write)} is over", who, who, False, self._after(after, "p", write.prefill, event))
             elif write.has_landed:  # nothing of it is left
                 yield Move("", who, whom, False, rest)
         for decode in range(self.shape.decodes):
