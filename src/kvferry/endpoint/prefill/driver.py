@@ -345,10 +345,13 @@ class PrefillDriver(Loop):
                 self.rooms.refused(identity, message)
 
     def _take_numbered(self, identity: str, message: messages.Numbered) -> None:
-        taken = self._channels.take(identity, message)
-        if (
-            taken is None
-        ):  # else it hears of that with its next heartbeat, and loses every room that it opens until then
+        try:
+            taken = self._channels.take(identity, message)
+        except PeerError as error:
+            log.warning("dropped a message from %s: %s", identity, error)
+            return
+        if taken is None:
+            # Else it hears of that with its next heartbeat, and loses every room that it opens until then.
             self.send(identity, self._not_attached(identity))
             return
         for each in taken:
