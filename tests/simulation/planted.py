@@ -376,10 +376,10 @@ def _drained_never_said(patch: pytest.MonkeyPatch) -> None:
 def _aborts_of_unknown_rooms_unanswered(patch: pytest.MonkeyPatch) -> None:
     right = SendingRooms.take_abort
 
-    def take_abort(rooms: SendingRooms, receiver: str, message: AbortRoom) -> None:
+    def take_abort(rooms: SendingRooms, receiver: str, message: AbortRoom, **how: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(SendingRooms, "_drained", lambda *arguments: None)
-            right(rooms, receiver, message)
+            right(rooms, receiver, message, **how)
 
     patch.setattr(SendingRooms, "take_abort", take_abort)
 

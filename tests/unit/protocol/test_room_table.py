@@ -178,9 +178,19 @@ def test_who_gave_up_without_asking_is_not_told_of_a_use_that_failed():
     room = Room(1, failed_alone=True, error=error, generations={"d0": 1})
     rooms.add(room)
     rooms.remove(room, now=0.0)
-    rooms.abort("d1", abort(generation=5), now=0.0)
+    rooms.abort("d1", abort(generation=5), now=0.0, is_unopened=True)
     assert rooms.open_request("d1", open_request(generation=6), now=0.0) is None
     assert not rooms.is_quiet
+
+
+def test_a_late_abort_of_an_earlier_use_leaves_its_rank_to_be_told_of_the_next_that_failed():
+    """Found by enumeration: the rank would have waited for its deadline."""
+    rooms, error = table(), TransferFailedError("no")
+    rooms.add(room := Room(1, failed_alone=True, error=error))
+    rooms.remove(room, now=0.0)
+    rooms.abort("d1", abort(generation=5), now=0.0)
+    with pytest.raises(TransferFailedError):
+        rooms.open_request("d1", open_request(generation=6), now=0.0)
 
 
 def test_what_is_remembered_is_bounded():

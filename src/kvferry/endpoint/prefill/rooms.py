@@ -174,10 +174,14 @@ class SendingRooms:
         except KVFerryError as error:
             self._refuse_request(receiver, message, error)
 
-    def take_abort(self, receiver: str, message: messages.AbortRoom) -> None:
-        """Takes back an open request, and answers when nothing can be written for it any more."""
+    def take_abort(self, receiver: str, message: messages.AbortRoom, *, is_unopened: bool = False) -> None:
+        """Takes back an open request, and answers when nothing can be written for it any more.
+
+        Args:
+            is_unopened: whether it has not come, and will not count.
+        """
         with self._lock:
-            room = self.table.abort(receiver, message, self._now())
+            room = self.table.abort(receiver, message, self._now(), is_unopened=is_unopened)
             if room is not None:
                 self._deliver(room, receiver, message)
                 return
@@ -205,7 +209,7 @@ class SendingRooms:
         """
         with self._lock:
             is_unopened |= self.table.is_dropped(receiver, message)
-        self.take_abort(receiver, message)
+        self.take_abort(receiver, message, is_unopened=is_unopened)
         rank = self._ranks.rank(receiver)
         if is_unopened and rank is not None:  # it will not open the room
             self._not_opened(receiver, rank, message.room, message.generation, message.reason)

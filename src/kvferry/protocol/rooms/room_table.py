@@ -240,15 +240,20 @@ class RoomTable(Generic[RoomT]):
             self._refusals.keep(receiver, message, now)
         return None
 
-    def abort(self, receiver: str, message: AbortRoom, now: float) -> RoomT | None:
-        """Takes an open request back. Returns the room that has to stop, None if nothing was written for it."""
+    def abort(self, receiver: str, message: AbortRoom, now: float, *, is_unopened: bool = False) -> RoomT | None:
+        """Takes an open request back. Returns the room that has to stop, None if nothing was written for it.
+
+        Args:
+            is_unopened: whether that request has not come, and will not count: else the abort may be a late one, of an
+                earlier use of the number.
+        """
         if self.is_dropped(receiver, message):
             del self._dropped[receiver, message.room]
         gave_up = TransferAbortedError(f"room {message.room} was aborted by {receiver}: {message.reason}")
         self._is_over(receiver, message.room, message.generation, gave_up, now)
         failed = self._failed_alone.get(message.room)
-        if failed is not None:
-            failed.receivers.add(receiver)  # a rank that aborts need not be refused
+        if failed is not None and is_unopened:
+            failed.receivers.add(receiver)  # it need not be refused
         room = self.rooms.get(message.room)
         if room is None:
             self._pending.keep(receiver, message, now)

@@ -270,7 +270,7 @@ class PrefillNode:
         )
 
     def _aborted(self, name: str, message: messages.AbortRoom, is_unopened: bool, out: list[Output]) -> None:
-        room = self._table.abort(name, message, 0.0)
+        room = self._table.abort(name, message, 0.0, is_unopened=is_unopened)
         if room is None:
             self._drained(name, message.generation, out)
         else:
