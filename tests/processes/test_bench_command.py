@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from tests.support.commands import CommandProcess, kvferry
 from tests.support.family import assert_gone, wait_for_ranks
+from tests.support.real_transport import skip_unless_installed
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 
 SMALL = ("--preset", "small", "--tokens", "70", "--requests", "3", "--in-flight", "2", "--repetitions", "1")
 

@@ -19,6 +19,7 @@ from tests.support.clusters import Clusters
 from tests.support.matrix import Role, cells
 from tests.support.processes import Rank
 from tests.support.proxy import ControlProxy
+from tests.support.real_transport import skip_unless_installed
 from tests.support.victims import (
     END_S,
     LATE_WRITE_S,
@@ -31,7 +32,7 @@ from tests.support.victims import (
     noticed,
 )
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 
 STRIKES: dict[Cut, Callable[[ControlProxy, str], None]] = {
     Cut.SHORT_CUT: ControlProxy.cut,

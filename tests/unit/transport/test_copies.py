@@ -102,6 +102,21 @@ def test_every_byte_is_copied_in_as_few_ranges_as_there_are(
     assert [each for batch in batches for each in batch] == list(whole)
 
 
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        ((108, 508), [(100, 500, 16)]),
+        ((108, 509), [(100, 500, 8), (108, 509, 8)]),
+        ((109, 508), [(100, 500, 8), (109, 508, 8)]),
+        ((92, 492), [(100, 500, 8), (92, 492, 8)]),
+    ],
+    ids=["both go on", "only ours", "only theirs", "backwards"],
+)
+def test_ranges_are_joined_where_both_sides_go_on(second: tuple[int, int], expected: list[tuple[int, int, int]]):
+    sources, destinations = (np.array(each, np.uint64) for each in zip((100, 500), second, strict=True))
+    assert list(Copies(sources, destinations, np.array([8, 8], np.uint64)).merged()) == expected
+
+
 def test_what_is_needed_beside_the_result_stays_small(monkeypatch: pytest.MonkeyPatch):
     """However many descriptors there are, they are expanded some at a time."""
     count = 3 * copies.AT_A_TIME + 5
