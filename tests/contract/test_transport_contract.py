@@ -462,6 +462,53 @@ def test_both_directions_at_once(kit: Kit):
     assert sorted(arrivals(there, 2)) == [(pair.name, b"forth"), (pair.name, b"once more")]
 
 
+def write_range(pair: Pair, source: int, destination: int, length: int, notification: bytes = b"") -> TransferReport:
+    transport = pair.here.transport
+    region = Region(pair.here.region.address + source, length)
+    return finish(transport, transport.write(region, pair.peer, pair.there.region.address + destination, notification))
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "length"), [(0, 0, MEMORY), (7, 100, 1), (1000, 3, 4099), (MEMORY - 5, MEMORY - 5, 5)]
+)
+def test_a_range_is_written_in_one_piece_without_any_list(pair: Pair, source: int, destination: int, length: int):
+    report = write_range(pair, source, destination, length, b"a range")
+    expected = np.full(MEMORY, POISON, np.uint8)
+    expected[destination : destination + length] = pair.here.memory[source : source + length]
+    np.testing.assert_array_equal(pair.there.memory, expected)
+    assert report.total_bytes == length
+    assert arrivals(pair.there.transport, 1) == [(pair.name, b"a range")]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "length"),
+    [(-1, 0, 8), (0, -1, 8), (MEMORY - 7, 0, 8), (0, MEMORY - 7, 8), (0, 0, 0), (0, 0, MEMORY + 1)],
+    ids=["before ours", "before theirs", "over our end", "over their end", "no length", "more than there is"],
+)
+def test_a_range_outside_of_registered_memory_is_refused(pair: Pair, source: int, destination: int, length: int):
+    with pytest.raises(RegistrationError, match="outside the memory"):
+        write_range(pair, source, destination, length, b"wrong")
+    assert set(pair.there.memory.tolist()) == {POISON}
+    assert pair.there.transport.take_notifications() == []
+
+
+def test_a_range_to_an_unknown_peer_is_refused(pair: Pair):
+    with pytest.raises(PeerDisconnectedError, match="'stranger'"):
+        pair.here.transport.write(pair.here.region, "stranger", pair.there.region.address, b"")
+
+
+@pytest.mark.parametrize("way", ["post", "write"])
+def test_a_write_without_a_notification_sends_none(pair: Pair, way: str):
+    if way == "post":
+        lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+        write(pair, lists, numbers(1), numbers(2), b"")
+    else:
+        write_range(pair, 64, 128, 64)
+    np.testing.assert_array_equal(pair.there.memory[128:192], pair.here.memory[64:128])
+    pair.here.transport.notify(pair.peer, b"the only one")
+    assert arrivals(pair.there.transport, 1) == [(pair.name, b"the only one")]
+
+
 # --- notifications
 
 
@@ -651,6 +698,14 @@ def test_device_memory_is_refused_where_there_is_none(kit: Kit):
         memory = np.zeros(64, np.uint8)
         with pytest.raises(RegistrationError, match="VRAM:0"):
             kit.make("no-device").register([Region(memory.ctypes.data, 64)], Device(MemoryKind.VRAM, 0))
+
+
+def test_memory_that_comes_later_is_on_the_same_device(kit: Kit):
+    end = kit.end("one-device")
+    more = np.zeros(64, np.uint8)
+    with pytest.raises(RegistrationError, match=r"DRAM:1 cannot join memory on DRAM:0"):
+        end.transport.register([Region(more.ctypes.data, 64)], Device(MemoryKind.DRAM, 1))
+    assert PeerMetadata.decode(end.transport.metadata()).regions == (end.region,)
 
 
 def test_an_endpoint_without_memory_can_be_connected_and_notified(kit: Kit):
