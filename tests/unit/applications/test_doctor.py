@@ -112,17 +112,19 @@ class Chatty(Diagnosis):
         return WayTaken(f"it takes {way[1]}", (warning("wire", f"local: {is_local}", "walk"),))
 
 
-def test_the_wire_is_told_in_the_words_of_the_transport(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("address", [None, "10.0.0.6:9490"])
+def test_the_wire_is_told_in_the_words_of_the_transport(address: str | None, monkeypatch: pytest.MonkeyPatch):
     def prints(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
         assert env == {"HOME": "/", "CHATTY_LEVEL": "7"}
         measured = msgspec.json.encode(Measured(2e9, 1e-5, __version__)).decode()
         return subprocess.CompletedProcess(command, 0, f"\n{measured}\n", "way: a tunnel\n")
 
     monkeypatch.setattr(subprocess, "run", prints)
-    found = list(wire({"HOME": "/"}, Chatty()))
+    found = list(wire({"HOME": "/"}, Chatty(), address))
     assert [(each.about, each.severity) for each in found] == [("wire", Severity.GOOD), ("wire", Severity.WARNING)]
-    assert found[0].what == "between two processes here: 2.0 GB/s in bulk, 10 us for 4 KiB; it takes a tunnel"
-    assert (found[1].what, found[1].remedy) == ("local: True", "walk")
+    where = "two processes here" if address is None else f"here and {address}"
+    assert found[0].what == f"between {where}: 2.0 GB/s in bulk, 10 us for 4 KiB; it takes a tunnel"
+    assert (found[1].what, found[1].remedy) == (f"local: {address is None}", "walk")
 
 
 def test_a_wire_that_cannot_be_says_what_the_transport_would_look_at(monkeypatch: pytest.MonkeyPatch):

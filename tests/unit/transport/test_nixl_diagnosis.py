@@ -47,6 +47,12 @@ def test_tcp_within_a_machine_deserves_a_look():
     assert "UCX_TLS" in problem.remedy
 
 
+def test_tcp_beside_a_better_way_is_nothing_to_look_at():
+    said = SAID.replace("rc_mlx5/mlx5_0:1 ", "tcp/lo           ")
+    way = DIAGNOSIS.way_taken(said, is_local=True)
+    assert (way.what, way.problems) == ("UCX takes tcp/lo, cma/memory", ())
+
+
 @pytest.mark.parametrize("has_rdma", [False, True])
 def test_tcp_between_machines_deserves_a_look_where_there_is_better(
     has_rdma: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
