@@ -1,4 +1,4 @@
-"""`kvferry bench` between real processes over NIXL, with shapes so small that figures mean nothing."""
+"""`kvferry bench` between real processes with shapes so small that figures mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of `kvferry bench`, here in threads of one process, over NIXL: what becomes of a variant that cannot be."""
+"""Ranks of `kvferry bench`, here in threads of one process: what becomes of a variant that cannot be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums between processes, over NIXL: right transfers succeed, and a wrong byte is named on both sides."""
+"""Checksums between processes: right transfers succeed, and a wrong byte is named on both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole engines, each rank in a process of its own, over NIXL: exact, side by side, and when a process dies."""
+"""Whole engines, each rank in a process of its own: exact, side by side, and when a process dies."""
 
 from __future__ import annotations
 

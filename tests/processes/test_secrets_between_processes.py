@@ -1,4 +1,4 @@
-"""A shared secret between real processes, over NIXL; and commands that keep it to themselves."""
+"""A shared secret between real processes; and commands that keep it to themselves."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_with_another_secret_there_is_an_error_in_time_and_nothing_else(
 
 
 def test_nothing_listens_beyond_loopback_unless_told(registry: str, ranks: tuple[RankProcess, RankProcess]):
-    """Not NIXL either, which would otherwise listen on every interface."""
+    """Not the transport either, which might otherwise listen on every interface."""
 
     def listening() -> list[set[str]]:
         connections = [psutil.Process(rank.pid).net_connections("inet") for rank in ranks]

@@ -14,6 +14,8 @@ from kvferry.transport.base import Transport
 TRANSPORTS = {"nixl": "kvferry.transport.nixl:NixlTransport"}
 """Those that come with kvferry and are made from settings: where each is, by the name that it has in handshakes."""
 
+_LONGEST_NAME = 64
+
 
 def transport_class(chosen: str) -> type[Transport]:
     """Returns the transport that a setting names.
@@ -41,6 +43,8 @@ def transport_class(chosen: str) -> type[Transport]:
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
         raise _refusal(chosen, f"{name} lacks what every transport does: {missing}")
+    if not 0 < len(str(getattr(found, "name", ""))) <= _LONGEST_NAME:
+        raise _refusal(chosen, f"{name} has no `name` of 1 to {_LONGEST_NAME} characters, by which peers compare it")
     return found
 
 

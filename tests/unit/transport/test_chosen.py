@@ -74,6 +74,16 @@ def test_a_transport_that_is_not_complete_is_refused_with_what_is_missing(monkey
     assert "Half lacks what every transport does: notify, poll" in refused("half_a_module:Half")
 
 
+@pytest.mark.parametrize("name", ["", "x" * 65, None])
+def test_a_transport_that_peers_could_not_name_is_refused(name: str | None, monkeypatch: pytest.MonkeyPatch):
+    module = types.ModuleType("a_module")
+    methods: dict[str, Any] = dict.fromkeys(Transport.__abstractmethods__, lambda self: None)
+    own = methods if name is None else {**methods, "name": name}
+    monkeypatch.setattr(module, "Nameless", type("Nameless", (Transport,), own), raising=False)
+    monkeypatch.setitem(sys.modules, "a_module", module)
+    assert "Nameless has no `name` of 1 to 64 characters" in refused("a_module:Nameless")
+
+
 def test_a_transport_that_settings_cannot_make_says_how_it_is_given():
     with pytest.raises(SettingsError, match="'inprocess' is not made from settings: give one to the endpoint"):
         InProcessTransport.from_settings(Settings(), "x", writes=True)
