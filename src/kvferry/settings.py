@@ -102,6 +102,12 @@ class Settings(BaseSettings):
         description="Certificates (PEM) that clients trust for a registry with TLS; else those that httpx trusts.",
     )
 
+    transport: str = Field(
+        "nixl",
+        max_length=256,
+        description="What moves the bytes, on both sides the same: nixl, or a class of your own as "
+        "package.module:ClassName.",
+    )
     nixl_backend: str = Field("UCX", description="NIXL's backend.")
     nixl_threads: int = Field(
         default_factory=lambda: default_nixl_threads(usable_cpus()),

@@ -1,218 +1,48 @@
 """What `transport/base.py` promises, checked for every transport.
 
-A new transport is added to `KINDS` and to `Kit.make`. NIXL runs for real, two agents in this process; what takes a
-second process (one that dies, above all) is in `tests/processes`.
+A new transport is added to `KINDS` in `tests/support/transports.py`. Libraries run for real, two ends in this process;
+what takes a second process (one that dies, above all) is in `tests/processes`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.tiers import examples
-from tests.support.waiting import PATIENCE_S
-
-from kvferry.errors import (
-    MessageError,
-    PeerDisconnectedError,
-    RegistrationError,
-    TransportError,
-    TransportUnavailableError,
+from tests.support.transports import (
+    DEADLINE_S,
+    KINDS,
+    MEMORY,
+    POISON,
+    End,
+    Kit,
+    Pair,
+    arrivals,
+    connected,
+    cuda,
+    finish,
+    numbers,
+    until,
+    write,
+    write_range,
 )
+
+from kvferry.errors import MessageError, PeerDisconnectedError, RegistrationError, TransportError
 from kvferry.layout import Device, MemoryKind, Region, attention_components, empty_shard
 from kvferry.plan import Runs, Selector, descriptor_rows, selectors
 from kvferry.plan.descriptors import Numbers
 from kvferry.plan.lowering import PageSteps
-from kvferry.transport import (
-    InProcessNetwork,
-    InProcessTransport,
-    NixlTransport,
-    PeerMetadata,
-    PreparedList,
-    Promises,
-    TransferHandle,
-    TransferReport,
-    Transport,
-)
-from kvferry.transport.nixl import load_bindings
-from kvferry.transport.simulated import SimulatedHandle, SimulatedTransport, SimulatedWire
+from kvferry.transport import PeerMetadata
 
-MOVES_ONE_BY_ONE = ("inprocess", "simulated")
-CUTS = {"nixl": 0, "nixl with threads": 1, "nixl as endpoints have it": 1}
-"""Descriptors that a transport may cut in two, to share a write between threads."""
-
-KINDS = ["inprocess", "simulated", "nixl", "nixl with threads", "nixl as endpoints have it"]
-DEADLINE_S = PATIENCE_S
-MEMORY = 1 << 20
-POISON = 0xEE
-HOST = Device()
 ANY, _ = attention_components(num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8")
-
-
-class Moving(SimulatedTransport):
-    """A simulated transport on a wire that gets on whenever somebody looks, the last piece first."""
-
-    def __init__(self, wire: SimulatedWire, name: str) -> None:
-        super().__init__(wire, name)
-        self.moving = wire
-
-    def poll(self, transfer: TransferHandle) -> TransferReport | None:
-        assert isinstance(transfer, SimulatedHandle)
-        if transfer.left:
-            self.moving.land(transfer, len(transfer.left) - 1)
-        return super().poll(transfer)
-
-    def take_notifications(self) -> list[tuple[str, bytes]]:
-        for notification in list(self.moving.notifications):
-            self.moving.deliver(notification)
-        return super().take_notifications()
-
-
-class Kit:
-    """Makes transports of one kind and closes them."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.made: list[Transport] = []
-        self._network = InProcessNetwork()
-        self._wire = SimulatedWire(
-            on_post=lambda transfer: None, on_piece=lambda transfer, piece: None, fails_to=lambda what: None
-        )
-        if kind.startswith("nixl"):
-            try:
-                load_bindings()
-            except TransportUnavailableError as error:
-                pytest.skip(str(error))
-
-    def make(self, name: str) -> Transport:
-        made: Transport
-        if self.kind == "inprocess":
-            made = InProcessTransport(self._network, name)
-        elif self.kind == "simulated":
-            made = Moving(self._wire, name)
-        else:
-            made = self._nixl(name)
-        self.made.append(made)
-        return made
-
-    def _nixl(self, name: str) -> NixlTransport:
-        if self.kind == "nixl as endpoints have it" and name.startswith("here"):
-            return NixlTransport(name, threads=2, only_writes=True)
-        return NixlTransport(name, threads=2 if self.kind == "nixl with threads" else 0, smallest_share=1)
-
-    def end(self, name: str = "end", size: int = MEMORY, fill: int = POISON) -> End:
-        return End(self.make(f"{name}-{uuid.uuid4().hex[:8]}"), np.full(size, fill, np.uint8))
-
-    def close(self) -> None:
-        for transport in self.made:
-            transport.close()
-
-
-class End:
-    """A transport with some memory, in which descriptor rows count from 0."""
-
-    def __init__(self, transport: Transport, memory: Any, device: Device = HOST) -> None:
-        self.transport, self.memory, self.device = transport, memory, device
-        address = memory.data_ptr() if hasattr(memory, "data_ptr") else memory.ctypes.data
-        self.region = Region(address, memory.nbytes)
-        transport.register([self.region], device)
-
-    def rows(self, *rows: tuple[int, int, int, int]) -> Any:
-        """Rows of (offset, length, stride, count)."""
-        start, index = self.region.address, self.device.index
-        return np.array([(start + at, length, index, stride, count) for at, length, stride, count in rows], np.uint64)
-
-
-@dataclass
-class Pair:
-    """Two ends, the first connected to the second."""
-
-    kit: Kit
-    here: End
-    there: End
-    peer: str
-
-    @property
-    def name(self) -> str:
-        return PeerMetadata.decode(self.here.transport.metadata()).name
-
-    def lists(self, here: list[tuple[int, int, int, int]], there: list[tuple[int, int, int, int]]) -> Lists:
-        transport = self.here.transport
-        return (
-            transport.prepare(self.here.rows(*here), None),
-            transport.prepare(self.there.rows(*there), self.peer),
-        )
-
-    def clean(self) -> None:
-        self.here.memory[:] = np.random.default_rng(5).integers(0, 200, len(self.here.memory))
-        self.there.memory[:] = POISON
-        self.there.transport.take_notifications()
-
-
-Lists = tuple[PreparedList, PreparedList]
-
-
-def connected(kit: Kit, size: int = MEMORY) -> Pair:
-    here, there = kit.end("here", size), kit.end("there", size)
-    pair = Pair(kit, here, there, here.transport.connect(there.transport.metadata()))
-    pair.clean()
-    return pair
-
-
-def numbers(*values: int) -> Any:
-    return np.array(values, np.int32)
-
-
-def until(what: str, ready: Callable[[], Any]) -> Any:
-    """The first true answer of `ready`; fails loudly when it takes too long."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not (answer := ready()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"no {what} within {DEADLINE_S} s")
-        time.sleep(2e-4)
-    return answer
-
-
-def finish(transport: Transport, transfer: TransferHandle) -> TransferReport:
-    report: TransferReport = until("end of a write", lambda: transport.poll(transfer))
-    transport.release(transfer)
-    return report
-
-
-def write(pair: Pair, lists: Lists, here: Any, there: Any, notification: bytes = b"written") -> TransferReport:
-    transport = pair.here.transport
-    return finish(transport, transport.post(lists[0], here, lists[1], there, notification))
-
-
-def arrivals(transport: Transport, count: int, *, sender: Transport | None = None) -> list[tuple[str, bytes]]:
-    """Exactly `count` notifications: waits for them, then looks whether more come.
-
-    Args:
-        sender: who sent them over a new connection and polled nothing; makes progress by taking its own.
-    """
-    received: list[tuple[str, bytes]] = []
-
-    def enough() -> bool:
-        if sender is not None:
-            sender.take_notifications()
-        received.extend(transport.take_notifications())
-        return len(received) >= count
-
-    until(f"{count} notifications", enough)
-    time.sleep(0.02)
-    received.extend(transport.take_notifications())
-    assert len(received) == count
-    return received
 
 
 @pytest.fixture(params=KINDS)
@@ -358,10 +188,10 @@ def test_selected_neighbours_arrive_whether_they_are_merged_or_not(
             expected[to + unit * destination :][:unit] = pair.here.memory[from_ + unit * source :][:unit]
     np.testing.assert_array_equal(pair.there.memory, expected)
     assert report.total_bytes == 2 * count * unit
-    if pair.kit.kind not in MOVES_ONE_BY_ONE:
+    if pair.kit.kind.joins:
         goes_on = set(zip(here[:count], there[:count], strict=True))
         fewest = count - sum((source + 1, to + 1) in goes_on for source, to in goes_on)
-        most_blocks = 2 * (fewest + -(-count // most) - 1) + CUTS[pair.kit.kind]
+        most_blocks = 2 * (fewest + -(-count // most) - 1) + pair.kit.kind.cuts
         assert 2 * max(fewest, -(-count // most)) <= report.descriptors <= most_blocks
     arrivals(pair.there.transport, 1)
     for prepared in lists:
@@ -375,9 +205,9 @@ def test_a_long_run_is_cut_so_that_there_is_something_for_every_thread(pair: Pai
     numbering = Numbers(np.zeros(1, np.int32), 256, 1)
     for most, blocks in ((256, 1), (64, 4), (50, 6)):
         report = write(pair, lists, *Selector(numbering, numbering, most).select(none, pages, none, pages))
-        if pair.kit.kind in MOVES_ONE_BY_ONE:
+        if not pair.kit.kind.joins:
             blocks = 256
-        assert blocks <= report.descriptors <= blocks + CUTS.get(pair.kit.kind, 0)
+        assert blocks <= report.descriptors <= blocks + pair.kit.kind.cuts
         np.testing.assert_array_equal(pair.there.memory, pair.here.memory)
         pair.there.memory[:] = POISON
         arrivals(pair.there.transport, 1)
@@ -457,6 +287,47 @@ def test_both_directions_at_once(kit: Kit):
     here.notify(pair.peer, b"once more")
     assert finish(here, here.post(forth[0], numbers(0), forth[1], numbers(0), b"forth")).total_bytes == 256
     assert sorted(arrivals(there, 2)) == [(pair.name, b"forth"), (pair.name, b"once more")]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "length"), [(0, 0, MEMORY), (7, 100, 1), (1000, 3, 4099), (MEMORY - 5, MEMORY - 5, 5)]
+)
+def test_a_range_is_written_in_one_piece_without_any_list(pair: Pair, source: int, destination: int, length: int):
+    report = write_range(pair, source, destination, length, b"a range")
+    expected = np.full(MEMORY, POISON, np.uint8)
+    expected[destination : destination + length] = pair.here.memory[source : source + length]
+    np.testing.assert_array_equal(pair.there.memory, expected)
+    assert report.total_bytes == length
+    assert arrivals(pair.there.transport, 1) == [(pair.name, b"a range")]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "length"),
+    [(-1, 0, 8), (0, -1, 8), (MEMORY - 7, 0, 8), (0, MEMORY - 7, 8), (0, 0, 0), (0, 0, MEMORY + 1)],
+    ids=["before ours", "before theirs", "over our end", "over their end", "no length", "more than there is"],
+)
+def test_a_range_outside_of_registered_memory_is_refused(pair: Pair, source: int, destination: int, length: int):
+    with pytest.raises(RegistrationError, match="outside the memory"):
+        write_range(pair, source, destination, length, b"wrong")
+    assert set(pair.there.memory.tolist()) == {POISON}
+    assert pair.there.transport.take_notifications() == []
+
+
+def test_a_range_to_an_unknown_peer_is_refused(pair: Pair):
+    with pytest.raises(PeerDisconnectedError, match="'stranger'"):
+        pair.here.transport.write(pair.here.region, "stranger", pair.there.region.address, b"")
+
+
+@pytest.mark.parametrize("way", ["post", "write"])
+def test_a_write_without_a_notification_sends_none(pair: Pair, way: str):
+    if way == "post":
+        lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
+        write(pair, lists, numbers(1), numbers(2), b"")
+    else:
+        write_range(pair, 64, 128, 64)
+    np.testing.assert_array_equal(pair.there.memory[128:192], pair.here.memory[64:128])
+    pair.here.transport.notify(pair.peer, b"the only one")
+    assert arrivals(pair.there.transport, 1) == [(pair.name, b"the only one")]
 
 
 # --- notifications
@@ -634,20 +505,19 @@ def test_lists_the_wrong_way_round_are_refused(pair: Pair):
             pair.here.transport.post(one, numbers(0), other, numbers(0), b"wrong")
 
 
-def test_errors_of_the_library_are_kept_as_the_cause(pair: Pair):
-    if not pair.kit.kind.startswith("nixl"):
-        pytest.skip("no library below")
-    lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
-    with pytest.raises(TransportError, match=f"posting 1 descriptors to {pair.peer}.*INVALID_PARAM") as caught:
-        pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0, 1), b"wrong")
-    assert type(caught.value.__cause__).__name__ == "nixlInvalidParamError"
-
-
 def test_device_memory_is_refused_where_there_is_none(kit: Kit):
-    if _cuda() is None:
+    if cuda() is None:
         memory = np.zeros(64, np.uint8)
         with pytest.raises(RegistrationError, match="VRAM:0"):
             kit.make("no-device").register([Region(memory.ctypes.data, 64)], Device(MemoryKind.VRAM, 0))
+
+
+def test_memory_that_comes_later_is_on_the_same_device(kit: Kit):
+    end = kit.end("one-device")
+    more = np.zeros(64, np.uint8)
+    with pytest.raises(RegistrationError, match=r"DRAM:1 cannot join memory on DRAM:0"):
+        end.transport.register([Region(more.ctypes.data, 64)], Device(MemoryKind.DRAM, 1))
+    assert PeerMetadata.decode(end.transport.metadata()).regions == (end.region,)
 
 
 def test_an_endpoint_without_memory_can_be_connected_and_notified(kit: Kit):
@@ -700,7 +570,7 @@ def test_a_peer_under_a_false_name_is_refused_and_connects_under_its_own(kit: Ki
 def test_metadata_says_who_and_where(pair: Pair):
     metadata = PeerMetadata.decode(pair.there.transport.metadata())
     assert (metadata.name, metadata.device, metadata.regions) == (pair.peer, Device(), (pair.there.region,))
-    assert pair.here.transport.name == pair.kit.kind.split()[0]
+    assert pair.here.transport.name == pair.kit.name.split()[0]
 
 
 def test_connecting_again_forgets_the_lists_of_before(kit: Kit):
@@ -836,35 +706,15 @@ def test_one_thread_connects_and_disconnects_while_another_writes(kit: Kit):
     assert len(set(arrivals(pair.there.transport, 100))) == 100
 
 
-# --- what is particular to one transport
-
-
 # ---- what is promised beyond the contract ----------------------------------------------------------------------------
 
 
 def test_nothing_is_promised_that_was_not_measured(kit: Kit):
-    """Whoever promises more extends the checks below: what holds pages relies on it."""
-    promised = kit.make("promises").promises
-    assert promised == Promises(
-        can_abort=False,
-        fenced_by_deregistration=kit.kind == "inprocess",
-        fenced_by_death=True,  # of NIXL: tests/processes; of the others, whose writes are their process's own steps
-        keeps_order=False,
-    )
-
-
-def test_another_backend_of_nixl_promises_nothing(kit: Kit):
-    if not kit.kind.startswith("nixl"):
-        pytest.skip("only NIXL has backends")
-    transport = NixlTransport(f"posix-{uuid.uuid4().hex[:8]}", backend="POSIX")
-    kit.made.append(transport)
-    assert transport.promises == Promises(
-        can_abort=False, fenced_by_deregistration=False, fenced_by_death=False, keeps_order=False
-    )
+    assert kit.make("promises").promises == kit.kind.promises
 
 
 def test_memory_that_was_given_back_is_written_to_only_by_whoever_does_not_promise_otherwise(pair: Pair):
-    """NIXL writes there all the same where processes share memory: kvferry must not take deregistration for a fence."""
+    """Some write there all the same where processes share memory: that must not be taken for a fence."""
     lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
     is_promised = pair.there.transport.promises.fenced_by_deregistration
     pair.there.transport.close()
@@ -873,176 +723,3 @@ def test_memory_that_was_given_back_is_written_to_only_by_whoever_does_not_promi
         pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0), b"")
     if is_promised:
         assert set(pair.there.memory.tolist()) == {POISON}
-
-
-class TestInProcess:
-    """Within a process the moment of the copy is known: it is `poll`."""
-
-    @pytest.fixture
-    def pair(self) -> Pair:
-        return connected(Kit("inprocess"))
-
-    @pytest.fixture
-    def transfer(self, pair: Pair) -> TransferHandle:
-        lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
-        return pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0), b"late")
-
-    def test_nothing_has_arrived_before_the_first_poll(self, pair: Pair, transfer: TransferHandle):
-        assert set(pair.there.memory.tolist()) == {POISON}
-        assert pair.there.transport.take_notifications() == []
-        assert pair.here.transport.poll(transfer) is not None
-        assert pair.there.transport.take_notifications() == [(pair.name, b"late")]
-
-    def test_a_write_to_a_peer_that_closed_fails_and_touches_nothing(self, pair: Pair, transfer: TransferHandle):
-        pair.there.transport.close()
-        with pytest.raises(PeerDisconnectedError):
-            pair.here.transport.poll(transfer)
-        with pytest.raises(PeerDisconnectedError):
-            pair.here.transport.notify(pair.peer, b"hello")
-        lists = pair.lists([(0, 64, 64, 4)], [(0, 64, 64, 4)])
-        with pytest.raises(PeerDisconnectedError):
-            pair.here.transport.post(lists[0], numbers(0), lists[1], numbers(0), b"late")
-        assert set(pair.there.memory.tolist()) == {POISON}
-
-    def test_a_write_to_a_peer_that_started_anew_meanwhile_touches_neither_memory(
-        self, pair: Pair, transfer: TransferHandle
-    ):
-        pair.there.transport.close()
-        reborn = End(pair.kit.make(pair.peer), np.full(MEMORY, POISON, np.uint8))
-        with pytest.raises(PeerDisconnectedError, match="started anew"):
-            pair.here.transport.poll(transfer)
-        for memory in (pair.there.memory, reborn.memory):
-            assert set(memory.tolist()) == {POISON}
-        assert reborn.transport.take_notifications() == []
-
-    def test_a_peer_that_left_cannot_be_connected(self, pair: Pair):
-        metadata = pair.there.transport.metadata()
-        pair.there.transport.close()
-        with pytest.raises(PeerDisconnectedError, match="no endpoint"):
-            pair.here.transport.connect(metadata)
-
-    def test_endpoints_without_a_name_get_one_of_their_own(self):
-        network = InProcessNetwork()
-        one, other = InProcessTransport(network), InProcessTransport(network)
-        assert one.endpoint_name != other.endpoint_name
-        assert network.member(one.endpoint_name) is one
-
-
-class TestNixl:
-    @pytest.fixture
-    def kit(self) -> Iterator[Kit]:
-        kit = Kit("nixl")
-        yield kit
-        kit.close()
-
-    def test_an_unknown_backend_is_refused_with_those_that_are_there(self, kit: Kit):
-        with pytest.raises(TransportUnavailableError, match=r"'NOSUCH' .*KVFERRY_NIXL_BACKEND.*UCX"):
-            NixlTransport("x", backend="NOSUCH")
-
-    def test_a_connection_that_fails_half_way_can_be_tried_again(self, kit: Kit, monkeypatch: pytest.MonkeyPatch):
-        here, there = kit.end("here"), kit.end("there")
-        assert isinstance(here.transport, NixlTransport)
-        metadata = there.transport.metadata()
-        agent = here.transport._agent
-        error = here.transport._nixl.nixlBackendError("planted")
-
-        class Failing:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(agent, name)
-
-            def makeConnection(self, *arguments: Any) -> None:  # noqa: N802
-                raise error
-
-        with monkeypatch.context() as patch:
-            patch.setattr(here.transport, "_agent", Failing())
-            with pytest.raises(TransportError, match=r"connecting to there.*planted") as caught:
-                here.transport.connect(metadata)
-        assert caught.value.__cause__ is error
-        there.transport.close()
-        reborn = End(
-            kit.make(PeerMetadata.decode(metadata).name), np.zeros(64, np.uint8)
-        )  # known to NIXL under other metadata
-        peer = here.transport.connect(reborn.transport.metadata())
-        here.transport.notify(peer, b"hello")
-        arrivals(reborn.transport, 1)
-
-    @pytest.mark.parametrize("way", ["post", "write"])
-    def test_a_request_that_cannot_be_released_does_not_hide_why_it_was_not_posted(
-        self, kit: Kit, way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ):
-        here, there = kit.end("here"), kit.end("there")
-        assert isinstance(here.transport, NixlTransport)
-        peer = here.transport.connect(there.transport.metadata())
-        agent, nixl = here.transport._agent, here.transport._nixl
-
-        class Failing:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(agent, name)
-
-            def postXferReq(self, *arguments: Any) -> None:  # noqa: N802
-                raise nixl.nixlRemoteDisconnectError("the first")
-
-            def releaseXferReq(self, handle: int) -> None:  # noqa: N802
-                agent.releaseXferReq(handle)
-                raise nixl.nixlBackendError("the second")
-
-        local = here.transport.prepare(here.rows((0, 8, 8, 1)), None)
-        remote = here.transport.prepare(there.rows((0, 8, 8, 1)), peer)
-        one = np.zeros(1, np.int32)
-        with monkeypatch.context() as patch:
-            patch.setattr(here.transport, "_agent", Failing())
-            call = {
-                "post": lambda: here.transport.post(local, one, remote, one, b""),
-                "write": lambda: here.transport.write(here.region, peer, there.region.address, b""),
-            }[way]
-            with pytest.raises(PeerDisconnectedError, match="the first"):
-                call()
-        assert "that was not posted could not be released: the second" in caplog.text
-
-    def test_a_region_without_length_is_refused(self, kit: Kit):
-        with pytest.raises(RegistrationError, match="without address or length"):
-            kit.make("x").register([Region(4096, 0)], Device())
-
-
-# --- device memory, and its twin in host memory
-
-
-def _cuda() -> Any:
-    torch = pytest.importorskip("torch")
-    return torch if torch.cuda.is_available() else None
-
-
-@pytest.mark.parametrize(
-    ("source", "destination"),
-    [
-        ("cpu", "cpu"),
-        pytest.param("cuda", "cuda", marks=pytest.mark.gpu),
-        pytest.param("cuda", "cpu", marks=pytest.mark.gpu),
-        pytest.param("cpu", "cuda", marks=pytest.mark.gpu),
-    ],
-)
-def test_torch_tensors_travel_between_devices(source: str, destination: str):
-    torch = pytest.importorskip("torch")
-    if "cuda" in (source, destination) and not torch.cuda.is_available():
-        pytest.skip("no CUDA device: torch.cuda.is_available() is False; the cpu twin runs")
-    kit = Kit("nixl")
-    try:
-        ends = []
-        for name, device in (("here", source), ("there", destination)):
-            memory = torch.full((1 << 20,), POISON, dtype=torch.uint8, device=device)
-            where = Device(MemoryKind.VRAM, memory.device.index or 0) if device == "cuda" else Device()
-            ends.append(End(kit.make(f"{name}-{uuid.uuid4().hex[:8]}"), memory, where))
-        here, there = ends
-        here.memory.copy_(torch.arange(1 << 20).remainder(199).to(torch.uint8))
-        if "cuda" in (source, destination):
-            torch.cuda.synchronize()
-        pair = Pair(kit, here, there, here.transport.connect(there.transport.metadata()))
-        lists = pair.lists([(0, 512, 1024, 1024)], [(0, 512, 1024, 1024)])
-        order = np.arange(1024, dtype=np.int32)
-        write(pair, lists, order, order[::-1].copy())
-        expected = torch.full((1024, 1024), POISON, dtype=torch.uint8)
-        expected[:, :512] = here.memory.cpu().view(1024, 1024).flip(0)[:, :512]
-        assert torch.equal(there.memory.cpu().view(1024, 1024), expected)
-        assert arrivals(there.transport, 1) == [(pair.name, b"written")]
-    finally:
-        kit.close()

@@ -1,4 +1,4 @@
-"""`kvferry bench` between real processes over NIXL, with shapes so small that figures mean nothing."""
+"""`kvferry bench` between real processes with shapes so small that figures mean nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from tests.support.commands import CommandProcess, kvferry
 from tests.support.family import assert_gone, wait_for_ranks
+from tests.support.real_transport import skip_unless_installed
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 
 SMALL = ("--preset", "small", "--tokens", "70", "--requests", "3", "--in-flight", "2", "--repetitions", "1")
 

@@ -1,4 +1,4 @@
-"""Ranks of `kvferry bench`, here in threads of one process, over NIXL: what becomes of a variant that cannot be."""
+"""Ranks of `kvferry bench`, here in threads of one process: what becomes of a variant that cannot be."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from tests.support.real_transport import skip_unless_installed
 from tests.unit.applications.test_bench_options import options
 
 from kvferry.applications.bench import commands, ranks
@@ -14,7 +15,7 @@ from kvferry.applications.bench.ranks import DecodeRank, PrefillRank
 from kvferry.endpoint import DecodeEndpoint
 from kvferry.errors import IncompatiblePeerError, PeerDisconnectedError
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 
 SHAPE = options(prefill_tp=1, requests=2, variants="direct,auto")
 ONLY = SHAPE.decode.coordinates[0]

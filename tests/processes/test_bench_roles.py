@@ -16,13 +16,14 @@ import msgspec
 import pytest
 import zmq
 from tests.support.family import assert_gone, wait_for_ranks
+from tests.support.real_transport import skip_unless_installed
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.applications.bench.remote import ENGINE, Lead, Refused, Tell
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 
 SMALL = ("--preset", "small", "--tokens", "70", "--requests", "3", "--in-flight", "2", "--repetitions", "1")
 

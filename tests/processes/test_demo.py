@@ -1,4 +1,4 @@
-"""The main job, as a person runs it: `kvferry demo` on real processes over real NIXL."""
+"""The main job, as a person runs it: `kvferry demo` on real processes over the real transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole engines, each rank in a process of its own, over NIXL: exact, side by side, and when a process dies."""
+"""Whole engines, each rank in a process of its own: exact, side by side, and when a process dies."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from tests.support.caches import Model, Shape
 from tests.support.processes import Rank, RankProcess, until
+from tests.support.real_transport import skip_unless_installed
 
 from kvferry.control.registry_server import RegistryServer
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 
 PAGE_TOKENS = 8
 ATTENTION = Model(layers=4, heads=4, head_dim=16, page_tokens=PAGE_TOKENS, dtype="float32")

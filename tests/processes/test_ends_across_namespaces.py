@@ -23,6 +23,7 @@ from tests.support.caches import Model, Shape, pool
 from tests.support.engines import new_engine_name
 from tests.support.kubernetes import KubernetesApi
 from tests.support.namespaces import unshare
+from tests.support.real_transport import skip_unless_installed
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry import DecodeEndpoint, RankCoordinates, Receiver, Settings
@@ -30,7 +31,7 @@ from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.observe.status import LostPeerStatus
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = 4

@@ -1,6 +1,6 @@
 """The control connection of two ranks is cut or held up at every step of a room; both live, and everybody else.
 
-Every cell is a step and a fault, on either path. What travels over NIXL is not touched. A connection that is back
+Every cell is a step and a fault, on either path. What the transport carries is not touched. A connection that is back
 before anybody misses it costs nothing, unless a message was lost with it; one that is away for longer fails the room on
 both sides, and the pages come back when it is there again, since only then the prefill rank can say that it is through.
 
@@ -19,6 +19,7 @@ from tests.support.clusters import Clusters
 from tests.support.matrix import Role, cells
 from tests.support.processes import Rank
 from tests.support.proxy import ControlProxy
+from tests.support.real_transport import skip_unless_installed
 from tests.support.victims import (
     END_S,
     LATE_WRITE_S,
@@ -31,7 +32,7 @@ from tests.support.victims import (
     noticed,
 )
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 
 STRIKES: dict[Cut, Callable[[ControlProxy, str], None]] = {
     Cut.SHORT_CUT: ControlProxy.cut,
@@ -85,7 +86,7 @@ def away_for_long(cluster: Cluster, room: Room, step: Step) -> None:
         cluster.proxy.heal()
         cluster.finish(room)
         return
-    if step is Step.WRITING and cluster.path == "direct":  # all that was missing comes over NIXL
+    if step is Step.WRITING and cluster.path == "direct":  # all that was missing comes over the transport
         cluster.succeeds(room)
         noticed(struck_at)
         cluster.proxy.heal()

@@ -19,6 +19,7 @@ from tests.support.cells import Cell
 from tests.support.clusters import Clusters
 from tests.support.matrix import Role, cells
 from tests.support.processes import Rank
+from tests.support.real_transport import skip_unless_installed
 from tests.support.victims import (
     DEADLINE_S,
     END_S,
@@ -33,7 +34,7 @@ from tests.support.victims import (
 )
 from tests.support.waiting import eventually
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 OPENED_AFTERWARDS = (Step.NOT_CONNECTED, Step.OPEN_ON_DECODE)
 STILL_WAITED_FOR = (Step.NOT_CONNECTED, Step.ATTACHING, Step.OPEN_ON_PREFILL)
 """No decode rank has opened the room: whoever does so in time is served."""

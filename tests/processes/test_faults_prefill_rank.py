@@ -20,6 +20,7 @@ from tests.support.cells import Cell
 from tests.support.clusters import Clusters
 from tests.support.matrix import Role, cells
 from tests.support.processes import End, Rank
+from tests.support.real_transport import skip_unless_installed
 from tests.support.victims import (
     END_S,
     FAILED_CONNECT_SOCKETS,
@@ -32,7 +33,7 @@ from tests.support.victims import (
     noticed,
 )
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 OPENED_AFTERWARDS = (Step.NOT_CONNECTED, Step.OPEN_ON_PREFILL)
 NEVER_ASKED = (Step.NOT_CONNECTED, Step.ATTACHING)
 """The prefill rank has not been asked for the room, so that it cannot write."""

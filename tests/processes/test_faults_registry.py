@@ -18,9 +18,10 @@ import pytest
 from tests.support.clusters import Clusters
 from tests.support.matrix import Role, cells
 from tests.support.processes import Rank
+from tests.support.real_transport import skip_unless_installed
 from tests.support.victims import END_S, LEASE_S, Cluster, Fault, Step, noticed
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 
 
 def strike(cluster: Cluster, fault: Fault) -> None:

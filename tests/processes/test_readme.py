@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 from tests.support.clones import ROOT, blocks, make_clone
+from tests.support.real_transport import skip_unless_installed
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 
 CONFIG = '{"model_type": "qwen3", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, \
 "hidden_size": 512, "head_dim": 64, "torch_dtype": "bfloat16"}'

@@ -1,4 +1,4 @@
-"""A shared secret between real processes, over NIXL; and commands that keep it to themselves."""
+"""A shared secret between real processes; and commands that keep it to themselves."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.processes.test_bench_roles import ended, side
 from tests.support.caches import Model, Shape
 from tests.support.family import command_line, wait_for_ranks
 from tests.support.processes import Rank, RankProcess
+from tests.support.real_transport import skip_unless_installed
 
 from kvferry.control.credentials import Credentials
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.errors import RegistryAccessError
 from kvferry.layout import RankCoordinates
-from kvferry.transport.nixl import BINDINGS
 
 SECRET = "the secret of these tests"
 OTHER = "another secret than that"
@@ -43,7 +43,7 @@ def registry() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[tuple[RankProcess, RankProcess]]:
-    pytest.importorskip(BINDINGS[0].partition(".")[0])
+    skip_unless_installed()
     both = RankProcess(), RankProcess()
     yield both
     for each in both:
@@ -92,7 +92,7 @@ def test_with_another_secret_there_is_an_error_in_time_and_nothing_else(
 
 
 def test_nothing_listens_beyond_loopback_unless_told(registry: str, ranks: tuple[RankProcess, RankProcess]):
-    """Not NIXL either, which would otherwise listen on every interface."""
+    """Not the transport either, which might otherwise listen on every interface."""
 
     def listening() -> list[set[str]]:
         connections = [psutil.Process(rank.pid).net_connections("inet") for rank in ranks]
@@ -108,7 +108,7 @@ def test_nothing_listens_beyond_loopback_unless_told(registry: str, ranks: tuple
 
 @pytest.mark.full
 def test_the_benchmark_of_two_commands_keeps_the_secret(registry: str):
-    pytest.importorskip(BINDINGS[0].partition(".")[0])
+    skip_unless_installed()
     with (
         side("prefill", registry, secret=SECRET) as prefill,
         side("decode", registry, "--json", secret=SECRET) as decode,
@@ -127,7 +127,7 @@ def test_the_benchmark_of_two_commands_keeps_the_secret(registry: str):
 
 
 def test_a_side_of_the_benchmark_with_another_secret_gives_up_at_once(registry: str):
-    pytest.importorskip(BINDINGS[0].partition(".")[0])
+    skip_unless_installed()
     for role in ("prefill", "decode"):
         with side(role, registry, secret=OTHER) as stranger:
             status, _, errors = ended(stranger)

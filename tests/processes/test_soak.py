@@ -12,8 +12,9 @@ import pytest
 from benchmarks.soak.causes import UNKNOWN, cause
 from benchmarks.soak.faults import Faults, Kind
 from benchmarks.soak.watch import DESCRIPTORS_TOLERANCE, MEMORY_TOLERANCE_MIB, SOCKETS_FOR_REUNION, Look, trend
+from tests.support.real_transport import skip_unless_installed
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 
 ROOT = Path(__file__).parents[2]
 

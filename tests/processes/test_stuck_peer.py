@@ -14,11 +14,12 @@ import httpx
 import pytest
 from tests.support.caches import Model, Shape
 from tests.support.processes import Rank, RankProcess
+from tests.support.real_transport import skip_unless_installed
 from tests.support.waiting import eventually
 
 from kvferry.control.registry_server import RegistryServer
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 
 SHAPE = Shape(pages=16)
 (PLACE,) = SHAPE.coordinates()

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from tests.support.caches import Model, Shape
 from tests.support.processes import Rank, RankProcess
+from tests.support.real_transport import skip_unless_installed
 
 from kvferry.control.registry_server import RegistryServer
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 pytest.importorskip("torch")
 
 MODEL = Model(layers=8, heads=8, head_dim=64, page_tokens=16)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from tests.support.clones import ROOT, blocks, make_clone
 from tests.support.ports import free_ports_in_a_row
+from tests.support.real_transport import skip_unless_installed
 
-pytest.importorskip("nixl_cu13")
+skip_unless_installed()
 
 
 @pytest.fixture

@@ -1,13 +1,12 @@
-"""Every state that the protocol's machines can reach keeps every law, and a missing guard is found on the shortest way."""
+"""Every state that the protocol's machines can reach keeps every law; a missing guard is found on the shortest way."""
 
 from __future__ import annotations
 
 import sys
 
 import pytest
-from tests.simulation.planted import PLANTED
 
-from kvferry.testing.enumeration.search import Found, enumerate_states, sequence_diagram
+from kvferry.testing.enumeration.search import enumerate_states, sequence_diagram
 from kvferry.testing.enumeration.world import Shape, World
 
 SMALL = Shape(prefills=1, decodes=1, chunks=2, faults=1)

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.real_transport import REAL
+
 from kvferry.endpoint.decode.tasks import ScatterTask
 from kvferry.endpoint.prefill import peers
 from kvferry.endpoint.prefill.room import SendingRoom
 from kvferry.protocol.wire.codec import decode_notification
-from kvferry.transport import NixlTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ PLACES = {
     # On a prefill rank: a decode rank wants to attach. By that rank's engine.
     "attach": _Place(peers, "attach", lambda message, **_: message.engine),
     # On a prefill rank: everything is written, and the receiver is to be told. By room.
-    "finish": _Place(NixlTransport, "notify", lambda _, peer, data: decode_notification(data).room),
+    "finish": _Place(REAL, "notify", lambda _, peer, data: decode_notification(data).room),
     # On a prefill rank: a decode rank has given a room up. By room.
     "abort": _Place(SendingRoom, "_aborted", lambda room, event, worker: room.room),
     # On a decode rank: a part is in staging memory and belongs into its pages. By room.

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, over NIXL, told what to do through a pipe."""
+"""Ranks in processes of their own, over the real transport, told what to do through a pipe."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from tests.support.caches import Model, Shape, pool
 from tests.support.gates import Gates
+from tests.support.real_transport import PRELOADED
 from tests.support.resources import Resources, resources
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -318,7 +319,7 @@ def _preloaded() -> multiprocessing.context.ForkServerContext:
     To start one takes milliseconds instead of seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.processes", "torch", "httpx", "tests.support.nixl_preload"])
+    context.set_forkserver_preload(["tests.support.processes", "torch", "httpx", *PRELOADED])
     return context
 
 

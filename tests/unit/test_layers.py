@@ -13,6 +13,8 @@ import pytest
 
 import kvferry.errors
 from kvferry.models.families import FAMILIES
+from kvferry.settings import Settings
+from kvferry.transport.chosen import TRANSPORTS
 
 PACKAGE = Path(kvferry.__file__).parent
 ROOT = PACKAGE.parent.parent
@@ -163,6 +165,28 @@ def test_no_layer_below_models_knows_a_model_family(layer: str):
     for file in layer_files(layer):
         found = {family for family in families for word in words_of_code(file) if family in word}
         assert not found, f"{file.relative_to(ROOT)} speaks of {found}"
+
+
+def test_nothing_above_transport_knows_a_library_that_moves_bytes():
+    """A transport is one file: what is said and asked of its library stands there. Settings may be named."""
+    libraries = {*TRANSPORTS, "ucx"}
+    assert "nixl" in libraries
+    allowed = {*Settings.model_fields, *(f"kvferry_{name}" for name in Settings.model_fields)}
+    above = [layer for layer in LAYERS[LAYERS.index("transport") + 1 :] if layer != "engines"]
+    for file in (file for layer in above for file in layer_files(layer)):
+        for library in libraries:
+            found = {word for word in words_of_code(file) if library in word and word not in allowed}
+            found -= {word for word in found if allowed & set(re.findall(r"\w+", word))} | {"sglang_replaces_nixl"}
+            assert not found, f"{file.relative_to(ROOT)} speaks of {found}"
+
+
+def test_plug_ins_leave_the_transport_to_the_setting():
+    makes = {"PrefillEndpoint": 0, "DecodeEndpoint": 0}
+    for node in (node for file in layer_files("engines") for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in makes:
+            makes[node.func.id] += 1
+            assert not {keyword.arg for keyword in node.keywords} & {"transport", None}
+    assert all(makes.values())
 
 
 def test_every_folder_is_a_layer():

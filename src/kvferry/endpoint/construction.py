@@ -9,10 +9,10 @@ from collections.abc import Collection
 from typing import SupportsIndex
 
 from kvferry.errors import EndpointClosedError, QueueFullError, RoomExistsError, UsageError
-from kvferry.plan import TransferPath
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.settings import Settings
-from kvferry.transport import NixlTransport, Transport
+from kvferry.transport import Transport
+from kvferry.transport.chosen import transport_class
 
 _ROOM_LIMIT = 2**63
 _LONGEST_IN_NAME = 24  # of the engine's name: registries and sockets limit how long an endpoint's may be
@@ -24,29 +24,16 @@ def endpoint_name(engine: str, engine_rank: int) -> str:
 
 
 def create_transport(settings: Settings, name: str, *, writes: bool = True) -> Transport:
-    """Returns a NIXL transport with the settings' threads, backend and network device.
+    """Makes the transport that the settings choose.
 
     Args:
         writes: whether its endpoint writes into peers' memory, and is never written to; else it is the other way round.
 
     Raises:
+        SettingsError: if there is no such transport.
         TransportUnavailableError: if it is not installed.
     """
-    parameters = {}
-    # A write of several descriptors is shared by the threads; one of a single descriptor is a bulk write from staging
-    # memory, or small. Where all are such, the threads would only cost a connection each to every peer.
-    is_shared = writes and settings.forced_path is not TransferPath.STAGED
-    if settings.used_nixl_device is not None and settings.nixl_backend == "UCX":
-        # By default UCX listens on every interface of the machine. NIXL's device_list takes InfiniBand's only.
-        parameters["engine_config"] = f"NET_DEVICES={settings.used_nixl_device}"
-    return NixlTransport(
-        name,
-        backend=settings.nixl_backend,
-        backend_parameters=parameters,
-        progress_delay_us=settings.nixl_progress_delay_us,
-        only_writes=writes,
-        threads=settings.nixl_threads if is_shared else 0,
-    )
+    return transport_class(settings.transport).from_settings(settings, name, writes=writes)
 
 
 def deadlines(settings: Settings) -> Deadlines:

@@ -1,17 +1,29 @@
 """Moves bytes between endpoints. `base` is the contract; every transport has a file."""
 
 from kvferry.transport.base import PeerMetadata, PreparedList, Promises, TransferHandle, TransferReport, Transport
+from kvferry.transport.copies import Copies
+from kvferry.transport.diagnosis import Diagnosis, WayTaken
 from kvferry.transport.inprocess import InProcessNetwork, InProcessTransport
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.ranges import Connection, RangeTransport
+from kvferry.transport.registered import RegisteredMemory
+from kvferry.transport.text_notifications import TextNotifications
 
 __all__ = [
+    "Connection",
+    "Copies",
+    "Diagnosis",
     "InProcessNetwork",
     "InProcessTransport",
     "NixlTransport",
     "PeerMetadata",
     "PreparedList",
     "Promises",
+    "RangeTransport",
+    "RegisteredMemory",
+    "TextNotifications",
     "TransferHandle",
     "TransferReport",
     "Transport",
+    "WayTaken",
 ]

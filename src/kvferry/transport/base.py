@@ -5,7 +5,7 @@ The contract, which `tests/contract` checks for every transport:
 * `register` and `connect` come first; descriptor lists are prepared once per peer and selected by index many times.
   More memory may be registered later; peers that are to write to it need new metadata.
 * `write` needs no list: one range of memory of any length, in one piece.
-** `post` starts a write. It may complete at once. The caller must `poll` until `poll` returns a report or raises: a
+* `post` starts a write. It may complete at once. The caller must `poll` until `poll` returns a report or raises: a
   notification may leave only when its sender polls.
 * After `poll` returned a report, all bytes are in the peer's memory and ours is no longer read; then, and not before,
   the peer receives the notification. After `poll` raised, the transport reads our memory no more and sends nothing
@@ -25,14 +25,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from kvferry.errors import MessageError, PeerDisconnectedError, TransportError, quoted
+from kvferry.errors import MessageError, PeerDisconnectedError, SettingsError, TransportError, quoted
 from kvferry.layout import Device, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.protocol.wire.field_types import MAX_METADATA_BYTES, EndpointName
+from kvferry.settings import Settings
+from kvferry.transport.diagnosis import Diagnosis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +149,35 @@ class Transport(ABC):
 
     may_deliver_late: bool = True
     """Whether what was sent of a write may still arrive after `poll` raised: from a socket's buffers, or a network."""
+
+    diagnosis: ClassVar[Diagnosis] = Diagnosis()
+    """What `kvferry doctor` is told of it."""
+
+    @classmethod  # noqa: B027 - most have nothing to check
+    def check_available(cls) -> None:
+        """Checks, before anything is started, that the transport can be used on this machine.
+
+        Raises:
+            TransportUnavailableError: if its library is missing, saying how to install it.
+        """
+
+    @classmethod
+    def from_settings(cls, settings: Settings, endpoint_name: str, *, writes: bool) -> Transport:  # noqa: ARG003
+        """Makes the transport of an endpoint that was given none, where the setting `transport` chooses this kind.
+
+        Args:
+            settings: the endpoint's.
+            endpoint_name: its name.
+            writes: whether the endpoint writes into peers' memory, and is never written to; else it is the other way
+                round.
+
+        Raises:
+            SettingsError: if a setting is impossible, or no settings can make one of this kind.
+            TransportUnavailableError: if its library is missing.
+        """
+        raise SettingsError(
+            f"a transport of the kind {cls.name!r} is not made from settings: give one to the endpoint (`transport`)"
+        )
 
     @abstractmethod
     def register(self, regions: Sequence[Region], device: Device) -> None:

@@ -1,11 +1,14 @@
-"""From selected descriptors to the bytes that they copy: for transports that move bytes themselves.
+"""From descriptor rows and indices to plain copies: for transports that are told addresses, and know no descriptors.
 
-Such a transport keeps the rows of a descriptor list as the list's handle.
+A row stands for many descriptors, and a write selects some of either side's by their numbers. What it copies is as many
+ranges of bytes, which are computed here some thousands at a time, joined where both sides go on, and handed out in
+batches as small as a transport's library takes them.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +17,13 @@ from kvferry.errors import TransportError
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.transport.base import PreparedList, check_counts
 
+AT_A_TIME = 1 << 16
+"""Descriptors that are expanded at a time: what is needed beside the result stays below some megabytes."""
 
-class Copies(NamedTuple):
-    """What one write copies, element by element.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """What one write copies, range by range. Iterating gives (source, destination, length) as plain integers.
 
     Attributes:
         sources: the addresses that are read.
@@ -28,29 +35,103 @@ class Copies(NamedTuple):
     destinations: NDArray[np.uint64]
     lengths: NDArray[np.uint64]
 
+    @staticmethod
+    def one(source: int, destination: int, length: int) -> Copies:
+        """Makes the copy of a single range."""
+        return Copies(*(np.array([number], np.uint64) for number in (source, destination, length)))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return zip(self.sources.tolist(), self.destinations.tolist(), self.lengths.tolist(), strict=True)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all ranges together."""
+        return int(self.lengths.sum())
+
+    def merged(self) -> Copies:
+        """Joins ranges that follow each other in the list and in the memory of both sides."""
+        if not len(self):
+            return self
+        goes_on = self.sources[:-1] + self.lengths[:-1] == self.sources[1:]
+        goes_on &= self.destinations[:-1] + self.lengths[:-1] == self.destinations[1:]
+        firsts = np.concatenate([[0], np.flatnonzero(~goes_on) + 1])
+        return Copies(self.sources[firsts], self.destinations[firsts], np.add.reduceat(self.lengths, firsts))
+
+    def batches(self, most: int) -> Iterator[Copies]:
+        """Yields all ranges in their order, at most so many at a time."""
+        for start in range(0, len(self), most):
+            part = slice(start, start + most)
+            yield Copies(self.sources[part], self.destinations[part], self.lengths[part])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """A prepared list's rows, and the number of the first descriptor of each."""
+
+    rows: RowArray
+    firsts: NDArray[np.int64]
+
+    def expanded(self, indices: DescriptorIndices) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Returns addresses and lengths of the selected descriptors."""
+        row = np.searchsorted(self.firsts, indices, side="right") - 1
+        element = (indices - self.firsts[row]).astype(np.uint64)
+        return self.rows[row, 0] + element * self.rows[row, 3], self.rows[row, 1]
+
+
+def list_of_rows(rows: RowArray, peer: str | None) -> PreparedList:
+    """Prepares a list that `copies_between` can read, from rows that were checked. Keeps a copy of them.
+
+    Args:
+        rows: as `Transport.prepare` is given them.
+        peer: whose memory they describe; None for our own.
+    """
+    counts = rows[:, 4].astype(np.int64)
+    handle = _Rows(rows.copy(), np.cumsum(counts) - counts)
+    return PreparedList(peer, handle, len(rows), int(counts.sum()))
+
 
 def copies_between(
-    local: PreparedList, local_indices: DescriptorIndices, remote: PreparedList, remote_indices: DescriptorIndices
+    local: PreparedList,
+    local_indices: DescriptorIndices,
+    remote: PreparedList,
+    remote_indices: DescriptorIndices,
+    *,
+    merges: bool = True,
 ) -> Copies:
     """Returns what a write from the selected local descriptors to the selected remote ones copies.
+
+    Args:
+        local: made by `list_of_rows`, as the remote one.
+        merges: whether ranges that go on on both sides are joined.
 
     Raises:
         TransportError: if one side selects more descriptors than the other, longer ones, or some that there are not.
     """
     check_counts(local_indices, remote_indices)
-    sources, lengths = _expand(local, local_indices)
-    destinations, remote_lengths = _expand(remote, remote_indices)
-    if not np.array_equal(lengths, remote_lengths):
-        raise TransportError("local and remote descriptors differ in length")
-    return Copies(sources, destinations, lengths)
+    _check_range(local, local_indices)
+    _check_range(remote, remote_indices)
+    parts = []
+    for start in range(0, len(local_indices), AT_A_TIME):
+        which = slice(start, start + AT_A_TIME)
+        sources, lengths = local.handle.expanded(local_indices[which])
+        destinations, remote_lengths = remote.handle.expanded(remote_indices[which])
+        if not np.array_equal(lengths, remote_lengths):
+            raise TransportError("local and remote descriptors differ in length")
+        part = Copies(sources, destinations, lengths)
+        parts.append(part.merged() if merges else part)
+    if len(parts) == 1:
+        return parts[0]
+    whole = Copies(
+        np.concatenate([part.sources for part in parts]),
+        np.concatenate([part.destinations for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+    )
+    return whole.merged() if merges else whole  # once more, where one part ends and the next begins
 
 
-def _expand(prepared: PreparedList, indices: DescriptorIndices) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Returns addresses and lengths of the selected descriptors."""
-    rows: RowArray = prepared.handle
+def _check_range(prepared: PreparedList, indices: DescriptorIndices) -> None:
     if indices.min() < 0 or indices.max() >= prepared.count:
         raise TransportError(f"descriptor indices [{indices.min()}, {indices.max()}] exceed a list of {prepared.count}")
-    starts = np.concatenate([[0], np.cumsum(rows[:, 4])]).astype(np.int64)
-    row = np.searchsorted(starts, indices, side="right") - 1
-    element = (indices - starts[row]).astype(np.uint64)
-    return rows[row, 0] + element * rows[row, 3], rows[row, 1]

@@ -10,24 +10,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kvferry.errors import PeerDisconnectedError, RegistrationError
-from kvferry.layout import Device, MemoryKind, Region
-from kvferry.plan.descriptors import DescriptorIndices, RowArray
-from kvferry.transport.base import (
-    PeerMetadata,
-    PreparedList,
-    Promises,
-    TransferHandle,
-    TransferReport,
-    Transport,
-    check_lists,
-    peer_written_to,
-)
-from kvferry.transport.copies import copies_between
-from kvferry.transport.registered import RegisteredMemory
+from kvferry.errors import PeerDisconnectedError
+from kvferry.layout import Region
+from kvferry.transport.base import PeerMetadata, Promises, TransferHandle, TransferReport
+from kvferry.transport.copies import Copies
+from kvferry.transport.ranges import Connection, RangeTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +161,14 @@ class SimulatedWire:
             notification.target.arrived.append((notification.sender, notification.data))
 
 
-class SimulatedTransport(Transport):
+@dataclass(slots=True, eq=False)
+class SimulatedConnection(Connection):
+    """A connection to a transport of the same wire."""
+
+    target: SimulatedTransport
+
+
+class SimulatedTransport(RangeTransport[SimulatedConnection]):
     """Moves bytes over a simulated wire.
 
     Attributes:
@@ -182,6 +179,7 @@ class SimulatedTransport(Transport):
 
     name = "simulated"
     promises = Promises(can_abort=False, fenced_by_deregistration=False, fenced_by_death=True, keeps_order=False)
+    merges = False  # each piece lands by itself
 
     def __init__(self, wire: SimulatedWire, endpoint_name: str) -> None:
         """Joins a wire.
@@ -190,86 +188,37 @@ class SimulatedTransport(Transport):
             wire: what connects the transports.
             endpoint_name: a name that no other transport of the wire ever had.
         """
-        self.endpoint_name = endpoint_name
+        super().__init__(endpoint_name)
         self.arrived: deque[tuple[str, bytes]] = deque()
         self.is_mapped = True
         self.unreported: set[SimulatedHandle] = set()
         self._wire = wire
-        self._memory = RegisteredMemory("this endpoint")
-        self._peers: dict[str, tuple[RegisteredMemory, SimulatedTransport]] = {}
-        self._lists: dict[str | None, set[PreparedList]] = {}
         wire.members[endpoint_name] = self
 
-    def register(self, regions: Sequence[Region], device: Device) -> None:
-        if device.kind is not MemoryKind.DRAM:
-            raise RegistrationError(f"the simulated transport copies host memory only, not {device}")
-        self._memory.check_device(device)
-        self._memory.add(regions, device)
-
-    def metadata(self) -> bytes:
-        return PeerMetadata(
-            name=self.endpoint_name, device=self._memory.device, regions=self._memory.regions, private=b""
-        ).encode()
-
-    def connect(self, metadata: bytes) -> str:
-        peer = PeerMetadata.decode(metadata)
+    def open(self, peer: PeerMetadata) -> SimulatedConnection:
         target = self._wire.members.get(peer.name)
         problem = self._wire.fails_to("connect")
         if target is None or problem is not None:
             raise problem or PeerDisconnectedError(f"no endpoint {peer.name!r}")
-        self.disconnect(peer.name)
-        self._peers[peer.name] = RegisteredMemory(peer.name, peer.device, peer.regions), target
-        return peer.name
+        return SimulatedConnection(peer, target)
 
     def disconnect(self, peer: str) -> None:
         if any(transfer.source is self and transfer.target.endpoint_name == peer for transfer in self._wire.moving):
             self._wire.breaches.append(f"{self.endpoint_name} forgets {peer}, to which it still writes")
-        self._peers.pop(peer, None)
-        self._lists.pop(peer, None)
+        super().disconnect(peer)
 
-    def _target(self, peer: str) -> tuple[RegisteredMemory, SimulatedTransport]:
-        if peer not in self._peers:
-            raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
-        return self._peers[peer]
-
-    def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
-        if peer is None:
-            self._memory.check_rows(rows)
-        else:
-            memory, _ = self._target(peer)
-            memory.check_rows(rows)
-        prepared = PreparedList(peer, rows.copy(), len(rows), int(rows[:, 4].sum()))
-        self._lists.setdefault(peer, set()).add(prepared)
-        return prepared
-
-    def release_list(self, prepared: PreparedList) -> None:
-        self._lists.get(prepared.peer, set()).discard(prepared)
-        if not self._lists.get(prepared.peer):
-            self._lists.pop(prepared.peer, None)
-
-    def post(
-        self,
-        local: PreparedList,
-        local_indices: DescriptorIndices,
-        remote: PreparedList,
-        remote_indices: DescriptorIndices,
-        notification: bytes,
-    ) -> TransferHandle:
-        _, target = self._target(peer_written_to(local, remote))
-        check_lists(local, remote, self._lists)
-        copies = copies_between(local, local_indices, remote, remote_indices)
-        pieces = [Piece(*copy) for copy in zip(*(each.tolist() for each in copies), strict=True)]
-        return self._start(target, pieces, notification)
+    def start(self, connection: SimulatedConnection, copies: Copies, notification: bytes) -> SimulatedHandle:
+        return self._start(connection.target, [Piece(*copy) for copy in copies], notification)
 
     def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
-        memory, target = self._target(peer)
+        connection = self.connection(peer)
         self._memory.check_range(source)
-        memory.check_range(Region(address, source.length))
+        connection.memory.check_range(Region(address, source.length))
         half = source.length // 2
         pieces = [Piece(source.address + half, address + half, source.length - half)]
         if half:
             pieces.append(Piece(source.address, address, half))
-        return self._start(target, pieces, notification)
+        return self._start(connection.target, pieces, notification)
 
     def _start(self, target: SimulatedTransport, pieces: list[Piece], notification: bytes) -> SimulatedHandle:
         problem = self._wire.fails_to("post")
@@ -305,7 +254,7 @@ class SimulatedTransport(Transport):
             self._wire.breaches.append(f"{self.endpoint_name} releases a write that is on its way")
 
     def notify(self, peer: str, notification: bytes) -> None:
-        _, target = self._target(peer)
+        target = self.connection(peer).target
         problem = self._wire.fails_to("notify")
         if problem is not None or not target.is_mapped or not self._wire.reaches(target):
             raise problem or PeerDisconnectedError(f"{peer} is dead, or was started anew: connect again")
@@ -317,5 +266,5 @@ class SimulatedTransport(Transport):
         return taken
 
     def close(self) -> None:
-        self._peers.clear()
+        self._connections.clear()
         self._lists.clear()

@@ -14,11 +14,16 @@ from kvferry.applications.bench.arguments import BenchArguments
 from kvferry.applications.bench.options import PRESETS, VARIANTS, BenchOptions
 from kvferry.applications.bench.pool import Pool, block_bytes, pool_bytes, storage_bytes
 from kvferry.applications.bench.prepare import prepare, preset_model
+from kvferry.applications.bench.ranks import bulk_settings
 from kvferry.applications.bench.run import Place, checked_place, run
 from kvferry.applications.bench.storage import allocate
-from kvferry.errors import ConfigurationError, ModelError, SettingsError
+from kvferry.cpus import usable_cpus
+from kvferry.errors import ConfigurationError, ModelError, SettingsError, TransportUnavailableError
 from kvferry.layout import Device, MemoryKind
+from kvferry.settings import Settings
+from kvferry.testing.transports import FaultyTransport
 
+OWN = "kvferry.testing.transports:FaultyTransport"
 ARGUMENTS = BenchArguments(preset="small", prefill_tp=2, tokens=64, requests=2, in_flight=1, repetitions=1)
 
 
@@ -240,3 +245,31 @@ def test_the_help_of_the_command_knows_every_preset_and_variant():
     (presets,), (variants,) = (described[name].__metadata__ for name in ("preset", "variants"))
     assert all(name in presets.help for name in PRESETS)
     assert all(name in variants.help for name in VARIANTS)
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+def test_the_bulk_write_has_the_transport_and_the_threads_of_the_others(threads: int):
+    settings = bulk_settings(options(transport=OWN, nixl_threads=threads))
+    assert settings.transport == OWN
+    assert settings.nixl_threads == (threads or usable_cpus()), "without any it would be no limit"
+
+
+def test_the_transport_is_what_was_typed_or_else_set(monkeypatch: pytest.MonkeyPatch):
+    assert options().transport == Settings().transport
+    monkeypatch.setenv("KVFERRY_TRANSPORT", OWN)
+    assert options().transport == OWN
+    assert options(transport="nixl").transport == "nixl"
+
+
+def test_a_transport_that_is_not_known_is_refused():
+    with pytest.raises(SettingsError, match="transport \\(KVFERRY_TRANSPORT\\) is 'pigeons': known are"):
+        options(transport="pigeons")
+
+
+def test_a_transport_that_is_not_installed_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+    def fails() -> None:
+        raise TransportUnavailableError("pip install it")
+
+    monkeypatch.setattr(FaultyTransport, "check_available", fails)
+    with pytest.raises(TransportUnavailableError, match="pip install it"):
+        run(dataclasses.replace(ARGUMENTS, transport=OWN), Place("both", None), picture=None, wants_json=True)

@@ -250,6 +250,7 @@ def test_two_sides_that_were_told_the_same_agree(monkeypatch: pytest.MonkeyPatch
         ({"tokens": 65}, "--tokens is 64 on the prefill side and 65 on the decode side"),
         ({"variants": "direct"}, "--variants is synchronous,direct,staged,auto on the prefill side"),
         ({"preset": "qwen3-8b"}, "the model (--preset, --config) is small"),
+        ({"transport": "kvferry.testing.transports:FaultyTransport"}, "on the prefill side and kvferry.testing.transp"),
         ({"nixl_threads": 77}, " on the prefill side and 77 on the decode side"),
     ],
 )

@@ -67,6 +67,7 @@ def options() -> DemoOptions:
         max_new_tokens=2,
         in_flight=1,
         seed=0,
+        transport="any",
     )
 
 

@@ -3,59 +3,53 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import socket
+import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec import structs
 from rich.console import Console
 from tests.support.kubernetes import KubernetesApi
 from tests.support.statuses import WELL
 
-from kvferry.applications.doctor import configuration, machine, others, wire
+from kvferry._version import __version__
+from kvferry.applications.doctor import configuration, machine, others, probe
 from kvferry.applications.doctor import run as doctor
-from kvferry.applications.doctor.findings import Severity
+from kvferry.applications.doctor.probe import Measured
+from kvferry.applications.doctor.wire import wire
 from kvferry.applications.top.asking import Sample
 from kvferry.control.registry_server import RegistryServer
-from kvferry.errors import TransportUnavailableError
+from kvferry.errors import IncompatiblePeerError
+from kvferry.findings import Severity, warning
 from kvferry.observe.status import Side
 from kvferry.settings import Settings
-
-SAID = """
-[1.2] [vm:1:0]   +--------+-------------+-----------------------------------+
-[1.2] [vm:1:0]   | probe-a self cfg#0                                       |
-[1.2] [vm:1:0]   | remote memory write by ucp_put* from host memory to host |
-[1.2] [vm:1:0]   +--------+-------------+-----------------------------------+
-[1.2] [vm:1:0]   | Range  | Description |              Config               |
-[1.2] [vm:1:0]   +--------+-------------+-----------------------------------+
-[1.2] [vm:1:0]   |  0..92 | short       | rc_mlx5/mlx5_0:1                  |
-[1.2] [vm:1:0]   | 93..inf| zero-copy   | cma/memory                        |
-[1.2] [vm:1:0]   +--------+-------------+-----------------------------------+
-[1.2] [vm:1:0]   | probe-a self cfg#0                              |
-[1.2] [vm:1:0]   | active message by ucp_am_send* from host memory |
-[1.2] [vm:1:0]   |   1..16515 | zero-copy          | tcp/lo        |
-"""
+from kvferry.transport import Diagnosis, InProcessNetwork, InProcessTransport, WayTaken, devices
 
 
-def test_the_ways_that_writes_take_are_read_from_what_ucx_says():
-    assert wire.picked(SAID) == ["rc_mlx5/mlx5_0:1", "cma/memory"]
-    assert wire.picked("nothing of the kind") == []
+class Toys(Diagnosis):
+    """Of a transport of which there is something to say."""
+
+    variables = ("TOY_",)
+    read_by = "toys"
 
 
 def test_settings_say_where_they_come_from_and_secrets_stay_secret():
-    environment = {"KVFERRY_HOST": "127.0.0.1", "KVFERRY_SECRET": "0123456789abcdef", "UCX_TLS": "tcp", "HOME": "/"}
-    found = list(configuration.variables(environment))
+    environment = {"KVFERRY_HOST": "127.0.0.1", "KVFERRY_SECRET": "0123456789abcdef", "TOY_SPEED": "9", "HOME": "/"}
+    found = list(configuration.variables(environment, Toys()))
     assert {finding.severity for finding in found} == {Severity.GOOD}
     said = " ".join(finding.what for finding in found)
     assert "KVFERRY_HOST = '127.0.0.1', from the environment" in said
-    assert "UCX_TLS = 'tcp'" in said
+    assert "TOY_SPEED = '9', which toys read" in said
     assert "0123456789abcdef" not in said
     assert "HOME" not in said
 
 
 def test_a_misspelled_setting_is_named_with_the_right_one():
-    (finding,) = configuration.variables({"KVFERRY_REGISTRY_URI": "x"})
+    (finding,) = configuration.variables({"KVFERRY_REGISTRY_URI": "x"}, Diagnosis())
     assert finding.severity is Severity.WARNING
     assert finding.remedy == "did you mean KVFERRY_REGISTRY_URL?"
 
@@ -96,32 +90,73 @@ def test_a_taken_port_is_named():
     assert f":{port} cannot be listened on" in finding.what
 
 
-def test_a_device_that_is_not_there_is_named():
-    found = list(machine.devices(Settings(nixl_device="mlx5_77:1")))
-    assert found[-1].severity is Severity.ERROR
-    assert "'mlx5_77:1'" in found[-1].what
-    assert "lo" in found[-1].remedy
-
-
 def test_rdma_without_locked_memory_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "mlx5_0").mkdir()
-    monkeypatch.setattr(machine, "_RDMA", tmp_path)
+    monkeypatch.setattr(devices, "_RDMA", tmp_path)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
     finding = next(iter(machine.limits(Settings())))
     assert finding.severity is Severity.ERROR
     assert "ulimit -l unlimited" in finding.remedy
 
 
-def test_a_nixl_that_cannot_be_loaded_is_wrong(monkeypatch: pytest.MonkeyPatch):
-    def fails() -> None:
-        raise TransportUnavailableError("libcudart.so.12 is missing")
+class Chatty(Diagnosis):
+    """Of a transport whose library prints which way bytes take, if it is asked to."""
 
-    monkeypatch.setattr(machine, "load_bindings", fails)
-    monkeypatch.setattr(machine, "_version", lambda name: "1.5.1" if name == "nixl-cu12" else None)
-    (finding,) = [finding for finding in machine.installed() if finding.about == "nixl"]
-    assert finding.severity is Severity.ERROR
-    assert "libcudart.so.12" in finding.what
-    assert "nixl-cu12" in finding.remedy
+    variables = ("CHATTY_",)
+    says_more = {"CHATTY_LEVEL": "7"}  # noqa: RUF012
+    remedy = "look at CHATTY_LEVEL"
+
+    def way_taken(self, said: str, *, is_local: bool) -> WayTaken:
+        way = re.search("way: (.*)", said)
+        assert way is not None
+        return WayTaken(f"it takes {way[1]}", (warning("wire", f"local: {is_local}", "walk"),))
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.6:9490"])
+def test_the_wire_is_told_in_the_words_of_the_transport(address: str | None, monkeypatch: pytest.MonkeyPatch):
+    def prints(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert env == {"HOME": "/", "CHATTY_LEVEL": "7"}
+        measured = msgspec.json.encode(Measured(2e9, 1e-5, __version__)).decode()
+        return subprocess.CompletedProcess(command, 0, f"\n{measured}\n", "way: a tunnel\n")
+
+    monkeypatch.setattr(subprocess, "run", prints)
+    found = list(wire({"HOME": "/"}, Chatty(), address))
+    assert [(each.about, each.severity) for each in found] == [("wire", Severity.GOOD), ("wire", Severity.WARNING)]
+    where = "two processes here" if address is None else f"here and {address}"
+    assert found[0].what == f"between {where}: 2.0 GB/s in bulk, 10 us for 4 KiB; it takes a tunnel"
+    assert (found[1].what, found[1].remedy) == (f"local: {address is None}", "walk")
+
+
+def test_a_wire_that_cannot_be_says_what_the_transport_would_look_at(monkeypatch: pytest.MonkeyPatch):
+    fails = subprocess.CompletedProcess([], 1, "", "Traceback\nOSError: no road")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: fails)
+    (finding,) = wire({}, Chatty(), "10.0.0.6:9490")
+    assert (finding.severity, finding.remedy) == (Severity.ERROR, "look at CHATTY_LEVEL")
+    assert finding.what == "nothing could be exchanged between here and 10.0.0.6:9490: OSError: no road"
+
+
+def test_of_a_transport_that_says_nothing_the_speed_is_said(monkeypatch: pytest.MonkeyPatch):
+    measured = msgspec.json.encode(Measured(2e9, 1e-5, __version__)).decode()
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, measured, ""))
+    (finding,) = wire({}, Diagnosis())
+    assert finding.what == "between two processes here: 2.0 GB/s in bulk, 10 us for 4 KiB"
+
+
+def test_two_doctors_with_different_transports_learn_both(monkeypatch: pytest.MonkeyPatch):
+    here = InProcessTransport(InProcessNetwork())
+    monkeypatch.setattr(probe, "create_transport", lambda *_: here)
+    with pytest.raises(IncompatiblePeerError, match="transport: inprocess here, pigeons there: set KVFERRY_TRANSPORT"):
+        probe._measure(probe.Target(b"", 0, 1, __version__, "pigeons", lambda: True))
+
+
+def test_a_transport_that_is_not_known_is_a_finding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("KVFERRY_TRANSPORT", "pigeons")
+    assert doctor.run((), peer=None, moves_bytes=True, wants_json=True, console=Console()) is Severity.ERROR
+    said = json.loads(capsys.readouterr().out)["findings"][-1]
+    assert said["about"] == "settings"
+    assert "transport (KVFERRY_TRANSPORT) is 'pigeons': known are" in said["what"]
 
 
 def test_a_registry_that_was_named_must_answer():
@@ -156,7 +191,7 @@ def test_an_impossible_setting_is_a_finding(capsys: pytest.CaptureFixture[str], 
 def test_what_cannot_be_looked_at_hides_nothing_else(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    def fails(_: Settings) -> None:
+    def fails() -> None:
         raise OSError("no /sys")
 
     monkeypatch.setattr(machine, "devices", fails)

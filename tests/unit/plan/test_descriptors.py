@@ -237,7 +237,7 @@ def test_pieces_that_are_numbered_alike_share_a_selector():
 
 
 def merged(side: Any, other: Any) -> list[int]:
-    """How many indices become one, as NIXL merges: neighbours in the list that are neighbours on both sides."""
+    """How many indices become one, as transports merge: neighbours in the list that are neighbours on both sides."""
     counts = [1]
     for here, there in zip(np.diff(side).tolist(), np.diff(other).tolist(), strict=True):
         if here == there == 1:

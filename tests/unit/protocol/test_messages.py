@@ -126,7 +126,7 @@ EXAMPLES: list[Message] = [
         coordinates=COORDINATES,
         layout=LAYOUT,
         pieces=PIECES,
-        transport="nixl",
+        transport="inprocess",
         transport_metadata=b"\x00\xff",
         host="somewhere",
         staging=Staging(
@@ -146,7 +146,9 @@ EXAMPLES: list[Message] = [
         depends_on={"prompt": b"\x00" * 32, "LoRA adapter": b"\xff"},
     ),
     AbortRoom(room=0, generation=0, reason="the client went away: \N{SNOWMAN}"),
-    Welcome(endpoint="p0", engine="prefill", coordinates=COORDINATES, layout=LAYOUT, transport="nixl", process=PROCESS),
+    Welcome(
+        endpoint="p0", engine="prefill", coordinates=COORDINATES, layout=LAYOUT, transport="inprocess", process=PROCESS
+    ),
     Attached(endpoint="p0", attempt=3, only_staged=True),
     Refused(endpoint="p0", attempt=3, error="IncompatiblePeerError", reason="page size 16 here, 32 there"),
     Closed(endpoint="p0"),
@@ -433,7 +435,9 @@ def test_a_large_deployment_stays_far_below_the_limits():
     metadata = PeerMetadata(name="decode-3", device=layout.device, regions=regions, private=bytes(400 * len(regions)))
     pages = PageNumbers.of(2 * np.arange(1_000_000))  # tokens, one a page, in no run
     large = [
-        Welcome(endpoint="p0", engine="prefill", coordinates=place, layout=layout, transport="nixl", process=PROCESS),
+        Welcome(
+            endpoint="p0", engine="prefill", coordinates=place, layout=layout, transport="inprocess", process=PROCESS
+        ),
         Attach(
             endpoint="d0",
             attempt=2**40,
@@ -441,7 +445,7 @@ def test_a_large_deployment_stays_far_below_the_limits():
             coordinates=place,
             layout=layout,
             pieces=pieces,
-            transport="nixl",
+            transport="inprocess",
             transport_metadata=metadata.encode(),
         ),
         OpenRoom(

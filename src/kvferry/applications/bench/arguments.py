@@ -56,6 +56,9 @@ class Workload:
 class BenchArguments(Workload, Shape):
     """What is measured. Two machines that measure together are given the same."""
 
+    transport: Annotated[
+        str | None, typer.Option(help="What moves the bytes: a name, or module:Class [KVFERRY_TRANSPORT].")
+    ] = None
     nixl_threads: Annotated[
         int | None, typer.Option(help="Threads that share a large direct write [KVFERRY_NIXL_THREADS].")
     ] = None

@@ -11,10 +11,10 @@ import numpy as np
 
 from kvferry.applications.bench.commands import BulkTimes, Target
 from kvferry.applications.bench.storage import Storage
-from kvferry.cpus import usable_cpus
+from kvferry.endpoint.construction import create_transport
 from kvferry.layout import Device
-from kvferry.transport import NixlTransport
-from kvferry.transport.base import PeerMetadata, PreparedList
+from kvferry.settings import Settings
+from kvferry.transport import PeerMetadata, PreparedList
 
 BLOCK_BYTES = 128 << 10
 
@@ -37,8 +37,9 @@ class _BulkWrite:
 class BulkReceiver:
     """Where bulk writes go: the rank's own memory, which is poisoned again before it is used otherwise."""
 
-    def __init__(self, storage: Storage, rank: int) -> None:
-        self._transport = NixlTransport(f"bench-bulk-decode-{rank}-{secrets.token_hex(8)}")
+    def __init__(self, storage: Storage, rank: int, settings: Settings) -> None:
+        name = f"bench-bulk-decode-{rank}-{secrets.token_hex(8)}"
+        self._transport = create_transport(settings, name, writes=False)
         self._transport.register([storage.region], storage.device)
         self.metadata = self._transport.metadata()
 
@@ -55,18 +56,15 @@ class BulkSender:
         storage: Storage,
         targets: Sequence[Target],
         rank: int,
-        nixl_threads: int,
+        settings: Settings,
     ) -> None:
         """Connects to every receiver and prepares the writes to it.
 
         Args:
             targets: where to write, for every receiver.
-            nixl_threads: NIXL's worker threads; 0 takes one for every processor.
+            settings: what the transport is made with.
         """
-        threads = nixl_threads or usable_cpus()
-        self._transport = NixlTransport(
-            f"bench-bulk-prefill-{rank}-{secrets.token_hex(8)}", backend_parameters={"num_threads": str(threads)}
-        )
+        self._transport = create_transport(settings, f"bench-bulk-prefill-{rank}-{secrets.token_hex(8)}")
         self._transport.register([storage.region], storage.device)
         self._device = storage.device
         self._writes: list[_BulkWrite] = []

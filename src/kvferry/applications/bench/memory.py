@@ -14,7 +14,7 @@ from kvferry.layout import Device, MemoryKind
 from kvferry.settings import Settings
 
 PROCESS_BYTES = 200 << 20
-"""What a rank's process takes beside its pool: the interpreter, NIXL, and a little to check with."""
+"""What a rank's process takes beside its pool: the interpreter, the transport, and a little to check with."""
 
 GPU_PROCESS_BYTES = 2 << 30
 """The same where it uses a GPU, with torch and CUDA's own."""

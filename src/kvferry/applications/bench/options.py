@@ -113,6 +113,7 @@ class BenchOptions(Workload):
         variants: names of those that are measured.
         device: where the pools lie.
         is_scattered: whether a request's pages lie in random order, as in a pool in use, or side by side.
+        transport: what moves the bytes, as the setting names it.
         nixl_threads: threads that share a large direct write.
     """
 
@@ -122,6 +123,7 @@ class BenchOptions(Workload):
     variants: tuple[str, ...]
     device: Device
     is_scattered: bool
+    transport: str
     nixl_threads: int
 
     @property

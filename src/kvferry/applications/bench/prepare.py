@@ -13,6 +13,7 @@ from kvferry.errors import ConfigurationError, SettingsError
 from kvferry.layout import Device, Entry, MemoryKind, ShardedComponent, attention_components
 from kvferry.models import read_model_cache
 from kvferry.settings import Settings
+from kvferry.transport.chosen import transport_class
 
 
 def prepare(arguments: BenchArguments) -> list[BenchOptions]:
@@ -34,7 +35,9 @@ def prepare(arguments: BenchArguments) -> list[BenchOptions]:
     model = preset_model(arguments.preset) if arguments.config is None else configured_model(arguments.config)
     prefill_order = one_of(TOKEN_ORDERS, arguments.prefill_layout, option="--prefill-layout")
     decode_order = one_of(TOKEN_ORDERS, arguments.decode_layout, option="--decode-layout")
-    threads = {} if arguments.nixl_threads is None else {"nixl_threads": arguments.nixl_threads}
+    typed = {"transport": arguments.transport, "nixl_threads": arguments.nixl_threads}
+    settings = Settings(**{name: value for name, value in typed.items() if value is not None})
+    transport_class(settings.transport)  # refuses a name that means nothing
     sizes, lies = parse_numbers(arguments.page_size, option="--page-size"), parse_pages(arguments.pages)
     for page_tokens in sizes:
         num_pages = -(-arguments.tokens // page_tokens)
@@ -52,7 +55,8 @@ def prepare(arguments: BenchArguments) -> list[BenchOptions]:
             variants=variants,
             device=device,
             is_scattered=is_scattered,
-            nixl_threads=Settings(**threads).nixl_threads,
+            transport=settings.transport,
+            nixl_threads=settings.nixl_threads,
             **load,
         )
         for page_tokens in sizes

@@ -164,8 +164,8 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
             case commands.Transfer(timeout_s):
                 return self._send(timeout_s)
             case commands.Aim(targets):
-                threads = self._options.nixl_threads
-                self._bulk = BulkSender(self._pool.storage, targets, self._coordinates.engine_rank, threads)
+                settings = bulk_settings(self._options)
+                self._bulk = BulkSender(self._pool.storage, targets, self._coordinates.engine_rank, settings)
                 self._resources.callback(self._bulk.close)
                 return commands.Done()
             case commands.Bulk(is_in_blocks, timeout_s):
@@ -285,7 +285,8 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
                 passes = self._opened.passes
                 return commands.Found(pattern.check(self._pool, self._options, passes=passes, threads=self._threads))
             case commands.Listen():
-                self._bulk = BulkReceiver(self._pool.storage, self._coordinates.engine_rank)
+                settings = bulk_settings(self._options)
+                self._bulk = BulkReceiver(self._pool.storage, self._coordinates.engine_rank, settings)
                 self._resources.callback(self._bulk.close)
                 return commands.Listening(self._bulk.metadata)
             case commands.CopyMemory(num_bytes):
@@ -384,5 +385,15 @@ def _refusal(error: KVFerryError) -> str:
 def _settings(options: BenchOptions, registry_url: str | None, variant: Variant) -> Settings:
     own: dict[str, Any] = dict(variant.settings)
     return Settings(
-        registry_url=registry_url, registry_port=0, control_port=0, nixl_threads=options.nixl_threads, **own
+        registry_url=registry_url,
+        registry_port=0,
+        control_port=0,
+        transport=options.transport,
+        nixl_threads=options.nixl_threads,
+        **own,
     )
+
+
+def bulk_settings(options: BenchOptions) -> Settings:
+    """What bulk writes are made with: all that endpoints have, and threads in any case, since they are the limit."""
+    return Settings(transport=options.transport, nixl_threads=options.nixl_threads or usable_cpus())

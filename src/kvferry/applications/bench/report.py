@@ -46,6 +46,7 @@ def as_json(options: BenchOptions, cases: Sequence[Case], *, shares_clock: bool)
             "requests": options.requests,
             "passes": options.passes,
             "in_flight": options.in_flight,
+            "transport": options.transport,
             "nixl_threads": options.nixl_threads,
             "latency_from": "submit" if shares_clock else "asking",
             "cases": [case_data(case) for case in cases],

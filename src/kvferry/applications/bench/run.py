@@ -25,7 +25,7 @@ from kvferry.applications.bench.teams import LocalTeam, Teams
 from kvferry.applications.checks import check_picture
 from kvferry.errors import SettingsError
 from kvferry.settings import Settings
-from kvferry.transport.nixl import load_bindings
+from kvferry.transport.chosen import transport_class
 
 _WIDTH = 200
 _COMPARED_OTHERWISE = ("preset", "config")
@@ -83,7 +83,7 @@ def run(arguments: BenchArguments, place: Place, *, picture: Path | None, wants_
     if picture is not None:
         check_picture(picture, option="--plot")
     planned = prepare(arguments)
-    load_bindings()
+    transport_class(planned[0].transport).check_available()
     main, gpu = available_bytes(), available_gpu_bytes(planned[0].device)
     for options in planned:
         check_fits(options, [options.side(name) for name in place.side_names], main, gpu)
@@ -159,4 +159,5 @@ def agreed(arguments: BenchArguments, planned: Sequence[BenchOptions]) -> dict[s
         "kvferry's version": __version__,
         "the model (--preset, --config)": f"{model.name} ({digest})",
         **said,
+        "--transport": planned[0].transport,
     }

@@ -56,3 +56,6 @@ class DemoArguments:
     chunk_tokens: Annotated[int, typer.Option(help="Tokens prefilled and sent at a time; whole pages.")] = 64
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to decode for every request.")] = 24
     seed: Annotated[int, typer.Option(help="Seed of weights and page orders.")] = 0
+    transport: Annotated[
+        str | None, typer.Option(help="What moves the bytes: a name, or module:Class [KVFERRY_TRANSPORT].")
+    ] = None

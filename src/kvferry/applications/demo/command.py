@@ -13,7 +13,7 @@ from kvferry.applications.demo.arguments import DemoArguments
 
 @with_fields_as_options
 def demo(arguments: DemoArguments, json: Json = False) -> None:
-    """Prefill on some ranks, move the cache over NIXL, decode on others, and check every byte and token.
+    """Prefill on some ranks, move the cache over a real transport, decode on others, and check every byte and token.
 
     Every rank is a process of its own with its own paged pool in random page order. A real transformers model prefills;
     each prefill rank keeps only its shard of the cache. What the decode side generates comes from nothing but the bytes

@@ -71,6 +71,7 @@ class DemoOptions:
         components: what the model caches.
         chunk_tokens: tokens that are prefilled, and sent, at a time: whole pages of the prefill side.
         in_flight: rooms that a decode rank keeps open at a time.
+        transport: what moves the bytes, as the setting names it.
     """
 
     model: ModelSpec
@@ -82,6 +83,7 @@ class DemoOptions:
     max_new_tokens: int
     in_flight: int
     seed: int
+    transport: str
 
     @property
     def groups(self) -> tuple[str, ...]:

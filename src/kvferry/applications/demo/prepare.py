@@ -12,7 +12,8 @@ from kvferry.applications.demo.reference.prompts import read_prompts
 from kvferry.applications.demo.reference.specification import ModelSpec
 from kvferry.applications.demo.reference.tokenizer import load_tokenizer
 from kvferry.errors import SettingsError
-from kvferry.transport.nixl import load_bindings
+from kvferry.settings import Settings
+from kvferry.transport.chosen import transport_class
 
 _FIRST_ROOM = 1000
 
@@ -23,9 +24,10 @@ def prepare(arguments: DemoArguments) -> DemoOptions:
     Raises:
         SettingsError: naming the option and its value.
         ModelError: if the model cannot be used.
-        TransportUnavailableError: if NIXL is not installed.
+        TransportUnavailableError: if the transport is not installed.
     """
-    load_bindings()
+    settings = Settings() if arguments.transport is None else Settings(transport=arguments.transport)
+    transport_class(settings.transport).check_available()
     check_at_least_one(arguments, "requests", "in_flight", "chunk_tokens", "max_new_tokens", "page_size")
     if arguments.model is None:
         model = ModelSpec.small(
@@ -66,6 +68,7 @@ def prepare(arguments: DemoArguments) -> DemoOptions:
         max_new_tokens=arguments.max_new_tokens,
         in_flight=arguments.in_flight,
         seed=arguments.seed,
+        transport=settings.transport,
     )
 
 

@@ -138,7 +138,9 @@ def prefill_main(reports: Connection, options: DemoOptions, engine: int, coordin
     if not runs_registry:
         reports.send(Ready())
         registry_url = reports.recv()
-    settings = Settings(registry_url=registry_url, registry_port=0, bootstrap_timeout_s=_TIMEOUT_S)
+    settings = Settings(
+        registry_url=registry_url, registry_port=0, bootstrap_timeout_s=_TIMEOUT_S, transport=options.transport
+    )
     with PrefillEndpoint(
         pool.layout,
         engine=engine_name(engine),
@@ -209,7 +211,7 @@ def decode_main(
         seed=f"{options.seed} decode {engine} {coordinates.engine_rank}",
     )
     reports.send(Ready())
-    settings = Settings(registry_url=reports.recv(), bootstrap_timeout_s=_TIMEOUT_S)
+    settings = Settings(registry_url=reports.recv(), bootstrap_timeout_s=_TIMEOUT_S, transport=options.transport)
     with DecodeEndpoint(pool.layout, engine=f"decode-{engine}", coordinates=coordinates, settings=settings) as endpoint:
         mine = [request for request in options.requests if request.decode_engine == engine]
         for prefill_engine in {request.prefill_engine for request in mine}:

@@ -21,12 +21,13 @@ def doctor(
         str | None, typer.Option(help="An endpoint on another machine, host or host:port, to check this one against.")
     ] = None,
     wire_to: Annotated[
-        str | None, typer.Option(help="Measure NIXL with a machine where `kvferry doctor --listen` runs: host:port.")
+        str | None,
+        typer.Option(help="Measure the wire to a machine where `kvferry doctor --listen` runs: host:port."),
     ] = None,
     listen: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Only let doctors of other machines measure, on this port.")
     ] = None,
-    wire: Annotated[bool, typer.Option(help="Measure NIXL between two processes of this machine.")] = True,
+    wire: Annotated[bool, typer.Option(help="Measure between two processes of this machine.")] = True,
     json: Json = False,
 ) -> None:
     """Look at what is installed, set, reachable and running, and say what is wrong and what to do.

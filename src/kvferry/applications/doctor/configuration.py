@@ -6,19 +6,21 @@ import difflib
 import socket
 from collections.abc import Iterator, Mapping
 
-from kvferry.applications.doctor.findings import Finding, error, good, warning
+from kvferry.findings import Finding, error, good, warning
 from kvferry.settings import PREFIX, Settings, is_loopback
+from kvferry.transport import Diagnosis
 
 _SECRETS = {f"{PREFIX}SECRET"}
 _OTHERS = {f"{PREFIX}SGLANG_REPLACES_NIXL"}
 """Variables that are no settings, but mean something."""
 
 
-def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
+def variables(environment: Mapping[str, str], transport: Diagnosis) -> Iterator[Finding]:
     """What the environment says, and what in it means nothing.
 
     Args:
         environment: all of it.
+        transport: knows which variables its library reads.
     """
     known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} | _OTHERS
     given = {name: value for name, value in environment.items() if name.upper().startswith(PREFIX)}
@@ -32,8 +34,8 @@ def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield warning("settings", f"{name} is set, and means nothing", hint)
     if not given:
         yield good("settings", "all at their defaults: docs/settings.md")
-    for name in sorted(name for name in environment if name.startswith(("UCX_", "NIXL_"))):
-        yield good("settings", f"{name} = {environment[name]!r}, which UCX and NIXL read")
+    for name in sorted(name for name in environment if name.startswith(transport.variables)):
+        yield good("settings", f"{name} = {environment[name]!r}, which {transport.read_by} read")
 
 
 def addresses(settings: Settings) -> Iterator[Finding]:

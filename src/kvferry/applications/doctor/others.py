@@ -10,12 +10,12 @@ import httpx
 
 from kvferry._version import __version__
 from kvferry.answers import request
-from kvferry.applications.doctor.findings import Finding, error, good, warning
 from kvferry.applications.top.asking import Sample, ask_once
 from kvferry.applications.top.view import troubles
 from kvferry.control.construction import create_registry_client
 from kvferry.control.kubernetes import create_kubernetes_client
 from kvferry.errors import IncompatiblePeerError, KVFerryError, OrchestratorError
+from kvferry.findings import Finding, error, good, warning
 from kvferry.observe.logs import clock_time
 from kvferry.observe.status import EndpointStatus, Side
 from kvferry.protocol.links.proofs import Proof

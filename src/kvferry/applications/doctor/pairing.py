@@ -16,6 +16,7 @@ from kvferry.endpoint.construction import create_transport
 from kvferry.errors import PeerDisconnectedError
 from kvferry.layout import Device, Region
 from kvferry.settings import Settings
+from kvferry.transport import Transport
 
 MEMORY_BYTES = 64 << 20
 ANSWER_S = 20.0
@@ -33,14 +34,16 @@ class Ready(Message, frozen=True):
     """The answer: where.
 
     Attributes:
-        metadata: NIXL's.
+        metadata: the transport's.
         value: that the memory is to be filled with.
+        transport: its name; "" of a kvferry that does not say it.
     """
 
     version: str
     metadata: bytes
     address: int
     value: int
+    transport: str = ""
 
 
 class Busy(Message, frozen=True):
@@ -72,7 +75,7 @@ def listen(settings: Settings, port: int, tell: Callable[[str], None]) -> None:
         tell: is told what happens.
 
     Raises:
-        KVFerryError: if the port cannot be listened on, or there is no NIXL.
+        KVFerryError: if the port cannot be listened on, or the transport is missing.
     """
     memory = np.zeros(MEMORY_BYTES, np.uint8)
     transport = create_transport(settings, f"kvferry-doctor-{secrets.token_hex(4)}", writes=False)
@@ -82,7 +85,7 @@ def listen(settings: Settings, port: int, tell: Callable[[str], None]) -> None:
             settings, port, TO_LISTENER, opens=lambda said: isinstance(said, Hello), busy=Busy(), silence_s=_SILENCE_S
         ) as listener:
             tell(f"listening on {settings.host} port {listener.port}")
-            _serve(listener, memory, transport.metadata(), tell)
+            _serve(listener, memory, transport, tell)
     finally:
         transport.close()
 
@@ -90,7 +93,7 @@ def listen(settings: Settings, port: int, tell: Callable[[str], None]) -> None:
 def _serve(
     listener: Listener[ToListener],
     memory: np.ndarray[tuple[int], np.dtype[np.uint8]],
-    metadata: bytes,
+    transport: Transport,
     tell: Callable[[str], None],
 ) -> None:
     value = 0
@@ -101,7 +104,7 @@ def _serve(
             if isinstance(message, Hello):
                 value = value % 255 + 1
                 memory[:] = 0
-                answer = Ready(__version__, metadata, memory.ctypes.data, value)
+                answer = Ready(__version__, transport.metadata(), memory.ctypes.data, value, transport.name)
                 tell("a doctor writes")
             else:
                 answer = Seen(bool((memory == value).all()))

@@ -1,4 +1,4 @@
-"""Writes bytes into another process over NIXL, and prints how fast that was.
+"""Writes bytes into another process, and prints how fast that was.
 
 `python -m kvferry.applications.doctor.probe` writes to a process that it starts, `... probe HOST:PORT` to a doctor that
 listens.
@@ -21,7 +21,7 @@ from kvferry._version import __version__
 from kvferry.applications.doctor.pairing import ANSWER_S, MEMORY_BYTES, TO_WRITER, Busy, Hello, Ready, Seen, Written
 from kvferry.applications.partner import calling
 from kvferry.endpoint.construction import create_transport
-from kvferry.errors import PeerDisconnectedError
+from kvferry.errors import IncompatiblePeerError, PeerDisconnectedError
 from kvferry.layout import Device, Region
 from kvferry.settings import Settings
 from kvferry.transport import Transport
@@ -50,10 +50,11 @@ class Target:
     """Where to write.
 
     Attributes:
-        metadata: NIXL's.
+        metadata: the transport's.
         address: of the memory there.
         value: to fill it with.
         version: of the kvferry there.
+        transport: its name there; "" if that is not known.
         is_right: asks, once all is written, whether all of it is there.
     """
 
@@ -61,6 +62,7 @@ class Target:
     address: int
     value: int
     version: str
+    transport: str
     is_right: Callable[[], bool]
 
 
@@ -88,7 +90,7 @@ def _process() -> Iterator[Target]:
         pipe.send(1)
         return bool(pipe.recv())
 
-    yield Target(metadata, address, 1, __version__, is_right)
+    yield Target(metadata, address, 1, __version__, "", is_right)
     receiver.join(ANSWER_S)
 
 
@@ -109,7 +111,7 @@ def _doctor(address: str) -> Iterator[Target]:
         def is_right() -> bool:
             return there.ask(Written(), ANSWER_S) == Seen(True)
 
-        yield Target(found.metadata, found.address, found.value, found.version, is_right)
+        yield Target(found.metadata, found.address, found.value, found.version, found.transport, is_right)
 
 
 def _write(transport: Transport, source: Region, peer: str, address: int) -> float:
@@ -127,6 +129,10 @@ def _measure(target: Target) -> Measured:
     memory = np.full(MEMORY_BYTES, target.value, np.uint8)
     source = Region(memory.ctypes.data, memory.nbytes)
     transport = create_transport(Settings(), f"kvferry-doctor-sender-{time.time_ns():x}")
+    if target.transport not in ("", transport.name):
+        raise IncompatiblePeerError(
+            f"transport: {transport.name} here, {target.transport} there: set KVFERRY_TRANSPORT to the same"
+        )
     transport.register([source], Device())
     peer = transport.connect(target.metadata)
     bulk_s = min(_write(transport, source, peer, target.address) for _ in range(_ROUNDS))

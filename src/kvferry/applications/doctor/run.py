@@ -11,11 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.applications.doctor import configuration, machine, others
-from kvferry.applications.doctor.findings import Finding, Severity, error
 from kvferry.applications.doctor.wire import wire
 from kvferry.applications.top.asking import addresses, present
 from kvferry.errors import SettingsError
+from kvferry.findings import Finding, Severity, error
 from kvferry.settings import Settings, environment
+from kvferry.transport import Diagnosis
+from kvferry.transport.chosen import transport_class
 
 _USUAL_PORT = 9470
 """Of an endpoint, where only its host is given."""
@@ -41,8 +43,8 @@ def run(
     Args:
         given: addresses of endpoints on this machine; else those of the settings.
         peer: an endpoint on another machine to compare with.
-        moves_bytes: whether to measure NIXL between two processes.
-        wire_to: a doctor that listens on another machine, to measure NIXL with.
+        moves_bytes: whether to measure the transport between two processes.
+        wire_to: a doctor that listens on another machine, to measure the transport with.
 
     Returns:
         The worst that was found.
@@ -87,17 +89,20 @@ def _words(finding: Finding) -> Text:
 def _everything(
     targets: Sequence[str], peers: Sequence[str], doctors: Sequence[str], *, moves_bytes: bool
 ) -> Iterator[Finding]:
-    yield from _safely("installed", machine.installed)
     variables = environment()
-    yield from _safely("settings", lambda: configuration.variables(variables))
+    yield from _safely("installed", machine.installed)
     try:
         settings = Settings()
+        transport = transport_class(settings.transport)
     except SettingsError as problem:
+        yield from _safely("settings", lambda: configuration.variables(variables, Diagnosis()))
         yield error("settings", str(problem), "mend the variable; docs/settings.md says what it may be")
         return
+    yield from _safely(transport.name, lambda: transport.diagnosis.findings(settings))
+    yield from _safely("settings", lambda: configuration.variables(variables, transport.diagnosis))
     yield from _safely("addresses", lambda: configuration.addresses(settings))
     yield from _safely("limits", lambda: machine.limits(settings))
-    yield from _safely("devices", lambda: machine.devices(settings))
+    yield from _safely("devices", machine.devices)
     yield from _safely("registry", lambda: others.registry(settings))
     yield from _safely("kubernetes", lambda: others.orchestrator(settings))
     running = targets or (present(settings.observe_port) if settings.observe_port else [])
@@ -105,9 +110,9 @@ def _everything(
     for each in peers:
         yield from _safely("peer", lambda at=each: others.peer(at))  # type: ignore[misc]
     if moves_bytes:
-        yield from _safely("wire", lambda: wire(variables))
+        yield from _safely("wire", lambda: wire(variables, transport.diagnosis))
     for each in doctors:
-        yield from _safely("wire", lambda at=each: wire(variables, at))  # type: ignore[misc]
+        yield from _safely("wire", lambda at=each: wire(variables, transport.diagnosis, at))  # type: ignore[misc]
 
 
 def _safely(about: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

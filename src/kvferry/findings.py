@@ -1,4 +1,4 @@
-"""What a doctor finds."""
+"""What `kvferry doctor` finds, and what a transport has found out about itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that was looked at.
 
     Attributes:
-        about: a word for it: nixl, settings, wire, peers, ...
+        about: a word for it: settings, wire, peers, the name of a transport, ...
         severity: how bad it is.
         what: what there is, a sentence.
         remedy: what to do; empty if nothing is to be done.

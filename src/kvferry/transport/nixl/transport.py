@@ -18,14 +18,10 @@ sent stays queued, is read when they next have work, and lands then: any time la
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import pairwise
-from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,7 +33,9 @@ from kvferry.errors import (
     TransportUnavailableError,
 )
 from kvferry.layout import Device, Region
+from kvferry.plan import TransferPath
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
+from kvferry.settings import Settings
 from kvferry.transport.base import (
     PeerMetadata,
     PreparedList,
@@ -48,71 +46,15 @@ from kvferry.transport.base import (
     check_lists,
     peer_written_to,
 )
+from kvferry.transport.nixl.bindings import load_bindings
+from kvferry.transport.nixl.nixl_diagnosis import NixlDiagnosis
+from kvferry.transport.nixl.shares import NixlHandle, Share, parts, seconds, sum_of
 from kvferry.transport.registered import RegisteredMemory
 
 log = logging.getLogger(__name__)
 
 _Argument = TypeVar("_Argument")
 _Answer = TypeVar("_Answer")
-
-BINDINGS = ("nixl_cu13._bindings", "nixl_cu12._bindings", "nixl._bindings")
-"""Where NIXL's bindings are looked for, in this order. Each of the wheels carries its own."""
-
-
-def load_bindings() -> ModuleType:
-    """Imports NIXL's bindings.
-
-    Raises:
-        TransportUnavailableError: if no wheel of NIXL is installed, saying how to install one.
-    """
-    problems = []
-    for name in BINDINGS:
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            problems.append(f"{name}: {error}")
-    raise TransportUnavailableError(
-        "NIXL is not installed: pip install nixl-cu13 (CUDA 13 and machines without CUDA) or nixl-cu12, after the "
-        f"torch that you want, or they bring the newest along ({'; '.join(problems)})"
-    )
-
-
-@dataclass(slots=True, eq=False)
-class _Share:
-    """A part of a write, with a request and a status of its own.
-
-    Attributes:
-        handle: NIXL's request.
-        report: what NIXL measured, once it has ended well.
-        has_ended: whether nothing of it can move any more.
-    """
-
-    handle: int
-    report: TransferReport | None = None
-    has_ended: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _NixlHandle(TransferHandle):
-    """A write.
-
-    Attributes:
-        shares: its parts; one, where it is not shared by several threads.
-        notification: what is sent once all shares have ended; b"" where that is none, or a request carries it.
-        problem: the first error of a share.
-        report: that of the whole write, once it has ended well.
-    """
-
-    peer: str
-    shares: list[_Share] = field(default_factory=list)
-    notification: bytes = b""
-    problem: BaseException | None = None
-    report: TransferReport | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing of it can move any more."""
-        return all(share.has_ended for share in self.shares)
 
 
 class NixlTransport(Transport):
@@ -125,6 +67,29 @@ class NixlTransport(Transport):
     """
 
     name = "nixl"
+    diagnosis = NixlDiagnosis()
+
+    @classmethod
+    def check_available(cls) -> None:
+        load_bindings()
+
+    @classmethod
+    def from_settings(cls, settings: Settings, endpoint_name: str, *, writes: bool) -> NixlTransport:
+        parameters = {}
+        # A write of several descriptors is shared by the threads; one of a single descriptor is a bulk write from
+        # staging memory, or small. Where all are such, the threads would only cost a connection each to every peer.
+        is_shared = writes and settings.forced_path is not TransferPath.STAGED
+        if settings.used_nixl_device is not None and settings.nixl_backend == "UCX":
+            # By default UCX listens on every interface of the machine. NIXL's device_list takes InfiniBand's only.
+            parameters["engine_config"] = f"NET_DEVICES={settings.used_nixl_device}"
+        return cls(
+            endpoint_name,
+            backend=settings.nixl_backend,
+            backend_parameters=parameters,
+            progress_delay_us=settings.nixl_progress_delay_us,
+            only_writes=writes,
+            threads=settings.nixl_threads if is_shared else 0,
+        )
 
     def __init__(
         self,
@@ -348,7 +313,7 @@ class NixlTransport(Transport):
             num_shares = min(len(self._lanes), len(local_indices) // self._smallest_share)
             if num_shares < 2 or len(local_indices) != len(remote_indices):  # the latter NIXL refuses
                 return self._start(request(slice(None)), peer, notification)
-            requests = self._on_lanes(request, _parts(len(local_indices), num_shares))
+            requests = self._on_lanes(request, parts(len(local_indices), num_shares))
             problem = next((each for each in requests if isinstance(each, BaseException)), None)
             handles = [each for each in requests if not isinstance(each, BaseException)]
             if problem is not None:
@@ -385,8 +350,8 @@ class NixlTransport(Transport):
         )
         return handle
 
-    def _start(self, handle: int, peer: str, notification: bytes) -> _NixlHandle:
-        transfer = _NixlHandle(peer, [_Share(handle)])
+    def _start(self, handle: int, peer: str, notification: bytes) -> NixlHandle:
+        transfer = NixlHandle(peer, [Share(handle)])
         with self._progress:
             try:
                 self._is_done(self._agent.postXferReq(handle, notification), peer)
@@ -403,14 +368,14 @@ class NixlTransport(Transport):
         except Exception as error:
             log.warning("a write to %s that was not posted could not be released: %s", peer, error)
 
-    def _start_shares(self, handles: Sequence[int], peer: str, notification: bytes) -> _NixlHandle:
+    def _start_shares(self, handles: Sequence[int], peer: str, notification: bytes) -> NixlHandle:
         """Posts the requests of one write, each on its lane. The notification leaves when all of them have ended."""
 
         def post(handle: int) -> None:
             with self._translated(f"posting a share of a write to {peer}", peer):
                 self._is_done(self._agent.postXferReq(handle, b""), peer)
 
-        transfer = _NixlHandle(peer, [_Share(handle) for handle in handles], notification)
+        transfer = NixlHandle(peer, [Share(handle) for handle in handles], notification)
         with self._progress:
             for share, answer in zip(transfer.shares, self._on_lanes(post, handles), strict=True):
                 if answer is not None:
@@ -423,13 +388,13 @@ class NixlTransport(Transport):
             self._look_first(transfer)
         return transfer
 
-    def _look_first(self, transfer: _NixlHandle) -> None:
+    def _look_first(self, transfer: NixlHandle) -> None:
         """Looks at a write that was just posted, before another thread takes the lock, perhaps for long."""
         with contextlib.suppress(Exception):  # it was posted: `poll` meets this again
             self._look(transfer)
 
     def poll(self, transfer: TransferHandle) -> TransferReport | None:
-        assert isinstance(transfer, _NixlHandle)
+        assert isinstance(transfer, NixlHandle)
         if transfer.report is None and (transfer.problem is None or not transfer.has_ended):
             with self._progress:
                 self._look(transfer)
@@ -437,7 +402,7 @@ class NixlTransport(Transport):
             raise transfer.problem
         return transfer.report
 
-    def _look(self, transfer: _NixlHandle) -> None:
+    def _look(self, transfer: NixlHandle) -> None:
         """Makes progress, and takes the report, or the problem, of a write of which nothing moves any more."""
         for share in transfer.shares:
             if not share.has_ended:
@@ -451,9 +416,9 @@ class NixlTransport(Transport):
             except TransportError as error:
                 transfer.problem = error
                 return
-        transfer.report = _sum_of([share.report for share in transfer.shares if share.report is not None])
+        transfer.report = sum_of([share.report for share in transfer.shares if share.report is not None])
 
-    def _look_at(self, share: _Share, transfer: _NixlHandle) -> None:
+    def _look_at(self, share: Share, transfer: NixlHandle) -> None:
         try:
             if not self._is_done(self._agent.getXferStatus(share.handle), transfer.peer):
                 return
@@ -473,8 +438,8 @@ class NixlTransport(Transport):
         share.report = TransferReport(
             total_bytes=telemetry.totalBytes,
             descriptors=telemetry.descCount,
-            post_s=_seconds(telemetry.postDuration),
-            transfer_s=_seconds(telemetry.xferDuration),
+            post_s=seconds(telemetry.postDuration),
+            transfer_s=seconds(telemetry.xferDuration),
         )
 
     def _is_done(self, status: Any, peer: str) -> bool:
@@ -486,7 +451,7 @@ class NixlTransport(Transport):
         raise TransportError(f"the write to {peer} ended with status {status}")
 
     def release(self, transfer: TransferHandle) -> None:
-        assert isinstance(transfer, _NixlHandle)
+        assert isinstance(transfer, NixlHandle)
         releasing = f"releasing a write to {transfer.peer}"
         with self._translated(releasing, transfer.peer), contextlib.ExitStack() as stack:
             for share in transfer.shares:  # all of them, whichever raises
@@ -521,24 +486,3 @@ class NixlTransport(Transport):
             with contextlib.suppress(TransportError), self._translated("deregistering memory"):
                 self._agent.deregisterMem(registered, [self._backend])
         self._agent = None  # ends NIXL's progress thread
-
-
-def _seconds(duration: Any) -> float:
-    """Converts NIXL's telemetry, which is microseconds or a timedelta depending on its version."""
-    return duration.total_seconds() if hasattr(duration, "total_seconds") else float(duration) * 1e-6
-
-
-def _parts(count: int, num_parts: int) -> list[slice]:
-    """Divides a number of descriptors into parts of nearly the same size."""
-    edges = [count * part // num_parts for part in range(num_parts + 1)]
-    return [slice(start, stop) for start, stop in pairwise(edges)]
-
-
-def _sum_of(reports: Sequence[TransferReport]) -> TransferReport:
-    """Returns the report of a write from those of its shares, which moved at the same time."""
-    return TransferReport(
-        total_bytes=sum(report.total_bytes for report in reports),
-        descriptors=sum(report.descriptors for report in reports),
-        post_s=max(report.post_s for report in reports),
-        transfer_s=max(report.transfer_s for report in reports),
-    )

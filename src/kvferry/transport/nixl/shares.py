@@ -1,0 +1,69 @@
+"""A write, and its shares: each is a request of its own, with a status of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from kvferry.transport.base import TransferHandle, TransferReport
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """A part of a write, with a request and a status of its own.
+
+    Attributes:
+        handle: NIXL's request.
+        report: what NIXL measured, once it has ended well.
+        has_ended: whether nothing of it can move any more.
+    """
+
+    handle: int
+    report: TransferReport | None = None
+    has_ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class NixlHandle(TransferHandle):
+    """A write.
+
+    Attributes:
+        shares: its parts; one, where it is not shared by several threads.
+        notification: what is sent once all shares have ended; b"" where that is none, or a request carries it.
+        problem: the first error of a share.
+        report: that of the whole write, once it has ended well.
+    """
+
+    peer: str
+    shares: list[Share] = field(default_factory=list)
+    notification: bytes = b""
+    problem: BaseException | None = None
+    report: TransferReport | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it can move any more."""
+        return all(share.has_ended for share in self.shares)
+
+
+def seconds(duration: Any) -> float:
+    """Converts NIXL's telemetry, which is microseconds or a timedelta depending on its version."""
+    return duration.total_seconds() if hasattr(duration, "total_seconds") else float(duration) * 1e-6
+
+
+def parts(count: int, num_parts: int) -> list[slice]:
+    """Divides a number of descriptors into parts of nearly the same size."""
+    edges = [count * part // num_parts for part in range(num_parts + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
+
+
+def sum_of(reports: Sequence[TransferReport]) -> TransferReport:
+    """Returns the report of a write from those of its shares, which moved at the same time."""
+    return TransferReport(
+        total_bytes=sum(report.total_bytes for report in reports),
+        descriptors=sum(report.descriptors for report in reports),
+        post_s=max(report.post_s for report in reports),
+        transfer_s=max(report.transfer_s for report in reports),
+    )

@@ -1,0 +1,25 @@
+"""What moves bytes in tests of several processes: what KVFERRY_TRANSPORT chooses, as everywhere, and NIXL by default.
+
+Tests that are about something else name it here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import TransportUnavailableError
+from kvferry.settings import Settings
+from kvferry.transport.chosen import transport_class
+
+REAL = transport_class(Settings().transport)
+
+PRELOADED = [f"tests.support.{REAL.name}_preload"] if REAL.name == "nixl" else []
+"""Modules that a fork server imports, so that its processes have the transport's library from the start."""
+
+
+def skip_unless_installed() -> None:
+    """Skips the module that calls this while it is imported, if the transport is not installed."""
+    try:
+        REAL.check_available()
+    except TransportUnavailableError as error:
+        pytest.skip(str(error), allow_module_level=True)
