@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from kvferry.testing.enumeration.search import enumerate_states, sequence_diagram
-from kvferry.testing.enumeration.world import Shape, World
+from kvferry.testing.enumeration.breadth_first import enumerate_states, sequence_diagram
+from kvferry.testing.enumeration.reachable_states import Shape, World
 
 SMALL = Shape(prefills=1, decodes=1, chunks=2, faults=1)
 QUICK = {SMALL: 50_000}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvferry.protocol.wire import codec, messages
-from kvferry.testing.enumeration.world import TWICE, Move, State, World
+from kvferry.testing.enumeration.reachable_states import TWICE, Move, State, World
 from kvferry.testing.simulation.laws import Law, ViolationError
 
 
