@@ -13,7 +13,7 @@ from pathlib import Path
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic_core import PydanticUndefined
-from tests.simulation import pins
+from tests.simulation import enumerated, pins
 
 from kvferry.engines.sglang import cache_kinds as sglang
 from kvferry.engines.vllm import cache_kinds as vllm
@@ -43,7 +43,12 @@ def reliability_page() -> str:
         quarantine_s=settings.quarantine_s,
     )
     text = (DOCS / "reliability.md").read_text()
-    for mark, table in (("holding", holding.markdown(waits)), ("planted", pins.markdown(pins.pinned()))):
+    tables = {
+        "holding": holding.markdown(waits),
+        "enumerated": enumerated.markdown(),
+        "planted": pins.markdown(pins.pinned()),
+    }
+    for mark, table in tables.items():
         before, rest = text.split(f"<!-- {mark} -->\n")
         _, after = rest.split(f"<!-- /{mark} -->")
         text = f"{before}<!-- {mark} -->\n{table}\n<!-- /{mark} -->{after}"

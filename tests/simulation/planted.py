@@ -862,7 +862,6 @@ PLANTED: dict[str, Plant] = {
     "nothing sent again": _nothing_sent_again,
     "broken connections not told to the prefill rank": _breaks_kept_from_the_prefill_rank,
     "losses not noticed by heartbeats": _losses_not_noticed,
-    "repeated messages count again": _repetitions_taken,
     "messages behind a lost one count": _gaps_taken,
     "messages of earlier attempts to attach count": _earlier_attempts_count,
     "aborts said once": _aborts_said_once,
@@ -911,8 +910,10 @@ PLANTED: dict[str, Plant] = {
     "a refusal of the prefill side is told nobody": _refused_by_silence,
 }
 
+ONLY_ENUMERATED: dict[str, Plant] = {"repeated messages count again": _repetitions_taken}
+"""Faults that take a message which comes twice at just that moment: no schedule has met one, but every state has."""
+
 SEEN_WITH: dict[str, frozenset[str]] = {
-    "released spans said once": frozenset({"cut"}),
     "a pod without an object is taken for dead": frozenset({"cut"}),
     "a phase is taken for a pod's end": frozenset({"cut"}),
     "a thawed decode rank trusts Drained at once": frozenset({"frozen receiver"}),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 
 import pytest
+from tests.simulation.enumerated import CLOSED, SMALL, SOON, Nearest
+from tests.simulation.planted import ONLY_ENUMERATED, PLANTED
 
 from kvferry.testing.enumeration.breadth_first import enumerate_states, sequence_diagram
 from kvferry.testing.enumeration.reachable_states import Shape, World
 
-SMALL = Shape(prefills=1, decodes=1, chunks=2, faults=1)
 QUICK = {SMALL: 50_000}
 FULL = {
     Shape(prefills=1, decodes=2, chunks=1, faults=1): 1_800_000,
@@ -50,3 +51,46 @@ def test_every_state_of_several_ranks_keeps_every_law(shape: Shape, capsys: pyte
 @pytest.mark.parametrize("shape", LONG, ids=str)
 def test_every_state_with_more_that_goes_wrong_keeps_every_law(shape: Shape, capsys: pytest.CaptureFixture[str]):
     check(shape, LONG[shape], capsys)
+
+
+def check_found(fault: str, nearest: Nearest, monkeypatch: pytest.MonkeyPatch) -> None:
+    {**PLANTED, **ONLY_ENUMERATED}[fault](monkeypatch)
+    world = World(nearest.shape)
+    found = enumerate_states(world)
+    assert found.violation is not None
+    assert (found.violation.law, len(found.trace)) == (nearest.law, nearest.moves), sequence_diagram(world, found)
+
+
+@pytest.mark.parametrize("fault", SOON)
+def test_a_missing_guard_is_found_on_the_shortest_way(fault: str, monkeypatch: pytest.MonkeyPatch):
+    check_found(fault, SOON[fault], monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", CLOSED)
+def test_what_keeps_a_room_from_ending_is_found_once_all_states_are_known(fault: str, monkeypatch: pytest.MonkeyPatch):
+    check_found(fault, CLOSED[fault], monkeypatch)
+
+
+def test_the_way_is_drawn_message_by_message(monkeypatch: pytest.MonkeyPatch):
+    PLANTED["drained while writes fly"](monkeypatch)
+    world = World(SMALL)
+    assert sequence_diagram(world, enumerate_states(world)).splitlines() == [
+        "sequenceDiagram",
+        "    participant d0",
+        "    participant p0",
+        "    Note over p0: its caller opens the room",
+        "    Note over p0: its caller hands in the chunks",
+        "    Note over d0: its caller opens the room",
+        "    Note over d0: its caller aborts the room",
+        "    d0->>p0: OpenRoom (1)",
+        "    d0->>p0: AbortRoom",
+        "    p0->>d0: Drained",
+        "    Note over d0,p0: no byte of a page or of a span changes after it was given back: d0: chunk 0 of "
+        "generation 10 is on its way to pages that were given back",
+    ]
+
+
+def test_an_enumeration_ends_where_it_is_told_to():
+    found = enumerate_states(World(SMALL), most=1_000)
+    assert (found.states >= 1_000, found.is_closed, found.violation) == (True, False, None)

@@ -103,7 +103,7 @@ class DecodeNode:
         """Whether the pages belong to the room of this use."""
         return self._machine is not None and not self._machine.are_pages_reusable
 
-    def unread(self, prefill: int) -> int:
+    def read(self, prefill: int) -> int:
         """Up to which position a rank's ring was read."""
         return self._rings[prefill].position
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvferry.testing.enumeration.automata import Automaton, Event, Output
 from kvferry.testing.enumeration.decode_node import DecodeNode, chunk_arrived, staged_arrived
-from kvferry.testing.enumeration.prefill_node import PrefillNode
+from kvferry.testing.enumeration.prefill_node import SPAN_BYTES, PrefillNode
 from kvferry.testing.simulation.laws import Law, ViolationError
 
 Spans: TypeAlias = tuple[int, int, int]
@@ -150,8 +150,8 @@ class World:
         self._held = [
             each.property(lambda node: node.generation if node.holds_pages() else None) for each in self.decodes
         ]
-        self._unread = [
-            [each.property(methodcaller("unread", prefill)) for prefill in range(shape.prefills)]
+        self._read = [
+            [each.property(methodcaller("read", prefill)) for prefill in range(shape.prefills)]
             for each in self.decodes
         ]
         self._wrong = [each.property(self._wrong_bytes) for each in self.decodes]
@@ -349,10 +349,16 @@ class World:
                         Law.NO_WRITE_AFTER_RELEASE,
                         f"d{write.decode}: {_what(write)} is on its way to pages that were given back",
                     )
-            elif self._unread[write.decode][write.prefill](state.decodes[write.decode]) > write.span[0]:
+                continue
+            read = self._read[write.decode][write.prefill](state.decodes[write.decode])
+            if read > write.span[0]:
                 raise ViolationError(
                     Law.NO_WRITE_AFTER_RELEASE,
                     f"d{write.decode}: {_what(write)} is on its way to a span that was given back",
+                )
+            if write.span[2] > read + SPAN_BYTES:
+                raise ViolationError(
+                    Law.OWN_PAGES_ONLY, f"d{write.decode}: {_what(write)} is on its way to a span that was not read yet"
                 )
         for decode, number in enumerate(state.decodes):
             if self._wrong[decode](number):

@@ -1,0 +1,59 @@
+"""What the enumeration of every state finds of the planted faults, and how near the first state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.testing.enumeration.reachable_states import Shape
+from kvferry.testing.simulation.laws import Law
+
+SMALL = Shape(prefills=1, decodes=1, chunks=2, faults=1)
+FOUR_CHUNKS = Shape(prefills=1, decodes=1, chunks=4, faults=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """The shortest way on which a law breaks.
+
+    Attributes:
+        moves: how many it takes.
+        shape: what is enumerated.
+    """
+
+    law: Law
+    moves: int
+    shape: Shape = SMALL
+
+
+SOON: dict[str, Nearest] = {
+    "rings overwritten before they are read": Nearest(Law.OWN_PAGES_ONLY, 4, FOUR_CHUNKS),
+    "acknowledgement before the last handle": Nearest(Law.NO_REUSE_UNDER_A_READ, 4),
+    "finish said while writes fly": Nearest(Law.NO_REUSE_UNDER_A_READ, 4),
+    "one write ends for all": Nearest(Law.NO_REUSE_UNDER_A_READ, 5),
+    "pages released on abort without drain": Nearest(Law.NO_WRITE_AFTER_RELEASE, 5),
+    "pages released on timeout without quarantine": Nearest(Law.NO_WRITE_AFTER_RELEASE, 5),
+    "a chunk written twice": Nearest(Law.NO_REUSE_UNDER_A_READ, 6),
+    "drained while writes fly": Nearest(Law.NO_WRITE_AFTER_RELEASE, 7),
+    "a stranger's abort raises": Nearest(Law.NEVER_RAISES, 8),
+    "no time to settle after a failed write": Nearest(Law.NO_WRITE_AFTER_RELEASE, 9),
+    "a thawed decode rank trusts Drained at once": Nearest(Law.NO_WRITE_AFTER_RELEASE, 9),
+    "a second Drained ends the wait for what had been sent": Nearest(Law.NO_WRITE_AFTER_RELEASE, 11),
+    "repeated messages count again": Nearest(Law.NO_WRITE_AFTER_RELEASE, 13),
+}
+"""Found after a few thousand states."""
+
+CLOSED: dict[str, Nearest] = {
+    "nothing sent again": Nearest(Law.ENDS, 2),
+    "a failed receiver tells nobody": Nearest(Law.ENDS, 2),
+    "arrival counted before the scatter": Nearest(Law.ENDS, 7),
+    "messages behind a lost one count": Nearest(Law.ENDS, 12),
+}
+"""Found when all states are known: from some of them no way leads to the end."""
+
+
+def markdown() -> str:
+    """Renders what was found as a table."""
+    lines = ["| planted | law that breaks | on the shortest way, after |", "|---|---|---|"]
+    for fault, nearest in sorted({**SOON, **CLOSED}.items(), key=lambda each: (each[1].moves, each[0])):
+        lines.append(f"| {fault} | {nearest.law.value} | {nearest.moves} moves |")
+    return "\n".join(lines)
