@@ -311,16 +311,6 @@ def _gaps_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReliableChannel, "receive", receive)
 
 
-def _earlier_attempts_count(patch: pytest.MonkeyPatch) -> None:
-    """A channel outlives the attempt to attach that it belongs to."""
-    right = ReliableChannel.receive
-
-    def receive(channel: Any, message: Numbered) -> Any:
-        return right(channel, structs.replace(message, epoch=channel.epoch))
-
-    patch.setattr(ReliableChannel, "receive", receive)
-
-
 def _aborts_said_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReceivingRooms, "_ask_to_stop", lambda rooms, room, link, now: None)
 
@@ -863,7 +853,6 @@ PLANTED: dict[str, Plant] = {
     "broken connections not told to the prefill rank": _breaks_kept_from_the_prefill_rank,
     "losses not noticed by heartbeats": _losses_not_noticed,
     "messages behind a lost one count": _gaps_taken,
-    "messages of earlier attempts to attach count": _earlier_attempts_count,
     "aborts said once": _aborts_said_once,
     "connection read after it was closed": _closed_connections_read,
     "endpoint closed while writes hang stays for ever": _never_leaves,
