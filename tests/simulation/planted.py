@@ -839,7 +839,6 @@ PLANTED: dict[str, Plant] = {
     "no time to settle after a failed write": _settled_at_once("DirectWrites._post", _drained_trusted_at_once),
     "a failed write's span given back at once": _settled_at_once("StagedWrites._watch", _released_span_trusted_at_once),
     "a thawed decode rank trusts Drained at once": _drained_trusted_at_once,
-    "a thawed decode rank trusts a released span at once": _released_span_trusted_at_once,
     "a second Drained ends the wait for what had been sent": _second_drained_believed,
     "a failed write forgotten with its room": _failures_forgotten_with_their_rooms,
     "a silent rank is taken for dead": _lost_is_dead,
@@ -906,7 +905,6 @@ SEEN_WITH: dict[str, frozenset[str]] = {
     "a pod without an object is taken for dead": frozenset({"cut"}),
     "a phase is taken for a pod's end": frozenset({"cut"}),
     "a thawed decode rank trusts Drained at once": frozenset({"frozen receiver"}),
-    "a thawed decode rank trusts a released span at once": frozenset({"frozen receiver"}),
     "a second Drained ends the wait for what had been sent": frozenset({"frozen receiver"}),
     "a failed write forgotten with its room": frozenset({"frozen receiver"}),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.support.engines import Engines, Requests
 from tests.support.waiting import eventually
 
 from kvferry.errors import IncompatiblePeerError, RegistrationError
+from kvferry.protocol.wire import messages
 
 
 def test_a_prefill_rank_that_gets_no_more_memory_goes_on_with_what_it_has(
@@ -58,3 +60,30 @@ def test_a_prefill_rank_that_refuses_again_and_again_takes_no_more_memory(engine
             Requests(refuses, decode).connect()
     Requests(serves, decode).run(1)
     assert decode.endpoints[0]._driver._staging._taken_bytes == 2 << 20, "a ring for each of the two"
+
+
+@pytest.mark.parametrize("after_failure", [False, True])
+def test_a_span_that_is_released_after_a_failed_write_is_kept_until_what_had_been_sent_has_had_time_to_arrive(
+    pair: Callable[..., Requests], after_failure: bool
+):
+    """Who was frozen meanwhile reads both from its sockets when it thaws, and perhaps the release first."""
+    requests = pair(path="staged", staging_ring_mib=1.0, staging_chunk_mib=0.25, quarantine_s=0.4)
+    requests.connect()
+    driver = requests.decode.endpoints[0]._driver
+    name = requests.prefill.transports[0].endpoint_name
+    ring = driver._staging.rings[name]
+    released = messages.SpanReleased(
+        endpoint=name, epoch=ring.epoch, start=0, begin=0, stop=64, after_failure=after_failure
+    )
+    positions: list[int] = []
+    began_at = time.monotonic()
+
+    def take(now: float) -> None:
+        driver.rooms.arrivals.span_released(released)
+        positions.append(ring._reading.position)
+
+    driver.submit(take)
+    eventually("it has come", lambda: positions)
+    assert positions == [0 if after_failure else 64]
+    eventually("it is given back", lambda: ring._reading.position == 64)
+    assert (time.monotonic() - began_at > 0.35) is after_failure
