@@ -65,6 +65,16 @@ def test_the_bytes_of_open_requests_depend_on_how_pages_lie_and_go_to_one_rank_e
     assert found["runs of 64"]["bytes"] < 16 * 250 + 4 * 16 * pages / 64
 
 
+def test_opening_a_request_is_measured_by_its_parts():
+    found = printed("opening.py", "--pages", "1,100", "--repeats", "3")
+    assert list(found) == ["scattered", "in runs of 64"]
+    for by_count in found.values():
+        assert list(by_count) == ["1", "100"]
+        for parts in by_count.values():
+            assert all(part > 0 for part in parts.values())
+            assert max(parts["copying and checking"], parts["packing"]) < parts["open"], "it does both"
+
+
 @pytest.mark.full
 def test_sharing_a_write_is_measured_beside_what_goes_without():
     found = printed("shared_writes.py", "--rounds", "1", "--block-bytes", "4096", "--counts", "2", "256")
