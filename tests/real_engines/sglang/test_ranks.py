@@ -85,9 +85,16 @@ MODELS = {
 }
 
 
+SHOWN = {"latents": ("MLATokenToKVPool",), "recurrent state": ("StateType.MAMBA",)}
+"""Which kinds of cache they try, as docs/caches.md has them."""
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
 @pytest.mark.parametrize("path", ["direct", "staged"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=[pytest.mark.shows("sglang", kind) for kind in SHOWN.get(name, ())]) for name in MODELS],
+)
 def test_caches_arrive(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, model: str, path: str, prefill_tp: int, decode_tp: int
 ):

@@ -51,6 +51,7 @@ def check(engines: Engines, pair: Pair, each: Sequence[Sequence[int]], tag: str)
     assert pair.received - before == len(each), "prompts were computed on the decode side"
 
 
+@pytest.mark.shows("vllm", "FullAttentionSpec")
 def test_sixteen_prompts_at_once(engines: Engines, both: Pair):
     check(engines, both, prompts(1), "equal")
 
