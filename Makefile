@@ -33,7 +33,7 @@ SOAK_FLAGS ?=
 # What `make test-long` runs: everything that takes chance or time.
 LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/processes tests/unit/plan tests/unit/layout tests/unit/protocol
 
-.PHONY: help environments sim demo test test-all test-full test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
+.PHONY: help environments sim demo test test-all test-full test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -44,7 +44,8 @@ help:
 	@echo "make planted  plant a fault in every layer, one by one, and say what finds it (PLANTED='window prefix')"
 	@echo "make tiers   write CONTRIBUTING's table of tiers from the last runs of these three"
 	@echo "make vllm    set up vLLM for CPUs with kvferry in .venv-vllm, to try it: docs/vllm.md"
-	@echo "make test-engines  set up real engines, and the version before of each, then run the tests on them"
+	@echo "make test-engines  set up real engines, and the version before of each, then run all tests on them"
+	@echo "make test-engines-long  only those of them that take too long for make test-all"
 	@echo "make test-vllm-older, make test-sglang-older  run some of them on the version before ($(VLLM_OLDER), $(SGLANG_OLDER))"
 	@echo "make test-gpu  run the tests that need a GPU, in PYTHON's environment: nothing is set up"
 	@echo "make sim     set up, then run SEEDS=20000 simulated schedules on all cores, from SEED= on"
@@ -94,10 +95,12 @@ test-all: test-full test-vllm test-sglang
 test-full: $(INSTALLED)
 	$(VENV)/bin/python $(PYTEST) --tier full --junitxml=$(DURATIONS)/full.xml
 
-# What has no end: fresh seeds, searches from the first seed on, fuzzers for minutes, the soak.
+# What has no end: fresh seeds, searches from the first seed on, fuzzers for minutes, the soak. Last what real engines take
+# long for.
 test-long: $(INSTALLED)
 	$(VENV)/bin/python $(PYTEST) --tier long --junitxml=$(DURATIONS)/long.xml $(LONG)
 	$(MAKE) soak
+	$(MAKE) test-engines-long
 
 planted: $(INSTALLED)
 	$(VENV)/bin/python -m tests.planted $(PLANTED)
@@ -137,7 +140,7 @@ $(SGLANG_OLDER_INSTALLED): | $(SGLANG_INSTALLED)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --target $(SGLANG_OLDER_PATH) $(SGLANG_OLDER)
 	@touch $@
 
-test-engines: test-vllm test-vllm-older test-sglang test-sglang-older
+test-engines: test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) --junitxml=$(DURATIONS)/vllm.xml
@@ -150,6 +153,11 @@ test-sglang: $(SGLANG_INSTALLED)
 
 test-sglang-older: $(SGLANG_OLDER_INSTALLED)
 	PYTHONPATH=$(CURDIR)/$(SGLANG_OLDER_PATH):$(SGLANG_TESTS)/stubs SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS)/test_older_version.py $(SGLANG_TESTS)/test_unequal.py --junitxml=$(DURATIONS)/sglang-older.xml
+
+# What `make test-all` leaves out for its length. One after the other, for the same reason as there.
+test-engines-long: $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
+	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) --tier long -m long --junitxml=$(DURATIONS)/vllm-long.xml
+	PYTHONPATH=$(SGLANG_TESTS)/stubs SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS) --tier long -m long --junitxml=$(DURATIONS)/sglang-long.xml
 
 # Needs torch, Triton, a NIXL wheel, pytest with hypothesis and pytest-timeout, and what kvferry imports; no network.
 test-gpu:

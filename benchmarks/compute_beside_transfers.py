@@ -4,20 +4,21 @@ A thread does steps of about 200 us of pure computing, Python and small arrays, 
 all the time. In turns, several times, it does so
 
 * alone: its process has an endpoint that is connected and does nothing;
-* beside: requests of 64 MiB go through that endpoint as fast as they can, several at a time, over NIXL;
+* beside: requests of so many MiB go through that endpoint as fast as they can, several at a time, over NIXL;
 * apart: the same requests go through an endpoint of another process. What is lost to that is lost to the machine
   (processors, caches, memory); what is lost beyond it beside them is lost to kvferry's threads: the interpreter's lock.
 
 The thread that computes has a processor to itself; kvferry's threads and the other processes share the rest. Between
 two steps it opens, submits and looks at rooms as an engine would; that time is shown, and is no part of a step. Prints
 the 50th and the 99th percentile of a step and how much computing was done, each compared with `alone` in the same round
-and as the median over rounds, and what kvferry's threads took of the processor. With --json, the same as JSON.
+and as the median over rounds, what is lost of each beside transfers against `alone` and against `apart`, and what
+kvferry's threads took of the processor. With --json, the same as JSON.
 
 A step's time is without what the thread stood in line for a processor, by the operating system's account, so that
 other work on the machine counts less; it counts where kvferry's threads stand in line while they have the lock. "waits"
 is how much of its time the thread that computes neither ran nor stood in line, and so waited for the lock.
 
-    python benchmarks/compute_beside_transfers.py [--side prefill] [--path staged] [--rounds 5]
+    python benchmarks/compute_beside_transfers.py [--side prefill] [--path staged] [--request-mib 64] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ import kvferry as kf
 
 STEP_S = 200e-6
 LAYERS, PAGE_TOKENS, HEADS, HEAD_DIM = 8, 16, 8, 128
-REQUEST_PAGES = 128  # 64 MiB
+PAGE_BYTES = 2 * LAYERS * PAGE_TOKENS * HEADS * HEAD_DIM * 2
 IN_FLIGHT = 4
 SIDES = ("prefill", "decode")
 PHASES = ("alone", "beside", "apart")
@@ -57,32 +58,32 @@ logging.getLogger("kvferry").setLevel(logging.CRITICAL)  # every phase ends with
 Connection = multiprocessing.connection.Connection
 
 
-def pool() -> tuple[list[np.ndarray], kf.RankLayout]:
+def pool(request_pages: int) -> tuple[list[np.ndarray], kf.RankLayout]:
     """Memory for as many requests as are in flight, which must outlive the endpoint, and its layout."""
     components = kf.attention_components(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float16")
     memory, shards = [], []
     for component in components:
-        shape = (IN_FLIGHT * REQUEST_PAGES, PAGE_TOKENS, HEADS, HEAD_DIM)
+        shape = (IN_FLIGHT * request_pages, PAGE_TOKENS, HEADS, HEAD_DIM)
         tensors = [np.ones(shape, np.float16) for _ in range(LAYERS)]
         memory += tensors
         shards.append(kf.shard_from_tensors(component, tensors, dims=("page", "token", "head", "dim")))
     return memory, kf.RankLayout(shards=tuple(shards))
 
 
-def page_sets() -> list[np.ndarray]:
+def page_sets(request_pages: int) -> list[np.ndarray]:
     """Scattered pages for each of the requests in flight."""
-    pages = np.random.default_rng(0).permutation(IN_FLIGHT * REQUEST_PAGES).astype(np.int64)
+    pages = np.random.default_rng(0).permutation(IN_FLIGHT * request_pages).astype(np.int64)
     return np.split(pages, IN_FLIGHT)
 
 
 class Requests:
     """Keeps requests in flight at one endpoint, as an engine does: opens, submits, and looks which have ended."""
 
-    def __init__(self, endpoint: kf.PrefillEndpoint | kf.DecodeEndpoint, engine: str) -> None:
+    def __init__(self, endpoint: kf.PrefillEndpoint | kf.DecodeEndpoint, engine: str, request_pages: int) -> None:
         self._endpoint = endpoint
         self._engine = engine
         self._rooms = itertools.count()
-        self._free: deque[np.ndarray] = deque(page_sets())
+        self._free: deque[np.ndarray] = deque(page_sets(request_pages))
         self._open: list[tuple[kf.Sender | kf.Receiver, np.ndarray]] = []
         self.done = 0
 
@@ -126,19 +127,21 @@ def endpoint_of(side: str, engine: str, path: str, registry_url: str, layout: kf
     return kf.PrefillEndpoint(layout, engine=engine, settings=settings)
 
 
-def other_process(connection: Connection, side: str, name: str, path: str, registry_url: str | None) -> None:
+def other_process(
+    connection: Connection, side: str, name: str, path: str, request_pages: int, registry_url: str | None
+) -> None:
     """Runs requests when it is told to, until it is told to stop: the peer of both others, or what transfers apart."""
     registry = kf.create_registry(kf.Settings(registry_port=0)) if registry_url is None else None
     if registry is not None:
         registry.start()
         registry_url = registry.url
     assert registry_url is not None
-    memory, layout = pool()
+    memory, layout = pool(request_pages)
     with endpoint_of(side, name, path, registry_url, layout) as endpoint:
         connection.send(registry_url)
         while (message := connection.recv()) is not None:
             engine, first_room = message
-            requests = Requests(endpoint, engine)
+            requests = Requests(endpoint, engine, request_pages)
             requests.begin(first_room)
             while not connection.poll():
                 requests.look()
@@ -287,7 +290,7 @@ def phase(step: Callable[[], None], seconds: float, look: Callable[[], None]) ->
 class Others:
     """The other processes."""
 
-    def __init__(self, side: str, path: str) -> None:
+    def __init__(self, side: str, path: str, request_pages: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: dict[str, Connection] = {}
         self._processes = []
@@ -295,7 +298,11 @@ class Others:
         for name, its_side in (("peer", SIDES[1 - SIDES.index(side)]), ("apart", side)):
             self._pipes[name], theirs = context.Pipe()
             self._processes.append(
-                context.Process(target=other_process, args=(theirs, its_side, name, path, self.registry_url))
+                context.Process(
+                    target=other_process,
+                    args=(theirs, its_side, name, path, request_pages, self.registry_url),
+                    daemon=True,  # ends with this process, where something fails
+                )
             )
             self._processes[-1].start()
             self.registry_url = self._pipes[name].recv()
@@ -318,18 +325,20 @@ class Others:
             process.join(60)
 
 
-def measured(side: str, path: str, rounds: int, seconds: float, *, is_bound: bool) -> list[dict[str, Measured]]:
+def measured(
+    side: str, path: str, rounds: int, seconds: float, *, request_pages: int, is_bound: bool
+) -> list[dict[str, Measured]]:
     """Runs all phases, in turns; the first round, in which connections are made, does not count."""
     first, *others = sorted(os.sched_getaffinity(0))
     if is_bound and others:
         os.sched_setaffinity(0, others)  # inherited by all that is started now
-    processes = Others(side, path)
+    processes = Others(side, path, request_pages)
     assert processes.registry_url is not None
-    memory, layout = pool()
+    memory, layout = pool(request_pages)
     results = []
     first_rooms = itertools.count(1 << 20, 1 << 20)
     with endpoint_of(side, "beside", path, processes.registry_url, layout) as endpoint:
-        requests = Requests(endpoint, "peer")
+        requests = Requests(endpoint, "peer", request_pages)
         if is_bound:
             os.sched_setaffinity(0, {first})  # this thread alone
         step = computing()
@@ -376,9 +385,9 @@ def mean(steps: np.ndarray) -> float:
     return float(np.mean(steps))
 
 
-def summary(results: list[dict[str, Measured]]) -> dict[str, Any]:
+def summary(results: list[dict[str, Measured]], request_pages: int) -> dict[str, Any]:
     """All figures."""
-    request_gb = 2 * LAYERS * REQUEST_PAGES * PAGE_TOKENS * HEADS * HEAD_DIM * 2 / 1e9
+    request_gb = request_pages * PAGE_BYTES / 1e9
     kinds = {"p50": p50, "p99": p99, "mean": mean}
     phases = {
         name: {
@@ -395,14 +404,17 @@ def summary(results: list[dict[str, Measured]]) -> dict[str, Any]:
         }
         for name in PHASES
     }
-    lost = {kind: 1 - 1 / ratios(results, of, "beside", "apart") for kind, of in kinds.items()}
+    lost = {
+        base: {kind: 1 - 1 / ratios(results, of, "beside", base) for kind, of in kinds.items()}
+        for base in ("alone", "apart")
+    }
     last = results[-1]["beside"]
     threads_of = {
         name: {"cpu_ms_per_s": 1e3 * each.ran_s / last.seconds, "waits_per_s": each.waits / last.seconds}
         for name, each in sorted(last.threads.items(), key=lambda item: -item[1].ran_s)
         if each.ran_s > 1e-3 * last.seconds
     }
-    return {"phases": phases, "lost_beside_against_apart": lost, "threads": threads_of}
+    return {"phases": phases, "lost_beside_against": lost, "threads": threads_of}
 
 
 def show(title: str, found: dict[str, Any]) -> None:
@@ -418,9 +430,9 @@ def show(title: str, found: dict[str, Any]) -> None:
             f"{each['mean_us']:9.1f}{each['mean_of_alone']:10.3f}{each['gb_per_s']:8.2f}{each['call_us']:10.1f}"
             f"{100 * each['waited']:9.1f}{each['waits_per_s']:9.0f}{each['step_cpu_us']:8.0f}"
         )
-    lost = found["lost_beside_against_apart"]
-    print(f"computing lost beside them against apart: {100 * lost['mean']:.1f} %", end="")
-    print(f" (by the median step {100 * lost['p50']:.1f} %, by the 99th percentile {100 * lost['p99']:.1f} %)")
+    for base, lost in found["lost_beside_against"].items():
+        print(f"computing lost beside them against {base}: {100 * lost['mean']:.1f} %", end="")
+        print(f" (by the median step {100 * lost['p50']:.1f} %, by the 99th percentile {100 * lost['p99']:.1f} %)")
     for name, each in found["threads"].items():
         print(f"  {name:36}{each['cpu_ms_per_s']:8.1f} ms of CPU a second,{each['waits_per_s']:8.0f} wake-ups")
 
@@ -430,18 +442,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--side", choices=(*SIDES, "both"), default="both", help="whose endpoint is beside")
     parser.add_argument("--path", choices=("direct", "staged", "both"), default="both")
+    parser.add_argument("--request-mib", type=int, default=64, help="of a request; the pools hold those in flight")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a phase")
     parser.add_argument("--unbound", action="store_true", help="let the operating system choose processors")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
+    if arguments.request_mib < 1:
+        parser.error("--request-mib: a request has 1 MiB at least")
+    request_pages = arguments.request_mib * 2**20 // PAGE_BYTES
     processors = os.sched_getaffinity(0)
     found = {}
     for side in SIDES if arguments.side == "both" else (arguments.side,):
         for path in ("direct", "staged") if arguments.path == "both" else (arguments.path,):
             os.sched_setaffinity(0, processors)
-            results = measured(side, path, arguments.rounds, arguments.seconds, is_bound=not arguments.unbound)
-            found[f"{side}, {path}"] = summary(results)
+            results = measured(
+                side,
+                path,
+                arguments.rounds,
+                arguments.seconds,
+                request_pages=request_pages,
+                is_bound=not arguments.unbound,
+            )
+            found[f"{side}, {path}"] = summary(results, request_pages)
             if not arguments.json:
                 show(f"{side}, {path}", found[f"{side}, {path}"])
     if arguments.json:

@@ -181,7 +181,7 @@ class PrefillEngine:
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=prefill_engine, args=(theirs,))
+        self._process = context.Process(target=prefill_engine, args=(theirs,), daemon=True)
         self._process.start()
         self.registry_url: str = self._connection.recv()
 

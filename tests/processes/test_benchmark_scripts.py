@@ -66,6 +66,16 @@ def test_the_bytes_of_open_requests_depend_on_how_pages_lie_and_go_to_one_rank_e
     assert found["runs of 64"]["bytes"] < 16 * 250 + 4 * 16 * pages / 64
 
 
+def test_opening_a_request_is_measured_by_its_parts():
+    found = printed("opening.py", "--pages", "1,100", "--repeats", "3")
+    assert list(found) == ["scattered", "in runs of 64"]
+    for by_count in found.values():
+        assert list(by_count) == ["1", "100"]
+        for parts in by_count.values():
+            assert all(part > 0 for part in parts.values())
+            assert max(parts["copying and checking"], parts["packing"]) < parts["open"], "it does both"
+
+
 @pytest.mark.full
 def test_sharing_a_write_is_measured_beside_what_goes_without():
     found = printed("shared_writes.py", "--rounds", "1", "--block-bytes", "4096", "--counts", "2", "256")
@@ -86,7 +96,43 @@ def test_bounds_on_direct_writes_are_measured_beside_each_other():
     assert found["bounds"]["64"]["of_loosest"] == 1.0
 
 
-@pytest.mark.parametrize("flags", [("memory_growth.py", "--transfers", "3"), ("first_transfer.py", "--pairs", "0")])
+@pytest.mark.full
+@pytest.mark.parametrize("request_mib", [1, 3])
+def test_what_computing_loses_beside_transfers_is_compared_with_both(request_mib: int):
+    flags = ("--side", "prefill", "--path", "direct", "--rounds", "1", "--seconds", "1")
+    (found,) = printed("compute_beside_transfers.py", *flags, "--request-mib", str(request_mib)).values()
+    assert found["phases"]["alone"]["gb_per_s"] == 0
+    for name in ("beside", "apart"):
+        phase = found["phases"][name]
+        assert phase["gb_per_s"] > 0, "nothing was transferred"
+        # One round: a ratio over rounds is that of its figures.
+        assert phase["p99_of_alone"] == pytest.approx(phase["p99_us"] / found["phases"]["alone"]["p99_us"])
+    for base, lost in found["lost_beside_against"].items():
+        for kind in ("p50", "p99", "mean"):
+            least, most = (found["phases"][name][f"{kind}_us"] for name in (base, "beside"))
+            assert lost[kind] == pytest.approx(1 - least / most)
+    assert list(found["lost_beside_against"]) == ["alone", "apart"]
+
+
+@pytest.mark.full
+def test_an_engines_steps_are_measured_without_the_engine():
+    found = printed("engine_steps.py", "--engine", "vllm", "--requests", "0,3", "--steps", "3")
+    assert list(found) == ["a prefill worker", "a decode worker", "a prefill engine's scheduler"]
+    for sides in found.values():
+        assert list(sides["kvferry"]) == ["0", "3"]
+        for step in sides["kvferry"].values():
+            assert step["microseconds"] > 0 <= step["wake_ups"]
+            assert step["locks"] == 0, "an engine's step waits for no other thread"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("memory_growth.py", "--transfers", "3"),
+        ("first_transfer.py", "--pairs", "0"),
+        ("compute_beside_transfers.py", "--request-mib", "0"),
+    ],
+)
 def test_too_few_are_refused(flags: tuple[str, ...]):
     script, *rest = flags
     run = subprocess.run(

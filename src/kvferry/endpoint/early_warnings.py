@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 
 from kvferry.protocol.bounded import forget_oldest
+from kvferry.protocol.wire.rank_identity import DecodeRank
 
 log = logging.getLogger(__name__)
 
 UNASKED_S = 2.0
-"""How long a room may be open until it is said that nobody has asked for it."""
+"""How long a room may be open until it is said that nobody has asked for it, where no decode rank is connected."""
 
-_PERIOD_S = 10.0
+QUEUED_S = 10.0
+"""The same where some are: a room may wait for its turn there, and on a busy server that takes seconds."""
+
+_PERIOD_S = 30.0
 _NAMED = 5
 
 MISSED_S = 1.0
@@ -60,7 +64,7 @@ class MissedEngines:
 
 
 class UnaskedRooms:
-    """Rooms that were opened a moment ago. Each is looked at once; its owner has a lock for `opened`."""
+    """Rooms that were opened a moment ago and nobody may have asked for. Its owner has a lock for `opened`."""
 
     def __init__(self, who: str, hint: str) -> None:
         """Begins with none.
@@ -72,39 +76,75 @@ class UnaskedRooms:
         self._who = who
         self._hint = hint
         self._young: deque[tuple[float, int]] = deque()  # with when they were opened
+        self._queued: deque[tuple[float, int]] = deque()  # unasked for at first sight, while some were connected
         self._found: list[int] = []
         self._num_found = 0
+        self._youngest_s = 0.0  # how long each of those found had been open at least
         self._next_line_at = float("-inf")
 
     def opened(self, room: int, now: float) -> None:
         """Takes a room that was just opened."""
         self._young.append((now, room))
 
-    def look(self, now: float, *, is_unasked: Callable[[int], bool], decode_ranks: int) -> None:
+    def look(
+        self, now: float, *, is_unasked: Callable[[int], bool], connected: Callable[[], Iterable[DecodeRank | None]]
+    ) -> None:
         """Logs the rooms that nobody has asked for, one line for all of them and no more than one in a while.
+
+        Each is looked at once after two seconds, and if decode ranks are connected then, once more after ten.
 
         Args:
             is_unasked: whether a room is open, and no decode rank has opened it.
-            decode_ranks: how many are connected. With some, rooms may wait for their turn there: that is no warning.
+            connected: returns which decode ranks are connected; None for one that has not said who it is.
         """
-        while self._young and now - self._young[0][0] >= UNASKED_S:
-            _, room = self._young.popleft()
-            if is_unasked(room):
-                self._num_found += 1
-                self._found = [*self._found, room][:_NAMED]
-        if not self._num_found or now < self._next_line_at:
+        may_say = self._num_found and now >= self._next_line_at
+        if not (may_say or self._is_due(self._young, now, UNASKED_S) or self._is_due(self._queued, now, QUEUED_S)):
             return
-        self._next_line_at = now + _PERIOD_S
+        ranks = tuple(connected())
+        while self._is_due(self._young, now, UNASKED_S):
+            opened_at, room = self._young.popleft()
+            if is_unasked(room):
+                if ranks:
+                    self._queued.append((opened_at, room))
+                else:
+                    self._add(room, UNASKED_S)
+        while self._is_due(self._queued, now, QUEUED_S):
+            _, room = self._queued.popleft()
+            if is_unasked(room):
+                self._add(room, QUEUED_S)
+        if self._num_found and now >= self._next_line_at:
+            self._next_line_at = now + _PERIOD_S
+            self._say(ranks)
+
+    @staticmethod
+    def _is_due(rooms: deque[tuple[float, int]], now: float, after_s: float) -> bool:
+        return bool(rooms) and now - rooms[0][0] >= after_s
+
+    def _add(self, room: int, after_s: float) -> None:
+        self._youngest_s = min(self._youngest_s, after_s) if self._num_found else after_s
+        self._num_found += 1
+        self._found = [*self._found, room][:_NAMED]
+
+    def _say(self, ranks: Iterable[DecodeRank | None]) -> None:
         more = self._num_found - len(self._found)
-        rooms = ", ".join(map(str, self._found)) + (f" and {more} more" if more else "")
-        log.log(
-            logging.INFO if decode_ranks else logging.WARNING,
-            "%s: no decode rank has asked for room %s, opened %g s ago or earlier; %d decode ranks are connected. "
-            "Rooms wait until KVFERRY_BOOTSTRAP_TIMEOUT_S. %s",
+        log.warning(
+            "%s: no decode rank has asked for room %s, opened %g s ago or earlier; %s. Rooms wait until "
+            "KVFERRY_BOOTSTRAP_TIMEOUT_S. %s",
             self._who,
-            rooms,
-            UNASKED_S,
-            decode_ranks,
+            ", ".join(map(str, self._found)) + (f" and {more} more" if more else ""),
+            self._youngest_s,
+            _in_words(ranks),
             self._hint,
         )
         self._found, self._num_found = [], 0
+
+
+def _in_words(ranks: Iterable[DecodeRank | None]) -> str:
+    """Says which decode ranks are connected, by engine."""
+    counts = Counter("engines not yet known" if rank is None else repr(rank.engine) for rank in ranks)
+    if not counts:
+        return "no decode rank is connected"
+    named = ", ".join(f"{count} of {engine}" for engine, count in counts.most_common(_NAMED))
+    others = len(counts) - _NAMED
+    named += f" and of {others} more engines" if others > 0 else ""
+    return f"connected are decode ranks, {named}, where rooms may wait for their turn"

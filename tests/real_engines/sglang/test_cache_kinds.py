@@ -12,6 +12,7 @@ import pytest
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.mem_cache import memory_pool
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, place
+from tests.support.shown import collected, files_of, problems
 
 from kvferry.engines.cache_kinds import names_missing
 from kvferry.engines.sglang.cache_kinds import KINDS
@@ -39,6 +40,12 @@ def pools() -> set[str]:
 
 def test_every_pool_and_state_of_sglangs_is_in_the_table_and_nothing_else():
     assert names_missing(KINDS, [*pools(), *(f"StateType.{each.name}" for each in StateType)]) == []
+
+
+def test_rows_that_real_engines_show_are_those_that_their_tests_try():
+    folder = "tests/real_engines/sglang"
+    shown = collected(files_of(KINDS.kinds, folder))
+    assert [*problems("sglang", KINDS.kinds, folder, shown)] == []
 
 
 @pytest.fixture

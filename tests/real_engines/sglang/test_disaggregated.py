@@ -46,6 +46,7 @@ def healed(pair: Pair) -> Iterator[None]:
     pair.tampering.heal()
 
 
+@pytest.mark.shows("sglang", "MHATokenToKVPool")
 def test_sixteen_prompts_at_once(pair: Pair, undivided: EngineProcess):
     given = prompts(1)
     assert_equal(pair.run(given), undivided.generate(given, TOKENS))

@@ -62,6 +62,7 @@ def engine(mode: str, port: int, model: Path, repair: Path, tp: int) -> EnginePr
     return EngineProcess(Shape(model, options, environment, (repair,)))
 
 
+@pytest.mark.shows("sglang", "SWAKVPool", "StateType.SWA")
 @pytest.mark.parametrize(
     ("undivided", "prefill_tp", "decode_tp"),
     [

@@ -23,10 +23,11 @@ from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue, SchedulerDi
 from tests.real_engines.sglang.crossings import WAIT_S, Members, Request, wait
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
 
-from kvferry import InProcessNetwork
+from kvferry import DecodeEndpoint, InProcessNetwork, Sender
 from kvferry.applications.up.supervision import free_ports, refuse_taken
 from kvferry.endpoint import base
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
+from kvferry.engines.sglang.receiver import KVFerryReceiver
 from kvferry.engines.sglang.sender import KVFerrySender
 from kvferry.transport.inprocess import InProcessTransport
 
@@ -84,9 +85,16 @@ MODELS = {
 }
 
 
+SHOWN = {"latents": ("MLATokenToKVPool",), "recurrent state": ("StateType.MAMBA",)}
+"""Which kinds of cache they try, as docs/caches.md has them."""
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
 @pytest.mark.parametrize("path", ["direct", "staged"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=[pytest.mark.shows("sglang", kind) for kind in SHOWN.get(name, ())]) for name in MODELS],
+)
 def test_caches_arrive(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, model: str, path: str, prefill_tp: int, decode_tp: int
 ):
@@ -129,6 +137,38 @@ def test_the_first_stage_begins_when_its_own_room_is_open(pair: Pair):
     wait(request.received, KVPoll.Success)
     wait(request.sent, KVPoll.Success)
     request.check()
+
+
+def test_sglangs_page_numbers_are_copied_once_where_they_are_kept(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """On the scheduler's thread: what stands between only passes them on, and SGLang may use its array again."""
+    given: dict[str, list[np.ndarray[Any, Any]]] = {"asked": [], "sent": []}
+    opens, submit, asks, send = DecodeEndpoint.open, Sender.submit, KVFerryReceiver.send_metadata, KVFerrySender.send
+
+    def opening(endpoint: Any, room: int, pages: Any, **more: Any) -> Any:
+        given["asked"].append(pages["kv"].pages)
+        return opens(endpoint, room, pages, **more)
+
+    def submitting(sender: Any, pages: Any, **more: Any) -> None:
+        given["sent"].append(pages["kv"].pages)
+        submit(sender, pages, **more)
+
+    def again(call: Callable[..., None]) -> Callable[..., None]:
+        def calling(this: Any, indices: np.ndarray[Any, Any], *others: Any, **more: Any) -> None:
+            call(this, indices, *others, **more)
+            assert any(each is indices for each in [*given["asked"][-1:], *given["sent"][-1:]]), (
+                "they were copied before"
+            )
+            indices[:] = 39
+
+        return calling
+
+    monkeypatch.setattr(DecodeEndpoint, "open", opening)
+    monkeypatch.setattr(Sender, "submit", submitting)
+    monkeypatch.setattr(KVFerryReceiver, "send_metadata", again(asks))
+    monkeypatch.setattr(KVFerrySender, "send", again(send))
+    pair.begin(Model(window_layers=2))
+    Request(pair, 1).run()
+    assert [len(each) for each in (given["asked"], given["sent"])] == [1, 2]
 
 
 def test_pages_that_the_decode_side_holds_do_not_travel(pair: Pair):

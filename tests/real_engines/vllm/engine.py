@@ -46,6 +46,7 @@ class Shape:
         settings: of kvferry's.
         beside: connectors that stand beside it in a MultiConnector, as vLLM's configuration has them; None for none.
         lacks: what its vLLM's interface of connectors has not got, as if it had been renamed.
+        log: where all that its process prints goes, vLLM's own log among it; None for where ours goes.
     """
 
     model: Path
@@ -65,6 +66,7 @@ class Shape:
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[Mapping[str, Any], ...] | None = None
     lacks: str = ""
+    log: Path | None = None
 
     def connectors(self) -> dict[str, Any]:
         """The connector, as vLLM's configuration has it."""
@@ -258,10 +260,10 @@ def _lora(shape: Shape) -> dict[str, Any]:
 
 
 class Messages(logging.Handler):
-    """What kvferry has logged."""
+    """What kvferry has warned of."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(logging.WARNING)
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -364,6 +366,10 @@ class Faults:
 
 def _run(pipe: Connection, shape: Shape) -> None:
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | dict(shape.environment))
+    if shape.log is not None:
+        file = os.open(shape.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for descriptor in (1, 2):
+            os.dup2(file, descriptor)
     try:
         if shape.lacks:
             from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.shown import collected, files_of, problems
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -54,6 +55,12 @@ def test_every_spec_of_vllms_is_in_the_table_and_nothing_else():
         and name not in BASES
     ]
     assert names_missing(KINDS, specs) == []
+
+
+def test_rows_that_real_engines_show_are_those_that_their_tests_try():
+    folder = "tests/real_engines/vllm"
+    shown = collected(files_of(KINDS.kinds, folder))
+    assert [*problems("vllm", KINDS.kinds, folder, shown)] == []
 
 
 def test_vllms_own_specs_are_taken_or_refused_by_name():

@@ -12,6 +12,7 @@ from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
 from tests.real_engines.vllm.engine import EngineError, Output
 from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
+from tests.support.waiting import eventually
 
 from kvferry.engines.vllm.parameters import ROOM
 
@@ -50,6 +51,7 @@ def check(engines: Engines, pair: Pair, each: Sequence[Sequence[int]], tag: str)
     assert pair.received - before == len(each), "prompts were computed on the decode side"
 
 
+@pytest.mark.shows("vllm", "FullAttentionSpec")
 def test_sixteen_prompts_at_once(engines: Engines, both: Pair):
     check(engines, both, prompts(1), "equal")
 
@@ -119,6 +121,34 @@ def test_a_request_that_ends_on_the_prefill_side_before_it_is_computed_fails_on_
     assert both.decode.output(name, ENDS_S).reason == "error"
     assert "ended on the prefill side before any of it was computed" in both.said
     assert both.free_blocks() == free
+
+
+def test_an_engine_that_a_gateway_misspells_is_named_in_the_logs_of_both_servers(engines: Engines, tmp_path: Path):
+    """In vLLM's own log, which is what an operator has. Once before any decode server is connected, and once after."""
+    logs = {name: tmp_path / f"{name}.log" for name in ("prefill-asked", "decode-misled")}
+    settings = {"bootstrap_timeout_s": 12.0}
+    prefill = engines.prefill("prefill-asked", log=logs["prefill-asked"], settings=settings)
+    decode = engines.decode("decode-misled", log=logs["decode-misled"], settings=settings)
+    pair = Pair(prefill, decode)
+    (prompt,) = prompts(18, 1, shortest=100)
+
+    def misspell(room: int, connected: str) -> None:
+        name = f"misspelled-{room}"
+        pair.prefill.submit(name, prompt, 1, {"do_remote_decode": True, ROOM: room})
+        parameters = {"do_remote_prefill": True, "remote_engine_id": f"prefil-{room}", ROOM: room}
+        pair.decode.submit(name, prompt, COUNT, parameters)
+        here = rf"WARNING .*\[early_warnings\.py:\d+\] prefill engine 'prefil-{room}' is not found: .*'prefill-asked'"
+        there = (
+            rf"WARNING .*\[early_warnings\.py:\d+\] prefill rank 0 of 'prefill-asked': .* room {room}, .*{connected}"
+        )
+        for said, server in ((here, "decode-misled"), (there, "prefill-asked")):
+            eventually(f"{server} says it", lambda s=said, log=logs[server]: re.search(s, log.read_text()) is not None)
+        assert pair.decode.output(name).reason == "error"
+        pair.prefill.output(name)
+
+    misspell(1_000_001, "no decode rank is connected")
+    pair.run([prompt], "connected")
+    misspell(1_000_002, "connected are decode ranks, 1 of 'decode-misled'")
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

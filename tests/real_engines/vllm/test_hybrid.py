@@ -21,6 +21,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     begun.close()
 
 
+@pytest.mark.shows("vllm", "SlidingWindowSpec")
 def test_only_the_window_travels_and_tokens_are_the_same(engines: Engines):
     pair = Pair(engines.prefill("prefill"), engines.decode("decode"))
     each = prompts(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from tests.support.caches import Model
@@ -11,8 +11,10 @@ from tests.support.engines import Engines, new_engine_name
 from tests.support.waiting import eventually
 
 from kvferry.endpoint import early_warnings
-from kvferry.endpoint.early_warnings import MISSED_S, UNASKED_S, MissedEngines, UnaskedRooms
+from kvferry.endpoint.early_warnings import MISSED_S, QUEUED_S, UNASKED_S, MissedEngines, UnaskedRooms
 from kvferry.errors import PeerDisconnectedError
+from kvferry.layout import RankCoordinates
+from kvferry.protocol.wire.rank_identity import DecodeRank
 
 PROBLEM = PeerDisconnectedError("the registry knows nobody")
 
@@ -33,28 +35,67 @@ def test_an_engine_that_is_missed_is_said_once_until_it_is_found(caplog: pytest.
     ]
 
 
+def decode_ranks(*engines: str) -> list[DecodeRank]:
+    return [DecodeRank(engine, RankCoordinates()) for engine in engines]
+
+
+class Rooms:
+    """A hundred rooms that nobody has asked for, but one."""
+
+    def __init__(self) -> None:
+        self.unasked = {*range(100)} - {3}
+        self.rooms = UnaskedRooms("prefill rank 0 of 'p'", "Is it named so?")
+
+    def look(self, now: float, connected: Sequence[DecodeRank | None] = ()) -> None:
+        self.rooms.look(now, is_unasked=self.unasked.__contains__, connected=lambda: connected)
+
+
 def test_rooms_that_nobody_has_asked_for_are_said_on_one_line(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-    rooms, unasked = UnaskedRooms("prefill rank 0 of 'p'", "Is it named so?"), {*range(100)} - {3}
+    each = Rooms()
     for room in range(8):
-        rooms.opened(room, 0.0)
-    rooms.look(UNASKED_S - 0.1, is_unasked=unasked.__contains__, decode_ranks=0)
+        each.rooms.opened(room, 0.0)
+    each.look(UNASKED_S - 0.1)
     assert not caplog.messages
-    rooms.look(UNASKED_S, is_unasked=unasked.__contains__, decode_ranks=0)
+    each.look(UNASKED_S)
     assert caplog.messages == [
         "prefill rank 0 of 'p': no decode rank has asked for room 0, 1, 2, 4, 5 and 2 more, opened 2 s ago or earlier; "
-        "0 decode ranks are connected. Rooms wait until KVFERRY_BOOTSTRAP_TIMEOUT_S. Is it named so?"
+        "no decode rank is connected. Rooms wait until KVFERRY_BOOTSTRAP_TIMEOUT_S. Is it named so?"
+    ]
+    each.rooms.opened(9, 3.0)
+    each.rooms.opened(200, 3.0)
+    each.look(6.0)
+    assert len(caplog.messages) == 1, "so soon after the other line"
+    each.look(40.0)
+    assert "has asked for room 9, opened 2 s ago" in caplog.messages[1]
+    each.look(80.0)
+    assert len(caplog.messages) == 2
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}, "engines show no less"
+
+
+def test_beside_decode_ranks_rooms_are_said_once_a_queue_there_does_not_explain_them(caplog: pytest.LogCaptureFixture):
+    each, connected = Rooms(), [*decode_ranks("d", "e", "d"), None]
+    each.rooms.opened(1, 0.0)
+    each.rooms.opened(2, 0.0)
+    for moment in (UNASKED_S, QUEUED_S - 0.1):
+        each.look(moment, connected)
+    assert not caplog.messages, "they may wait for their turn"
+    each.unasked.remove(2)
+    each.look(QUEUED_S, connected)
+    each.look(QUEUED_S + 60, connected)
+    assert caplog.messages == [
+        "prefill rank 0 of 'p': no decode rank has asked for room 1, opened 10 s ago or earlier; connected are decode "
+        "ranks, 2 of 'd', 1 of 'e', 1 of engines not yet known, where rooms may wait for their turn. Rooms wait until "
+        "KVFERRY_BOOTSTRAP_TIMEOUT_S. Is it named so?"
     ]
     assert caplog.records[0].levelno == logging.WARNING
-    rooms.opened(9, 3.0)
-    rooms.opened(200, 3.0)
-    rooms.look(6.0, is_unasked=unasked.__contains__, decode_ranks=2)
-    assert len(caplog.messages) == 1, "so soon after the other line"
-    rooms.look(20.0, is_unasked=unasked.__contains__, decode_ranks=2)
-    assert "has asked for room 9, opened" in caplog.messages[1]
-    assert caplog.records[1].levelno == logging.INFO, "it may be their turn later"
-    rooms.look(60.0, is_unasked=unasked.__contains__, decode_ranks=2)
-    assert len(caplog.messages) == 2
+
+
+def test_no_more_than_a_few_engines_are_named(caplog: pytest.LogCaptureFixture):
+    each = Rooms()
+    each.rooms.opened(1, 0.0)
+    each.look(UNASKED_S, decode_ranks(*map(str, range(7))))
+    each.look(QUEUED_S, decode_ranks(*map(str, range(7))))
+    assert "1 of '4' and of 2 more engines, where" in caplog.messages[0]
 
 
 def test_both_sides_say_that_they_do_not_find_each_other(
@@ -80,3 +121,16 @@ def test_both_sides_say_that_they_do_not_find_each_other(
     assert [peer.problem for peer in decode.status().peers] == [str(decode._driver.rooms.links.current[0].problem)]
     assert here in decode.status().peers[0].problem
     receiver.abort()
+
+
+def test_a_prefill_rank_says_which_engines_ask_for_other_rooms(
+    engines: Callable[..., Engines], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(early_warnings, "UNASKED_S", 0.1)
+    monkeypatch.setattr(early_warnings, "QUEUED_S", 0.2)
+    both = engines()
+    prefill, decode = both.prefill(Model()), both.decode(Model()).endpoints[0]
+    decode.connect(prefill.name)
+    prefill.endpoints[0].open(7)
+    said = f"asked for room 7, opened 0.2 s ago or earlier; connected are decode ranks, 1 of '{decode.engine}'"
+    eventually("it has said so", lambda: any(said in message for message in caplog.messages))

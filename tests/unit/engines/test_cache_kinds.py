@@ -6,14 +6,15 @@ import ast
 
 import pytest
 from tests.support.clones import ROOT
+from tests.support.shown import Shown, collected, files_of, problems
 
 from kvferry.engines.cache_kinds import CacheKind, CacheKinds, names_missing
 from kvferry.engines.sglang.cache_kinds import KINDS as SGLANG
 from kvferry.engines.vllm.cache_kinds import KINDS as VLLM
 from kvferry.errors import LayoutError
 
-TABLES = (VLLM, SGLANG)
-EVERY_ROW = [(table.engine, kind) for table in TABLES for kind in table.kinds]
+TABLES = {"vllm": VLLM, "sglang": SGLANG}
+EVERY_ROW = [(table.engine, kind) for table in TABLES.values() for kind in table.kinds]
 
 
 def names_of_tests(file: str) -> set[str]:
@@ -27,6 +28,34 @@ def names_of_tests(file: str) -> set[str]:
 def test_the_test_of_every_row_is_there(engine: str, kind: CacheKind):
     file, _, test = kind.test.partition("::")
     assert test in names_of_tests(file), f"{engine}: {kind.name} names {kind.test}, which does not exist"
+
+
+@pytest.mark.parametrize("engine", TABLES)
+def test_every_row_is_shown_by_a_test_that_says_so(engine: str):
+    """Rows that real engines show are looked at in their environments, by `test_cache_kinds.py` there."""
+    rows = TABLES[engine].kinds
+    elsewhere = [row for row in rows if not row.test.startswith(("tests/unit/", f"tests/real_engines/{engine}/"))]
+    assert elsewhere == []
+    assert [*problems(engine, rows, "tests/unit", collected(files_of(rows, "tests/unit")))] == []
+
+
+def test_a_row_whose_test_does_not_say_so_or_takes_too_long_is_found():
+    rows = [CacheKind(name, "keys", f"tests/unit/test_{name}.py::test", transfer="all") for name in "abcde"]
+    shown = [
+        Shown("tests/unit/test_a.py::test", "vllm", ("a",), is_long=False),
+        Shown("tests/unit/test_b.py::test", "vllm", ("b",), is_long=True),
+        Shown("tests/unit/test_c.py::test", "sglang", ("c",), is_long=False),
+        Shown("tests/unit/test_d.py::another", "vllm", ("d",), is_long=False),
+        Shown("tests/unit/test_e.py::test", "vllm", ("e", "f"), is_long=False),
+        Shown("tests/unit/test_e.py::test", "vllm", ("e",), is_long=True),
+    ]
+    assert files_of(rows, "tests/unit") == {f"tests/unit/test_{name}.py" for name in "abcde"}
+    assert [*problems("vllm", rows, "tests/unit", shown)] == [
+        "b: tests/unit/test_b.py::test runs in make test-long alone",
+        "c: tests/unit/test_c.py::test does not say that it tries it",
+        "d: tests/unit/test_d.py::test does not say that it tries it",
+        "tests/unit/test_e.py::test tries ['f'], which no row names",
+    ]
 
 
 def test_a_kind_is_either_transferred_or_refused():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from array import array
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvferry.engines.fingerprint import (
@@ -53,6 +57,16 @@ def test_a_text_is_short_and_the_same_for_the_same(value: Any):
     assert len(text) <= LONGEST_VALUE
     assert text.isprintable()
     assert text == short_text(dict(reversed(value.items())) if isinstance(value, dict) else value)
+
+
+@pytest.mark.parametrize("make", [list, np.array, lambda tokens: array("q", tokens), tuple])
+def test_a_prompt_has_the_same_digest_in_whatever_it_is_kept(make: Callable[[list[int]], Any]):
+    """Two servers may have two versions of an engine, or of kvferry."""
+    tokens = [7, -1, 2**40, *range(100)]
+    expected = hashlib.blake2b(b"".join(each.to_bytes(8, "little", signed=True) for each in tokens), digest_size=16)
+    assert request_conditions(make(tokens)) == {"prompt": expected.digest()}
+    assert request_conditions(make([*tokens, 5, 6]), count=len(tokens)) == {"prompt": expected.digest()}
+    assert request_conditions(make(tokens), count=1000) == {"prompt": expected.digest()}
 
 
 def test_texts_that_differ_behind_their_beginning_differ():

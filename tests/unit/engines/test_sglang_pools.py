@@ -26,9 +26,14 @@ ORDER = "MHATokenToKVPool with kv_cache_layout "
 STATE = "StateType."
 
 
-def refused(prefix: str) -> list[str]:
-    """What is refused of the names with that prefix, and a name that nobody knows."""
-    return [*(name.removeprefix(prefix) for name in REFUSED if name.startswith(prefix)), "NEW_KIND"]
+def refused(prefix: str) -> list[Any]:
+    """What is refused of the names with that prefix, and a name that nobody knows. Without one: classes of pools."""
+    names = [
+        name.removeprefix(prefix)
+        for name in REFUSED
+        if name.startswith(prefix) and (prefix or not (" " in name or name.startswith(STATE)))
+    ]
+    return [*(pytest.param(name, marks=pytest.mark.shows("sglang", prefix + name)) for name in names), "NEW_KIND"]
 
 
 def assert_refused(name: str, error: LayoutError) -> None:
@@ -191,6 +196,7 @@ def test_latents_are_whole_on_every_rank():
 # ---- orders ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("sglang", "MHATokenToKVPool with kv_cache_layout vectorized_5d")
 def test_vectors_within_a_page_are_cut_by_head_only():
     args = plain(2, layout="vectorized_5d", item=2)
     shard = shards(read(args, model_config(4), tp=2, rank=1), tp=2, rank=1)["k"]
@@ -264,6 +270,7 @@ def convolution_of(caches: Caches, tp: int, rank: int) -> list[tuple[int, Interv
     return [(each.component.axes[2].size, each.box[2], (each.addresses[0] - first) // WIDTH) for each in blocks]
 
 
+@pytest.mark.shows("sglang", "MambaPool")
 @pytest.mark.parametrize("name", ["NemotronHConfig", "GraniteMoeHybridConfig", "FalconH1Config", "Mamba2Config"])
 def test_a_mixers_convolution_is_cut_into_x_b_and_c(name: str):
     recurrent = recurrent_config(name, 2, 2)
@@ -292,6 +299,7 @@ def test_a_convolution_without_b_and_c_is_one_block():
     assert caches.state[0].blocks == (Block(16, 16),)
 
 
+@pytest.mark.shows("sglang", "HybridLinearKVPool")
 def test_blocks_that_sglang_names_are_taken():
     recurrent = recurrent_config("Qwen3NextConfig", 2, 2)
     caches = read(hybrid(recurrent, 2, groups=[8, 8, 16]), model_config(1), recurrent=recurrent, tp=2)
@@ -329,7 +337,7 @@ def test_state_of_a_kind_of_its_own_is_its_ranks():
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in refused("") if " " not in name and not name.startswith(STATE)])
+@pytest.mark.parametrize("name", refused(""))
 def test_a_pool_that_is_not_transferred_is_refused(name: str):
     args = plain(1)
     args.kvferry_pools = SimpleNamespace(target=named(name), draft=None, requests=None)
@@ -369,6 +377,7 @@ def test_windows_of_latents_are_refused():
         read(args, model_config(1))
 
 
+@pytest.mark.shows("sglang", "MHATokenToKVPool with scales")
 def test_scales_that_would_stay_behind_are_refused():
     with pytest.raises(LayoutError, match="choose another --kv-cache-dtype") as error:
         read(plain(1, k_scale_buffer=[object()]), model_config(1))

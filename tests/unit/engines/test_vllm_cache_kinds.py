@@ -23,7 +23,14 @@ def test_a_kind_that_is_transferred_is_not_refused(name: str):
     check_transferred(spec(name), LAYER)
 
 
-@pytest.mark.parametrize("name", [kind.name for kind in CLASSES if kind.refusal is not None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(kind.name, marks=pytest.mark.shows("vllm", kind.name))
+        for kind in CLASSES
+        if kind.refusal is not None
+    ],
+)
 def test_a_kind_that_is_not_transferred_is_refused_in_words(name: str):
     with pytest.raises(
         LayoutError, match=rf"layers such as '{LAYER}' keep .* \({name}\), which .* does not transfer: "
@@ -45,8 +52,16 @@ def test_a_kind_that_nobody_has_thought_of_is_refused_by_name():
 @pytest.mark.parametrize(
     ("attributes", "problem"),
     [
-        ({"tokens_per_state": 4}, "one entry for several tokens"),
-        ({"cache_role": SimpleNamespace(value="indexer")}, "keys of a sparse indexer"),
+        pytest.param(
+            {"tokens_per_state": 4},
+            "one entry for several tokens",
+            marks=pytest.mark.shows("vllm", "AttentionSpec with tokens_per_state"),
+        ),
+        pytest.param(
+            {"cache_role": SimpleNamespace(value="indexer")},
+            "keys of a sparse indexer",
+            marks=pytest.mark.shows("vllm", "MLAAttentionSpec with cache_role indexer"),
+        ),
     ],
 )
 def test_variants_are_told_apart(attributes: dict[str, object], problem: str):
@@ -55,6 +70,7 @@ def test_variants_are_told_apart(attributes: dict[str, object], problem: str):
         check_transferred(spec("MLAAttentionSpec", **attributes), LAYER)
 
 
+@pytest.mark.shows("vllm", "KVCacheGroupSpec with host_resident")
 def test_caches_in_host_memory_are_refused():
     check_on_device(SimpleNamespace(host_resident=False, layer_names=[LAYER]))
     with pytest.raises(LayoutError, match="caches in host memory"):

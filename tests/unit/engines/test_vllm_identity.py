@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.support.waiting import eventually
 
+from kvferry.engines.fingerprint import request_conditions
+from kvferry.engines.vllm import identity
 from kvferry.engines.vllm.identity import (
     BY_PLACE,
     Conditions,
@@ -264,6 +268,24 @@ def test_an_adapter_is_its_files_whatever_it_is_called_and_is_read_once(tmp_path
     assert first == second != third
     (tmp_path / "a" / "adapter_model.bin").unlink()
     assert conditions.of(request(1, lora_request=lora("a", 1, str(tmp_path / "a"))), 1) == first
+
+
+def test_an_adapter_is_read_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On a disk that takes its time, vLLM's scheduler goes on."""
+    may_go_on = threading.Event()
+
+    def slow(directory: Path) -> str:
+        assert may_go_on.wait(30)
+        return f"read by {threading.current_thread().name}"
+
+    monkeypatch.setattr(identity, "adapter_identity", slow)
+    conditions, given = Conditions(), request(1, lora_request=lora("a", 1, str(tmp_path)))
+    assert conditions.are_known(request(1))
+    assert not conditions.are_known(given)
+    assert not conditions.are_known(given), "it is being read"
+    may_go_on.set()
+    eventually("it was read", lambda: conditions.are_known(given))
+    assert conditions.of(given, 1) == request_conditions([1], lora="read by kvferry-vllm-adapters_0")
 
 
 def test_how_images_are_told_apart_is_a_field_of_models_that_take_them():

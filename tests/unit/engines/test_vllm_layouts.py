@@ -119,6 +119,7 @@ def test_heads_that_do_not_fit_are_named():
         )
 
 
+@pytest.mark.shows("vllm", "MLAAttentionSpec")
 def test_latents_are_the_same_on_every_rank():
     _memory, caches = views("LBNHC", 1)
     described = describe(
@@ -169,6 +170,7 @@ def unknown(tp_size: int, packing: str | None = None) -> dict[int, RankLayout]:
     }
 
 
+@pytest.mark.shows("vllm", "AttentionSpec with num_head_slots")
 @pytest.mark.parametrize("packing", [None, "a kernel's"])
 def test_heads_that_nobody_knows_go_to_the_like_rank_alone(packing: str | None):
     ranks = unknown(4, packing)
@@ -260,6 +262,7 @@ def test_layers_of_several_groups_may_share_memory():
     assert len(layout.shards) == 2
 
 
+@pytest.mark.shows("vllm", "UniformTypeKVCacheSpecs")
 def test_layers_of_several_sizes_are_components_of_their_own():
     _memory, caches = views("LBHNC", HEADS)
     caches[names([1])[0]] = torch.zeros(BLOCKS, HEADS, BLOCK_TOKENS, 2 * CONTENT)

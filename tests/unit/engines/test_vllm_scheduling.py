@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,7 +49,13 @@ class Pool:
 class Scheduler:
     """As much of vLLM's as it takes: block tables, and progress after every step."""
 
-    def __init__(self, *groups: CacheGroup, held_back_tokens: int = 1, conditions: Conditions | None = None) -> None:
+    def __init__(
+        self,
+        *groups: CacheGroup,
+        held_back_tokens: int = 1,
+        conditions: Conditions | None = None,
+        are_conditions_known: Callable[[Any], bool] = lambda _: True,
+    ) -> None:
         self.groups = groups or (FULL,)
         self.side = SchedulerSide(
             self.groups,
@@ -57,6 +64,7 @@ class Scheduler:
             may_receive=True,
             held_back_tokens=held_back_tokens,
             conditions=conditions,
+            are_conditions_known=are_conditions_known,
         )
         self.tables: dict[str, list[list[Block]]] = {}
         self.pool = Pool()
@@ -548,6 +556,15 @@ class TestConditions:
         scheduler.allocate(request)
         assert [each.depends_on for each in scheduler.step(request, 13).send] == [{"prompt": b"1"}]
         assert asked == [12], "once, of all tokens but the last"
+
+    @pytest.mark.parametrize("request_of", [decode_request, prefill_request])
+    def test_a_request_of_which_they_are_not_known_waits_for_them(self, request_of: Callable[[int], Request]):
+        known: list[str] = []
+        scheduler, request = Scheduler(are_conditions_known=lambda each: each.request_id in known), request_of(13)
+        assert scheduler.side.tokens_elsewhere(request, 0) is None
+        assert scheduler.side.tokens_elsewhere(replace(request, kv_transfer_params=None), 0) == 0, "nobody asks for it"
+        known.append("r")
+        assert scheduler.side.tokens_elsewhere(request, 0) == (12 if request_of is decode_request else 0)
 
     @pytest.mark.parametrize("external", [12, 4, 0])
     def test_a_request_for_a_cache_carries_them_also_where_nothing_is_missing(self, external: int):

@@ -56,6 +56,10 @@ class DecodeRanks:
         attachment, given_up = self.attachment(name), self._given_up.get(name)
         return attachment.rank if attachment is not None else given_up.rank if given_up is not None else None
 
+    def connected(self) -> list[DecodeRank | None]:
+        """Returns which decode ranks are connected; None for one that has not attached yet."""
+        return [each.rank if (each := peer.attachment) is not None else None for peer in self._peers.all()]
+
     def given_up(self, name: str) -> GivenUp | None:
         """Returns what is known of a decode rank that was given up; None if it was not, or has come back."""
         return self._given_up.get(name)

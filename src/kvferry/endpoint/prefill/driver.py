@@ -461,7 +461,7 @@ class PrefillDriver(Loop):
         self.admission.tick()
         for room in self._timers.due(now):
             room.post(SenderTick())
-        self.rooms.look(now, decode_ranks=len(self.peers))
+        self.rooms.look(now)
         late_s = self._lateness.seconds(now, most_apart_s=self._longest_wait_s + 2 * _TICK_S)
         for peer in self.peers.all():
             peer.last_message_at = min(now, peer.last_message_at + late_s)

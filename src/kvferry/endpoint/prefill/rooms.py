@@ -269,13 +269,9 @@ class SendingRooms:
             for message in aborts:
                 self._not_opened(receiver, rank, message.room, message.generation, message.reason)
 
-    def look(self, now: float, *, decode_ranks: int) -> None:
-        """Warns of rooms that nobody asks for, and refuses what decode ranks opened so long ago that nobody will here.
-
-        Args:
-            decode_ranks: how many are connected.
-        """
-        self._unasked.look(now, is_unasked=self._is_unasked, decode_ranks=decode_ranks)
+    def look(self, now: float) -> None:
+        """Warns of rooms that nobody asks for, and refuses what was opened there too long ago to be opened here."""
+        self._unasked.look(now, is_unasked=self._is_unasked, connected=self._ranks.connected)
         with self._lock:
             expired = self.table.expired(now)
         for receiver, message in expired:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import re
 import threading
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 import httpx
@@ -45,6 +46,21 @@ _ANNOUNCEMENT = msgspec.json.Decoder(Announcement)
 def engine_name(port: int) -> str:
     """Returns the name of the prefill engine whose bootstrap server listens on a port of this machine."""
     return f"sglang-{re.sub('[^A-Za-z0-9.-]', '-', platform.node())[:100]}:{port}"
+
+
+def difference(address: str, pairs: Iterable[tuple[str, object, object]]) -> str | None:
+    """Says in which options a prefill server and this one differ that must be the same; None if in none.
+
+    Args:
+        address: of its bootstrap server.
+        pairs: an option's name, its value there and here; None where a side does not say it.
+    """
+    problems = [
+        f"{name} is {theirs} there and {ours} here"
+        for name, theirs, ours in pairs
+        if theirs is not None and ours is not None and theirs != ours
+    ]
+    return f"the prefill server at {address} and this one differ: {'; '.join(problems)}" if problems else None
 
 
 def get(bootstrap_address: str, path: str) -> Answer:

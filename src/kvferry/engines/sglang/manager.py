@@ -21,7 +21,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 from kvferry import DecodeEndpoint, Device, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
 from kvferry.engines.fingerprint import CacheIdentity
-from kvferry.engines.sglang.directory import Directory, ask, get, registry_url
+from kvferry.engines.sglang.directory import Directory, ask, difference, get, registry_url
 from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
 from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
 from kvferry.engines.sglang.identity import cache_identity
@@ -234,12 +234,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             ("--disaggregation-decode-allocation-policy", info.decode_allocation_policy, "early"),
             ("attention context parallelism", info.attn_cp_size, 1),
         )
-        problems = [
-            f"{name} is {theirs} there and {ours} here"
-            for name, theirs, ours in pairs
-            if theirs is not None and ours is not None and theirs != ours
-        ]
-        return f"the prefill server at {address} and this one differ: {'; '.join(problems)}" if problems else None
+        return difference(address, pairs)
 
     # ---- rooms of a decode rank -------------------------------------------------------------------------------------
 

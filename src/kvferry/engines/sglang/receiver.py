@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
@@ -13,7 +12,7 @@ from kvferry.engines.sglang.conditions import current
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_RECEIVER
-from kvferry.engines.sglang.transfers import POLLS, give_up, state_pages
+from kvferry.engines.sglang.transfers import POLLS, give_up, page_numbers, state_pages
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import KVFerryError, UsageError
 
@@ -68,7 +67,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         """Opens the room, and so requests the cache."""
         if self.conclude_state == KVPoll.Failed:
             return
-        pages = np.array(kv_indices, np.int64)
+        pages = page_numbers(kv_indices)  # copied, and checked, where the room is opened
         prefix_tokens = decode_prefix_len or 0
         total_pages = prefix_tokens // self.kv_mgr.kv_args.page_size + len(pages)
         try:

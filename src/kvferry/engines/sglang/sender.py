@@ -13,7 +13,7 @@ from kvferry.engines.sglang.conditions import current
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_SENDER
-from kvferry.engines.sglang.transfers import POLLS, give_up, state_pages
+from kvferry.engines.sglang.transfers import POLLS, give_up, page_numbers, state_pages
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import KVFerryError
 
@@ -68,7 +68,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         """Hands the next pages of the request in."""
         if self._transfer is None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return
-        pages = np.asarray(kv_indices, np.int64)  # copied where they are kept
+        pages = page_numbers(kv_indices)  # copied where they are kept
         if self._early_send_wait_event is not None:
             # The device may still write pages that come early. The next call comes when it has: they wait for that.
             self._early_send_wait_event = None

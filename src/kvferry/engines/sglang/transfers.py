@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 
 from kvferry import GroupPages, Receiver, Sender, TransferState
@@ -21,6 +22,11 @@ POLLS: Mapping[TransferState, int] = {
 """What SGLang calls the states of a transfer."""
 
 
+def page_numbers(given: Any) -> NDArray[Any]:
+    """Returns page numbers as SGLang gives them, in its own array where it has one: whoever keeps them copies them."""
+    return np.asarray(given) if hasattr(given, "dtype") else np.asarray(given, np.int64)
+
+
 def state_pages(types: tuple[StateType, ...], indices: list[Any] | None, total_pages: int) -> dict[str, GroupPages]:
     """Returns the pages and slots of what a request caches beside keys and values.
 
@@ -31,7 +37,7 @@ def state_pages(types: tuple[StateType, ...], indices: list[Any] | None, total_p
     """
     groups = {}
     for kind, given in zip(types, indices or [None] * len(types), strict=True):
-        pages = np.asarray([] if given is None else given, np.int64).reshape(-1)
+        pages = page_numbers([] if given is None else given).reshape(-1)
         if kind is StateType.SWA:
             groups[WINDOW_GROUP] = GroupPages(pages, total_pages - len(pages))
         else:

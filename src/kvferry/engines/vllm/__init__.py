@@ -3,7 +3,8 @@
 `cache_kinds` says which caches are transferred, `layouts` describes them, `heads` finds out which KV heads they have.
 `scheduling` decides in the scheduler what leaves and comes, for the `choices` of a request together; `worker`,
 `outgoing` and `copies` do it in the workers; `parameters` and `steps` are what travels. `guards` refuses what would go
-wrong, `contract` a vLLM that has changed. Only `connector` and `metrics` import vLLM.
+wrong, `contract` a vLLM that has changed, and `log_handlers` shows in vLLM's log what is said. Only `connector` and
+`metrics` import vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def __getattr__(name: str) -> Any:
     # vLLM looks the class up here by name. The modules beside it can be imported without vLLM.
     if name == "KVFerryConnector":
         from kvferry.engines.vllm import contract
+        from kvferry.engines.vllm.log_handlers import share_handlers
 
+        share_handlers()  # before anything is said
         contract.check()  # first: an import that fails says less
         from kvferry.engines.vllm.connector import KVFerryConnector
 

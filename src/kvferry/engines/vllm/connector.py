@@ -88,13 +88,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            conditions = Conditions(compares_content=compares_content(vllm_config, self._settings))
             self._scheduler = SchedulerSide(
                 self._groups,
                 engine=self._engine,
                 may_send=transfer.is_kv_producer,
                 may_receive=transfer.is_kv_consumer,
                 held_back_tokens=held_back_tokens(vllm_config),
-                conditions=Conditions(compares_content=compares_content(vllm_config, self._settings)).of,
+                conditions=conditions.of,
+                are_conditions_known=conditions.are_known,
             )
 
     def shutdown(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,20 +163,28 @@ class Conditions:
             compares_content: whether vLLM's digests of multimodal inputs are the same on both sides.
         """
         self._compares_content = compares_content
-        self._adapters: dict[tuple[str, int, str], str] = {}
+        self._adapters: dict[tuple[str, int, str], Future[str]] = {}
+        self._reader = ThreadPoolExecutor(1, "kvferry-vllm-adapters")
+
+    def are_known(self, request: Any) -> bool:
+        """Whether `of` would read no file. An adapter that was not read yet is read from now on, aside."""
+        lora = getattr(request, "lora_request", None)
+        return lora is None or self._adapter(lora).done()
 
     def of(self, request: Any, tokens: int) -> dict[str, bytes]:
-        """Returns what the cache of a request depends on.
+        """Returns what the cache of a request depends on. Waits for its adapter to be read, unless that is known.
 
         Args:
             request: vLLM's.
             tokens: how many of its prompt are exchanged, from the first on.
         """
         features = getattr(request, "mm_features", None) or ()
+        lora = getattr(request, "lora_request", None)
         return request_conditions(
-            (request.prompt_token_ids or ())[:tokens],
+            request.prompt_token_ids or (),
+            count=tokens,
             embedding=_bytes_of(getattr(request, "prompt_embeds", None), tokens),
-            lora=self._adapter(getattr(request, "lora_request", None)),
+            lora="" if lora is None else self._adapter(lora).result(),
             multimodal=[
                 MultimodalInput(
                     f"{each.modality} {each.identifier}" if self._compares_content else each.modality,
@@ -187,14 +196,13 @@ class Conditions:
             salt=getattr(request, "cache_salt", None) or "",
         )
 
-    def _adapter(self, lora: Any) -> str:
-        """Identifies an adapter, by its weights if they are here. They are read once."""
-        if lora is None:
-            return ""
+    def _adapter(self, lora: Any) -> Future[str]:
+        """Identifies an adapter aside, by its weights if they are here. They are read once."""
         key = lora.lora_name, lora.lora_int_id, lora.lora_path
         known = self._adapters.get(key)
         if known is None:
-            known = _identified(adapter_identity, Path(lora.lora_path), f"the adapter {lora.lora_name!r}")
+            name = f"the adapter {lora.lora_name!r}"
+            known = self._reader.submit(_identified, adapter_identity, Path(lora.lora_path), name)
             self._adapters[key] = known
             while len(self._adapters) > _MOST_ADAPTERS:
                 del self._adapters[next(iter(self._adapters))]

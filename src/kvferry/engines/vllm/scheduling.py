@@ -99,6 +99,7 @@ class SchedulerSide:
         may_receive: bool,
         held_back_tokens: int = 1,
         conditions: Conditions | None = None,
+        are_conditions_known: Callable[[Any], bool] = lambda _: True,
     ) -> None:
         """Begins with no requests.
 
@@ -110,7 +111,10 @@ class SchedulerSide:
             held_back_tokens: how many of a prompt's last tokens are not sent. The same on both sides.
             conditions: returns what the cache of a request depends on, given how many of its tokens are exchanged;
                 nothing if None.
+            are_conditions_known: whether that is returned at once for a request. If not, it is found out aside, and the
+                request is scheduled later.
         """
+        self._are_conditions_known = are_conditions_known
         self._conditions = conditions or (lambda *_: {})
         self._groups = tuple(groups)
         self._held_back_tokens = held_back_tokens
@@ -135,7 +139,12 @@ class SchedulerSide:
     # ---- beginnings ---------------------------------------------------------------------------------------------
 
     def tokens_elsewhere(self, request: Request, computed_tokens: int) -> int | None:
-        """Returns how many tokens can be fetched beyond those that are here; None as long as nobody knows."""
+        """Returns how many tokens can be fetched beyond those that are here; None as long as nobody knows.
+
+        Nor is a request to be scheduled as long as it is not known what its cache depends on: this thread would wait.
+        """
+        if request.kv_transfer_params and not self._are_conditions_known(request):
+            return None
         try:
             params = self._receive_parameters(request)
         except UsageError as error:
@@ -213,7 +222,8 @@ class SchedulerSide:
         self._ask(params, request, blocks, tokens)
 
     def _ask(self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
-        self._step.receive.append(self._wanted(params, request, blocks, tokens))
+        wanted = self._wanted(params, request, blocks, tokens)
+        self._step.receive.append(replace(wanted, depends_on=self._conditions(request, wanted.tokens)))
         if tokens:
             self._receiving.add(request.request_id)
 
@@ -237,7 +247,6 @@ class SchedulerSide:
             there,
             groups,
             problem,
-            depends_on=self._conditions(request, there),
         )
 
     # ---- choices of one request ----------------------------------------------------------------------------------
