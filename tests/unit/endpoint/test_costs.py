@@ -86,7 +86,7 @@ def test_a_message_takes_as_many_steps_from_the_last_of_fifty_ranks_as_from_the_
         made = cluster(ranks)
         driver = made.decoders[0]._driver
         link = driver.rooms.links._current[LinkKey("prefill", 0)]
-        channel = driver.rooms.links._connections[link.addresses[-1]]
+        channel = driver.rooms.links._connections._open[link.addresses[-1]]
         assert isinstance(channel, Straight)
         endpoint = made.prefillers[-1].transport.endpoint_name
         channel.arrived.append(codec.encode(messages.Pong(endpoint=endpoint, attached=True)))

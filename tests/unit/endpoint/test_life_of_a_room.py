@@ -701,7 +701,7 @@ def test_a_close_message_through_an_old_connection_ends_no_new_one(
     requests = pair()
     requests.run(1)
     driver, endpoint = requests.decode.endpoints[0]._driver, requests.prefill.endpoints[0]
-    (connection,) = driver.rooms.links._connections.values()
+    (connection,) = driver.rooms.links._connections._open.values()
     (peer,) = endpoint._driver.peers.all()
     said: list[field_types.Message] = []
     monkeypatch.setattr(connection, "send", lambda data: said.append(codec.decode_to_prefill(data)))
@@ -709,7 +709,7 @@ def test_a_close_message_through_an_old_connection_ends_no_new_one(
 
     def close(now: float) -> None:
         driver.rooms.links._next_attempt()  # of a link that is still looked up
-        driver.rooms.links._close_connection(connection)
+        driver.rooms.links._connections.close(connection.address)
         closed.set()
 
     driver.submit(close)

@@ -9,26 +9,23 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from kvferry.control.credentials import secret_hint
 from kvferry.control.ends import ConnectingEnd, Connection
 from kvferry.control.registry_client import RegistryClient
+from kvferry.endpoint.decode.connections import Connections
 from kvferry.endpoint.decode.end_proofs import EndProofs
+from kvferry.endpoint.decode.look_ups import LookUps
+from kvferry.endpoint.decode.waiting_callers import WaitingCaller, WaitingCallers
 from kvferry.endpoint.early_warnings import MissedEngines
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.errors import (
-    EndpointClosedError,
     KVFerryError,
     PeerDisconnectedError,
     PeerError,
-    RegistryAccessError,
-    RegistryError,
     TransferTimeoutError,
 )
 from kvferry.layout import RankLayout
@@ -42,9 +39,9 @@ from kvferry.protocol.links.lost_ranks import LostRanks
 from kvferry.protocol.links.proofs import Proof
 from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.time_awake import Lateness
-from kvferry.protocol.wire import codec, messages
+from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.rank_identity import Identity
-from kvferry.protocol.wire.registrations import EngineView, RankRegistration
+from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Promises
@@ -79,19 +76,6 @@ class LinkUser(Protocol):
 
     def rank_settled(self, endpoint: str, now: float) -> None:
         """Called when a prefill rank will not write again."""
-
-
-@dataclass(eq=False, slots=True)
-class _Caller:
-    """A caller that waits in `Links.wait_ready`.
-
-    Attributes:
-        ready: has a result when the link is ready, and an exception when it failed.
-        link: what it waits for; None until the endpoint's thread has taken the call.
-    """
-
-    ready: Future[None] = field(default_factory=Future)
-    link: Link | None = None
 
 
 class _Offers:
@@ -139,24 +123,29 @@ class Links:
         self._settings = settings
         self._staging = staging
         self._offers = _Offers(staging, self.send)
-        self._end = end
         self._platform = platform
         self._observer = observer
         self._settling = settling
         self._user = user
-        self._resolvers = platform.background_executor("kvferry-decode-resolver")
+        self._look_ups = LookUps(
+            registry,
+            platform=platform,
+            submit=user.submit,
+            resolved=self._resolved,
+            looked_up=self._looked_up,
+            not_resolved=self._not_resolved,
+            refused=self.fail,
+        )
         self._current: dict[LinkKey, Link] = {}
         self._retired: list[Link] = []
         self._unready: dict[Link, None] = {}  # those of the current ones that still have to become ready
         self._through: dict[str, list[Link]] = {}  # links by address, and some that do not use it any more
-        self._callers: list[_Caller] = []
-        self._is_closed = False
+        self._callers = WaitingCallers()
         self._missed = MissedEngines(settings.bootstrap_timeout_s)
         self._lost = LostRanks(settle_s=settings.quarantine_s)
         self._ends = EndProofs(settings, platform, registry, promises=promises, submit=user.submit, ended=self._ended)
-        self._connections: dict[str, Connection] = {}  # by address; links to the same rank share one
+        self._connections = Connections(end, identity.endpoint)
         self._next_attempt = partial(next, itertools.count(1))
-        self._attempts: dict[str, int] = {}  # by address, the last that was begun there
         # Numbers of prefill ranks' last failed writes, by endpoint: those that may arrive yet, and those that cannot.
         self._waiting_for: dict[str, int] = {}
         self._waited_for: dict[str, int] = {}
@@ -204,21 +193,18 @@ class Links:
 
     def wait_ready(self, key: LinkKey, timeout_s: float) -> None:
         """Waits until a link is ready, making it if there is none; see `DecodeEndpoint.connect`."""
-        caller = _Caller()
-        self._callers.append(caller)
+        caller = self._callers.begin()
         try:
-            if self._is_closed:  # once it is set, callers are not answered any more
-                raise EndpointClosedError("the endpoint was closed")
             self._user.submit(lambda now: self._take_caller(caller, key, now))
-            caller.ready.result(timeout_s)
-        except FutureTimeoutError:
-            problem = caller.link.problem if caller.link is not None else None
-            raise TransferTimeoutError(
-                f"prefill engine {key.engine!r} was not connected within {timeout_s:g} s; is it running, and "
-                f"registered at the same registry, {self._registry.url_for(key.engine)}? {problem or ''}"
-            ) from problem
+            if caller.wait(timeout_s):
+                return
         finally:
-            self._callers.remove(caller)
+            self._callers.end(caller)
+        problem = caller.link.problem if caller.link is not None else None
+        raise TransferTimeoutError(
+            f"prefill engine {key.engine!r} was not connected within {timeout_s:g} s; is it running, and "
+            f"registered at the same registry, {self._registry.url_for(key.engine)}? {problem or ''}"
+        ) from problem
 
     # ---- what there is ------------------------------------------------------------------------------------------
 
@@ -260,7 +246,7 @@ class Links:
 
     def owns(self, connection: Connection) -> bool:
         """Whether a connection is still open."""
-        return self._connections.get(connection.address) is connection
+        return self._connections.owns(connection)
 
     # ---- sending ------------------------------------------------------------------------------------------------
 
@@ -281,7 +267,7 @@ class Links:
             match command:
                 case Send(address, message):
                     try:
-                        self._connection(address).send(codec.encode(message))
+                        self._connections.send(address, message)
                     except PeerDisconnectedError as error:
                         log.debug("%s to %s was lost: %s", type(message).__name__, address, error)
                 case OpenRooms():
@@ -303,7 +289,7 @@ class Links:
                 deadline=deadline,
             )
             self._unready[self._current[key]] = None
-            self._resolvers.submit(partial(self._look_up, self._current[key]))
+            self._look_ups.begin(self._current[key])
         return self._current[key]
 
     def received(self, address: str, link: Link | None, message: messages.ToDecode, now: float) -> None:
@@ -370,8 +356,7 @@ class Links:
         self._retired.append(link)
         for peer in link.peers:
             self._lost.add(peer.endpoint, peer.process, now)
-        for caller in self._callers_of(link):
-            caller.ready.set_exception(error)
+        self._callers.link_failed(link, error)
         self._user.link_failed(link, error, now)
         self.close_retired()
 
@@ -399,24 +384,17 @@ class Links:
 
     def close(self) -> None:
         """Sends a close message to every peer, after the endpoint's thread has ended."""
-        self._resolvers.close()
+        self._look_ups.close()
         self._ends.close()
         self._keep_rings_in_doubt()
-        for connection in list(self._connections.values()):
-            self._close_connection(connection)
-        self._is_closed = True
-        for caller in list(self._callers):
-            if not caller.ready.done():
-                caller.ready.set_exception(EndpointClosedError("the endpoint was closed"))
+        for address in self._connections.addresses:
+            self._connections.close(address)
+        self._callers.close()
 
-    def _take_caller(self, caller: _Caller, key: LinkKey, now: float) -> None:
+    def _take_caller(self, caller: WaitingCaller, key: LinkKey, now: float) -> None:
         caller.link = self.to(key, now + self._settings.bootstrap_timeout_s)
         if caller.link.state is LinkState.READY:
             caller.ready.set_result(None)
-
-    def _callers_of(self, link: Link) -> list[_Caller]:
-        """Returns the callers that wait for a link."""
-        return [caller for caller in list(self._callers) if caller.link is link and not caller.ready.done()]
 
     def _ready(self, link: Link, now: float) -> None:
         self._unready.pop(link, None)
@@ -425,8 +403,7 @@ class Links:
         for peer in link.peers:
             self._lost.discard(peer.endpoint)
             self._ends.connected(peer.process)
-        for caller in self._callers_of(link):
-            caller.ready.set_result(None)
+        self._callers.link_ready(link)
         self._user.link_ready(link, now)
 
     def _started_over(self, link: Link, now: float) -> None:
@@ -435,7 +412,7 @@ class Links:
         while link.left_behind:
             peer = link.left_behind.pop()
             self._lost.add(peer.endpoint, peer.process, now)
-        self._close_unused(list(self._connections))
+        self._close_unused(self._connections.addresses)
 
     def _rank_closed(self, endpoint: str, now: float, *, after_failure: bool) -> None:
         """Handles a prefill rank's close message: it serves no requests any more, and will not write again."""
@@ -450,30 +427,6 @@ class Links:
             self._will_not_write(endpoint, now)
 
     # ---- the registry -------------------------------------------------------------------------------------------
-
-    def _look_up(self, link: Link) -> None:
-        """Looks an engine up at the registry, once. Runs on the pool."""
-        problem: KVFerryError
-        try:
-            view = self._registry.engine(link.key.engine)
-            missing = _missing(view, link.key.dp_rank)
-            if missing is None:
-                self._user.submit(partial(self._resolved, link, view.registrations))
-                return
-            problem = PeerDisconnectedError(
-                f"the registry at {self._registry.url_for(link.key.engine)} knows {missing}"
-            )
-            if view.registrations:
-                self._user.submit(partial(self._looked_up, link, view.group(link.key.dp_rank)))
-        except RegistryAccessError as error:  # asking again would not help
-            self._user.submit(partial(self.fail, link, error))
-            return
-        except RegistryError as error:
-            problem = error
-        except Exception as error:
-            problem = RegistryError(f"looking up {link.key.engine!r} failed: {type(error).__name__}: {error}")
-            problem.__cause__ = error
-        self._user.submit(partial(self._not_resolved, link, problem))
 
     def _looked_up(self, link: Link, registrations: tuple[RankRegistration, ...], now: float) -> None:
         link.registrations = registrations
@@ -494,8 +447,7 @@ class Links:
         try:
             greetings = link.resolved(registrations, now)
             for address in link.addresses:
-                self._connection(address)  # which may make no sense
-                self._attempts[address] = link.attempt
+                self._connections.open(address, link.attempt)
                 self._through[address] = [*(each for each in self.through(address) if each is not link), link]
             self.execute(link, greetings, now)
         except KVFerryError as error:
@@ -516,41 +468,20 @@ class Links:
         """Returns the addresses at which an endpoint has answered: one, or none."""
         return {address for link in self._all if (address := link.address_of(endpoint)) is not None}
 
-    def _connection(self, address: str) -> Connection:
-        """Returns the connection to an address, making it if there is none.
-
-        Raises:
-            PeerDisconnectedError: if the address makes no sense.
-        """
-        if address not in self._connections:
-            self._connections[address] = self._end.connect(address)
-        return self._connections[address]
-
     def tell(self, registration: RankRegistration, message: messages.RefuseRoom) -> None:
         """Sends a message to a rank that was looked up, whether or not it was greeted.
 
         Raises:
             PeerDisconnectedError: if it cannot be sent.
         """
-        self._connection(registration.control_address).send(codec.encode(message))
+        self._connections.send(registration.control_address, message)
 
     def _close_unused(self, addresses: Iterable[str]) -> None:
         """Closes the connections to those of some addresses that no link uses any more."""
         for address in addresses:
-            connection = self._connections.get(address)
-            if connection is not None and not self.through(address):
-                self._close_connection(connection)
-
-    def _close_connection(self, connection: Connection) -> None:
-        """Sends a close message and closes the connection."""
-        del self._connections[connection.address]
-        self._through.pop(connection.address, None)
-        try:
-            attempt = self._attempts.pop(connection.address, 0)
-            connection.send(codec.encode(messages.Detach(endpoint=self._identity.endpoint, attempt=attempt)))
-        except PeerDisconnectedError as error:
-            log.debug("no close message to %s: %s", connection.address, error)
-        self._end.disconnect(connection)
+            if not self.through(address):
+                self._through.pop(address, None)
+                self._connections.close(address)
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
@@ -560,7 +491,7 @@ class Links:
             if link.look_up_at is not None and link.look_up_at <= now < link.deadline:
                 link.look_up_at = None
                 self._observer.retried(Retry.LOOK_UP)
-                self._resolvers.submit(partial(self._look_up, link))
+                self._look_ups.begin(link)
             elif now >= link.deadline:
                 self.fail(link, self.why_not_ready(link), now)
 
@@ -688,27 +619,3 @@ class Links:
         kept = self._staging.keep_for_good(settled)
         if kept:
             log.warning("%d bytes of staging memory are kept for good: prefill ranks may still write to them", kept)
-
-
-def _missing(view: EngineView, dp_rank: int) -> str | None:
-    """Says how much of a data-parallel group is live; None if all of it is, or if the engine has no such group.
-
-    What the other groups are doing does not matter: no request needs them.
-    """
-    if not view.registrations:
-        return (
-            f"0 of an unknown number of ranks of engine {view.engine!r}: nobody of that name is there, {_others(view)}"
-        )
-    sizes, live = view.registrations[0].coordinates, len(view.group(dp_rank))
-    if dp_rank >= sizes.dp_size or live == sizes.group_size:
-        return None
-    group = f"data-parallel group {dp_rank} of " if sizes.dp_size > 1 else ""
-    return f"{live} of {sizes.group_size} ranks of {group}engine {view.engine!r}"
-
-
-def _others(view: EngineView) -> str:
-    """Says which engines are registered where one is not."""
-    if not view.others:
-        return "and no other engine"
-    more = view.num_others - len(view.others)
-    return f"but {', '.join(map(repr, view.others))}" + (f" and {more} more" if more > 0 else "")

@@ -151,8 +151,7 @@ class World:
             each.property(lambda node: node.generation if node.holds_pages() else None) for each in self.decodes
         ]
         self._read = [
-            [each.property(methodcaller("read", prefill)) for prefill in range(shape.prefills)]
-            for each in self.decodes
+            [each.property(methodcaller("read", prefill)) for prefill in range(shape.prefills)] for each in self.decodes
         ]
         self._wrong = [each.property(self._wrong_bytes) for each in self.decodes]
 
