@@ -26,7 +26,7 @@ from kvferry.testing.simulation.memory import Arena
 from kvferry.testing.simulation.search import Violation, run_one
 
 PINS = Path(__file__).parent / "pins.json"
-MOST_SEEDS = 16_000
+MOST_SEEDS = 20_000
 RENEW = "python -m tests.simulation.pins"
 
 
