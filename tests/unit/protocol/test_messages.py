@@ -555,6 +555,59 @@ def test_an_announced_size_allocates_nothing():
             decode_to_prefill(with_body(b"\x82" + fields + body))
 
 
+REQUIRED: dict[Any, str] = {
+    AbortRoom: "room generation reason",
+    Attach: "endpoint attempt engine coordinates layout pieces transport transport_metadata",
+    Attached: "endpoint attempt only_staged",
+    ChunkArrived: "room generation writer sequence",
+    Closed: "endpoint",
+    Credit: "endpoint epoch position",
+    Detach: "endpoint",
+    Drained: "endpoint room generation writer",
+    Gone: "process",
+    Hello: "endpoint engine coordinates",
+    IsGone: "process",
+    Numbered: "epoch number body",
+    OpenRoom: "room generation receivers tokens groups",
+    Ping: "endpoint",
+    Pong: "endpoint attached",
+    RefuseRoom: "endpoint engine coordinates room generation reason",
+    Refused: "endpoint attempt error reason",
+    RoomFailed: "room generation writer error reason",
+    RoomVerified: "room generation",
+    SpanReleased: "endpoint epoch start begin stop",
+    StagedArrived: "room generation writer sequence part is_last epoch start begin stop unit segments",
+    Welcome: "endpoint engine coordinates layout transport process",
+    WriterFinished: "room generation writer chunks",
+}
+"""What every message of version 11 has had from the first on. Whatever else one gains must have a default."""
+
+
+def test_within_a_version_messages_only_gain_fields_with_defaults():
+    """During an upgrade both releases read one another. Whatever else changes takes a new version, and a new table."""
+    assert codec.PROTOCOL_VERSION == 11
+    assert {kind for union in DECODERS for kind in get_args(union)} == set(REQUIRED)
+    for kind, names in REQUIRED.items():
+        assert {each.name for each in msgspec.structs.fields(kind) if each.required} == set(names.split())
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_field_that_an_older_peer_does_not_send_takes_its_default(message: Message):
+    kind = type(message)
+    for field in msgspec.structs.fields(kind):
+        if field.required:
+            continue
+        body = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+        body.pop(field.encode_name, None)
+        default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
+        data = msgspec.msgpack.encode(body)
+        if isinstance(message, NumberedToPrefill | NumberedToDecode):
+            whole = encode(Numbered(epoch=3, number=4, body=msgspec.Raw(data)))
+        else:
+            whole = with_body(data)
+        assert getattr(decoder_of(message)(whole), field.name) == default
+
+
 def test_a_field_of_the_same_version_that_is_new_to_us_is_skipped():
     body = msgspec.msgpack.encode({"type": "Ping", "endpoint": "d0", "novelty": [1, {"two": b"3"}]})
     assert decode_to_prefill(with_body(body)) == Ping(endpoint="d0")
