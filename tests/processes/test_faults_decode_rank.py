@@ -92,7 +92,7 @@ class DecodeCell(Cell):
             cause = f"aborted by {self.decode.name}.*the test wants it so"
         elif not is_found:
             # One that was frozen may open it when it thaws, having been given up; it may be attaching anew by then.
-            late = f"decode rank . of '{self.decode.name}' refused it: .* must attach before it opens rooms"
+            late = f"decode rank . of '{self.decode.name}' refused it: .* does not know this endpoint any more"
             cause = rf"0 of an unknown number of decode ranks opened it within {DEADLINE_S:g} s|{late}"
         else:
             gone = "PeerDisconnectedError: .*(silent for|connection to .* is gone)"

@@ -181,8 +181,8 @@ def expand(rows: RowArray, indices: DescriptorIndices) -> tuple[NDArray[np.int64
 
 def copy_labels(selected: Selected, source: Rank, destination: Rank) -> None:
     """Does what a write does, with labels, and counts."""
-    here, lengths = expand(selected.local.handle, selected.local_indices)
-    there, as_long = expand(selected.remote.handle, selected.remote_indices)
+    here, lengths = expand(selected.local.handle.rows, selected.local_indices)
+    there, as_long = expand(selected.remote.handle.rows, selected.remote_indices)
     assert np.array_equal(lengths, as_long)
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     places = np.repeat(there - destination.base, lengths) + within

@@ -640,7 +640,7 @@ def refuse_or_read(data: bytes) -> None:
             message = decoder(data)
         except PeerError:
             continue
-        assert decoder(encode(message)) == message
+        assert decoder(encoded(message)) == message
 
 
 anything: st.SearchStrategy[Any] = st.recursive(
