@@ -152,7 +152,7 @@ class _Engine:
 
     def step(self) -> bool:
         """Steps if there is anything to do; whether there was."""
-        if not self.scheduler.has_requests():
+        if self.faults.holds_steps() or not self.scheduler.has_requests():
             return False
         outputs = self.engine.step()
         if not outputs:
@@ -211,6 +211,10 @@ class _Engine:
 
     def abort(self, name: str) -> None:
         self.engine.abort_request([name])
+        self.faults.let_go()
+
+    def is_in_the_middle(self) -> bool:
+        return self.faults.is_in_the_middle()
 
     def submit_and_abort(self, name: str, prompt: Sequence[int], parameters: dict[str, Any]) -> None:
         """Hands a request in that ends before a step computes any of it."""
@@ -292,16 +296,37 @@ class Faults:
     def __init__(self, engine: _Engine) -> None:
         self._engine = engine
         self._undo: list[Callable[[], None]] = []
+        self._steps_left: int | None = None  # that send something, until the engine stands still
+        self._withheld = 0
+        self._submitted_before = 0
 
     def heal(self) -> None:
+        self.let_go()
+        self._withheld = 0
         while self._undo:
             self._undo.pop()()
 
+    def holds_steps(self) -> bool:
+        """Whether the engine is to compute nothing more for now, with a prompt half done."""
+        return self._steps_left is not None and self._steps_left <= 0
+
+    def let_go(self) -> None:
+        """Lets it compute again."""
+        self._steps_left = None
+
+    def is_in_the_middle(self) -> bool:
+        """Whether a request has been sent in part, and no more of it is sent."""
+        is_sent_in_part = self._engine.chunks.count > self._submitted_before
+        return is_sent_in_part and (self.holds_steps() or self._withheld > 0)
+
     def plant(self, fault: str) -> None:
+        self._submitted_before = self._engine.chunks.count
         {
             "swapped pages": self._swap,
             "a head is missing": self._drop_head,
             "the last chunk is missing": self._skip_last,
+            "no end": self._withhold_last,
+            "no more steps": self._hold,
             "choices copy nothing": self._skip_copies,
             "requests are not compared": self._compare_nothing,
         }[fault]()
@@ -357,6 +382,31 @@ class Faults:
             original(requests, request, opens, groups, fence, last=last)
 
         self._replace(OutgoingRequests, "add", skipping)
+
+    def _withhold_last(self) -> None:
+        from kvferry.engines.vllm.outgoing import OutgoingRequests
+
+        original = OutgoingRequests.add
+
+        def withholding(requests: OutgoingRequests, *arguments: Any, last: bool) -> None:
+            if last:
+                self._withheld += 1
+            else:
+                original(requests, *arguments, last=last)
+
+        self._replace(OutgoingRequests, "add", withholding)
+
+    def _hold(self) -> None:
+        from kvferry.engines.vllm.outgoing import OutgoingRequests
+
+        original, self._steps_left = OutgoingRequests.add, 3
+
+        def holding(requests: OutgoingRequests, *arguments: Any, last: bool) -> None:
+            if self._steps_left is not None:
+                self._steps_left -= 1
+            original(requests, *arguments, last=last)
+
+        self._replace(OutgoingRequests, "add", holding)
 
     def _skip_copies(self) -> None:
         from kvferry.engines.vllm.copies import BlockCopier

@@ -1,0 +1,112 @@
+"""The class that vLLM loads hands on what vLLM asks, on modules made up here; tests/real_engines has the real ones."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+MODULE = "kvferry.engines.vllm.connector"
+
+
+class Status(Enum):
+    FINISHED_STOPPED = 1
+    FINISHED_LENGTH_CAPPED = 2
+    FINISHED_ABORTED = 3
+
+
+class Factory:
+    """As vLLM's, which knows nobody yet."""
+
+    known: dict[str, tuple[str, str]]
+
+    @classmethod
+    def get_connector_class_by_name(cls, name: str) -> Any:
+        if name not in cls.known:
+            raise ValueError(f"Connector {name} is not registered.")
+        return cls.known[name]
+
+    @classmethod
+    def register_connector(cls, name: str, module: str, class_name: str) -> None:
+        cls.known[name] = module, class_name
+
+
+NAMES: dict[str, dict[str, Any]] = {
+    "vllm": {},
+    "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": Factory},
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+        name: type(name, (), {})
+        for name in (
+            "KVConnectorBase_V1",
+            "KVConnectorMetadata",
+            "KVConnectorRole",
+            "KVConnectorTransferResults",
+            "SupportsHMA",
+        )
+    },
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
+        name: type(name, (), {}) for name in ("KVConnectorPromMetrics", "KVConnectorStats")
+    },
+    "vllm.v1.metrics.utils": {"create_metric_per_engine": None},
+    "vllm.platforms": {"current_platform": None},
+    "vllm.v1.kv_cache_interface": {
+        name: type(name, (), {}) for name in ("SlidingWindowSpec", "UniformTypeKVCacheSpecs")
+    },
+    "vllm.v1.request": {"RequestStatus": Status},
+}
+"""As much of vLLM as the connector imports."""
+
+
+@pytest.fixture
+def connector_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The connector's module, imported with those."""
+    Factory.known = {}
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, contents in NAMES.items():
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            package = ModuleType(".".join(parts[:count]))
+            package.__path__ = []
+            if package.__name__ not in sys.modules or count == len(parts):
+                monkeypatch.setitem(sys.modules, package.__name__, package)
+        vars(sys.modules[name]).update(contents)
+    ours = (MODULE, "kvferry.engines.vllm.metrics")
+    for name in ours:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(MODULE)
+    for name in ours:
+        sys.modules.pop(name, None)
+
+
+class Scheduler:
+    """Writes down what it is asked; every request's blocks are to be kept."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[str, bool]] = []
+
+    def finished(self, request: Any, *, is_aborted: bool) -> tuple[bool, dict[str, Any]]:
+        self.ended.append((request.request_id, is_aborted))
+        return True, {"remote_request_id": request.request_id}
+
+
+@pytest.mark.parametrize("status", Status)
+def test_a_request_ends_alike_whichever_hook_is_called(connector_module: Any, status: Status):
+    """Beside a connector without hybrid caches MultiConnector calls the one, vLLM and MultiConnector else the other."""
+    connector = object.__new__(connector_module.KVFerryConnector)
+    connector._scheduler = scheduler = Scheduler()
+    request = SimpleNamespace(request_id="r", status=status)
+    answers = [connector.request_finished_all_groups(request, ([1, 2],)), connector.request_finished(request, [1, 2])]
+    assert answers == [(True, {"remote_request_id": "r"})] * 2, "its blocks may be read until the workers say otherwise"
+    assert scheduler.ended == [("r", status is Status.FINISHED_ABORTED)] * 2
+
+
+def test_multi_connector_finds_it_by_its_name(connector_module: Any):
+    """Where it looks up whose statistics it is given; before, that ended the decode engine."""
+    assert Factory.known == {"KVFerryConnector": (MODULE, "KVFerryConnector")}
+    connector_module.register()  # a second import
