@@ -143,8 +143,10 @@ def test_an_abort_in_the_middle_gives_everything_back_on_both_sides(pair: Pair, 
         (answer,) = engine.outputs(30)
         assert answer.error
     for each in idle:
+        # On a machine with too much to do a side may be given up: docs/reliability.md says for how long pages are held
+        # then, and what kvferry has logged, which pytest shows, who it was.
         eventually(f"{each} has all back", lambda each: pair.free_tokens(each)["tokens"] == idle[each], each)
-        assert pair.free_tokens(each)["at"] - aborted_at < 2
+        assert pair.free_tokens(each)["at"] - aborted_at < 2, pair.free_tokens(each)
     pair.tampering.heal()
     assert_equal(pair.run([given]), undivided.generate([given], TOKENS))
 
