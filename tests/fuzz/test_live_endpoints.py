@@ -195,12 +195,13 @@ class Attack:
         receiver = decode.open(next(self._rooms), np.array([0]), engine="hostile")
         who = self._prefill.asked_by(WITHIN_S)
         assert who is not None, "the decode rank does not ask any more"
-        (link,) = (each for each in decode._driver.rooms.links.current if each.key.engine == "hostile")
+        links = decode._driver.rooms.links  # this one's may have failed already: it was given up by what came before
+        epoch = max((each.attempt for each in (*links.current, *links.retired)), default=1)
         told, numbers = 0, itertools.count(1)
         if chance.random() < 0.5:
             self._prefill.tell(who, codec.encode(self._prefill.welcome()))
         while told < BURST and not receiver.state.is_final:
-            self._prefill.tell(who, renumbered(mutator.message(), link.attempt, numbers))
+            self._prefill.tell(who, renumbered(mutator.message(), epoch, numbers))
             told += 1
         self._prefill.tell(who, codec.encode(messages.Closed(endpoint="p0")))
         receiver.abort()
