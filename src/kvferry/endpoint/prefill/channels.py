@@ -37,6 +37,10 @@ class DecodeChannels:
         """Whether there is a channel to a decode rank."""
         return receiver in self._channels and not self._channels[receiver].is_closed
 
+    def is_unacknowledged(self, receiver: str) -> bool:
+        """Whether a message to a decode rank may not have come."""
+        return receiver in self._channels and self._channels[receiver].has_unacknowledged
+
     def close(self, receiver: str) -> None:
         """Ends the channel to a decode rank that is not attached any more."""
         if receiver in self._channels:

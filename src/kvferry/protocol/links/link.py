@@ -246,6 +246,7 @@ class Link:
         self.state = LinkState.ATTACHING
         offers = {number: self._offer(rank) for number, rank in self._ranks.items()}
         metadata = self._staging.metadata()  # with the memory of all offers
+        commands: list[LinkCommand] = []
         for number, rank in self._ranks.items():
             rank.channel = ReliableChannel(self.attempt)
             rank.request = messages.Attach(
@@ -262,7 +263,8 @@ class Link:
                 checksums=self._identity.checksums,
                 fingerprint=dict(self._identity.fingerprint),
             )
-        return [Send(rank.address, rank.request) for rank in self._ranks.values() if rank.request is not None]
+            commands.append(Send(rank.address, rank.request))
+        return commands
 
     def _offer(self, rank: RankLink) -> messages.Staging:
         welcome = rank.welcome

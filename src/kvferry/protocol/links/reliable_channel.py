@@ -59,6 +59,11 @@ class ReliableChannel:
         """The number of the last message that was sent; 0 if there was none."""
         return self._last - (len(self._kept) - self._on_way)
 
+    @property
+    def has_unacknowledged(self) -> bool:
+        """Whether the other end may not have received everything yet."""
+        return bool(self._kept)
+
     def send(self, body: msgspec.Raw) -> list[Numbered]:
         """Takes a message to send. Returns it with its number, or nothing while it must wait."""
         if self.is_closed:

@@ -110,7 +110,7 @@ class DecodeNode:
     def awaits(self, prefill: int) -> bool:
         """Whether something sent to a prefill rank may be lost, or an answer."""
         is_unanswered = self._machine is not None and prefill in self._machine.unanswered
-        return bool(self._channels[prefill]._kept) or is_unanswered
+        return self._channels[prefill].has_unacknowledged or is_unanswered
 
     def settles(self, prefill: int) -> bool:
         """Whether it waits for what a prefill rank's failed writes had sent."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvferry.endpoint.prefill.channels import DecodeChannels
 from kvferry.errors import KVFerryError, TransferFailedError, TransportError
 from kvferry.layout import RankCoordinates, TokenShare
 from kvferry.plan import Demand, Route
 from kvferry.protocol.geometry.demands import WantedGroup
 from kvferry.protocol.geometry.moves import ReceiverRequest
-from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.pages.chunks import Chunk, ChunkPart
 from kvferry.protocol.pages.page_numbers import PageNumbers
 from kvferry.protocol.rooms.pending_opens import PendingMessage
@@ -120,7 +120,9 @@ class PrefillNode:
         self._decodes = decodes
         self._chunks = chunks
         self._table: RoomTable[_Room] = RoomTable(max_pending=8, most_page_bytes=1 << 20, keep_s=10.0)
-        self._channels = {decode: ReliableChannel(EPOCH) for decode in range(decodes)}
+        self._channels = DecodeChannels(prefill_name(number))
+        for decode in range(decodes):
+            self._channels.attached(decode_name(decode), EPOCH)
         self._ring = WritingRing(SPAN_BYTES)
         self._opened_room: _Room | None = None  # of this use; it answers what it was given even when it has ended
         self._waiting: list[tuple[int, int, int]] = []  # staged writes without memory: receiver, generation, sequence
@@ -146,7 +148,7 @@ class PrefillNode:
 
     def unacknowledged(self, decode: int) -> bool:
         """Whether a message to a decode rank may be lost."""
-        return bool(self._channels[decode]._kept)
+        return self._channels.is_unacknowledged(decode_name(decode))
 
     def handle(self, event: Event) -> list[Output]:
         """Takes an event of the enumeration."""
@@ -190,38 +192,24 @@ class PrefillNode:
     # ---- messages -----------------------------------------------------------------------------------------------
 
     def _send(self, decode: int, message: Message, out: list[Output]) -> None:
-        if isinstance(message, messages.NumberedToDecode):
-            ready = self._channels[decode].send(codec.encode_body(message))
-            out += [("down", decode, codec.encode(each)) for each in ready]
-        else:
-            out.append(("down", decode, codec.encode(message)))
+        ready = self._channels.outgoing(decode_name(decode), message)
+        out += [("down", decode, codec.encode(each)) for each in ready]
 
     def _received(self, decode: int, message: messages.ToPrefill, out: list[Output]) -> None:
-        channel, name = self._channels[decode], decode_name(decode)
+        name = decode_name(decode)
         match message:
             case messages.Numbered():
-                for body in channel.receive(message):
-                    match codec.decode_numbered_to_prefill(body):
-                        case messages.OpenRoom() as opened:
-                            self._take_open(name, opened, out)
+                for each in self._channels.take(name, message) or ():
+                    match each:
+                        case messages.OpenRoom():
+                            self._take_open(name, each, out)
                         case messages.Credit(position=position):
                             self._ring.read_until(position)
                             self._post_waiting(out)
             case messages.Ping():
-                ready = channel.acknowledged(message.received)
-                ready = channel.resend() if message.resends else ready
-                out += [("down", decode, codec.encode(each)) for each in ready]
-                pong = messages.Pong(
-                    endpoint=prefill_name(self._number),
-                    attached=True,
-                    epoch=EPOCH,
-                    sent=channel.sent,
-                    received=channel.acknowledge(),
-                    heard_of=message.sent,
-                )
-                out.append(("down", decode, codec.encode(pong)))
+                out += [("down", decode, codec.encode(each)) for each in self._channels.answer(name, message)]
             case messages.AbortRoom():
-                is_unopened = message.number > 0 and channel.take_back(message.number)
+                is_unopened = message.number > 0 and self._channels.take_back(name, message.epoch, message.number)
                 self._aborted(name, message, is_unopened, out)
 
     def _take_open(self, name: str, message: messages.OpenRoom, out: list[Output]) -> None:
