@@ -33,6 +33,8 @@ class FakeServer:
         asked: the bodies of all requests.
         status: of its answers.
         is_healthy: what it says when asked.
+        hangs: whether it answers nothing when asked for its health.
+        looks: how often it was asked for that.
         first_event: of a stream, instead of a token.
         breaks: whether it breaks a stream off after the first token.
         waits: whether it never comes to an end.
@@ -43,6 +45,8 @@ class FakeServer:
     asked: list[dict[str, Any]] = field(default_factory=list)
     status: int = 200
     is_healthy: bool = True
+    hangs: bool = False
+    looks: int = 0
     first_event: str = ""
     breaks: bool = False
     waits: bool = False
@@ -53,9 +57,15 @@ class FakeServer:
             Route("/v1/completions", self.answer, methods=["POST"]),
             Route("/v1/chat/completions", self.answer, methods=["POST"]),
             Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "tiny"}]})),
-            Route("/health", lambda _: PlainTextResponse("", 200 if self.is_healthy else 503)),
+            Route("/health", self.health),
         ]
         return Starlette(routes=routes)
+
+    async def health(self, _: Request) -> Response:
+        self.looks += 1
+        while self.hangs:
+            await asyncio.sleep(0.01)
+        return PlainTextResponse("", 200 if self.is_healthy else 503)
 
     async def answer(self, request: Request) -> Response:
         body = await request.json()
@@ -278,6 +288,23 @@ def test_a_client_that_does_not_wait_for_the_whole_answer_lets_both_servers_know
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
         eventually("both were asked", lambda: sum(len(fake.asked) for fake in deployment.fakes.values()) == 2)
     eventually("they know", lambda: sum(fake.left for fake in deployment.fakes.values()) == 2)
+
+
+def test_it_is_ready_when_all_are_well_and_healthy_while_requests_can_be_served(deployment: Deployment):
+    assert httpx.get(f"{deployment.url}/ready").status_code == 200
+    deployment.fakes["decode-1"].is_healthy = False
+    eventually("one is known to be missing", lambda: httpx.get(f"{deployment.url}/ready").status_code == 503)
+    assert httpx.get(f"{deployment.url}/health").status_code == 200
+
+
+def test_a_server_that_does_not_answer_keeps_nobody_from_hearing_of_the_others(deployment: Deployment):
+    silent, other = deployment.fakes["prefill-0"], deployment.fakes["decode-1"]
+    silent.hangs = True
+    asked = silent.looks
+    eventually("it is asked, in vain", lambda: silent.looks > asked)
+    looks = other.looks
+    eventually("the other is asked again and again", lambda: other.looks > looks + 2)
+    assert deployment.front._prefill.servers[0].is_healthy, "the answer was waited for, or its deadline"
 
 
 def test_models_and_health(deployment: Deployment):

@@ -102,9 +102,11 @@ class Front:
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
-            watching = asyncio.create_task(self._watch())
+            # One each: a server that answers late keeps nobody from hearing of the others.
+            watching = [asyncio.create_task(self._watch(server)) for server in self._servers()]
             yield
-            watching.cancel()
+            for each in watching:
+                each.cancel()
             await self._client.aclose()
 
         return Starlette(
@@ -113,15 +115,19 @@ class Front:
                 Route("/v1/chat/completions", self._generate, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
+                Route("/ready", self._ready),
             ],
             lifespan=lifespan,
         )
 
     # ---- who is well ----------------------------------------------------------------------------------------------
 
-    async def _watch(self) -> None:
+    def _servers(self) -> tuple[Server, ...]:
+        return (*self._prefill.servers, *self._decode.servers)
+
+    async def _watch(self, server: Server) -> None:
         while True:
-            await asyncio.gather(*(self._look(server) for server in (*self._prefill.servers, *self._decode.servers)))
+            await self._look(server)
             await asyncio.sleep(HEALTH_INTERVAL_S)
 
     async def _look(self, server: Server) -> None:
@@ -144,6 +150,10 @@ class Front:
             for name, pool in pools.items()
         }
         return JSONResponse({**state, "retries": self.retries}, status_code=200 if can_serve else 503)
+
+    async def _ready(self, _: Request) -> Response:
+        """Success when all servers are well, where `/health` asks for one of either kind."""
+        return Response(status_code=200 if all(server.is_healthy for server in self._servers()) else 503)
 
     async def _models(self, request: Request) -> Response:
         server = self._decode.choose(set())

@@ -55,7 +55,8 @@ def vllm_programs(request: DeploymentRequest, ports: Sequence[int]) -> list[Prog
     for kind, given in servers.items():
         for each in given:
             front += [f"--{kind}", each]
-    programs.append(Program("front", tuple(front), f"http://{request.host}:{request.port}/health"))
+    # Ready: "all of them serve" is said when requests go to all of them, which the front finds out by itself.
+    programs.append(Program("front", tuple(front), f"http://{request.host}:{request.port}/ready"))
     return programs
 
 
