@@ -16,7 +16,7 @@ import numpy as np
 from kvferry.layout import RankCoordinates, RankLayout, ShardedComponent, VirtualPools, all_coordinates, virtual_layout
 from kvferry.layout.component import attention_components
 from kvferry.plan import Piece
-from kvferry.protocol.geometry.demands import demands_of
+from kvferry.plan.requests.demands import demands_of
 from kvferry.protocol.links.link import Link, LinkKey
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.receiver import ReceiverMachine

@@ -33,8 +33,8 @@ import kvferry as kf
 from kvferry.engines.vllm.scheduling import _numbers
 from kvferry.engines.vllm.steps import GroupBlocks
 from kvferry.engines.vllm.worker import WorkerSide
-from kvferry.protocol.pages.chunks import checked_pages
-from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.plan.requests.chunks import checked_pages
+from kvferry.plan.requests.page_numbers import PageNumbers
 
 PAGE_TOKENS = 16
 RUN = 64

@@ -19,8 +19,9 @@ from tests.support.caches import Model, Shape, pool
 from kvferry.errors import PeerError
 from kvferry.layout import Device, RankCoordinates, RankLayout, all_coordinates
 from kvferry.plan import Unit, pieces_for_receiver
-from kvferry.protocol.geometry.moved_blocks import pack_units
-from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan.requests.moved_blocks import pack_units
+from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.wire import codec, field_types, messages, notifications
 from kvferry.transport import PeerMetadata
 
@@ -108,7 +109,7 @@ def examples() -> list[field_types.Message]:
                 receivers=1,
                 tokens=16,
                 groups=tuple(
-                    messages.OpenGroup(group.name, 0, 0, 16, 0, PageNumbers.of(np.arange(4))) for group in layout.groups
+                    GroupRequest(group.name, 0, 0, 16, 0, PageNumbers.of(np.arange(4))) for group in layout.groups
                 ),
                 depends_on={"prompt": bytes(16), "LoRA adapter": b"1"},
             ),

@@ -27,9 +27,9 @@ from kvferry.errors import (
 )
 from kvferry.layout import Device, RankCoordinates, RankLayout
 from kvferry.plan import check_exchangeable, pieces_for_receiver
-from kvferry.protocol.geometry.demands import wanted_groups
-from kvferry.protocol.geometry.moved_blocks import unpack_units
-from kvferry.protocol.pages.page_numbers import MAX_PAGES, PageNumbers
+from kvferry.plan.requests.demands import GroupRequest, wanted_groups
+from kvferry.plan.requests.moved_blocks import unpack_units
+from kvferry.plan.requests.page_numbers import MAX_PAGES, PageNumbers
 from kvferry.protocol.wire import codec, messages, notifications
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.transport import PeerMetadata
@@ -64,6 +64,13 @@ _INNER: dict[Any, Any] = {
     codec.decode_to_decode: codec.decode_numbered_to_decode,
 }
 """What decodes the body of a numbered message, by what decodes that."""
+
+
+def _wanted_groups(message: messages.OpenRoom, layout: RankLayout) -> dict[str, GroupRequest]:
+    filled = {group.name for group in layout.groups}
+    return wanted_groups(
+        message.groups, layout, receivers=message.receivers, tokens=message.tokens, filled=filled, where="fuzz"
+    )
 
 
 class Decoders:
@@ -110,8 +117,7 @@ class Decoders:
             match message:
                 case messages.OpenRoom():
                     for layout in self._layouts[:3]:
-                        filled = {group.name for group in layout.groups}
-                        self._look(lambda: wanted_groups(message, layout, filled=filled, where="fuzz"), PageError)  # noqa: B023
+                        self._look(lambda: _wanted_groups(message, layout), PageError)  # noqa: B023
                 case messages.Welcome():
                     self._look(lambda: self._planned(message.layout), IncompatiblePeerError, ConfigurationError)  # noqa: B023
         return 3

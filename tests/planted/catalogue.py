@@ -121,17 +121,17 @@ CATALOGUE = (
     # ---- protocol
     PlantedFault(
         "a run of more pages than were counted is written out",
-        "protocol/pages/page_numbers.py",
+        "plan/requests/page_numbers.py",
         "counts.max() > self.count or counts.sum() != self.count",
         "counts.sum() < self.count",
-        "tests/unit/protocol/test_page_numbers.py",
+        "tests/unit/plan/test_page_numbers.py",
     ),
     PlantedFault(
         "a run of pages may reach behind the pool",
-        "protocol/pages/page_numbers.py",
+        "plan/requests/page_numbers.py",
         "firsts > pool_pages - counts",
         "firsts >= pool_pages",
-        "tests/unit/protocol/test_page_numbers.py",
+        "tests/unit/plan/test_page_numbers.py",
     ),
     # ---- staging
     PlantedFault(

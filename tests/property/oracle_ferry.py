@@ -33,10 +33,10 @@ from kvferry.layout import (
 )
 from kvferry.plan import ElectedRoute, Piece, SourceGroup, Unit, check_exchangeable, prove
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
-from kvferry.protocol.geometry import demands, moves
-from kvferry.protocol.geometry.demands import WantedGroup
-from kvferry.protocol.geometry.moves import Move
-from kvferry.protocol.pages.chunks import Chunk, ChunkSequence, GroupPages
+from kvferry.plan.requests import demands, moves
+from kvferry.plan.requests.chunks import Chunk, ChunkSequence, GroupPages
+from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan.requests.moves import Move
 from kvferry.protocol.wire import codec, messages
 from kvferry.settings import Settings
 from kvferry.transport import InProcessNetwork, InProcessTransport
@@ -198,7 +198,7 @@ class Pair:
     destination: Rank
     attachment: Attachment
 
-    def send(self, message: messages.OpenRoom, wanted: Mapping[str, WantedGroup], handed: list[Chunk]) -> None:
+    def send(self, message: messages.OpenRoom, wanted: Mapping[str, GroupRequest], handed: list[Chunk]) -> None:
         """Sends a room as endpoints do."""
         elected = self.attachment.elected(message.room, self.source.coordinates.group_rank)
         request = moves.ReceiverRequest(message.tokens, wanted, tuple(each.route for each in elected))
@@ -305,7 +305,14 @@ def check(case: Case, *, with_proof: bool = True, make_pair: Callable[[Rank, Ran
         for room in range(len(case.rooms)):
             message = open_message(case, destination, room)
             every = {group.name for group in destination.layout.groups}
-            wanted = demands.wanted_groups(message, destination.layout, filled=every, where="the sender")
+            wanted = demands.wanted_groups(
+                message.groups,
+                destination.layout,
+                receivers=message.receivers,
+                tokens=message.tokens,
+                filled=every,
+                where="the sender",
+            )
             for writer, connected in pairs.items():
                 connected.send(message, wanted, handed[writer][room])
         compare(case, elements, number, destination)

@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from itertools import count
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -24,8 +25,8 @@ from tests.support.tiers import examples
 from kvferry.layout import Interval, PageGroup, RankLayout, TokenShare, parallel, sharding
 from kvferry.plan import Demand, Piece, Runs, SourceGroup, Units, descriptors, lowering, pair, pieces, routes
 from kvferry.plan.lowering import Loop
-from kvferry.protocol.geometry import demands, moves
-from kvferry.protocol.geometry.demands import WantedGroup
+from kvferry.plan.requests import demands, moves
+from kvferry.plan.requests.demands import GroupRequest
 
 EXAMPLES = 700
 
@@ -469,13 +470,10 @@ def _wanted_by(change: Callable[[Demand, PageGroup], Demand]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         right = demands.wanted_groups
 
-        def wanted_groups(
-            message: Any, layout: RankLayout, *, filled: Collection[str], where: str
-        ) -> dict[str, WantedGroup]:
-            wanted = right(message, layout, filled=filled, where=where)
-            return {
-                name: replace(each, demand=change(each.demand, layout.group(name))) for name, each in wanted.items()
-            }
+        def wanted_groups(groups: Any, layout: RankLayout, **others: Any) -> dict[str, GroupRequest]:
+            wanted = right(groups, layout, **others)
+            changed = {name: change(each.demand, layout.group(name)) for name, each in wanted.items()}
+            return {name: msgspec.structs.replace(each, **asdict(changed[name])) for name, each in wanted.items()}
 
         monkeypatch.setattr(demands, "wanted_groups", wanted_groups)
 
@@ -506,13 +504,11 @@ def _end_too_early(demand: Demand, group: PageGroup) -> Demand:
 def _groups_slots_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     right = demands.wanted_groups
 
-    def wanted_groups(
-        message: Any, layout: RankLayout, *, filled: Collection[str], where: str
-    ) -> dict[str, WantedGroup]:
-        wanted = right(message, layout, filled=filled, where=where)
+    def wanted_groups(groups: Any, layout: RankLayout, **others: Any) -> dict[str, GroupRequest]:
+        wanted = right(groups, layout, **others)
         first = next(iter(wanted.values()))
         return {
-            name: replace(each, pages=first.pages) if len(each.pages) == len(first.pages) else each
+            name: msgspec.structs.replace(each, pages=first.pages) if len(each.pages) == len(first.pages) else each
             for name, each in wanted.items()
         }
 

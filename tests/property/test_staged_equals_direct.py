@@ -35,9 +35,9 @@ from kvferry.observe.records import PlacedRecord
 from kvferry.plan import ElectedRoute, PairPlan, Unit, packing, pair
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.packing import SEGMENT_ALIGNMENT, PackedPiece, PackedSide, Segment, Starts, SubChunk
-from kvferry.protocol.geometry import moved_blocks, placing
-from kvferry.protocol.geometry.moves import Move
-from kvferry.protocol.geometry.placing import UnitPlaces
+from kvferry.plan.requests import moved_blocks, placing
+from kvferry.plan.requests.moves import Move
+from kvferry.plan.requests.placing import UnitPlaces
 from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.receiver import ReceiverMachine

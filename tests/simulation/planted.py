@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -31,12 +32,12 @@ from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
-from kvferry.protocol.geometry.moves import Move, moves_of
+from kvferry.plan.requests.chunks import Chunk
+from kvferry.plan.requests.moves import Move, moves_of
 from kvferry.protocol.links import pods
 from kvferry.protocol.links.lost_ranks import LostRanks
 from kvferry.protocol.links.rank_link import RankLink
 from kvferry.protocol.links.reliable_channel import ReliableChannel
-from kvferry.protocol.pages.chunks import Chunk
 from kvferry.protocol.rooms.room_table import RoomTable
 from kvferry.protocol.transfer import receiver, sender, sender_events
 from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
@@ -522,9 +523,7 @@ def _prefix_overwritten(patch: pytest.MonkeyPatch) -> None:
     right = SenderMachine._receiver_opened
 
     def receiver_opened(machine: SenderMachine, event: ReceiverOpened, now: float) -> list[SenderCommand]:
-        wanted = {
-            name: replace(group, demand=replace(group.demand, held=0)) for name, group in event.request.wanted.items()
-        }
+        wanted = {name: msgspec.structs.replace(group, held=0) for name, group in event.request.wanted.items()}
         return right(machine, replace(event, request=replace(event.request, wanted=wanted)), now)
 
     patch.setattr(SenderMachine, "_receiver_opened", receiver_opened)

@@ -16,7 +16,7 @@ from kvferry import Settings
 from kvferry.control.registry_messages import LARGEST_BODY_BYTES
 from kvferry.layout.component import LONGEST_NAME
 from kvferry.plan.pieces import MOST_HOLDERS
-from kvferry.protocol.pages.page_numbers import MAX_PAGES
+from kvferry.plan.requests.page_numbers import MAX_PAGES
 from kvferry.protocol.wire import codec, field_types
 from kvferry.protocol.wire.registrations import MOST_ENGINES, MOST_RANKS
 from kvferry.transport.base import MOST_REGIONS

@@ -37,7 +37,8 @@ LAYERS = (
 """From the ground up."""
 
 FLOORS = {
-    "protocol": ("pages", "wire", "geometry", "rooms", "transfer", "links"),
+    "plan": ("requests",),
+    "protocol": ("wire", "rooms", "transfer", "links"),
     "endpoint": ("runtime", "prefill", "decode"),
 }
 """The folders within a layer, likewise."""

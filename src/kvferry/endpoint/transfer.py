@@ -13,7 +13,7 @@ from kvferry.endpoint.reporting import RoomReport
 from kvferry.errors import KVFerryError, QueueFullError, UsageError
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import ReceiverStats, SenderStats
-from kvferry.protocol.pages.chunks import AnyPages, ChunkSequence, HandedIn
+from kvferry.plan.requests.chunks import AnyPages, ChunkSequence, HandedIn
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire import field_types
 

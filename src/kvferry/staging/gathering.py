@@ -15,8 +15,8 @@ from typing import Generic, TypeVar
 from kvferry.layout import Region
 from kvferry.plan import ElectedRoute, Unit
 from kvferry.plan.packing import PackedPiece, Segment, SubChunk, aligned, sub_chunks
-from kvferry.protocol.geometry.digest_rows import row_bytes_of
-from kvferry.protocol.geometry.moved_blocks import moved_blocks, pack_units
+from kvferry.plan.requests.digest_rows import row_bytes_of
+from kvferry.plan.requests.moved_blocks import moved_blocks, pack_units
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.sender_events import Write
 from kvferry.protocol.wire import codec, notifications

@@ -14,7 +14,7 @@ from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.layout import RankCoordinates, RankLayout, attention_components, shard_from_tensors
 from kvferry.plan import Piece, Unit, selectors
-from kvferry.protocol.geometry.moves import Move
+from kvferry.plan.requests.moves import Move
 from kvferry.protocol.wire.messages import Attach
 from kvferry.settings import Settings
 from kvferry.transport import InProcessNetwork, InProcessTransport

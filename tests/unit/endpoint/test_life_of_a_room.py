@@ -28,8 +28,9 @@ from kvferry.errors import (
     TransportError,
     UnknownRoomError,
 )
+from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.links.link import LinkState
-from kvferry.protocol.pages.page_numbers import PageNumbers
 from kvferry.protocol.transfer.sender_events import ReceiverAborted
 from kvferry.protocol.wire import codec, field_types, messages
 
@@ -545,7 +546,7 @@ def test_wishes_and_aborts_that_reach_a_room_at_its_very_end_are_kept_for_the_ne
     attachment = endpoint._driver.ranks.attachment(name)
     assert attachment is not None
     for generation in (7, 8):
-        nothing = messages.OpenGroup("kv", held=0, start=0, stop=0, first_page=0, pages=PageNumbers())
+        nothing = GroupRequest("kv", held=0, start=0, stop=0, first_page=0, pages=PageNumbers())
         message = messages.OpenRoom(room=1, generation=generation, receivers=1, tokens=None, groups=(nothing,))
         room.post(OpenReceived(attachment, message))
         room.post(ReceiverAborted(name, generation, "changed its mind"))

@@ -19,7 +19,8 @@ from kvferry.errors import (
     TransferFailedError,
     UsageError,
 )
-from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.wire import messages
 
 SOON_S = 2.0
@@ -228,9 +229,7 @@ def test_an_open_request_that_cannot_be_met_ends_the_room_on_both_sides(pair: Ca
     requests = pair()
     requests.connect()
     prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
-    impossible = messages.OpenGroup(
-        "nowhere", held=0, start=0, stop=4, first_page=0, pages=PageNumbers.of(np.arange(1))
-    )
+    impossible = GroupRequest("nowhere", held=0, start=0, stop=4, first_page=0, pages=PageNumbers.of(np.arange(1)))
     opened = messages.OpenRoom(room=1, generation=7, receivers=1, tokens=None, groups=(impossible,))
     name = decode.transport.endpoint_name
     senders = open_all(requests.prefill, 1)

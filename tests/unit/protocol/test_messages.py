@@ -27,8 +27,9 @@ from kvferry.layout import (
     latent_component,
 )
 from kvferry.plan import Piece, TransferPath, Unit
-from kvferry.protocol.geometry.moved_blocks import pack_units
-from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan.requests.moved_blocks import pack_units
+from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.wire import codec
 from kvferry.protocol.wire.codec import (
     MAX_MESSAGE_BYTES,
@@ -55,7 +56,6 @@ from kvferry.protocol.wire.messages import (
     Numbered,
     NumberedToDecode,
     NumberedToPrefill,
-    OpenGroup,
     OpenRoom,
     Ping,
     Pong,
@@ -113,8 +113,8 @@ LAYOUT = RankLayout(
 )
 PIECES = (Piece("k", (Interval(0, 2), Interval(1, 2), Interval(0, 4)), 0, (0, 1)), Piece("v", (), None, ()))
 GROUPS = (
-    OpenGroup("kv", held=40, start=40, stop=70, first_page=2, pages=PageNumbers.of(np.arange(5))),
-    OpenGroup("state", held=0, start=0, stop=1, first_page=0, pages=PageNumbers.of(np.array([7]))),
+    GroupRequest("kv", held=40, start=40, stop=70, first_page=2, pages=PageNumbers.of(np.arange(5))),
+    GroupRequest("state", held=0, start=0, stop=1, first_page=0, pages=PageNumbers.of(np.array([7]))),
 )
 PROCESS = ProcessIdentity(machine="a machine", pid=7, started=2**40)
 EXAMPLES: list[Message] = [
@@ -453,7 +453,7 @@ def test_a_large_deployment_stays_far_below_the_limits():
             generation=1,
             receivers=512,
             tokens=1_000_000,
-            groups=tuple(OpenGroup(f"group {number}", 0, 0, 1_000_000, 0, pages) for number in range(2)),
+            groups=tuple(GroupRequest(f"group {number}", 0, 0, 1_000_000, 0, pages) for number in range(2)),
         ),
     ]
     for message in large:

@@ -10,9 +10,10 @@ import pytest
 
 from kvferry import Settings
 from kvferry.errors import QueueFullError
-from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.rooms.pending_opens import PendingMessage, PendingOpens
-from kvferry.protocol.wire.messages import AbortRoom, OpenGroup, OpenRoom
+from kvferry.protocol.wire.messages import AbortRoom, OpenRoom
 
 
 def opened(room: int, generation: int = 1) -> OpenRoom:
@@ -124,7 +125,7 @@ def test_a_decode_rank_leaves_half_of_the_places_to_others():
 
 def opened_with(room: int, *pages: int) -> OpenRoom:
     numbers = PageNumbers.of(np.array(pages, np.int64))
-    return msgspec.structs.replace(opened(room), groups=(OpenGroup("kv", 0, 0, len(pages), 0, numbers),))
+    return msgspec.structs.replace(opened(room), groups=(GroupRequest("kv", 0, 0, len(pages), 0, numbers),))
 
 
 def test_page_numbers_that_are_kept_have_a_bound():
@@ -151,7 +152,7 @@ def test_a_thousand_long_rooms_of_eight_decode_ranks_wait_for_the_prefill_side()
     rooms = pending(limit=10_000, most_page_bytes=int(Settings().max_pending_opens_mib * 2**20))
     pages = PageNumbers.of(np.concatenate([np.arange(first, first + 2**14) for first in range(0, 2**18, 2**15)]))
     assert len(pages) == 2**17
-    message = msgspec.structs.replace(opened(0), groups=(OpenGroup("kv", 0, 0, 2**17, 0, pages),))
+    message = msgspec.structs.replace(opened(0), groups=(GroupRequest("kv", 0, 0, 2**17, 0, pages),))
     for room in range(1000):
         for rank in range(8):
             rooms.keep(f"d{rank}", msgspec.structs.replace(message, room=room), now=0.0)

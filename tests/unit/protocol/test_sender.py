@@ -18,10 +18,10 @@ from kvferry.errors import (
 )
 from kvferry.layout import TokenShare
 from kvferry.plan import Demand, Route, Unit
-from kvferry.protocol.geometry.demands import WantedGroup
-from kvferry.protocol.geometry.moves import Move, ReceiverRequest, moves_of
-from kvferry.protocol.pages.chunks import Chunk, ChunkPart
-from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.plan.requests.chunks import Chunk, ChunkPart
+from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan.requests.moves import Move, ReceiverRequest, moves_of
+from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.transfer import sender as sender_module
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.sender import SenderMachine
@@ -76,7 +76,7 @@ def route(name: str = "kv", *, has_slots: bool = False, there: int = PAGE_TOKENS
 
 def opened_for(
     receiver: str,
-    wanted: Mapping[str, WantedGroup],
+    wanted: Mapping[str, GroupRequest],
     routes: Sequence[Route],
     *,
     tokens: int | None = None,
@@ -104,7 +104,7 @@ def opened(
 ) -> ReceiverOpened:
     """A receiver that wants whole pages of one group, in a request of whose length it says nothing."""
     start, stop = prefix_pages * PAGE_TOKENS, (prefix_pages + len(pages)) * PAGE_TOKENS
-    kv = WantedGroup(Demand(start, start, stop), prefix_pages, PageNumbers.of(np.array(pages, np.int64)))
+    kv = GroupRequest("kv", start, start, stop, prefix_pages, PageNumbers.of(np.array(pages, np.int64)))
     return opened_for(receiver, {"kv": kv}, [route()] if is_writer else [], **changes)
 
 
@@ -806,8 +806,9 @@ def chunk_of(*parts: ChunkPart, is_last: bool = False, number: int = 0) -> Chunk
     return ChunkSubmitted(Chunk(number=number, parts=parts, is_last=is_last))
 
 
-def wanted(demand: Demand, first_page: int, *pages: int) -> WantedGroup:
-    return WantedGroup(demand, first_page, PageNumbers.of(np.array(pages, np.int64)))
+def wanted(demand: Demand, first_page: int, *pages: int) -> GroupRequest:
+    numbers = PageNumbers.of(np.array(pages, np.int64))
+    return GroupRequest("kv", demand.held, demand.start, demand.stop, first_page, numbers)
 
 
 def units(commands: Sequence[SenderCommand]) -> list[tuple[int, int, Unit, list[int]]]:
@@ -981,7 +982,7 @@ def test_a_page_may_appear_in_two_groups_but_not_twice_in_one():
 
 def test_a_length_that_differs_from_the_receivers_fails_the_room():
     sender = SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, tokens=48)
-    kv = WantedGroup(Demand(0, 0, 47), 0, PageNumbers.of(np.array([10, 11, 12], np.int64)))
+    kv = GroupRequest("kv", 0, 0, 47, 0, PageNumbers.of(np.array([10, 11, 12], np.int64)))
     commands = run(sender, opened_for("d0", {"kv": kv}, [route()], tokens=47))
     assert isinstance(sender.error, PageError)
     assert "48 tokens on prefill rank 3, 47 on d0" in str(sender.error)
@@ -1040,7 +1041,7 @@ def test_one_of_several_receivers_whose_request_is_another_fails_all_of_them():
 @pytest.mark.parametrize("tokens", [48, None])
 def test_a_length_that_the_receiver_shares_or_does_not_say_is_no_obstacle(tokens: int | None):
     sender = SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, tokens=48)
-    kv = WantedGroup(Demand(0, 0, 48), 0, PageNumbers.of(np.array([10, 11, 12], np.int64)))
+    kv = GroupRequest("kv", 0, 0, 48, 0, PageNumbers.of(np.array([10, 11, 12], np.int64)))
     run(sender, opened_for("d0", {"kv": kv}, [route()], tokens=tokens))
     assert writes(run(sender, chunk(1, 2, 3, is_last=True))) == [("d0", 0, [1, 2, 3], [10, 11, 12])]
 
@@ -1056,7 +1057,7 @@ def test_an_error_in_planning_for_one_receiver_leaves_no_write_of_another_behind
 
     monkeypatch.setattr(sender_module, "moves_of", planned)
     sender = machine()
-    kv = WantedGroup(Demand(0, 0, 32), 0, PageNumbers.of(np.array([10, 11], np.int64)))
+    kv = GroupRequest("kv", 0, 0, 32, 0, PageNumbers.of(np.array([10, 11], np.int64)))
     run(
         sender,
         opened("d0", pages=(20, 21), expected_receivers=2),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvferry.errors import ChecksumError, KVFerryError, TransferAbortedError, TransferFailedError, TransferTimeoutError
-from kvferry.protocol.geometry.moves import ReceiverRequest
-from kvferry.protocol.pages.chunks import Chunk, ChunkPart
+from kvferry.plan.requests.chunks import Chunk, ChunkPart
+from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import (

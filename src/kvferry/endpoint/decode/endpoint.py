@@ -24,11 +24,11 @@ from kvferry.errors import (
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
 from kvferry.plan import check_share_tokens
-from kvferry.protocol.geometry.demands import demands_of
-from kvferry.protocol.geometry.placing import UnitPlaces
+from kvferry.plan.requests.chunks import AnyPages
+from kvferry.plan.requests.demands import demands_of
+from kvferry.plan.requests.placing import UnitPlaces
 from kvferry.protocol.links.link import LinkKey
 from kvferry.protocol.links.proofs import Proof
-from kvferry.protocol.pages.chunks import AnyPages
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import ReceiverAbortRequested
 from kvferry.protocol.wire.registrations import check_engine_name

@@ -5,11 +5,11 @@ from __future__ import annotations
 from kvferry.endpoint.transfer import Receiver
 from kvferry.observe.records import PlacedRecord, ReceiverStats
 from kvferry.observe.status import RoomStatus
-from kvferry.protocol.geometry.placing import UnitPlaces
+from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan.requests.placing import UnitPlaces
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import ReceiverCommand, ReceiverEvent
 from kvferry.protocol.transfer.states import ReceiverState
-from kvferry.protocol.wire.messages import OpenGroup
 
 
 class ReceivingRoom:
@@ -20,7 +20,7 @@ class ReceivingRoom:
         machine: ReceiverMachine,
         *,
         generation: int,
-        groups: tuple[OpenGroup, ...],
+        groups: tuple[GroupRequest, ...],
         tokens: int | None,
         depends_on: dict[str, bytes],
         receiver: Receiver,

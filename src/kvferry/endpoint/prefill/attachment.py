@@ -24,7 +24,7 @@ from kvferry.plan import (
     selectors,
 )
 from kvferry.plan.descriptors import MERGED_BYTES, DescriptorIndices, PieceNumbers
-from kvferry.protocol.geometry.moves import Move
+from kvferry.plan.requests.moves import Move
 from kvferry.protocol.wire.fingerprint import check_same_fingerprint
 from kvferry.protocol.wire.messages import Attach
 from kvferry.protocol.wire.rank_identity import DecodeRank

@@ -13,8 +13,8 @@ from kvferry.errors import IncompatiblePeerError, SettingsError, TransportError,
 from kvferry.layout import RankLayout, Region
 from kvferry.plan import Choice, ElectedRoute, PairPlan, PathCosts, TransferPath, Unit, choose
 from kvferry.plan.packing import SEGMENT_ALIGNMENT, aligned
-from kvferry.protocol.geometry.moved_blocks import moved_blocks, write_size_of
-from kvferry.protocol.geometry.moves import Move
+from kvferry.plan.requests.moved_blocks import moved_blocks, write_size_of
+from kvferry.plan.requests.moves import Move
 from kvferry.protocol.wire.messages import Attach
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory

@@ -24,8 +24,7 @@ from kvferry.observe.observer import Observer
 from kvferry.observe.records import SenderStats, WriteRecord
 from kvferry.observe.status import RoomStatus
 from kvferry.plan import TransferPath
-from kvferry.protocol.geometry.moves import request_of
-from kvferry.protocol.pages.chunks import ChunkSequence, HandedIn
+from kvferry.plan.requests.chunks import ChunkSequence, HandedIn
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
@@ -253,7 +252,7 @@ class SendingRoom(Actor):
             receiver=attachment.receiver,
             generation=message.generation,
             expected_receivers=message.receivers,
-            request=request_of(message, attachment.layout, elected, where=f"room {self.room} on {attachment.receiver}"),
+            request=message.checked(attachment.layout, elected, where=f"room {self.room} on {attachment.receiver}"),
             sends_aux=self._context.coordinates.is_aux_writer,
             verifies=attachment.verifies,
             held=message.held,

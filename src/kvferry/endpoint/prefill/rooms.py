@@ -23,7 +23,6 @@ from kvferry.errors import (
     UnknownRoomError,
 )
 from kvferry.observe.observer import Observer
-from kvferry.protocol.geometry.moves import request_of
 from kvferry.protocol.rooms.pending_opens import PendingMessage
 from kvferry.protocol.rooms.room_table import RoomTable
 from kvferry.protocol.transfer.sender_events import (
@@ -159,7 +158,7 @@ class SendingRooms:
                 why = "" if given_up is None else f", since it was given up: {given_up.error}"
                 raise PeerDisconnectedError(f"{receiver} must attach before it opens rooms{why}")
             elected = attachment.elected(message.room, self._identity.coordinates.group_rank)
-            request_of(message, attachment.layout, elected, where=f"room {message.room} on {receiver}")
+            message.checked(attachment.layout, elected, where=f"room {message.room} on {receiver}")
         except KVFerryError as error:
             self._refuse_request(receiver, message, error)
             rank = self._ranks.rank(receiver)

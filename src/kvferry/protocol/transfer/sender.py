@@ -19,8 +19,8 @@ from kvferry.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvferry.protocol.geometry.moves import check_chunk, moves_of
-from kvferry.protocol.pages.chunks import Chunk, refuse_impossible
+from kvferry.plan.requests.chunks import Chunk, refuse_impossible
+from kvferry.plan.requests.moves import check_chunk, moves_of
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.failures import caused
 from kvferry.protocol.transfer.sender_events import (

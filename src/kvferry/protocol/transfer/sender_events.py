@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.plan import Unit
-from kvferry.protocol.geometry.moves import Move, ReceiverRequest
-from kvferry.protocol.pages.chunks import Chunk
+from kvferry.plan.requests.chunks import Chunk
+from kvferry.plan.requests.moves import Move, ReceiverRequest
 from kvferry.protocol.wire.rank_identity import DecodeRank
 
 # ---- events -----------------------------------------------------------------------------------------------------

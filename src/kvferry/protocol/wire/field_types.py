@@ -10,7 +10,6 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 MAX_AUX_BYTES = 1024 * 1024
-MAX_POSITION = 2**48
 MAX_REASON = 8000
 """Characters of a reason. Longer ones are cut before they are sent."""
 
@@ -35,9 +34,6 @@ ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 
 Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 """A sentence for people."""
-
-Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)]
-"""A position in a request, in tokens or pages. No request is nearly that long, and none makes 64 bits overflow."""
 
 
 def shortened(text: str) -> str:

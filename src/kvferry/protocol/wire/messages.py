@@ -7,13 +7,15 @@ repeated by themselves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
 
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.plan import Piece, TransferPath
-from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.plan import ElectedRoute, Piece, TransferPath
+from kvferry.plan.requests.demands import GroupRequest, Position, wanted_groups
+from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.protocol.wire.field_types import (
     MAX_GROUPS,
     MAX_METADATA_BYTES,
@@ -21,7 +23,6 @@ from kvferry.protocol.wire.field_types import (
     Count,
     EndpointName,
     Message,
-    Position,
     ProcessIdentity,
     Random,
     Reason,
@@ -224,26 +225,6 @@ class Pong(Message, frozen=True):
         shorten(self, "reason")
 
 
-class OpenGroup(msgspec.Struct, frozen=True, array_like=True):
-    """What a decode rank requests of one group of pages. Positions are those of tokens in the request.
-
-    Attributes:
-        name: the group's name on the decode side.
-        held: the decode rank has the tokens before this position; they must not be touched.
-        start: the first token that it needs.
-        stop: the first after those that it needs.
-        first_page: how many pages of the request come before the given ones on this rank.
-        pages: page numbers on the decode side.
-    """
-
-    name: ShortText
-    held: Position
-    start: Position
-    stop: Position
-    first_page: Position
-    pages: PageNumbers
-
-
 class OpenRoom(Message, frozen=True, omit_defaults=True):
     """Decode to prefill, numbered: the open request of a room.
 
@@ -264,10 +245,28 @@ class OpenRoom(Message, frozen=True, omit_defaults=True):
     generation: Random
     receivers: Annotated[int, msgspec.Meta(le=2**31)]
     tokens: Position | None
-    groups: Annotated[tuple[OpenGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+    groups: Annotated[tuple[GroupRequest, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     trace: ShortText = ""
     held: Position = 0
     depends_on: RequestConditions = msgspec.field(default_factory=dict)
+
+    def checked(self, layout: RankLayout, elected: Sequence[ElectedRoute], *, where: str) -> ReceiverRequest:
+        """Returns what is requested from the rank that received this.
+
+        Args:
+            layout: the decode rank's.
+            elected: what the rank sends in the room.
+            where: begins error messages.
+
+        Raises:
+            PageError: if it contradicts itself or the layout, or is not about what the rank sends.
+        """
+        routes = tuple(each.route for each in elected)
+        filled = {route.destination_group for route in routes}
+        wanted = wanted_groups(
+            self.groups, layout, receivers=self.receivers, tokens=self.tokens, filled=filled, where=where
+        )
+        return ReceiverRequest(self.tokens, wanted, routes, self.depends_on)
 
 
 class AbortRoom(Message, frozen=True):

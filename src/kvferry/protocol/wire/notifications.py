@@ -7,12 +7,12 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvferry.plan import Unit
-from kvferry.protocol.pages.page_numbers import MAX_PAGES
+from kvferry.plan.requests.page_numbers import MAX_PAGES
 from kvferry.protocol.wire.field_types import MAX_AUX_BYTES, MAX_DIGEST_BYTES, MAX_SEGMENTS, Count, Message, Random
 
 
 class Digests(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of packed blocks, page by page; see `protocol.geometry.digest_rows`.
+    """Digests of packed blocks, page by page; see `plan.requests.digest_rows`.
 
     Attributes:
         row_bytes: least bytes that a digest covers, where pages are small.

@@ -10,11 +10,11 @@ import numpy as np
 from kvferry.endpoint.prefill.channels import DecodeChannels
 from kvferry.errors import KVFerryError, TransferFailedError, TransportError
 from kvferry.layout import RankCoordinates, TokenShare
-from kvferry.plan import Demand, Route
-from kvferry.protocol.geometry.demands import WantedGroup
-from kvferry.protocol.geometry.moves import ReceiverRequest
-from kvferry.protocol.pages.chunks import Chunk, ChunkPart
-from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.plan import Route
+from kvferry.plan.requests.chunks import Chunk, ChunkPart
+from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan.requests.moves import ReceiverRequest
+from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.rooms.pending_opens import PendingMessage
 from kvferry.protocol.rooms.room_table import RoomTable
 from kvferry.protocol.transfer.credits import Span, WritingRing
@@ -241,8 +241,8 @@ class PrefillNode:
             return
         room.generations[name] = message.generation
         stop = self._chunks * _PAGE_TOKENS
-        wanted: Mapping[str, WantedGroup] = {
-            "kv": WantedGroup(Demand(0, 0, stop), 0, PageNumbers.of(np.arange(self._chunks)))
+        wanted: Mapping[str, GroupRequest] = {
+            "kv": GroupRequest("kv", 0, 0, stop, 0, PageNumbers.of(np.arange(self._chunks)))
         }
         routes = (_ROUTE,) if writer_of(int(name[1:]), self._prefills) == self._number else ()
         self._apply(

@@ -26,11 +26,11 @@ from kvferry.layout import (
     zigzag,
 )
 from kvferry.plan import Demand
-from kvferry.protocol.geometry.demands import demands_of, wanted_groups
-from kvferry.protocol.pages.chunks import GroupPages
-from kvferry.protocol.pages.page_numbers import PageNumbers
+from kvferry.plan.requests.chunks import GroupPages
+from kvferry.plan.requests.demands import GroupRequest, demands_of, wanted_groups
+from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.wire.codec import decode_numbered_to_prefill, encode_body
-from kvferry.protocol.wire.messages import OpenGroup, OpenRoom
+from kvferry.protocol.wire.messages import OpenRoom
 
 LIMIT = 2**48
 WHOLE = TokenShare()
@@ -282,12 +282,12 @@ def test_the_slot_of_a_request_is_nobodys_share():
 # ---- believing -------------------------------------------------------------------------------------------------------
 
 
-def room(*groups: OpenGroup, tokens: int | None = None, receivers: int = 1) -> OpenRoom:
+def room(*groups: GroupRequest, tokens: int | None = None, receivers: int = 1) -> OpenRoom:
     return OpenRoom(room=7, generation=1, receivers=receivers, tokens=tokens, groups=groups)
 
 
 def group(name: str = "kv", *, pages: Sequence[int] = (), held: int = 0, start: int = 0, stop: int = 0, first: int = 0):
-    return OpenGroup(name, held, start, stop, first, PageNumbers.of(np.array(pages, np.int64)))
+    return GroupRequest(name, held, start, stop, first, PageNumbers.of(np.array(pages, np.int64)))
 
 
 def believed(
@@ -295,10 +295,15 @@ def believed(
 ) -> dict[str, tuple[Demand, int, list[int]]]:
     """As a prefill rank that fills these groups believes it; all by default."""
     filled = {each.name for each in layout.groups} if filled is None else filled
-    return {
-        name: (each.demand, each.first_page, each.pages.numbers().tolist())
-        for name, each in wanted_groups(message, layout, filled=filled, where="room 7 on d0").items()
-    }
+    wanted = wanted_groups(
+        message.groups,
+        layout,
+        receivers=message.receivers,
+        tokens=message.tokens,
+        filled=filled,
+        where="room 7 on d0",
+    )
+    return {name: (each.demand, each.first_page, each.pages.numbers().tolist()) for name, each in wanted.items()}
 
 
 @st.composite

@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from operator import index
+from typing import Annotated, TypeAlias
+
+import msgspec
 
 from kvferry.errors import PageError, UsageError
 from kvferry.layout import Entry, PageGroup, RankLayout
 from kvferry.layout.interval import volume
 from kvferry.plan import Demand, needed_locally
-from kvferry.protocol.pages.chunks import AnyPages, GroupPages, Pages, checked_pages, pages_by_group
-from kvferry.protocol.pages.page_numbers import MAX_PAGES, PageNumbers
-from kvferry.protocol.wire.field_types import MAX_POSITION
-from kvferry.protocol.wire.messages import OpenGroup, OpenRoom
+from kvferry.plan.requests.chunks import AnyPages, GroupPages, Pages, checked_pages, pages_by_group
+from kvferry.plan.requests.page_numbers import MAX_PAGES, PageNumbers
+
+MAX_POSITION = 2**48
+Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)]
+"""A position in a request, in tokens or pages. No request is nearly that long, and none makes 64 bits overflow."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WantedGroup:
-    """What a receiver requests for one of its groups, and where it goes.
+class GroupRequest(msgspec.Struct, frozen=True, array_like=True):
+    """What a decode rank requests for one of its groups of pages. Positions are those of tokens in the request.
 
     Attributes:
-        demand: the tokens that it needs.
-        first_page: how many pages of the request come before the given ones on the receiver.
-        pages: page numbers on the receiver.
+        name: the group's name on the decode side.
+        held: the decode rank has the tokens before this position; they must not be touched.
+        start: the first token that it needs.
+        stop: the first after those that it needs.
+        first_page: how many pages of the request come before the given ones on this rank.
+        pages: page numbers on the decode side.
     """
 
-    demand: Demand
-    first_page: int
+    name: Annotated[str, msgspec.Meta(max_length=256)]
+    held: Position
+    start: Position
+    stop: Position
+    first_page: Position
     pages: PageNumbers
+
+    @property
+    def demand(self) -> Demand:
+        """The tokens that it needs."""
+        return Demand(self.held, self.start, self.stop)
 
 
 def demands_of(
     layout: RankLayout, pages: AnyPages, *, prefix_tokens: int, tokens: int | None, where: str
-) -> tuple[OpenGroup, ...]:
+) -> tuple[GroupRequest, ...]:
     """Works out what a decode rank requests.
 
     Args:
@@ -54,7 +68,7 @@ def demands_of(
     wanted = []
     for group in groups:
         if group.name not in in_use:  # a pipeline stage without such layers has nowhere to put anything
-            wanted.append(OpenGroup(group.name, held=0, start=0, stop=0, first_page=0, pages=PageNumbers()))
+            wanted.append(GroupRequest(group.name, held=0, start=0, stop=0, first_page=0, pages=PageNumbers()))
             continue
         name = where if len(groups) == 1 else f"{where}, group {group.name!r}"
         numbers = checked_pages(given[group.name].pages, pool_pages=group.num_pages, where=name)
@@ -84,15 +98,15 @@ def _count(what: str, number: int, where: str) -> int:
     return count
 
 
-def _slot(group: PageGroup, slots: Pages, *, where: str) -> OpenGroup:
+def _slot(group: PageGroup, slots: Pages, *, where: str) -> GroupRequest:
     if len(slots) > 1:
         raise PageError(f"{where}: {len(slots)} slots for one request: it has one, or [] if its state is not wanted")
-    return OpenGroup(group.name, held=0, start=0, stop=len(slots), first_page=0, pages=PageNumbers.of(slots))
+    return GroupRequest(group.name, held=0, start=0, stop=len(slots), first_page=0, pages=PageNumbers.of(slots))
 
 
 def _without_length(
     layout: RankLayout, group: PageGroup, given: GroupPages, pages: Pages, prefix_tokens: int, *, where: str
-) -> OpenGroup:
+) -> GroupRequest:
     if not layout.tokens.partition.is_whole:
         raise PageError(f"{where}: context parallelism divides a request by token: say how many it has (tokens=...)")
     first_page = prefix_tokens // group.page_tokens if given.start is None else _count("start", given.start, where)
@@ -105,7 +119,7 @@ def _without_length(
     stop = max(start, (first_page + len(pages)) * group.page_tokens) if len(pages) else start
     if len(pages):
         _check_cut(layout, group, prefix_tokens, start, where=where)
-    return OpenGroup(group.name, prefix_tokens, start, stop, first_page, PageNumbers.of(pages))
+    return GroupRequest(group.name, prefix_tokens, start, stop, first_page, PageNumbers.of(pages))
 
 
 def _with_length(
@@ -117,7 +131,7 @@ def _with_length(
     tokens: int,
     *,
     where: str,
-) -> OpenGroup:
+) -> GroupRequest:
     window = tokens if group.window_tokens is None else group.window_tokens
     start = max(prefix_tokens, tokens - window)
     share, block = layout.tokens, layout.tokens.partition.block(tokens)
@@ -136,7 +150,7 @@ def _with_length(
         )
     if low < high:
         _check_cut(layout, group, share.held_before(prefix_tokens, block=block), low, where=where)
-    return OpenGroup(group.name, prefix_tokens, start, tokens, first_page, PageNumbers.of(pages))
+    return GroupRequest(group.name, prefix_tokens, start, tokens, first_page, PageNumbers.of(pages))
 
 
 def _check_cut(layout: RankLayout, group: PageGroup, held: int, low: int, *, where: str) -> None:
@@ -152,39 +166,42 @@ def _check_cut(layout: RankLayout, group: PageGroup, held: int, low: int, *, whe
         )
 
 
-def wanted_of(group: OpenGroup) -> WantedGroup:
-    """Reads what is requested of a group, on the decode side, which requested it: nothing is checked."""
-    return WantedGroup(Demand(group.held, group.start, group.stop), group.first_page, group.pages)
-
-
 def wanted_groups(
-    message: OpenRoom, layout: RankLayout, *, filled: Collection[str], where: str
-) -> dict[str, WantedGroup]:
+    groups: Sequence[GroupRequest],
+    layout: RankLayout,
+    *,
+    receivers: int,
+    tokens: int | None,
+    filled: Collection[str],
+    where: str,
+) -> dict[str, GroupRequest]:
     """Checks what a decode rank requested, and returns it by group.
 
     Args:
         layout: the decode rank's.
+        receivers: how many decode ranks it says will open the room.
+        tokens: how many tokens it says the request has.
         filled: the groups of which this rank was elected to send something, by its own count.
         where: begins error messages.
 
     Raises:
         PageError: if it contradicts itself or the layout.
     """
-    names = sorted(group.name for group in message.groups)
-    if message.receivers < 1 or names != sorted(filled):
+    names = sorted(group.name for group in groups)
+    if receivers < 1 or names != sorted(filled):
         raise PageError(
-            f"{where}: {message.receivers} receivers and pages for groups {names} make no sense: of the decode rank's "
+            f"{where}: {receivers} receivers and pages for groups {names} make no sense: of the decode rank's "
             f"groups {[group.name for group in layout.groups]} this rank fills {sorted(filled)}"
         )
     wanted = {}
-    for asked in message.groups:
+    for asked in groups:
         group = layout.group(asked.name)
         asked.pages.check(pool_pages=group.num_pages, where=where)
-        low, high = _local_range(layout, group, asked, message.tokens, where)
-        if message.tokens is not None and not group.has_slots and asked.stop > message.tokens:
+        low, high = _local_range(layout, group, asked, tokens, where)
+        if tokens is not None and not group.has_slots and asked.stop > tokens:
             raise PageError(
                 f"{where}: tokens {asked.start} to {asked.stop} of group {asked.name!r} are asked for, but the request "
-                f"has {message.tokens}"
+                f"has {tokens}"
             )
         capacity = (asked.first_page + len(asked.pages)) * group.page_tokens
         if not asked.held <= asked.start <= asked.stop or (
@@ -194,16 +211,16 @@ def wanted_groups(
                 f"{where}: {len(asked.pages)} pages of group {asked.name!r} from page {asked.first_page} on do not "
                 f"hold tokens {asked.start} to {asked.stop}"
             )
-        wanted[asked.name] = WantedGroup(Demand(asked.held, asked.start, asked.stop), asked.first_page, asked.pages)
+        wanted[asked.name] = asked
     return wanted
 
 
 def _local_range(
-    layout: RankLayout, group: PageGroup, asked: OpenGroup, tokens: int | None, where: str
+    layout: RankLayout, group: PageGroup, asked: GroupRequest, tokens: int | None, where: str
 ) -> tuple[int, int]:
     if group.has_slots:
         return asked.start, asked.stop
     try:
-        return needed_locally(layout.tokens, Demand(asked.held, asked.start, asked.stop), request_tokens=tokens)
+        return needed_locally(layout.tokens, asked.demand, request_tokens=tokens)
     except UsageError as error:
         raise PageError(f"{where}: {error}") from error

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ChunkError, PageError
 from kvferry.layout import PageGroup
-from kvferry.protocol.pages.chunks import (
+from kvferry.plan.requests.chunks import (
     Chunk,
     ChunkPart,
     ChunkSequence,

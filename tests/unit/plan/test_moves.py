@@ -19,12 +19,11 @@ from tests.support.tiers import examples
 
 from kvferry.errors import PageError
 from kvferry.layout import Entry, RankLayout, TokenPartition, TokenShare, contiguous, interleaved, zigzag
-from kvferry.plan import Demand, Unit, route_between
-from kvferry.protocol.geometry.demands import WantedGroup, demands_of, wanted_groups
-from kvferry.protocol.geometry.moves import Move, ReceiverRequest, check_chunk, moves_of
-from kvferry.protocol.pages.chunks import Chunk, ChunkPart, GroupPages
-from kvferry.protocol.pages.page_numbers import PageNumbers
-from kvferry.protocol.wire.messages import OpenRoom
+from kvferry.plan import Unit, route_between
+from kvferry.plan.requests.chunks import Chunk, ChunkPart, GroupPages
+from kvferry.plan.requests.demands import GroupRequest, demands_of, wanted_groups
+from kvferry.plan.requests.moves import Move, ReceiverRequest, check_chunk, moves_of
+from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.testing.places import positions_of
 
 WHOLE = TokenShare()
@@ -45,11 +44,17 @@ def request_of(
 ) -> ReceiverRequest:
     """What the destination wants of the source, as it arrives there."""
     groups = demands_of(destination, pages, prefix_tokens=prefix, tokens=tokens, where="here")
-    message = OpenRoom(room=1, generation=1, receivers=1, tokens=tokens, groups=groups)
     names = [group.name for group in source.groups]
     return ReceiverRequest(
         tokens=tokens,
-        wanted=wanted_groups(message, destination, filled={each.name for each in destination.groups}, where="there"),
+        wanted=wanted_groups(
+            groups,
+            destination,
+            receivers=1,
+            tokens=tokens,
+            filled={each.name for each in destination.groups},
+            where="there",
+        ),
         routes=tuple(route_between(source, name, destination, name) for name in names),
     )
 
@@ -164,7 +169,7 @@ def test_two_groups_of_one_side_may_come_from_one_group_of_the_other():
     one = RankLayout(shards=(byte_shard("a"), byte_shard("b")))
     two = RankLayout(shards=(byte_shard("a", "x"), byte_shard("b", "y")))
     wanted = {
-        name: WantedGroup(Demand(0, 0, 16), 0, PageNumbers.of(np.array([page]))) for name, page in (("x", 1), ("y", 2))
+        name: GroupRequest(name, 0, 0, 16, 0, PageNumbers.of(np.array([page]))) for name, page in (("x", 1), ("y", 2))
     }
     routes = tuple(route_between(one, "kv", two, name) for name in ("x", "y"))
     moves = moves_of(chunk(0, 5), ReceiverRequest(tokens=16, wanted=wanted, routes=routes))[Unit.WHOLE]

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.errors import MessageError, PageError
-from kvferry.protocol.pages.chunks import checked_pages
-from kvferry.protocol.pages.page_numbers import MAX_PAGES, PageNumbers
+from kvferry.plan.requests.chunks import checked_pages
+from kvferry.plan.requests.page_numbers import MAX_PAGES, PageNumbers
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -87,7 +87,7 @@ def test_only_what_lies_between_the_positions_is_written_out(monkeypatch: pytest
         asked.append(int(counts.sum()))
         return np.concatenate([np.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)])
 
-    monkeypatch.setattr("kvferry.protocol.pages.page_numbers.ascending_ranges", counted)
+    monkeypatch.setattr("kvferry.plan.requests.page_numbers.ascending_ranges", counted)
     assert made[np.array([2049, 2050])].tolist() == [4049, 4100]
     assert made[np.array([120, 130])].tolist() == [220, 230]
     assert asked == [2, 11], "of the ends of two runs, and of the middle of one"
@@ -131,7 +131,7 @@ def test_pages_are_refused_as_they_are_in_a_plain_list(pages: list[int], pool_pa
 def test_what_are_not_so_many_pages_is_refused_before_any_is_written_out(
     count: int, data: bytes, says: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("kvferry.protocol.pages.page_numbers.ascending_ranges", lambda *_: pytest.fail("written out"))
+    monkeypatch.setattr("kvferry.plan.requests.page_numbers.ascending_ranges", lambda *_: pytest.fail("written out"))
     sent = msgspec.msgpack.encode([count, data])
     with pytest.raises(MessageError, match=says):
         msgspec.msgpack.decode(sent, type=PageNumbers)

@@ -29,7 +29,6 @@ from kvferry.layout import (
     zigzag,
 )
 from kvferry.plan import (
-    Demand,
     ElectedRoute,
     PairPlan,
     Piece,
@@ -39,18 +38,17 @@ from kvferry.plan import (
 )
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.plan.packing import MovedBlocks
-from kvferry.protocol.geometry.demands import WantedGroup, demands_of, wanted_of
-from kvferry.protocol.geometry.moved_blocks import (
+from kvferry.plan.requests.chunks import Chunk, ChunkPart, GroupPages
+from kvferry.plan.requests.demands import MAX_POSITION, GroupRequest, demands_of
+from kvferry.plan.requests.moved_blocks import (
     moved_blocks,
     pack_units,
     places_of_units,
     unpack_units,
     write_size_of,
 )
-from kvferry.protocol.geometry.moves import Move, ReceiverRequest, moves_of
-from kvferry.protocol.pages.chunks import Chunk, ChunkPart, GroupPages
-from kvferry.protocol.pages.page_numbers import PageNumbers
-from kvferry.protocol.wire.field_types import MAX_POSITION
+from kvferry.plan.requests.moves import Move, ReceiverRequest, moves_of
+from kvferry.plan.requests.page_numbers import PageNumbers
 
 WHOLE = TokenShare()
 
@@ -142,14 +140,14 @@ def kv(page_tokens: int, unit_tokens: int, *, there: int | None = None) -> Route
     )
 
 
-def wanted(held: int, start: int, stop: int, *pages: int, first_page: int) -> WantedGroup:
-    return WantedGroup(Demand(held, start, stop), first_page, PageNumbers.of(np.array(pages, np.int64)))
+def wanted(held: int, start: int, stop: int, *pages: int, first_page: int) -> GroupRequest:
+    return GroupRequest("kv", held, start, stop, first_page, PageNumbers.of(np.array(pages, np.int64)))
 
 
 def found(
     numbers: Sequence[int],
     route: Route,
-    group: WantedGroup,
+    group: GroupRequest,
     unit: Unit = Unit.WHOLE,
     share: TokenShare = WHOLE,
     tokens: int | None = None,
@@ -179,7 +177,7 @@ def test_units_lie_where_the_receivers_pages_say():
         ([MAX_POSITION], Unit.WHOLE, f"units {MAX_POSITION} to {MAX_POSITION}"),
     ],
 )
-def test_units_that_were_not_asked_for_are_refused_by_name(numbers: list[int], unit: Unit, named: str):
+def test_units_that_were_not_group_for_are_refused_by_name(numbers: list[int], unit: Unit, named: str):
     """Not behind the pages that were given, and not in the prefix, though it ends in one of them."""
     with pytest.raises(MessageError, match=named):
         found(numbers, kv(16, 4), wanted(40, 40, 70, 9, 4, 6, first_page=2), unit)
@@ -230,7 +228,7 @@ def test_a_slot_is_its_only_unit():
 
 
 @st.composite
-def exchanges(draw: st.DrawFn) -> tuple[Route, WantedGroup, TokenShare, int | None, dict[Unit, tuple[Move, ...]]]:
+def exchanges(draw: st.DrawFn) -> tuple[Route, GroupRequest, TokenShare, int | None, dict[Unit, tuple[Move, ...]]]:
     """A route, what a receiver wants, and everything that the sender would write."""
     sizes = draw(st.tuples(st.integers(1, 8), st.integers(1, 8)))
     partitions = [st.just((WHOLE, WHOLE))]
@@ -252,47 +250,46 @@ def exchanges(draw: st.DrawFn) -> tuple[Route, WantedGroup, TokenShare, int | No
     (group,) = demands_of(
         destination, {"kv": GroupPages(pages, first_page)}, prefix_tokens=prefix, tokens=tokens, where="here"
     )
-    asked = wanted_of(group)
     route = route_between(source, "kv", destination, "kv")
     mine = source.tokens.held_before(tokens, block=source.tokens.partition.block(tokens))
     handed = np.arange(-(-mine // sizes[0]), dtype=np.int64)
     chunk = Chunk(number=0, parts=(ChunkPart("kv", 0, handed),), is_last=True)
-    moves = moves_of(chunk, ReceiverRequest(tokens, {"kv": asked}, (route,)))
-    return route, asked, share, tokens, moves
+    moves = moves_of(chunk, ReceiverRequest(tokens, {"kv": group}, (route,)))
+    return route, group, share, tokens, moves
 
 
 @given(exchanges())
 def test_whatever_a_sender_writes_lies_where_it_would_have_written_it(exchange: Any):
-    route, asked, share, tokens, moves = exchange
+    route, group, share, tokens, moves = exchange
     for unit, of_unit in moves.items():
         for move in of_unit:
             numbers = unpack_units(pack_units(move.destination_numbers), most=len(move.destination_numbers))
-            units, pages = places_of_units(numbers, route, asked, share, unit=unit, tokens=tokens)
+            units, pages = places_of_units(numbers, route, group, share, unit=unit, tokens=tokens)
             assert units.tolist() == move.destination_units.tolist()
             assert pages.tolist() == move.destination_pages.tolist()
 
 
 @given(exchanges(), st.sampled_from(Unit), st.integers(0, 60))
-def test_no_token_outside_of_the_pages_that_were_asked_for_is_touched(exchange: Any, unit: Unit, number: int):
+def test_no_token_outside_of_the_pages_that_were_group_for_is_touched(exchange: Any, unit: Unit, number: int):
     """A unit is refused, unless all of it lies in the pages of what is needed, and none in the prefix."""
-    route, asked, share, tokens, _ = exchange
+    route, group, share, tokens, _ = exchange
     size, page_tokens = route.unit_tokens if unit is Unit.WHOLE else 1, route.destination_page_tokens
     block = share.partition.block(tokens)
     held, low, high = (
-        share.held_before(each, block=block) for each in (asked.demand.held, asked.demand.start, asked.demand.stop)
+        share.held_before(each, block=block) for each in (group.demand.held, group.demand.start, group.demand.stop)
     )
     positions = range(number * size, (number + 1) * size)
-    is_asked_for = low < high and all(
+    is_group_for = low < high and all(
         held <= position and low // page_tokens <= position // page_tokens <= (high - 1) // page_tokens
         for position in positions
     )
     try:
-        units, pages = places_of_units(np.array([number]), route, asked, share, unit=unit, tokens=tokens)
+        units, pages = places_of_units(np.array([number]), route, group, share, unit=unit, tokens=tokens)
     except MessageError:
-        assert not is_asked_for
+        assert not is_group_for
         return
-    assert is_asked_for
-    assert pages.tolist() == [asked.pages[positions.start // page_tokens - asked.first_page]]
+    assert is_group_for
+    assert pages.tolist() == [group.pages[positions.start // page_tokens - group.first_page]]
     assert units.tolist() == [positions.start % page_tokens // size]
 
 

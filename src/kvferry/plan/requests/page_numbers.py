@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import MessageError, PageError
+from kvferry.plan.requests.chunks import Pages, refuse_out_of_range, refuse_repeated
 from kvferry.plan.routes import ascending_ranges
-from kvferry.protocol.pages.chunks import Pages, refuse_out_of_range, refuse_repeated
 
 MAX_PAGES = 2**21
 """Page numbers in one list."""

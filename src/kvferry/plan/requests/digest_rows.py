@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.protocol.pages.chunks import Pages
+from kvferry.plan.requests.chunks import Pages
 
 DIGEST_BYTES = 8
 _LEAST_ROW_BYTES = 512

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from kvferry.layout import RankLayout
 from kvferry.plan import Route, Unit
-from kvferry.protocol.geometry.demands import WantedGroup, wanted_of
-from kvferry.protocol.geometry.moved_blocks import places_of_units, unpack_units
-from kvferry.protocol.pages.chunks import Pages
-from kvferry.protocol.wire.messages import OpenGroup
+from kvferry.plan.requests.chunks import Pages
+from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan.requests.moved_blocks import places_of_units, unpack_units
 
 _MOST_PLACES = 64
 
@@ -15,7 +14,7 @@ _MOST_PLACES = 64
 class UnitPlaces:
     """Finds the page of each unit, and which unit of the page it is. For several threads at once."""
 
-    def __init__(self, layout: RankLayout, groups: tuple[OpenGroup, ...], tokens: int | None) -> None:
+    def __init__(self, layout: RankLayout, groups: tuple[GroupRequest, ...], tokens: int | None) -> None:
         """Serves one room.
 
         Args:
@@ -75,8 +74,8 @@ class UnitPlaces:
             which = f"pages {used[0]} to {used[-1]} (pages {orders[0]} to {orders[1]} of the request on this rank"
         return f"{which}, group {route.destination_group!r}), tokens {low} to {high}"
 
-    def _wanted(self, route: Route) -> WantedGroup:
-        return wanted_of(next(group for group in self._groups if group.name == route.destination_group))
+    def _wanted(self, route: Route) -> GroupRequest:
+        return next(group for group in self._groups if group.name == route.destination_group)
 
     def _numbers(self, units: bytes, route: Route, unit: Unit) -> Pages:
         unit_tokens = route.unit_tokens if unit is Unit.WHOLE else 1

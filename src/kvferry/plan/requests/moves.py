@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry.errors import PageError, UsageError
-from kvferry.layout import RankLayout
-from kvferry.plan import Demand, ElectedRoute, Route, Unit, Units, needed_locally, places, segments_between, units_of
-from kvferry.protocol.geometry.demands import WantedGroup, wanted_groups
-from kvferry.protocol.pages.chunks import Chunk, ChunkPart, Pages
-from kvferry.protocol.wire.messages import OpenRoom
+from kvferry.plan import Demand, Route, Unit, Units, needed_locally, places, segments_between, units_of
+from kvferry.plan.requests.chunks import Chunk, ChunkPart, Pages
+from kvferry.plan.requests.demands import GroupRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +23,7 @@ class ReceiverRequest:
     """
 
     tokens: int | None
-    wanted: Mapping[str, WantedGroup]
+    wanted: Mapping[str, GroupRequest]
     routes: tuple[Route, ...]
     depends_on: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -49,25 +47,6 @@ class Move:
     destination_pages: Pages
     destination_units: Pages
     destination_numbers: Pages
-
-
-def request_of(
-    message: OpenRoom, layout: RankLayout, elected: Sequence[ElectedRoute], *, where: str
-) -> ReceiverRequest:
-    """Checks an open request, and returns what it requests from this rank.
-
-    Args:
-        layout: the decode rank's.
-        elected: what this rank sends in the room.
-        where: begins error messages.
-
-    Raises:
-        PageError: if it contradicts itself or the layout, or is not about what this rank sends.
-    """
-    routes = tuple(each.route for each in elected)
-    filled = {route.destination_group for route in routes}
-    wanted = wanted_groups(message, layout, filled=filled, where=where)
-    return ReceiverRequest(tokens=message.tokens, wanted=wanted, routes=routes, depends_on=message.depends_on)
 
 
 def check_chunk(chunk: Chunk, request: ReceiverRequest, next_pages: Mapping[str, int], *, where: str) -> None:
@@ -147,7 +126,7 @@ def moves_of(chunk: Chunk, request: ReceiverRequest) -> dict[Unit, tuple[Move, .
     return {unit: tuple(of_unit) for unit, of_unit in moves.items()}
 
 
-def _move(number: int, route: Route, units: Units, part: ChunkPart, wanted: WantedGroup) -> Move:
+def _move(number: int, route: Route, units: Units, part: ChunkPart, wanted: GroupRequest) -> Move:
     source_units, source_pages = places(
         units.source,
         unit_tokens=units.tokens,

@@ -12,11 +12,10 @@ from kvferry.layout import TokenShare
 from kvferry.plan import ElectedRoute, Route, Unit, WriteSize, places
 from kvferry.plan.lowering import PageSteps
 from kvferry.plan.packing import MovedBlocks, PackedPiece, count_sub_chunks
+from kvferry.plan.requests.chunks import Pages
+from kvferry.plan.requests.demands import MAX_POSITION, GroupRequest
+from kvferry.plan.requests.moves import Move
 from kvferry.plan.routes import ascending_ranges
-from kvferry.protocol.geometry.demands import WantedGroup
-from kvferry.protocol.geometry.moves import Move
-from kvferry.protocol.pages.chunks import Pages
-from kvferry.protocol.wire.field_types import MAX_POSITION
 
 
 def moved_blocks(
@@ -119,7 +118,7 @@ def unpack_units(data: bytes, *, most: int) -> Pages:
 
 
 def places_of_units(
-    numbers: Pages, route: Route, wanted: WantedGroup, share: TokenShare, *, unit: Unit, tokens: int | None
+    numbers: Pages, route: Route, wanted: GroupRequest, share: TokenShare, *, unit: Unit, tokens: int | None
 ) -> tuple[Pages, Pages]:
     """Returns where a receiver has units that a writer names: which unit of its page each is, and the page.
 

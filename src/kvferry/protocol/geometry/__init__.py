@@ -1,1 +1,0 @@
-"""From a decode rank's demand to the blocks that move, and their places in its pages."""

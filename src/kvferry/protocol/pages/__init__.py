@@ -1,1 +1,0 @@
-"""What callers hand in: page numbers, chunk by chunk, and as they travel."""
