@@ -18,6 +18,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -93,8 +94,24 @@ class Idle(Actor):
         raise error
 
 
-def ignore(_: object) -> None:
-    """Whatever becomes of a write."""
+@dataclass(frozen=True, eq=False)
+class Ignored:
+    """A write on its way that nobody waits for."""
+
+    receiver: str
+    transfer: TransferHandle
+
+    def done(self, _: TransferReport) -> None:
+        pass
+
+    def failed(self, _: Exception) -> None:
+        pass
+
+    def settled(self, _: Exception) -> None:
+        pass
+
+    def broke(self, _: Exception) -> None:
+        pass
 
 
 def turns() -> list[dict[str, Any]]:
@@ -104,7 +121,7 @@ def turns() -> list[dict[str, Any]]:
         transport, run_queue = Unfinished(InProcessNetwork()), RunQueue()
         worker, actor = Worker(run_queue, transport, Settling(2.0, time.monotonic)), Idle(run_queue)
         for number in range(writes):
-            worker.watch(TransferHandle(), ignore, ignore, ignore, ignore, peer=f"decode-{number % 64}")
+            worker.watch(Ignored(f"decode-{number % 64}", TransferHandle()))
         transport.polls = 0
         count = 0
 

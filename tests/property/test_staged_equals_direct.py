@@ -46,7 +46,7 @@ from kvferry.protocol.wire import codec, messages, notifications
 from kvferry.protocol.wire.messages import Credit
 from kvferry.protocol.wire.notifications import StagedArrived
 from kvferry.staging import StagingMemory, gathering, resolving, scattering
-from kvferry.staging.gathering import Packing, PeerMemory, StagedWrite
+from kvferry.staging.gathering import Gathering
 from kvferry.staging.receiving import WriterRing
 from kvferry.staging.rings import SharedRing
 from kvferry.staging.slots import SourceMemory
@@ -163,40 +163,44 @@ class StagedPair(Pair):
         gatherer: Any = Gatherer(self, slots)
         wire: Any = Wire(slots, ring)
         there = Receiving(self, message, ring)
-        here = Packing(
-            receiver=receiver,
-            elected=elected,
-            packed=plan.packed_pieces,
-            kernels=gatherer,
-            transport=wire,
-            peer=PeerMemory(RING_BASE, there.ring.epoch, SharedRing(len(ring.labels))),
+        here = SharedRing(len(ring.labels))
+        memory = SourceMemory(chunk_bytes, staging_memory(slots), lambda: None)
+        write = Gathering(
+            message.room,
+            Write(receiver, message.generation, 0, 0, unit, of_unit),
+            elected,
+            plan.packed_pieces(unit),
+            gatherer,
             chunk_bytes=chunk_bytes,
             writer=self.source.coordinates.engine_rank,
-            give_up=lambda span: None,
-            now=lambda: 0.0,
         )
-        memory = SourceMemory(chunk_bytes, staging_memory(slots), lambda: None)
-        write = StagedWrite(message.room, Write(receiver, message.generation, 0, 0, unit, of_unit), here)
         waiter = Nobody()
         while (num_bytes := write.next_bytes) is not None:
             self.sizes.append(num_bytes)
-            while (span := here.peer.ring.reserve(num_bytes, waiter)) is None:
+            while (span := here.reserve(num_bytes, waiter)) is None:
                 assert wire.arrived, "the ring is full although all of it was read"
                 self._read(there, here, wire)
             slot = memory.take(receiver, waiter)
             assert slot is not None
-            memory.give_back(write.post(slot, memory, span).slot)
+            gathered = write.gather(slot.address, span, epoch=there.ring.epoch)
+            wire.write(
+                Region(slot.address, num_bytes),
+                receiver,
+                RING_BASE + here.place(span),
+                codec.encode(gathered.notification),
+            )
+            memory.give_back(slot)
             if not self.reads_late:
                 self._read(there, here, wire)
         self._read(there, here, wire)
-        assert here.peer.ring.in_use == 0, "not all of the ring came back"
+        assert here.in_use == 0, "not all of the ring came back"
 
-    def _read(self, there: Receiving, here: Packing, wire: Wire) -> None:
+    def _read(self, there: Receiving, here: SharedRing, wire: Wire) -> None:
         arrived, wire.arrived = wire.arrived, []
         for data in reversed(arrived):
             there.arrived(data)
         for position in there.credits:
-            here.peer.ring.read_until(position)
+            here.read_until(position)
 
 
 class Receiving:
@@ -362,15 +366,15 @@ def _units_travel_by(change: Callable[[Any], Any]) -> Plant:
 def _units_of_the_first_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remembers what a move's units are by the move alone."""
 
-    def units_of(write: StagedWrite, segment: Segment) -> bytes:
+    def units_of(write: Gathering, segment: Segment) -> bytes:
         key = segment.move, 0, 0
         if key not in write._units:
-            numbers = write.command.moves[segment.move].destination_numbers
+            numbers = write._command.moves[segment.move].destination_numbers
             count = segment.stop_unit - segment.first_unit
             write._units[key] = moved_blocks.pack_units(numbers[segment.first_unit : segment.first_unit + count])
         return write._units[key]
 
-    monkeypatch.setattr(StagedWrite, "_units_of", units_of)
+    monkeypatch.setattr(Gathering, "_units_of", units_of)
 
 
 def _placed_by(change: Callable[[Any, Any], Any]) -> Plant:

@@ -22,11 +22,11 @@ from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.channels import DecodeChannels
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
-from kvferry.endpoint.prefill.direct_writes import DirectWrites
+from kvferry.endpoint.prefill.direct_writes import DirectWrite, DirectWrites
 from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.peers import DecodePeers
 from kvferry.endpoint.prefill.rooms import SendingRooms
-from kvferry.endpoint.prefill.staged_writes import StagedWrites
+from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
 from kvferry.endpoint.runtime.process_identity import Sight
 from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.runtime.workers import Worker
@@ -58,7 +58,6 @@ from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire.codec import decode_notification, encode
 from kvferry.protocol.wire.field_types import Message, PodIdentity
 from kvferry.protocol.wire.messages import AbortRoom, Attach, Drained, Numbered, Ping, Pong, SpanReleased
-from kvferry.staging.gathering import StagedQueue, StagedWrite
 from kvferry.staging.rings import SharedRing
 from kvferry.staging.slots import SourceMemory
 from kvferry.staging.waiting import Waiter
@@ -471,19 +470,14 @@ def _all_admitted(patch: pytest.MonkeyPatch) -> None:
 
 def _failed_writes_keep_their_leave(patch: pytest.MonkeyPatch) -> None:
     """What was admitted and has failed counts as on its way for ever."""
-    right = Worker.watch
+    right = DirectWrite.failed
 
-    def watch(
-        worker: Worker, transfer: Any, on_done: Any, on_failed: Callable[[Exception], None], *others: Any, peer: str
-    ) -> None:
-        def failed(error: Exception) -> None:
-            with pytest.MonkeyPatch.context() as inner:
-                inner.setattr(Admission, "give_back", lambda *arguments: None)
-                on_failed(error)
+    def failed(write: DirectWrite, error: Exception) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Admission, "give_back", lambda *arguments: None)
+            right(write, error)
 
-        right(worker, transfer, on_done, failed, *others, peer=peer)
-
-    patch.setattr(Worker, "watch", watch)
+    patch.setattr(DirectWrite, "failed", failed)
 
 
 def _nobody_served(patch: pytest.MonkeyPatch) -> None:
@@ -676,45 +670,37 @@ def _void_spans_never_said(patch: pytest.MonkeyPatch) -> None:
 
 def _cancelled_spans_kept(patch: pytest.MonkeyPatch) -> None:
     """A room that gives up says nothing of the span that it had reserved and not used."""
-    right = StagedQueue.cancel
+    right = StagedWrites.cancel
 
-    def cancel(queue: StagedQueue[StagedWrite], error: Exception) -> list[StagedWrite]:
-        queue._span = None
-        return right(queue, error)
+    def cancel(writes: StagedWrites, error: KVFerryError, worker: Worker) -> None:
+        writes._span = None
+        right(writes, error, worker)
 
-    patch.setattr(StagedQueue, "cancel", cancel)
+    patch.setattr(StagedWrites, "cancel", cancel)
 
 
 def _places_kept_in_the_queue(patch: pytest.MonkeyPatch) -> None:
     """A room that gives up stays in the queue for memory, and whoever is behind it waits for ever."""
 
-    def stop_waiting(queue: StagedQueue[StagedWrite]) -> None:
-        queue._waits_at = None
+    def withdraw(writes: StagedWrites) -> None:
+        writes._waits_at = None
 
-    patch.setattr(StagedQueue, "_stop_waiting", stop_waiting)
+    patch.setattr(StagedWrites, "_withdraw", withdraw)
 
 
-def _settled_at_once(kind: str, trust: Plant) -> Plant:
+def _settled_at_once(kind: type[DirectWrite | StagedPart], trust: Plant) -> Plant:
     """What was sent of a write that failed is taken for arrived, by both sides: either's wait alone would do here."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         trust(patch)
-        right = Worker.watch
+        failed, settled = kind.failed, kind.settled
 
-        def watch(
-            worker: Worker, transfer: Any, done: Any, failed: Any, broke: Any, settled: Any, *, peer: str
-        ) -> None:
-            if kind not in settled.__qualname__:
-                right(worker, transfer, done, failed, broke, settled, peer=peer)
-                return
+        def both(write: Any, error: Exception) -> None:
+            failed(write, error)
+            settled(write, error)
 
-            def both(error: Exception) -> None:
-                failed(error)
-                settled(error)
-
-            right(worker, transfer, done, both, broke, lambda error: None, peer=peer)
-
-        patch.setattr(Worker, "watch", watch)
+        patch.setattr(kind, "failed", both)
+        patch.setattr(kind, "settled", lambda write, error: None)
 
     return plant
 
@@ -774,7 +760,7 @@ def _waiters_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def _ended_with_the_last_post(patch: pytest.MonkeyPatch) -> None:
     """A staged write is taken for through when its last part is posted."""
-    patch.setattr(StagedWrite, "has_ended", property(lambda write: write.next_bytes is None))
+    patch.setattr(StagedWrite, "is_through", property(lambda write: write.next_bytes is None))
 
 
 # ---- connections, and numbers that are used again --------------------------------------------------------------------
@@ -835,8 +821,8 @@ PLANTED: dict[str, Plant] = {
     "abort that overtakes its open forgotten": _aborts_that_come_first_forgotten,
     "a successor speaks for the dead": _successors_speak_for_the_dead,
     "no time to settle after a death": _no_time_to_settle,
-    "no time to settle after a failed write": _settled_at_once("DirectWrites._post", _drained_trusted_at_once),
-    "a failed write's span given back at once": _settled_at_once("StagedWrites._watch", _released_span_trusted_at_once),
+    "no time to settle after a failed write": _settled_at_once(DirectWrite, _drained_trusted_at_once),
+    "a failed write's span given back at once": _settled_at_once(StagedPart, _released_span_trusted_at_once),
     "a thawed decode rank trusts Drained at once": _drained_trusted_at_once,
     "a second Drained ends the wait for what had been sent": _second_drained_believed,
     "a failed write forgotten with its room": _failures_forgotten_with_their_rooms,

@@ -7,11 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from tests.support.watched import Watched
 
 from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import TransportError
+from kvferry.transport import TransferHandle
 
 SETTLE_S = 0.2
 
@@ -113,7 +115,7 @@ def test_a_worker_says_at_once_that_a_write_failed_and_later_that_nothing_of_it_
     queue = RunQueue()
     worker = Worker(queue, transport, Settling(SETTLE_S, clock))  # type: ignore[arg-type]
     failed, settled = noted(notes, "failed"), noted(notes, "settled")
-    worker.watch(object(), unexpected, failed, unexpected, settled, peer="peer")  # type: ignore[arg-type]
+    worker.watch(Watched(TransferHandle(), "peer", done=unexpected, failed=failed, broke=unexpected, settled=settled))
     assert notes == [("failed", "broken")] if may_deliver_late else [("failed", "broken"), ("settled", "broken")]
     assert transport.released == 1
     assert worker.has_work() is may_deliver_late

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.watched import Watched
 
 from kvferry.endpoint.runtime.actors import Actor
 from kvferry.endpoint.runtime.run_queue import RunQueue
@@ -57,12 +58,13 @@ class Room(Actor):
 
     def watched(self, transfer: TransferHandle, peer: str, worker: Worker) -> None:
         worker.watch(
-            transfer,
-            lambda _: self.done.append(transfer),
-            lambda _: self.failed.append(transfer),
-            lambda _: self.broke_.append(transfer),
-            lambda _: None,
-            peer=peer,
+            Watched(
+                transfer,
+                peer,
+                done=lambda _: self.done.append(transfer),
+                failed=lambda _: self.failed.append(transfer),
+                broke=lambda _: self.broke_.append(transfer),
+            )
         )
 
     def handle(self, event: tuple[TransferHandle, str] | None, worker: Worker) -> None:
@@ -181,10 +183,10 @@ def test_a_write_whose_poll_breaks_delays_none_of_those_behind_it(caplog: pytest
 
 def test_what_has_ended_leaves_nothing_behind():
     transport = Ends()
-    writes = WritesInFlight(transport)
+    writes = WritesInFlight(transport, lambda write, error: None)
     handles = [TransferHandle() for _ in range(200)]
     for number, handle in enumerate(handles):
-        writes.add(handle, str(number % 50), lambda _: None, lambda _: None, lambda _: None)
+        writes.add(Watched(handle, str(number % 50)))
     transport.end(handles)
     while len(writes):
         writes.look(has_time=True)

@@ -1,193 +1,167 @@
-"""The direct writes of a room: each waits until it is admitted, and is posted into the receiver's pages."""
+"""The direct writes of a room to one receiver: each waits until it is admitted, and is posted into its pages."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
-from kvferry.endpoint.prefill.admission import Admission, Admitted
-from kvferry.endpoint.prefill.write_account import Target, WriteAccount, WritingRoom
+from kvferry.endpoint.prefill.admission import Admitted
+from kvferry.endpoint.prefill.room_write import RoomWrite, Target
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.observe.records import PartRecord
 from kvferry.plan import Unit
-from kvferry.protocol.transfer.sender_events import (
-    SenderBroke,
-    Write,
-    WriteAdmitted,
-    WriteDeferred,
-    WriteDone,
-    WriteFailed,
-)
+from kvferry.protocol.transfer.sender_events import SenderBroke, WriteAdmitted, WriteDeferred
 from kvferry.protocol.wire import codec, notifications
-from kvferry.transport import TransferReport, Transport
+from kvferry.transport import TransferHandle, TransferReport
 
 
-@dataclass(slots=True, eq=False)
-class _Line:
-    """Writes to one receiver that are not posted yet: the first has applied to be admitted.
+class DirectWrite(RoomWrite):
+    """A write into the receiver's pages.
 
     Attributes:
-        admitted: called, on any thread, when it is its turn.
-        target: the receiver.
-        writes: with the record of each.
+        transfer: the transport's handle, once it is posted.
     """
 
-    admitted: Callable[[Admitted], None]
-    target: Target
-    writes: deque[tuple[Write, WriteAccount]] = field(default_factory=deque)
-
-
-class DirectWrites:
-    """The direct writes of one room. Only the room's own turns use it."""
-
-    def __init__(
-        self,
-        number: int,
-        room: WritingRoom,
-        *,
-        transport: Transport,
-        admission: Admission,
-        writer: int,
-        now: Callable[[], float],
-    ) -> None:
-        """Begins with none.
-
-        Args:
-            number: the room's.
-            room: is told what becomes of each write.
-            writer: this rank's engine rank.
-            now: the time, in seconds of a steady clock.
-        """
-        self._number = number
-        self._room = room
-        self._transport = transport
-        self._admission = admission
-        self._writer = writer
-        self._now = now
-        self._lines: dict[str, _Line] = {}  # by receiver
-
-    def write(self, command: Write, target: Target, account: WriteAccount, worker: Worker) -> None:
-        """Posts a write as soon as it is admitted. It holds the receiver's lists (`Attachment.begin_write`)."""
-        line = self._lines.get(target.receiver)
-        if line is None:
-            line = self._lines[target.receiver] = _Line(self._room.post, target)
-        admitted = self._apply(line, command) if not line.writes else None
-        if admitted is not None:
-            self._post(command, target, account, admitted, worker)
-            return
-        line.writes.append((command, account))
-        self._room.apply(WriteDeferred(target.receiver, command.sequence), worker)
-
-    def admitted(self, admitted: Admitted, worker: Worker) -> None:
-        """Posts the first write that waits for a receiver, whose turn it is; the next stands in line behind others."""
-        line = self._lines[admitted.receiver]
-        if not line.writes:  # dropped meanwhile
-            self._admission.give_back(admitted)
-            return
-        command, account = line.writes.popleft()
-        self._room.apply(WriteAdmitted(command.receiver, command.sequence), worker)
-        self._post(command, line.target, account, admitted, worker)
-        if line.writes:
-            following = self._apply(line, line.writes[0][0])
-            if following is not None:
-                self._room.post(following)
-
-    def drop(self) -> None:
-        """Drops all that are not posted."""
-        for receiver, line in self._lines.items():
-            self._admission.withdraw(receiver, line)
-            for _ in line.writes:
-                line.target.attachment.end_write()
-            line.writes.clear()
+    transfer: TransferHandle
+    _admitted: Admitted
 
     @property
-    def deferred_chunks(self) -> Iterator[int]:
-        """The first chunk of which a write waits, for every receiver to which one does."""
-        return (line.writes[0][0].chunk for line in self._lines.values() if line.writes)
+    def num_bytes(self) -> int:
+        """Bytes that it moves."""
+        return self.target.attachment.bytes_of(self.command.unit, self.target.elected, self.command.moves)
 
-    def moved_at(self, target: Target) -> float:
-        """Returns when something last got on that the writes to a receiver wait for."""
-        line = self._lines.get(target.receiver)
-        if line is None or not line.writes:
-            return target.attachment.moved_at
-        return self._admission.moved_at(target.receiver) or 0.0
+    @property
+    def receiver(self) -> str:
+        """Whose memory is written."""
+        return self.command.receiver
 
-    def _apply(self, line: _Line, command: Write) -> Admitted | None:
-        target = line.target
-        num_bytes = target.attachment.bytes_of(command.unit, target.elected, command.moves)
-        return self._admission.admit(target.receiver, num_bytes, line)
-
-    def _post(self, command: Write, target: Target, account: WriteAccount, admitted: Admitted, worker: Worker) -> None:
-        attachment = target.attachment
-        begun_at = self._now()
-
-        def ended() -> None:
-            self._admission.give_back(admitted)
-            attachment.end_write()
-
+    def post(self, admitted: Admitted, worker: Worker) -> None:
+        """Posts it, in the room's turn."""
+        context, command = self.target.context, self.command
+        self._admitted = admitted
+        self._ready_at = context.now()
         try:
-            selected = attachment.select(command.unit, target.elected, command.moves)
-            gathered_at = self._now()
-            transfer = self._transport.post(
+            selected = self.target.attachment.select(command.unit, self.target.elected, command.moves)
+            self._gathered_at = context.now()
+            self.transfer = context.transport.post(
                 selected.local,
                 selected.local_indices,
                 selected.remote,
                 selected.remote_indices,
-                codec.encode(self._arrived(command, target)),
+                codec.encode(self._arrived()),
             )
         except Exception as error:
-            ended()
-            self._room.post(WriteFailed(command.receiver, command.sequence, error))
+            context.admission.give_back(admitted)
+            self.settled(error)
             return
+        self._runs = len(selected.local_indices)
+        self._posted_at = context.now()
+        self._thread = threading.current_thread().name
+        worker.watch(self)
 
-        posted_at = self._now()
-        thread = threading.current_thread().name
+    def done(self, report: TransferReport) -> None:
+        """Takes note that it is complete."""
+        part = PartRecord(
+            ready_at=self._ready_at,
+            begun_at=self._ready_at,
+            gathered_at=self._gathered_at,
+            posted_at=self._posted_at,
+            landed_at=self.target.context.now(),
+            num_bytes=report.total_bytes,
+            runs=self._runs,
+            thread=self._thread,
+        )
+        self.arrived(report, part, descriptors=report.descriptors)
+        self.target.context.admission.give_back(self._admitted)
+        self._end(None)
 
-        def done(report: TransferReport) -> None:
-            now = self._now()
-            part = PartRecord(
-                ready_at=begun_at,
-                begun_at=begun_at,
-                gathered_at=gathered_at,
-                posted_at=posted_at,
-                landed_at=now,
-                num_bytes=report.total_bytes,
-                runs=len(selected.local_indices),
-                thread=thread,
-            )
-            attachment.moved_at = now
-            account.add(report, part, descriptors=report.descriptors)
-            self._room.keep(account.record(command.receiver, now))
-            ended()
-            self._room.post(WriteDone(command.receiver, command.sequence))
+    def failed(self, error: Exception) -> None:
+        """Takes note that nothing more is sent of it."""
+        self.target.context.admission.give_back(self._admitted)
+        if self.target.context.transport.may_deliver_late:
+            self.target.room.post(self.failure(error, may_arrive=True))
 
-        def failed(error: Exception) -> None:
-            self._admission.give_back(admitted)  # nothing more is sent
-            if self._transport.may_deliver_late:
-                self._room.post(WriteFailed(command.receiver, command.sequence, error, may_arrive=True))
+    def settled(self, error: Exception) -> None:
+        """Takes note that nothing of it can arrive any more."""
+        self._end(error)
 
-        def settled(error: Exception) -> None:
-            attachment.end_write()
-            self._room.post(WriteFailed(command.receiver, command.sequence, error))
+    def broke(self, error: Exception) -> None:
+        """Fails the room: whether the write has ended is not known."""
+        self.target.room.post(SenderBroke(error))
 
-        def broke(error: Exception) -> None:
-            self._room.post(SenderBroke(error))
+    def _end(self, error: Exception | None) -> None:
+        if (event := self.end(error)) is not None:
+            self.target.room.post(event)
 
-        worker.watch(transfer, done, failed, broke, settled, peer=command.receiver)
-
-    def _arrived(self, command: Write, target: Target) -> notifications.ChunkArrived:
+    def _arrived(self) -> notifications.ChunkArrived:
         """Makes the notification that travels behind the bytes."""
+        command, attachment = self.command, self.target.attachment
         segments: tuple[notifications.StagedSegment, ...] = ()
-        if target.attachment.digests is not None:
-            packed = target.attachment.plan.packed_pieces(command.unit)
-            segments = target.attachment.digests.of_write(target.elected, command.moves, packed)
+        if attachment.digests is not None:
+            packed = attachment.plan.packed_pieces(command.unit)
+            segments = attachment.digests.of_write(self.target.elected, command.moves, packed)
         return notifications.ChunkArrived(
-            room=self._number,
+            room=self.target.room.room,
             generation=command.generation,
-            writer=self._writer,
+            writer=self.target.context.coordinates.engine_rank,
             sequence=command.sequence,
             unit=command.unit if segments else Unit.WHOLE,
             segments=segments,
         )
+
+
+class DirectWrites:
+    """Those of a room to one receiver. Only the room's own turns use it, except for `admitted`."""
+
+    def __init__(self, target: Target) -> None:
+        """Begins with none."""
+        self._target = target
+        self._admission = target.context.admission
+        self._waiting: deque[DirectWrite] = deque()  # the first has applied to be admitted
+
+    def write(self, write: DirectWrite, worker: Worker) -> None:
+        """Posts a write as soon as it is admitted."""
+        admitted = self._apply(write) if not self._waiting else None
+        if admitted is not None:
+            write.post(admitted, worker)
+            return
+        self._waiting.append(write)
+        self._target.room.apply(WriteDeferred(write.receiver, write.command.sequence), worker)
+
+    def admitted(self, admitted: Admitted) -> None:
+        """Lets the room have a turn to post its first write. From any thread."""
+        self._target.room.post(admitted)
+
+    def post_admitted(self, admitted: Admitted, worker: Worker) -> None:
+        """Posts the first write that waits; the next stands in line behind other rooms'."""
+        if not self._waiting:  # dropped meanwhile
+            self._admission.give_back(admitted)
+            return
+        write = self._waiting.popleft()
+        self._target.room.apply(WriteAdmitted(write.receiver, write.command.sequence), worker)
+        write.post(admitted, worker)
+        following = self._apply(self._waiting[0]) if self._waiting else None
+        if following is not None:
+            self.admitted(following)
+
+    def drop(self) -> None:
+        """Drops all that are not posted."""
+        self._admission.withdraw(self._target.receiver, self)
+        for _ in self._waiting:
+            self._target.attachment.end_write()
+        self._waiting.clear()
+
+    @property
+    def deferred_chunk(self) -> int | None:
+        """The first chunk of which a write waits; None if none does."""
+        return self._waiting[0].command.chunk if self._waiting else None
+
+    @property
+    def moved_at(self) -> float:
+        """When something last got on that the writes wait for."""
+        if not self._waiting:
+            return self._target.attachment.moved_at
+        return self._admission.moved_at(self._target.receiver) or 0.0
+
+    def _apply(self, write: DirectWrite) -> Admitted | None:
+        return self._admission.admit(write.receiver, write.num_bytes, self)

@@ -120,6 +120,7 @@ class PrefillDriver(Loop):
             admission=self.admission,
             observer=observer,
             coordinates=identity.coordinates,
+            quarantine_s=settings.quarantine_s,
             page_groups=identity.layout.groups,
             now=self._now,
             send=self.send,

@@ -23,7 +23,7 @@ from kvferry.observe.status import PeerStatus
 from kvferry.plan import TransferPath
 from kvferry.protocol.wire.field_types import Message
 from kvferry.protocol.wire.messages import Attach, Attached, Refused
-from kvferry.transport import TransferReport, Transport
+from kvferry.transport import TransferHandle, TransferReport, Transport
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,35 @@ class EarlierUndone:
 @dataclass(frozen=True, slots=True)
 class HangingWriteEnded:
     """The write that hung while the decode rank attached is over."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _HangingWrite:
+    """A write that measures, and did not end in time.
+
+    Attributes:
+        receiver: whose memory is written.
+        transfer: the transport's handle.
+        post: queues an event for the decode rank's peer.
+        broken_off: is told that what was sent of it may arrive yet; so it counts as hanging.
+    """
+
+    receiver: str
+    transfer: TransferHandle
+    post: Callable[[HangingWriteEnded], None]
+    broken_off: Callable[[str], None]
+
+    def done(self, _: TransferReport) -> None:
+        self.post(HangingWriteEnded())
+
+    def failed(self, _: Exception) -> None:
+        self.broken_off(self.receiver)
+
+    def settled(self, _: Exception) -> None:
+        self.post(HangingWriteEnded())
+
+    def broke(self, _: Exception) -> None:
+        """Does nothing: the write may not have ended, so that it counts as hanging."""
 
 
 PeerEvent: TypeAlias = Attach | DetachRequested | EarlierUndone | HangingWriteEnded
@@ -175,29 +204,12 @@ class DecodePeer(Actor):
             )
         except WriteHangsError as error:
             self._hanging = TransportError(str(error))
-            worker.watch(
-                error.transfer,
-                self._hanging_ended,
-                self._hanging_failed,
-                self._hanging_broke,
-                self._hanging_ended,
-                peer=self.name,
-            )
+            worker.watch(_HangingWrite(self.name, error.transfer, self.post, self._broken_off))
             self._refuse(self._hanging)
         except Exception as error:
             self._refuse(error)
         else:
             self._confirm(self.attachment)
-
-    def _hanging_ended(self, _: TransferReport | Exception) -> None:
-        self.post(HangingWriteEnded())
-
-    def _hanging_failed(self, _: Exception) -> None:
-        """Remembers that what was sent of it may still arrive; so it counts as hanging."""
-        self._broken_off(self.name)
-
-    def _hanging_broke(self, _: Exception) -> None:
-        """Does nothing: the write may not have ended, so that it counts as hanging."""
 
     def _confirm(self, attachment: Attachment) -> None:
         self._send(

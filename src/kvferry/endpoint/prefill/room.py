@@ -8,22 +8,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from kvferry.endpoint.prefill.admission import Admission, Admitted
+from kvferry.endpoint.prefill.admission import Admitted
 from kvferry.endpoint.prefill.attachment import Attachment
-from kvferry.endpoint.prefill.direct_writes import DirectWrites
-from kvferry.endpoint.prefill.staged_writes import PartLanded, PostNextPart, StagedWrites
-from kvferry.endpoint.prefill.write_account import Target, WriteAccount
+from kvferry.endpoint.prefill.receiver_writes import ReceiverWrites
+from kvferry.endpoint.prefill.room_write import Target, WriteContext
+from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart, StagedWrite
 from kvferry.endpoint.reporting import RoomReport
 from kvferry.endpoint.runtime.actors import Actor
 from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.endpoint.runtime.workers import Worker, WorkerPool
 from kvferry.endpoint.transfer import Sender
-from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferFailedError
-from kvferry.layout import PageGroup, RankCoordinates
-from kvferry.observe.observer import Observer
+from kvferry.errors import KVFerryError, TransferFailedError
+from kvferry.layout import PageGroup
 from kvferry.observe.records import SenderStats, WriteRecord
 from kvferry.observe.status import RoomStatus
-from kvferry.plan import TransferPath
 from kvferry.plan.requests.chunks import ChunkSequence, HandedIn
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
@@ -44,14 +42,12 @@ from kvferry.protocol.transfer.sender_events import (
     SendFinish,
     TurnCame,
     Write,
-    WriteFailed,
     WriteProgressed,
 )
 from kvferry.protocol.transfer.states import SenderState, TransferState
-from kvferry.protocol.wire import codec, field_types, messages, notifications
+from kvferry.protocol.wire import codec, messages, notifications
 from kvferry.protocol.wire.rank_identity import DecodeRank
 from kvferry.settings import Settings
-from kvferry.transport import Transport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,44 +76,27 @@ class RefusalReceived:
     message: messages.RefuseRoom
 
 
-RoomEvent: TypeAlias = SenderEvent | HandedIn | OpenReceived | RefusalReceived | PostNextPart | PartLanded | Admitted
+RoomEvent: TypeAlias = SenderEvent | HandedIn | OpenReceived | RefusalReceived | PostNextPart | StagedPart | Admitted
 
 
 @dataclass(frozen=True, slots=True)
-class RoomContext:
+class RoomContext(WriteContext):
     """What a sending room has of its endpoint. All of it may be called from any worker.
 
     Attributes:
-        transport: moves the bytes.
-        admission: says when a direct write may be posted.
-        observer: is told what happens.
-        coordinates: the rank's place in its engine.
         page_groups: of the rank's layout.
-        now: the time, in seconds of a steady clock.
-        send: sends a control message to a decode rank.
         open_room: takes a decode rank's open request for whoever has the room now, or will have it.
         abort_room: takes back such an open request.
         refuse_room: takes a decode rank's refusal for whoever has the room now, or will have it.
-        write_failed: is told that a write to a decode rank failed: where the connection broke, nothing else will get
-            there either.
-        broken_off: is told of a decode rank that a write to it failed of which something had been sent.
-        was_broken_off: whether that was ever the case.
+        was_broken_off: whether a write to a decode rank has ever failed of which something had been sent.
         forget_room: drops a room that is done.
         set_deadline: is told when a room's next deadline is, every time that something happened in the room.
     """
 
-    transport: Transport
-    admission: Admission
-    observer: Observer
-    coordinates: RankCoordinates
     page_groups: tuple[PageGroup, ...]
-    now: Callable[[], float]
-    send: Callable[[str, field_types.Message], None]
     open_room: Callable[[str, messages.OpenRoom], None]
     abort_room: Callable[[str, messages.AbortRoom], None]
     refuse_room: Callable[[str, messages.RefuseRoom], None]
-    write_failed: Callable[[Attachment, Exception], None]
-    broken_off: Callable[[str], None]
     was_broken_off: Callable[[str], bool]
     forget_room: Callable[[SendingRoom], None]
     set_deadline: Callable[[SendingRoom, float | None], None]
@@ -134,7 +113,7 @@ class SendingRoom(Actor):
         self.room = machine.room
         self._machine = machine
         self._context = context
-        self._targets: dict[str, Target] = {}  # the receivers that have opened the room
+        self._receivers: dict[str, ReceiverWrites] = {}  # those that have opened the room
         self._generations: dict[str, int] = {}  # of the same, and of those that refused it
         self._next_opens: dict[str, messages.OpenRoom] = {}
         self._submitted_at: dict[int, float] = {}
@@ -142,25 +121,6 @@ class SendingRoom(Actor):
         self._writes: list[WriteRecord] = []
         self._observer = context.observer
         self._report = RoomReport(machine.room, context.observer, context.now())
-        self._direct = DirectWrites(
-            machine.room,
-            self,
-            transport=context.transport,
-            admission=context.admission,
-            writer=context.coordinates.engine_rank,
-            now=context.now,
-        )
-        self._staged = StagedWrites(
-            machine.room,
-            self,
-            transport=context.transport,
-            writer=context.coordinates.engine_rank,
-            quarantine_s=settings.quarantine_s,
-            send=context.send,
-            observer=context.observer,
-            now=context.now,
-        )
-        self._failed_writes: set[tuple[str, int]] = set()  # those that were reported, by receiver and sequence
         self._last_submitted_at: float | None = None
         self._handled_chunks = self._settled_chunks = 0
         self._pages = 0  # that were handed in
@@ -184,9 +144,9 @@ class SendingRoom(Actor):
     def status(self, now: float) -> RoomStatus:
         """Returns the room's status. May be called from any thread."""
         machine, writes = self._machine, list(self._writes)
-        accounts, waiting = self._staged.accounts, self._staged.waiting
-        parts = [part for account in accounts for part in list(account.parts)]
-        path = accounts[-1].choice.path if accounts else writes[-1].path if writes else None
+        staged, waiting = self._staged_writes, self._waiting
+        parts = [part for write in staged for part in list(write.parts)]
+        path = staged[-1].choice.path if staged else writes[-1].path if writes else None
         return RoomStatus(
             room=self.room,
             state=machine.state.value,
@@ -204,12 +164,25 @@ class SendingRoom(Actor):
     def _waiting_chunks(self) -> int:
         """Chunks that wait for receivers or for a turn, or of which a write is deferred: always the last ones."""
         first = self._handled_chunks - self._machine.waiting_chunks
-        return self._handled_chunks - min([first, *self._direct.deferred_chunks])
+        deferred = [receiver.direct.deferred_chunk for receiver in self._receivers.values()]
+        return self._handled_chunks - min([first, *(chunk for chunk in deferred if chunk is not None)])
+
+    @property
+    def _staged_writes(self) -> list[StagedWrite]:
+        """Those that have not ended. May be read from any thread."""
+        lines = [receiver.staged for receiver in list(self._receivers.values())]
+        return [write for line in lines if line is not None for write in line.unended]
+
+    @property
+    def _waiting(self) -> list[str]:
+        """The receivers whose next sub-chunk waits for memory. May be read from any thread."""
+        receivers = list(self._receivers.items())
+        return [name for name, each in receivers if each.staged is not None and each.staged.is_waiting]
 
     @property
     def waits_for_memory(self) -> bool:
         """Whether a sub-chunk waits for staging memory. May be read from any thread."""
-        return bool(self._staged.waiting)
+        return bool(self._waiting)
 
     @property
     def failed_alone(self) -> bool:
@@ -245,7 +218,8 @@ class SendingRoom(Actor):
     def _opened(self, request: OpenReceived) -> ReceiverOpened:
         attachment, message = request.attachment, request.message
         elected = attachment.elected(self.room, self._context.coordinates.group_rank)
-        self._targets[attachment.receiver] = Target(attachment, elected)
+        if attachment.receiver not in self._receivers:  # else the same request has come again
+            self._receivers[attachment.receiver] = ReceiverWrites(Target(self, attachment, elected, self._context))
         self._generations[attachment.receiver] = message.generation
         self._observer.requested(self.room, message.trace)
         return ReceiverOpened(
@@ -280,11 +254,15 @@ class SendingRoom(Actor):
                 self.apply(ChunkSubmitted(chunk), worker)
                 self._handled_chunks += 1
             case PostNextPart(receiver):
-                self._staged.post_next(receiver, worker, is_over=self._machine.state.is_final)
-            case PartLanded():
-                self._staged.landed(event, worker)
+                staged = self._receivers[receiver].staged
+                if staged is not None and not self._machine.state.is_final:
+                    staged.post_next(worker)
+            case StagedPart():
+                staged = self._receivers[event.receiver].staged
+                assert staged is not None
+                staged.landed(event, worker)
             case Admitted():
-                self._direct.admitted(event, worker)
+                self._receivers[event.receiver].direct.post_admitted(event, worker)
             case SenderTick():
                 self._take_over_progress()
                 self.apply(event, worker)
@@ -318,12 +296,6 @@ class SendingRoom(Actor):
 
     def apply(self, event: SenderEvent, worker: Worker) -> None:
         """Passes an event to the machine, and executes its commands."""
-        if isinstance(event, WriteFailed) and event.may_arrive:
-            self._context.broken_off(event.receiver)  # before anything is said of this room when it is forgotten
-        if isinstance(event, WriteFailed) and (event.receiver, event.sequence) not in self._failed_writes:
-            self._failed_writes.add((event.receiver, event.sequence))
-            self._observer.write_failed(self.room, event.receiver, event.error)
-            self._context.write_failed(self._targets[event.receiver].attachment, event.error)
         now = self._context.now()
         commands = self._machine.handle(event, now)
         if self._all_open_at is None and self._machine.state not in (TransferState.BOOTSTRAPPING, TransferState.FAILED):
@@ -339,8 +311,9 @@ class SendingRoom(Actor):
 
     def _cancel(self, worker: Worker) -> None:
         """Posts nothing more of a room that has failed."""
-        self._direct.drop()
-        self._staged.cancel(self._machine.error or TransferFailedError("the room has failed"), worker)
+        error = self._machine.error or TransferFailedError("the room has failed")
+        for receiver in self._receivers.values():
+            receiver.cancel(error, worker)
 
     def _show(self) -> None:
         machine = self._machine
@@ -404,34 +377,17 @@ class SendingRoom(Actor):
                 )
 
     def _write(self, command: Write, worker: Worker) -> None:
-        target = self._targets[command.receiver]
-        attachment = target.attachment
-        if not attachment.begin_write():
-            gone = PeerDisconnectedError(f"{command.receiver} is not connected any more")
-            self.post(WriteFailed(command.receiver, command.sequence, gone))
-            return
-        begun_at = self._context.now()
-        submitted_at = max(self._submitted_at.get(command.chunk, begun_at), self._all_open_at or 0.0)
-        try:
-            choice = attachment.paths.choose(command.unit, target.elected, command.moves)
-            account = WriteAccount(choice, submitted_at, begun_at)
-            if choice.path is TransferPath.STAGED:
-                self._staged.write(command, target, account)
-                return
-        except Exception as error:
-            attachment.end_write()
-            self.post(WriteFailed(command.receiver, command.sequence, error))
-            return
-        self._direct.write(command, target, account, worker)
+        submitted_at = self._submitted_at.get(command.chunk, self._context.now())
+        receiver = self._receivers[command.receiver]
+        receiver.write(command, worker, submitted_at=max(submitted_at, self._all_open_at or 0.0))
 
     def _take_over_progress(self) -> None:
         """Notifies the machine of what others' writes to the same receivers have done: they share what carries them."""
         if self._machine.state.is_final:
             return
         now = self._context.now()
-        for receiver, target in self._targets.items():
-            moved_at = max(self._direct.moved_at(target), min(self._staged.moved_at(target), now))
-            self._machine.handle(WriteProgressed(receiver), max(moved_at, target.attachment.moved_at))
+        for name, receiver in self._receivers.items():
+            self._machine.handle(WriteProgressed(name), receiver.moved_at(now))
 
     def keep(self, record: WriteRecord) -> None:
         """Takes the record of a write that is through."""

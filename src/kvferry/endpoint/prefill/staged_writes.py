@@ -1,22 +1,30 @@
-"""The staged writes of a room: gathered sub-chunk by sub-chunk, and written into the receiver's staging ring."""
+"""The staged writes of a room to one receiver: gathered sub-chunk by sub-chunk, each written into its ring in bulk.
+
+A room does one sub-chunk in a turn and then queues behind the others, so that a huge request delays a small one by a
+sub-chunk at most. Where memory is short, on this side or the receiver's, the room waits for its turn at that ring and
+holds up no room that needs another one.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass
-from functools import partial
 
-from kvferry.endpoint.prefill.write_account import Target, WriteAccount, WritingRoom
+from kvferry.endpoint.prefill.paths import StagedPath
+from kvferry.endpoint.prefill.room_write import RoomWrite, Target
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError
-from kvferry.observe.observer import Observer
+from kvferry.layout import Region
 from kvferry.observe.records import PartRecord
+from kvferry.plan import Choice
 from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.sender_events import SenderBroke, Write, WriteDone, WriteFailed, WriteProgressed
-from kvferry.protocol.wire import field_types, messages
-from kvferry.staging.gathering import Packing, PeerMemory, Posted, StagedQueue, StagedWrite
-from kvferry.transport import TransferReport, Transport
+from kvferry.protocol.transfer.sender_events import SenderBroke, Write, WriteProgressed
+from kvferry.protocol.wire import codec, messages
+from kvferry.staging.gathering import Gathered, Gathering
+from kvferry.staging.rings import SharedRing
+from kvferry.staging.slots import Slot, SourceMemory
+from kvferry.transport import TransferHandle, TransferReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,225 +34,315 @@ class PostNextPart:
     receiver: str
 
 
-@dataclass(frozen=True, slots=True)
-class PartLanded:
-    """A sub-chunk is in the receiver's staging memory, or its write failed.
+@dataclass(slots=True, eq=False)
+class StagedPart:
+    """A sub-chunk on its way, from its post until nothing of it can arrive any more.
 
     Attributes:
         write: what it is a part of.
-        posted: what it was.
-        landed_at: when that was noticed.
+        transfer: the bulk write's handle.
+        slot: what it keeps of this side's staging memory.
+        memory: what the slot is of.
+        span: what it keeps of the receiver's ring.
+        gathered: what was gathered for it.
+        ready_at: when it could have begun, had there been memory on both sides.
+        begun_at: when gathering began.
+        gathered_at: when it was gathered.
+        posted_at: when it was posted.
         thread: the one that did the work.
-        result: the transport's report, or why the write failed.
+        is_new: whether the room's turn that posts it has not ended.
+        landed_at: when its end was noticed.
+        result: the transport's report, or why the write failed; None while it is on its way.
     """
 
-    write: AccountedWrite
-    posted: Posted
-    landed_at: float
+    write: StagedWrite
+    transfer: TransferHandle
+    slot: Slot
+    memory: SourceMemory
+    span: Span
+    gathered: Gathered
+    ready_at: float
+    begun_at: float
+    gathered_at: float
+    posted_at: float
     thread: str
-    result: TransferReport | Exception
+    is_new: bool = True
+    landed_at: float = 0.0
+    result: TransferReport | Exception | None = None
+
+    @property
+    def receiver(self) -> str:
+        """Whose memory is written."""
+        return self.write.command.receiver
+
+    def done(self, report: TransferReport) -> None:
+        """Gives the slot back: it is in the receiver's ring."""
+        self.memory.give_back(self.slot)
+        self._land(report)
+
+    def failed(self, error: Exception) -> None:
+        """Gives the slot back: nothing more is sent of it, but it may arrive yet."""
+        self.memory.give_back(self.slot)
+        target = self.write.target
+        if target.context.transport.may_deliver_late:
+            target.attachment.spans_kept_until = target.context.now() + 2 * target.context.quarantine_s
+            target.room.post(self.write.failure(error, may_arrive=True))
+
+    def settled(self, error: Exception) -> None:
+        """Gives the span back: nothing of it can arrive any more."""
+        target = self.write.target
+        _give_up(target, self.write.path, self.span, after_failure=target.context.transport.may_deliver_late)
+        self._land(error)
+
+    def broke(self, error: Exception) -> None:
+        """Fails the room: whether the write has ended is not known."""
+        self.write.target.room.post(SenderBroke(error))
+
+    def _land(self, result: TransferReport | Exception) -> None:
+        self.landed_at, self.result = self.write.target.context.now(), result
+        if not self.is_new:
+            self.write.target.room.post(self)
 
     @property
     def record(self) -> PartRecord:
-        """The record of the sub-chunk."""
-        posted = self.posted
+        """The record of it."""
         return PartRecord(
-            ready_at=posted.ready_at,
-            begun_at=posted.begun_at,
-            gathered_at=posted.gathered_at,
-            posted_at=posted.posted_at,
+            ready_at=self.ready_at,
+            begun_at=self.begun_at,
+            gathered_at=self.gathered_at,
+            posted_at=self.posted_at,
             landed_at=self.landed_at,
-            num_bytes=posted.num_bytes,
-            runs=posted.runs,
+            num_bytes=self.gathered.cache_bytes,
+            runs=self.gathered.runs,
             thread=self.thread,
         )
 
 
-class AccountedWrite(StagedWrite):
-    """A staged write of a room.
+class StagedWrite(RoomWrite):
+    """A write through the receiver's ring, sub-chunk by sub-chunk.
 
     Attributes:
-        target: where it goes.
-        account: its record.
+        path: what it needs for that.
+        in_flight: sub-chunks on their way.
+        error: why it cannot be completed; None if it can.
     """
-
-    def __init__(self, room: int, command: Write, packing: Packing, target: Target, account: WriteAccount) -> None:
-        """Begins with nothing posted."""
-        super().__init__(room, command, packing)
-        self.target = target
-        self.account = account
-
-
-class StagedWrites:
-    """The staged writes of one room. Only the room's own turns use it, where nothing else is said."""
 
     def __init__(
         self,
-        number: int,
-        room: WritingRoom,
+        command: Write,
+        target: Target,
+        choice: Choice,
+        path: StagedPath,
         *,
-        transport: Transport,
-        writer: int,
-        quarantine_s: float,
-        send: Callable[[str, field_types.Message], None],
-        observer: Observer,
-        now: Callable[[], float],
+        submitted_at: float,
+        begun_at: float,
     ) -> None:
-        """Begins with none.
+        """Begins with nothing posted."""
+        super().__init__(command, target, choice, submitted_at=submitted_at, begun_at=begun_at)
+        self.in_flight = 0
+        self.error: Exception | None = None
+        self.path = path
+        self._gathering = Gathering(
+            target.room.room,
+            command,
+            target.elected,
+            target.attachment.plan.packed_pieces(command.unit),
+            path.kernels,
+            chunk_bytes=path.chunk_bytes,
+            writer=target.context.coordinates.engine_rank,
+            is_digested=target.attachment.digests is not None,
+        )
+
+    @property
+    def next_bytes(self) -> int | None:
+        """Bytes of the next sub-chunk; None if all were posted, or no more are to be."""
+        return self._gathering.next_bytes if self.error is None else None
+
+    @property
+    def is_through(self) -> bool:
+        """Whether nothing of it is on its way, and nothing more is to be posted."""
+        return self.next_bytes is None and self.in_flight == 0
+
+    def post(self, slot: Slot, memory: SourceMemory, span: Span, *, ready_at: float | None) -> StagedPart | None:
+        """Gathers the next sub-chunk and posts it. Returns None if it cannot be posted: `error` says why.
 
         Args:
-            number: the room's.
-            room: is told what becomes of each write.
-            writer: this rank's engine rank.
-            quarantine_s: how long what was sent of a write that failed may take to arrive.
-            send: sends a control message to a decode rank.
-            observer: is told of each wait for memory.
-            now: the time, in seconds of a steady clock.
+            slot: where to gather it.
+            memory: what the slot is of.
+            span: where it goes in the receiver's ring, as many bytes as it has.
+            ready_at: since when it has waited for either; None if it has not.
         """
-        self._number = number
-        self._room = room
-        self._transport = transport
-        self._writer = writer
-        self._quarantine_s = quarantine_s
-        self._send = send
-        self._observer = observer
-        self._now = now
-        self._queues: dict[str, StagedQueue[AccountedWrite]] = {}  # by receiver
-
-    @property
-    def accounts(self) -> list[WriteAccount]:
-        """The records of those that have not ended. May be read from any thread."""
-        return [write.account for queue in list(self._queues.values()) for write in queue.writes]
-
-    @property
-    def waiting(self) -> list[str]:
-        """The receivers whose next sub-chunk waits for memory. May be read from any thread."""
-        return [receiver for receiver, queue in list(self._queues.items()) if queue.waits_since is not None]
-
-    def write(self, command: Write, target: Target, account: WriteAccount) -> None:
-        """Queues a write. It holds the receiver's lists (`Attachment.begin_write`)."""
-        queue = self._queues.get(target.receiver)
-        if queue is None:
-            queue = self._queues[target.receiver] = self._queue(target)
-        queue.add(AccountedWrite(self._number, command, queue.packing, target, account))
-        queue.wake()
-
-    def _queue(self, target: Target) -> StagedQueue[AccountedWrite]:
-        attachment, staged = target.attachment, target.attachment.paths.staged
-        assert staged is not None
-        packing = Packing(
-            receiver=target.receiver,
-            elected=target.elected,
-            packed=attachment.plan.packed_pieces,
-            kernels=staged.kernels,
-            transport=self._transport,
-            peer=staged.peer,
-            chunk_bytes=staged.chunk_bytes,
-            writer=self._writer,
-            give_up=partial(self._give_up, target.receiver, staged.peer),
-            now=self._now,
-            is_digested=attachment.digests is not None,
-        )
-        return StagedQueue(packing, wake=lambda: self._room.post(PostNextPart(target.receiver)))
-
-    def _give_up(self, receiver: str, memory: PeerMemory, span: Span, *, after_failure: bool = False) -> None:
-        """Gives up a span of a receiver's ring, of which nothing will be posted any more."""
-        self._send(
-            receiver,
-            messages.SpanReleased(
-                endpoint=self._transport.endpoint_name,
-                epoch=memory.epoch,
-                start=span.start,
-                begin=span.begin,
-                stop=span.stop,
-                after_failure=after_failure,
-            ),
+        context, peer = self.target.context, self.path.peer
+        begun_at = context.now()
+        try:
+            gathered = self._gathering.gather(slot.address, span, epoch=peer.epoch)
+            gathered_at = context.now()
+            transfer = context.transport.write(
+                Region(slot.address, span.num_bytes),
+                self.command.receiver,
+                peer.address + peer.ring.place(span),
+                codec.encode(gathered.notification),
+            )
+        except Exception as error:
+            memory.give_back(slot)
+            _give_up(self.target, self.path, span)
+            self.error = error
+            return None
+        self.in_flight += 1
+        return StagedPart(
+            self,
+            transfer,
+            slot,
+            memory,
+            span,
+            gathered,
+            ready_at=begun_at if ready_at is None else ready_at,
+            begun_at=begun_at,
+            gathered_at=gathered_at,
+            posted_at=context.now(),
+            thread=threading.current_thread().name,
         )
 
-    def post_next(self, receiver: str, worker: Worker, *, is_over: bool) -> None:
-        """Posts the next sub-chunk to a receiver, if there is memory for it, and the room is not over."""
-        queue = self._queues[receiver]
-        had_waited = queue.waits_since is not None
-        found = queue.post_next(worker.memory) if not is_over else None
-        if found is None:
-            if queue.waits_since is not None and not had_waited:
-                self._observer.deferred(receiver)
-            return
-        write, posted = found
-        if posted is None:
-            self._maybe_end(write, worker)
-        else:
-            self._watch(queue, write, posted, worker)
-        if queue.has_more:
-            queue.wake()  # behind others that wait for a turn
-
-    def _watch(self, queue: StagedQueue[AccountedWrite], write: AccountedWrite, posted: Posted, worker: Worker) -> None:
-        receiver, sequence, attachment = write.target.receiver, write.command.sequence, write.target.attachment
-        may_deliver_late = self._transport.may_deliver_late
-        is_posting = True
-        thread = threading.current_thread().name
-        landed: list[PartLanded] = []
-
-        def done(report: TransferReport) -> None:
-            posted.memory.give_back(posted.slot)
-            ended(report)
-
-        def failed(error: Exception) -> None:
-            posted.memory.give_back(posted.slot)
-            if may_deliver_late:
-                attachment.spans_kept_until = self._now() + 2 * self._quarantine_s
-                self._room.post(WriteFailed(receiver, sequence, error, may_arrive=True))
-
-        def settled(error: Exception) -> None:
-            self._give_up(receiver, queue.packing.peer, posted.span, after_failure=may_deliver_late)
-            ended(error)
-
-        def ended(result: TransferReport | Exception) -> None:
-            event = PartLanded(write, posted, self._now(), thread, result)
-            if is_posting:
-                landed.append(event)
-            else:
-                self._room.post(event)
-
-        def broke(error: Exception) -> None:
-            self._room.post(SenderBroke(error))
-
-        worker.watch(posted.transfer, done, failed, broke, settled, peer=receiver)
-        is_posting = False
-        for event in landed:  # ended at once, as on shared memory: no need for a turn of its own
-            self.landed(event, worker)
-
-    def landed(self, event: PartLanded, worker: Worker) -> None:
+    def landed(self, part: StagedPart) -> None:
         """Takes a sub-chunk that is no longer on its way."""
-        write, result = event.write, event.result
-        write.landed(result if isinstance(result, Exception) else None)
-        if isinstance(result, TransferReport):
-            write.target.attachment.moved_at = event.landed_at
-            write.account.add(result, event.record, descriptors=1)
-            self._room.apply(WriteProgressed(write.target.receiver), worker)
-        self._maybe_end(write, worker)
+        self.in_flight -= 1
+        if isinstance(part.result, Exception):
+            self.error = self.error or part.result
+        elif part.result is not None:
+            self.arrived(part.result, part.record, descriptors=1)
 
-    def _maybe_end(self, write: AccountedWrite, worker: Worker) -> None:
-        """Ends a write that is complete, or of which nothing more will be posted, and notifies the machine."""
-        if not write.has_ended:
+
+class StagedWrites:
+    """Those of a room to one receiver, in order. Only the room's own turns use it, where nothing else is said."""
+
+    def __init__(self, target: Target, path: StagedPath) -> None:
+        """Starts empty; the path is the receiver's."""
+        self._target = target
+        self._path = path
+        self._is_awake = False  # whether a turn of the room is scheduled
+        self._writes: deque[StagedWrite] = deque()  # the first is being posted
+        self._unended: dict[int, StagedWrite] = {}  # the same and those with parts on their way, by sequence
+        self._span: Span | None = None  # of the receiver's ring, for the first write, while a slot is waited for
+        self._waits_at: SharedRing | SourceMemory | None = None
+        self._waits_since: float | None = None
+
+    @property
+    def unended(self) -> list[StagedWrite]:
+        """Those that have not ended. May be read from any thread."""
+        return list(self._unended.values())
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next sub-chunk waits for memory, on this side or the receiver's. May be read from any thread."""
+        return self._waits_since is not None
+
+    @property
+    def moved_at(self) -> float:
+        """Until when nothing need get on at the receiver: its ring waits for what failed writes had sent."""
+        return self._target.attachment.spans_kept_until if self.is_waiting else float("-inf")
+
+    def wake(self) -> None:
+        """Schedules a turn of the room, unless one is scheduled already. For any thread."""
+        if not self._is_awake:  # it turns false before the room looks again, so that nothing is missed
+            self._is_awake = True
+            self._target.room.post(PostNextPart(self._target.receiver))
+
+    def write(self, write: StagedWrite) -> None:
+        """Queues a write behind the others."""
+        self._writes.append(write)
+        self._unended[write.command.sequence] = write
+        self.wake()
+
+    def post_next(self, worker: Worker) -> None:
+        """Posts the next sub-chunk, if there is one and memory for it."""
+        self._is_awake = False
+        while self._writes and self._writes[0].next_bytes is None:
+            self._writes.popleft()
+        if not self._writes:
+            self._stop_waiting()  # those queued behind must not wait for this one
             return
-        receiver, sequence = write.target.receiver, write.command.sequence
-        self._queues[receiver].ended(write)
-        write.target.attachment.end_write()
-        if write.error is None:
-            self._room.keep(write.account.record(receiver, self._now()))
-            self._room.apply(WriteDone(receiver, sequence), worker)
+        write, memory = self._writes[0], worker.memory
+        # The receiver's memory first: while it is held, only writes to this receiver are held up.
+        if self._span is None:
+            self._span = self._reserve(write)
+        slot = self._take_slot(memory) if self._span is not None else None
+        if self._span is None or slot is None:
+            if self._waits_since is None:
+                self._waits_since = self._target.context.now()
+                self._target.context.observer.deferred(self._target.receiver)
+            return
+        span, self._span = self._span, None
+        since, self._waits_since = self._waits_since, None
+        part = write.post(slot, memory, span, ready_at=since)
+        if part is None:
+            self._end_if_through(write, worker)
         else:
-            self._room.apply(WriteFailed(receiver, sequence, write.error), worker)
+            worker.watch(part)
+            part.is_new = False
+            if part.result is not None:  # ended at once, as on shared memory: no need for a turn of its own
+                self.landed(part, worker)
+        if any(each.next_bytes is not None for each in self._writes):
+            self.wake()  # behind others that wait for a turn
+
+    def landed(self, part: StagedPart, worker: Worker) -> None:
+        """Takes a sub-chunk that is no longer on its way."""
+        part.write.landed(part)
+        if isinstance(part.result, TransferReport):
+            self._target.room.apply(WriteProgressed(self._target.receiver), worker)
+        self._end_if_through(part.write, worker)
 
     def cancel(self, error: KVFerryError, worker: Worker) -> None:
-        """Posts nothing more of a room that has failed."""
-        for queue in self._queues.values():
-            for write in queue.cancel(error):
-                self._maybe_end(write, worker)
+        """Posts nothing more; those with parts on their way end when these have."""
+        self._stop_waiting()
+        if self._span is not None:
+            span, self._span = self._span, None
+            _give_up(self._target, self._path, span)
+        self._writes.clear()
+        for write in self.unended:
+            write.error = write.error or error
+            self._end_if_through(write, worker)
 
-    def moved_at(self, target: Target) -> float:
-        """Returns until when nothing need get on at a receiver: its ring waits for what failed writes had sent."""
-        queue = self._queues.get(target.receiver)
-        is_waiting = queue is not None and queue.waits_since is not None
-        return target.attachment.spans_kept_until if is_waiting else float("-inf")
+    def _end_if_through(self, write: StagedWrite, worker: Worker) -> None:
+        if not write.is_through:
+            return
+        self._unended.pop(write.command.sequence, None)
+        event = write.end(write.error)
+        if event is not None:
+            self._target.room.apply(event, worker)
+
+    def _reserve(self, write: StagedWrite) -> Span | None:
+        num_bytes = write.next_bytes
+        assert num_bytes is not None
+        ring = self._path.peer.ring
+        span = ring.reserve(num_bytes, self)
+        self._waits_at = ring if span is None else None
+        return span
+
+    def _take_slot(self, memory: SourceMemory) -> Slot | None:
+        if self._waits_at is not memory:
+            self._withdraw()  # woken on another worker, which has memory of its own
+        slot = memory.take(self._target.receiver, self)
+        self._waits_at = memory if slot is None else None
+        return slot
+
+    def _stop_waiting(self) -> None:
+        self._waits_since = None
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        if self._waits_at is not None:
+            where, self._waits_at = self._waits_at, None
+            where.withdraw(self)
+
+
+def _give_up(target: Target, path: StagedPath, span: Span, *, after_failure: bool = False) -> None:
+    """Gives up a span of the receiver's ring, of which nothing will be posted any more."""
+    message = messages.SpanReleased(
+        endpoint=target.context.transport.endpoint_name,
+        epoch=path.peer.epoch,
+        start=span.start,
+        begin=span.begin,
+        stop=span.stop,
+        after_failure=after_failure,
+    )
+    target.context.send(target.receiver, message)

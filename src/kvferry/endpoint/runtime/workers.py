@@ -8,16 +8,16 @@ from __future__ import annotations
 import queue
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop
-from kvferry.endpoint.runtime.writes import WritesInFlight
+from kvferry.endpoint.runtime.writes import WatchedWrite, WritesInFlight
 from kvferry.staging.slots import SourceMemory
-from kvferry.transport import TransferHandle, TransferReport, Transport
+from kvferry.transport import Transport
 
 _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
@@ -40,7 +40,7 @@ class Worker(Loop):
         self._run_queue = run_queue
         self._memory = memory
         self._transport = transport
-        self._writes = WritesInFlight(transport)
+        self._writes = WritesInFlight(transport, self._failed)
         self._settling = settling
         self._is_stopping = False
         self._sleep_s = _SHORTEST_SLEEP_S
@@ -51,34 +51,19 @@ class Worker(Loop):
         assert self._memory is not None
         return self._memory
 
-    def watch(
-        self,
-        transfer: TransferHandle,
-        on_done: Callable[[TransferReport], None],
-        on_failed: Callable[[Exception], None],
-        on_broke: Callable[[Exception], None],
-        on_settled: Callable[[Exception], None],
-        *,
-        peer: str,
-    ) -> None:
-        """Polls a write until it ends, then calls `on_done` or `on_failed`. For actors that run on this worker.
+    def watch(self, write: WatchedWrite) -> None:
+        """Polls a write until it ends, and tells it. For actors that run on this worker.
 
-        Args:
-            on_failed: called when nothing reads our memory any more.
-            on_settled: called after that, when nothing can arrive in the peer's memory any more, either.
-            on_broke: called, once, if polling raises what no transport should; whether the write has ended is not
-                known then, and polling goes on.
-            peer: whose memory is written.
+        If polling raises what no transport should, the write is told once, and polled on.
         """
+        self._writes.add(write)
 
-        def failed(error: Exception) -> None:
-            on_failed(error)
-            if self._transport.may_deliver_late:
-                self._settling.add(partial(on_settled, error))
-            else:
-                on_settled(error)
-
-        self._writes.add(transfer, peer, on_done, failed, on_broke)
+    def _failed(self, write: WatchedWrite, error: Exception) -> None:
+        write.failed(error)
+        if self._transport.may_deliver_late:
+            self._settling.add(partial(write.settled, error))
+        else:
+            write.settled(error)
 
     def has_work(self) -> bool:
         return self._run_queue.has_any or bool(self._settling) or self._is_stopping

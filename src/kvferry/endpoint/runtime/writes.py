@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 from kvferry.errors import TransportError
 from kvferry.transport import TransferHandle, TransferReport, Transport
@@ -30,44 +30,57 @@ LOOKS_AROUND = 64
 """Looks after which every write was polled, while the worker has nothing else to do."""
 
 
-@dataclass(slots=True, eq=False)
-class _Write:
-    transfer: TransferHandle
-    peer: str
-    on_done: Callable[[TransferReport], None]
-    on_failed: Callable[[Exception], None]
-    on_broke: Callable[[Exception], None]
-    is_broken: bool = False
+class WatchedWrite(Protocol):
+    """A write on its way. Told apart by identity; called on the thread of the worker that polls it."""
+
+    @property
+    def transfer(self) -> TransferHandle:
+        """The transport's handle."""
+
+    @property
+    def receiver(self) -> str:
+        """Whose memory is written."""
+
+    def done(self, report: TransferReport) -> None:
+        """It is complete."""
+
+    def failed(self, error: Exception) -> None:
+        """Nothing reads our memory any more."""
+
+    def settled(self, error: Exception) -> None:
+        """It had failed before, and nothing can arrive in the receiver's memory any more, either."""
+
+    def broke(self, error: Exception) -> None:
+        """Polling raised what no transport should, for the first time: whether it has ended is not known."""
 
 
 class WritesInFlight:
     """Polls the writes that one worker has posted. For that worker's thread only."""
 
-    def __init__(self, transport: Transport) -> None:
-        """Begins with none; the transport is the one that they were posted with."""
+    def __init__(self, transport: Transport, on_failed: Callable[[WatchedWrite, Exception], None]) -> None:
+        """Begins with none.
+
+        Args:
+            transport: the one that they were posted with.
+            on_failed: called with each that fails.
+        """
         self._transport = transport
-        self._all: OrderedDict[_Write, None] = OrderedDict()  # the one that is polled next comes first
+        self._on_failed = on_failed
+        self._all: OrderedDict[WatchedWrite, None] = OrderedDict()  # the one that is polled next comes first
+        self._broken: set[WatchedWrite] = set()
         # By peer, the oldest write first; the peer whose turn it is comes first. Those that broke are not here.
-        self._of_peers: OrderedDict[str, OrderedDict[_Write, None]] = OrderedDict()
+        self._of_peers: OrderedDict[str, OrderedDict[WatchedWrite, None]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def add(
-        self,
-        transfer: TransferHandle,
-        peer: str,
-        on_done: Callable[[TransferReport], None],
-        on_failed: Callable[[Exception], None],
-        on_broke: Callable[[Exception], None],
-    ) -> None:
-        """Polls a write at once, and from then on until it ends; see `Worker.watch`."""
-        write = _Write(transfer, peer, on_done, on_failed, on_broke)
+    def add(self, write: WatchedWrite) -> None:
+        """Polls a write at once, and from then on until it ends."""
         if self._ends(write):
             return
         self._all[write] = None
-        if not write.is_broken:
-            self._of_peers.setdefault(peer, OrderedDict())[write] = None
+        if write not in self._broken:
+            self._of_peers.setdefault(write.receiver, OrderedDict())[write] = None
 
     def look(self, *, has_time: bool) -> bool:
         """Polls some of the writes, and handles those that have ended; returns whether there were any.
@@ -97,43 +110,44 @@ class WritesInFlight:
             self._all.move_to_end(write)
             self._poll(write)
 
-    def _poll(self, write: _Write) -> bool:
+    def _poll(self, write: WatchedWrite) -> bool:
         """Polls a write; returns whether it need not be looked at any more as the oldest of its peer."""
         has_ended = self._ends(write)
         if has_ended:
             del self._all[write]
-        if has_ended or write.is_broken:
+        if has_ended or write in self._broken:
             self._take_from_peer(write)
-        return has_ended or write.is_broken
+        return has_ended or write in self._broken
 
-    def _take_from_peer(self, write: _Write) -> None:
-        writes = self._of_peers.get(write.peer, OrderedDict())
+    def _take_from_peer(self, write: WatchedWrite) -> None:
+        writes = self._of_peers.get(write.receiver, OrderedDict())
         writes.pop(write, None)
         if not writes:
-            self._of_peers.pop(write.peer, None)
+            self._of_peers.pop(write.receiver, None)
 
-    def _ends(self, write: _Write) -> bool:
+    def _ends(self, write: WatchedWrite) -> bool:
         """Polls a write, and says so if it has ended."""
         try:
             report = self._transport.poll(write.transfer)
         except TransportError as error:
-            self._release(write.transfer)
-            write.on_failed(error)
+            self._release(write)
+            self._on_failed(write, error)
             return True
         except Exception as error:
-            if not write.is_broken:
-                write.is_broken = True
+            if write not in self._broken:
+                self._broken.add(write)
                 log.exception("the transport broke while a write was polled")
-                write.on_broke(error)
+                write.broke(error)
             return False
         if report is None:
             return False
-        self._release(write.transfer)
-        write.on_done(report)
+        self._release(write)
+        write.done(report)
         return True
 
-    def _release(self, transfer: TransferHandle) -> None:
+    def _release(self, write: WatchedWrite) -> None:
+        self._broken.discard(write)
         try:
-            self._transport.release(transfer)
+            self._transport.release(write.transfer)
         except Exception as error:
             log.warning("a finished write could not be released: %s", error)

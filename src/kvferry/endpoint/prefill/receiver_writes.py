@@ -1,0 +1,68 @@
+"""All writes of a room to one receiver: the path of each is chosen, and it joins those that go the same way."""
+
+from __future__ import annotations
+
+from kvferry.endpoint.prefill.direct_writes import DirectWrite, DirectWrites
+from kvferry.endpoint.prefill.room_write import Target
+from kvferry.endpoint.prefill.staged_writes import StagedWrite, StagedWrites
+from kvferry.endpoint.runtime.workers import Worker
+from kvferry.errors import KVFerryError, PeerDisconnectedError
+from kvferry.plan import TransferPath
+from kvferry.protocol.transfer.sender_events import Write, WriteFailed
+
+
+class ReceiverWrites:
+    """Those of a room to one receiver. Only the room's own turns use it.
+
+    Attributes:
+        direct: those into its pages.
+        staged: those through its ring; None where there is none.
+    """
+
+    def __init__(self, target: Target) -> None:
+        """Begins with none."""
+        self._target = target
+        self.direct = DirectWrites(target)
+        path = target.attachment.paths.staged
+        self.staged = StagedWrites(target, path) if path is not None else None
+
+    def write(self, command: Write, worker: Worker, *, submitted_at: float) -> None:
+        """Begins a write: it is posted when there is memory for it, or when it is admitted.
+
+        Args:
+            submitted_at: when its chunk was handed in, and all receivers had opened the room.
+        """
+        target, attachment, path = self._target, self._target.attachment, self._target.attachment.paths.staged
+        if not attachment.begin_write():
+            self._fail(command, PeerDisconnectedError(f"{command.receiver} is not connected any more"))
+            return
+        begun_at = target.context.now()
+        try:
+            choice = attachment.paths.choose(command.unit, target.elected, command.moves)
+            if choice.path is TransferPath.STAGED:
+                assert self.staged is not None
+                assert path is not None
+                self.staged.write(
+                    StagedWrite(command, target, choice, path, submitted_at=submitted_at, begun_at=begun_at)
+                )
+                return
+        except Exception as error:
+            attachment.end_write()
+            self._fail(command, error)
+            return
+        self.direct.write(DirectWrite(command, target, choice, submitted_at=submitted_at, begun_at=begun_at), worker)
+
+    def _fail(self, command: Write, error: Exception) -> None:
+        self._target.report_failure(error)
+        self._target.room.post(WriteFailed(command.receiver, command.sequence, error))
+
+    def cancel(self, error: KVFerryError, worker: Worker) -> None:
+        """Posts nothing more."""
+        self.direct.drop()
+        if self.staged is not None:
+            self.staged.cancel(error, worker)
+
+    def moved_at(self, now: float) -> float:
+        """Returns when something last got on that the writes wait for, also others' to the same receiver."""
+        staged = float("-inf") if self.staged is None else self.staged.moved_at
+        return max(self.direct.moved_at, min(staged, now), self._target.attachment.moved_at)

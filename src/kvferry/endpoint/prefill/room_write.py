@@ -1,0 +1,170 @@
+"""One write of a room: where it goes, what is through of it, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvferry.endpoint.prefill.admission import Admission
+from kvferry.endpoint.prefill.attachment import Attachment
+from kvferry.endpoint.runtime.workers import Worker
+from kvferry.layout import RankCoordinates
+from kvferry.observe.observer import Observer
+from kvferry.observe.records import PartRecord, WriteRecord
+from kvferry.plan import Choice, ElectedRoute
+from kvferry.protocol.transfer.sender_events import SenderEvent, Write, WriteDone, WriteFailed
+from kvferry.protocol.wire import field_types
+from kvferry.transport import TransferReport, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class WriteContext:
+    """What the writes of a rank share. All of it may be called from any worker.
+
+    Attributes:
+        transport: moves the bytes.
+        admission: says when a direct write may be posted.
+        observer: is told what happens.
+        coordinates: the rank's place in its engine.
+        quarantine_s: how long what was sent of a write that failed may take to arrive.
+        now: the time, in seconds of a steady clock.
+        send: sends a control message to a decode rank.
+        write_failed: is told that a write to a decode rank failed: where the connection broke, nothing else will get
+            there either.
+        broken_off: is told of a decode rank that a write to it failed of which something had been sent.
+    """
+
+    transport: Transport
+    admission: Admission
+    observer: Observer
+    coordinates: RankCoordinates
+    quarantine_s: float
+    now: Callable[[], float]
+    send: Callable[[str, field_types.Message], None]
+    write_failed: Callable[[Attachment, Exception], None]
+    broken_off: Callable[[str], None]
+
+
+class WritingRoom(Protocol):
+    """What a room's writes need of the room."""
+
+    @property
+    def room(self) -> int:
+        """Its number."""
+
+    def post(self, event: Any) -> None:
+        """Queues an event for one of the room's next turns. From any thread."""
+
+    def apply(self, event: SenderEvent, worker: Worker) -> None:
+        """Passes an event to the room's machine, in the room's turn."""
+
+    def keep(self, record: WriteRecord) -> None:
+        """Takes the record of a write that is through. From the thread that polled it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A receiver of a room.
+
+    Attributes:
+        room: the room.
+        attachment: the receiver.
+        elected: the routes by which this rank sends to it in the room.
+        context: what all writes of the rank share.
+    """
+
+    room: WritingRoom
+    attachment: Attachment
+    elected: tuple[ElectedRoute, ...]
+    context: WriteContext
+
+    @property
+    def receiver(self) -> str:
+        """Its endpoint."""
+        return self.attachment.receiver
+
+    def report_failure(self, error: Exception) -> None:
+        """Reports, outside of the room, that a write to it failed."""
+        self.context.observer.write_failed(self.room.room, self.receiver, error)
+        self.context.write_failed(self.attachment, error)
+
+
+class RoomWrite:
+    """A write of a room to one receiver. It holds the receiver's lists from `Attachment.begin_write` to its end.
+
+    Attributes:
+        command: what is to be written.
+        target: the receiver.
+        choice: its path, and why.
+        parts: those that are through.
+    """
+
+    def __init__(self, command: Write, target: Target, choice: Choice, *, submitted_at: float, begun_at: float) -> None:
+        """Begins with nothing posted.
+
+        Args:
+            submitted_at: when its chunk was handed in.
+            begun_at: when this was begun.
+        """
+        self.command = command
+        self.target = target
+        self.choice = choice
+        self.parts: list[PartRecord] = []
+        self._submitted_at = submitted_at
+        self._begun_at = begun_at
+        self._descriptors = 0
+        self._post_s = self._transfer_s = 0.0
+        self._is_reported = False  # that it failed
+        self._is_over = False
+
+    def arrived(self, report: TransferReport, part: PartRecord, *, descriptors: int) -> None:
+        """Adds a part that is in the receiver's memory."""
+        self.target.attachment.moved_at = part.landed_at
+        self.parts.append(part)
+        self._descriptors += descriptors
+        self._post_s += report.post_s
+        self._transfer_s += report.transfer_s
+
+    def failure(self, error: Exception, *, may_arrive: bool = False) -> WriteFailed:
+        """Reports that it failed, once, and returns the event for the room's machine.
+
+        Args:
+            may_arrive: whether what was sent of it may arrive yet.
+        """
+        if may_arrive:  # before anything is said of the room when it is forgotten
+            self.target.context.broken_off(self.target.receiver)
+        if not self._is_reported:
+            self._is_reported = True
+            self.target.report_failure(error)
+        return WriteFailed(self.command.receiver, self.command.sequence, error, may_arrive)
+
+    def end(self, error: Exception | None) -> SenderEvent | None:
+        """Ends it: nothing of it is on its way. Returns the event for the room's machine; None if it ended before.
+
+        Args:
+            error: why it is not complete, if it is not.
+        """
+        if self._is_over:
+            return None
+        self._is_over = True
+        self.target.attachment.end_write()
+        if error is not None:
+            return self.failure(error)
+        self.target.room.keep(self._record())
+        return WriteDone(self.command.receiver, self.command.sequence)
+
+    def _record(self) -> WriteRecord:
+        return WriteRecord(
+            receiver=self.command.receiver,
+            path=self.choice.path,
+            why=self.choice.reason,
+            total_bytes=sum(part.num_bytes for part in self.parts),
+            descriptors=self._descriptors,
+            submitted_at=self._submitted_at,
+            posted_at=self._begun_at,
+            done_at=self.target.context.now(),
+            transport_post_s=self._post_s,
+            transport_transfer_s=self._transfer_s,
+            parts=tuple(self.parts),
+        )

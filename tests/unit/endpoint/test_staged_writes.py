@@ -1,0 +1,158 @@
+"""A room's staged writes to one receiver: what it keeps while it waits for memory, and what it gives back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from kvferry.endpoint.prefill.paths import StagedPath
+from kvferry.endpoint.prefill.staged_writes import StagedWrites
+from kvferry.errors import KVFerryError
+from kvferry.layout import Device, Region
+from kvferry.protocol.transfer.credits import Span
+from kvferry.protocol.wire.messages import SpanReleased
+from kvferry.staging import StagingMemory
+from kvferry.staging.gathering import PeerMemory
+from kvferry.staging.rings import SharedRing
+from kvferry.staging.slots import SourceMemory
+
+CHUNK = 256
+
+
+class Waiter:
+    """Somebody else who wants memory."""
+
+    def __init__(self) -> None:
+        self.woken = 0
+
+    def wake(self) -> None:
+        self.woken += 1
+
+
+class OneChunk:
+    """A write of one sub-chunk. What it is posted with is kept."""
+
+    def __init__(self) -> None:
+        self.next_bytes: int | None = CHUNK
+        self.error: Exception | None = None
+        self.posted: list[Span] = []
+        self.command: Any = self
+        self.sequence = 0
+
+        self.ends: list[Exception | None] = []
+
+    @property
+    def is_through(self) -> bool:
+        return self.next_bytes is None or self.error is not None
+
+    def post(self, slot: object, memory: object, span: Span, *, ready_at: float | None) -> None:
+        self.next_bytes = None
+        self.posted.append(span)
+
+    def end(self, error: Exception | None) -> None:
+        self.ends.append(error)
+
+
+class Room:
+    """A line with one write, a ring of one sub-chunk that it goes to, and a worker's memory of one slot."""
+
+    def __init__(self) -> None:
+        self.ring = SharedRing(CHUNK)
+        self.memory = SourceMemory(CHUNK, StagingMemory(Region(0, CHUNK), Device(), None), lambda: None)
+        self.void: list[SpanReleased] = []
+        self.turns: list[object] = []
+        self.deferred: list[str] = []
+        context = SimpleNamespace(
+            now=lambda: 0.0,
+            send=lambda receiver, message: self.void.append(message),
+            transport=SimpleNamespace(endpoint_name="p0"),
+            observer=SimpleNamespace(deferred=self.deferred.append),
+        )
+        target: Any = SimpleNamespace(
+            receiver="d0", context=context, room=SimpleNamespace(post=self.turns.append, apply=None)
+        )
+        nothing: Any = None
+        self.line = StagedWrites(target, StagedPath(PeerMemory(0, 1, self.ring), nothing, nothing, CHUNK))
+        self.write = OneChunk()
+        self.line.write(cast(Any, self.write))
+        self.turns.clear()
+
+    def posts_next(self) -> bool:
+        """Whether it posts, in a turn of the room, what it could not before."""
+        before = len(self.write.posted)
+        self.line.post_next(cast(Any, SimpleNamespace(memory=self.memory)))
+        return len(self.write.posted) > before
+
+    def cancel(self) -> list[Exception | None]:
+        self.line.cancel(KVFerryError("the room failed"), cast(Any, None))
+        return self.write.ends
+
+
+def test_who_waits_for_a_receivers_memory_keeps_no_slot_that_others_could_use():
+    room = Room()
+    unread = room.ring.reserve(CHUNK, Waiter())
+    assert unread is not None
+    assert not room.posts_next()
+    assert room.memory.take("d1", Waiter()) is not None
+
+
+def test_who_waits_for_a_slot_keeps_its_turn_at_the_receivers_memory():
+    room, behind = Room(), Waiter()
+    slot = room.memory.take("d1", Waiter())
+    assert slot is not None
+    assert not room.posts_next()
+    assert room.ring.reserve(CHUNK, behind) is None
+    room.memory.give_back(slot)
+    assert len(room.turns) == 1
+    assert room.posts_next()
+    assert [span.num_bytes for span in room.write.posted] == [CHUNK]
+    assert not behind.woken
+
+
+def test_who_gives_up_while_it_waits_for_a_slot_says_that_its_span_is_void_and_lets_the_next_go():
+    room, behind = Room(), Waiter()
+    slot = room.memory.take("d1", Waiter())
+    assert slot is not None
+    assert not room.posts_next()
+    assert room.memory.take("d2", behind) is None
+    assert [str(error) for error in room.cancel()] == ["the room failed"]
+    assert [span.stop - span.begin for span in room.void] == [CHUNK]
+    room.memory.give_back(slot)
+    assert (len(room.turns), behind.woken) == (0, 1)
+
+
+def test_who_gives_up_while_it_waits_for_a_receivers_memory_lets_the_next_go():
+    room, behind = Room(), Waiter()
+    unread = room.ring.reserve(CHUNK, Waiter())
+    assert unread is not None
+    assert not room.posts_next()
+    assert room.ring.reserve(CHUNK, behind) is None
+    assert [str(error) for error in room.cancel()] == ["the room failed"]
+    assert not room.void
+    room.ring.read_until(unread.stop)
+    assert (len(room.turns), behind.woken) == (0, 1)
+
+
+def test_what_waits_is_said_once():
+    room = Room()
+    unread = room.ring.reserve(CHUNK, Waiter())
+    assert unread is not None
+    assert not room.posts_next()
+    assert room.line.is_waiting
+    assert not room.posts_next()
+    assert room.deferred == ["d0"]
+    room.ring.read_until(unread.stop)
+    assert room.posts_next()
+    assert not room.line.is_waiting
+
+
+def test_a_span_that_was_kept_for_a_write_that_failed_meanwhile_is_given_up_with_the_room():
+    room = Room()
+    slot = room.memory.take("d1", Waiter())
+    assert slot is not None
+    assert not room.posts_next()
+    room.write.error = OSError("an earlier part of it")
+    assert not room.posts_next()
+    room.cancel()
+    room.cancel()
+    assert [span.stop - span.begin for span in room.void] == [CHUNK]
