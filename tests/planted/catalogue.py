@@ -118,7 +118,6 @@ CATALOGUE = (
         "(gather + write + scatter,)",
         "tests/unit/plan/test_cost.py",
     ),
-    # ---- protocol
     PlantedFault(
         "a run of more pages than were counted is written out",
         "plan/requests/page_numbers.py",
