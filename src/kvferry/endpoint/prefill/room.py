@@ -12,7 +12,7 @@ from kvferry.endpoint.prefill.admission import Admitted
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.receiver_writes import ReceiverWrites
 from kvferry.endpoint.prefill.room_write import Target, WriteContext
-from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart, StagedWrite
+from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart
 from kvferry.endpoint.reporting import RoomReport
 from kvferry.endpoint.runtime.actors import Actor
 from kvferry.endpoint.runtime.run_queue import RunQueue
@@ -144,7 +144,9 @@ class SendingRoom(Actor):
     def status(self, now: float) -> RoomStatus:
         """Returns the room's status. May be called from any thread."""
         machine, writes = self._machine, list(self._writes)
-        staged, waiting = self._staged_writes, self._waiting
+        receivers = list(self._receivers.items())
+        staged = [write for _, receiver in receivers for write in receiver.staged_writes]
+        waiting = [name for name, receiver in receivers if receiver.waits_for_memory]
         parts = [part for write in staged for part in list(write.parts)]
         path = staged[-1].choice.path if staged else writes[-1].path if writes else None
         return RoomStatus(
@@ -164,25 +166,13 @@ class SendingRoom(Actor):
     def _waiting_chunks(self) -> int:
         """Chunks that wait for receivers or for a turn, or of which a write is deferred: always the last ones."""
         first = self._handled_chunks - self._machine.waiting_chunks
-        deferred = [receiver.direct.deferred_chunk for receiver in self._receivers.values()]
+        deferred = [receiver.deferred_chunk for receiver in self._receivers.values()]
         return self._handled_chunks - min([first, *(chunk for chunk in deferred if chunk is not None)])
-
-    @property
-    def _staged_writes(self) -> list[StagedWrite]:
-        """Those that have not ended. May be read from any thread."""
-        lines = [receiver.staged for receiver in list(self._receivers.values())]
-        return [write for line in lines if line is not None for write in line.unended]
-
-    @property
-    def _waiting(self) -> list[str]:
-        """The receivers whose next sub-chunk waits for memory. May be read from any thread."""
-        receivers = list(self._receivers.items())
-        return [name for name, each in receivers if each.staged is not None and each.staged.is_waiting]
 
     @property
     def waits_for_memory(self) -> bool:
         """Whether a sub-chunk waits for staging memory. May be read from any thread."""
-        return bool(self._waiting)
+        return any(receiver.waits_for_memory for receiver in list(self._receivers.values()))
 
     @property
     def failed_alone(self) -> bool:
@@ -253,16 +243,13 @@ class SendingRoom(Actor):
                 self._pages += sum(len(part.pages) for part in chunk.parts)
                 self.apply(ChunkSubmitted(chunk), worker)
                 self._handled_chunks += 1
-            case PostNextPart(receiver):
-                staged = self._receivers[receiver].staged
-                if staged is not None and not self._machine.state.is_final:
-                    staged.post_next(worker)
-            case StagedPart():
-                staged = self._receivers[event.receiver].staged
-                assert staged is not None
-                staged.landed(event, worker)
             case Admitted():
-                self._receivers[event.receiver].direct.post_admitted(event, worker)
+                self._receivers[event.receiver].post_next(event, worker)
+            case PostNextPart():
+                if not self._machine.state.is_final:
+                    self._receivers[event.receiver].post_next(event, worker)
+            case StagedPart():
+                self._receivers[event.receiver].landed(event, worker)
             case SenderTick():
                 self._take_over_progress()
                 self.apply(event, worker)
