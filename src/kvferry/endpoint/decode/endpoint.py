@@ -15,7 +15,6 @@ from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import (
     EndpointClosedError,
-    KVFerryError,
     LayoutError,
     UsageError,
 )
@@ -171,48 +170,32 @@ class DecodeEndpoint(Endpoint):
             EndpointClosedError: if the endpoint was closed.
         """
         self._owning_process.check(_OWNED)
-        try:
-            return self._open(
-                checked_room(room), pages, engine, prefill_dp_rank, prefix_tokens, tokens, share_tokens, depends_on
+        with self._refusals_observed():
+            number = checked_room(room)
+            where = f"room {number}"
+            key = _link_key(engine, prefill_dp_rank, where=where)
+            groups = demands_of(self.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=where)
+            check_share_tokens(self.layout.tokens, tokens, share_tokens, where=where)
+            now = self._platform.now()
+            machine = ReceiverMachine(number, rank=self.engine_rank, deadlines=self._deadlines, now=now)
+            generation = self._platform.random_bits(63)
+
+            def abort(reason: str) -> None:
+                self._driver.rooms.post_event(number, generation, ReceiverAbortRequested(reason))
+
+            receiver = Receiver(number, abort, now)
+            length = None if tokens is None else int(tokens)  # a plain integer, which is what travels
+            opened = ReceivingRoom(
+                machine,
+                generation=generation,
+                groups=groups,
+                tokens=length,
+                depends_on=checked_conditions(depends_on, where=where),
+                receiver=receiver,
+                places=UnitPlaces(self.layout, groups, length),
             )
-        except KVFerryError as error:
-            self._telemetry.observer.refused(error)
-            raise
-
-    def _open(
-        self,
-        room: int,
-        pages: AnyPages,
-        engine: str,
-        prefill_dp_rank: int,
-        prefix_tokens: int,
-        tokens: int | None,
-        share_tokens: int | None,
-        depends_on: Mapping[str, bytes] | None,
-    ) -> Receiver:
-        key = _link_key(engine, prefill_dp_rank, where=f"room {room}")
-        groups = demands_of(self.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=f"room {room}")
-        check_share_tokens(self.layout.tokens, tokens, share_tokens, where=f"room {room}")
-        now = self._platform.now()
-        machine = ReceiverMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=now)
-        generation = self._platform.random_bits(63)
-
-        def abort(reason: str) -> None:
-            self._driver.rooms.post_event(room, generation, ReceiverAbortRequested(reason))
-
-        receiver = Receiver(room, abort, now)
-        length = None if tokens is None else int(tokens)  # a plain integer, which is what travels
-        opened = ReceivingRoom(
-            machine,
-            generation=generation,
-            groups=groups,
-            tokens=length,
-            depends_on=checked_conditions(depends_on, where=f"room {room}"),
-            receiver=receiver,
-            places=UnitPlaces(self.layout, groups, length),
-        )
-        self._driver.rooms.add(opened, key)
-        return receiver
+            self._driver.rooms.add(opened, key)
+            return receiver
 
     def refuse(self, room: SupportsIndex, reason: str, *, engine: str = "prefill", prefill_dp_rank: int = 0) -> None:
         """Tells a prefill engine that this rank will not open a room, for a caller that cannot.

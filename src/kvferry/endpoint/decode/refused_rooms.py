@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvferry.endpoint.decode.connections import Connections
@@ -67,11 +66,6 @@ class Refusals:
         self._most = context.settings.max_rooms  # are kept; the oldest are dropped
         self._refusals: dict[int, Refusal] = {}  # by room, the oldest first
         self._count_of: Counter[Link] = Counter()  # the same, counted by link
-
-    @property
-    def all(self) -> Collection[Refusal]:
-        """Those that some rank may not know of."""
-        return self._refusals.values()
 
     def are_told_through(self, link: Link) -> bool:
         """Whether ranks of a link are still to hear of any."""
