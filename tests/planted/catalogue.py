@@ -234,16 +234,16 @@ CATALOGUE = (
     ),
     PlantedFault(
         "who connects anew does not wait for what a failed write had sent",
-        "endpoint/decode/links.py",
-        "if message.last_failure > self._waited_for.get(endpoint, 0):",
-        "if message.last_failure > 1 << 60:",
+        "endpoint/decode/quarantine.py",
+        "return is_over and message.last_failure <= number",
+        "return True",
         "tests/unit/endpoint/test_faults.py",
     ),
     PlantedFault(
         "who connects anew waits for what it has waited for",
-        "endpoint/decode/links.py",
-        "if message.last_failure > self._waited_for.get(endpoint, 0):",
-        "if message.last_failure > 0:",
+        "endpoint/decode/quarantine.py",
+        "return is_over and message.last_failure <= number",
+        "return message.last_failure == 0",
         "tests/unit/endpoint/test_faults.py",
     ),
     PlantedFault(

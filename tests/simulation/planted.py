@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from kvferry.endpoint.decode import end_proofs, tasks
+from kvferry.endpoint.decode import quarantine, tasks
 from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.decode.refused_rooms import Refusals
@@ -194,7 +194,8 @@ def _successors_speak_for_the_dead(patch: pytest.MonkeyPatch) -> None:
     right = ReceivingRooms.received
 
     def received(rooms: ReceivingRooms, address: str, message: Any, now: float) -> None:
-        link = rooms._links_of.get(message.room)
+        room = rooms.open.get(message.room)
+        link = room.link if room is not None else None
         peer = (
             next((each for each in link.peers if link.rank_of(each.endpoint) == message.writer), None) if link else None
         )
@@ -229,7 +230,7 @@ def _missing_pod_is_dead(patch: pytest.MonkeyPatch) -> None:
     def why_ended(pod: PodIdentity, found: pods.PodObject | None, node: pods.NodeAnswer | None) -> str:
         return right(pod, found, node) if found is not None else "there is no such pod"
 
-    patch.setattr(end_proofs, "why_ended", why_ended)
+    patch.setattr(quarantine, "why_ended", why_ended)
 
 
 def _phase_is_proof(patch: pytest.MonkeyPatch) -> None:
@@ -312,7 +313,7 @@ def _gaps_taken(patch: pytest.MonkeyPatch) -> None:
 
 
 def _aborts_said_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ReceivingRooms, "_ask_to_stop", lambda rooms, room, link, now: None)
+    patch.setattr(ReceivingRooms, "_ask_to_stop", lambda rooms, room, now: None)
 
 
 def _closed_connections_read(patch: pytest.MonkeyPatch) -> None:

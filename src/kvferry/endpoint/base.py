@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
+from kvferry._version import __version__
 from kvferry.control.owning_process import OwningProcess
 from kvferry.endpoint.construction import create_transport, deadlines, endpoint_name
 from kvferry.endpoint.runtime.platform import Closing, Platform, SystemPlatform
 from kvferry.endpoint.runtime.threads import ThreadHealth
-from kvferry.endpoint.telemetry import EndpointTelemetry, endpoint_status
+from kvferry.endpoint.telemetry import EndpointTelemetry
+from kvferry.errors import KVFerryError
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.observe.status import EndpointStatus, LostPeerStatus, PeerStatus, RoomStatus, Side, StagingStatus
+from kvferry.observe.status import (
+    MOST_ROOMS,
+    EndpointStatus,
+    LostPeerStatus,
+    PeerStatus,
+    RoomStatus,
+    Side,
+    StagingStatus,
+    ThreadStatus,
+)
 from kvferry.plan import check_token_share
 from kvferry.protocol.wire.fingerprint import checked_fingerprint
 from kvferry.protocol.wire.rank_identity import Identity
@@ -116,21 +131,53 @@ class Endpoint(ABC):
         staging: StagingStatus,
         quarantine: Sequence[LostPeerStatus] = (),
     ) -> EndpointStatus:
-        return endpoint_status(
-            self._side,
-            self.settings,
+        """Builds the status.
+
+        Args:
+            problem: what is wrong with the endpoint; empty if nothing is.
+            rooms: all that are open.
+        """
+        oldest = sorted(rooms, key=lambda room: -room.age_s)
+        return EndpointStatus(
+            side=self._side,
             engine=self.engine,
             rank=self.engine_rank,
             endpoint=self.transport.endpoint_name,
+            version=__version__,
+            process=os.getpid(),
+            at_unix_s=time.time(),
             up_s=now - self._started_at,
+            peer_timeout_s=self.settings.peer_timeout_s,
+            heartbeat_s=self.settings.heartbeat_interval_s,
             problem=problem,
-            rooms=rooms,
-            peers=peers,
+            states=dict(Counter(room.state for room in rooms)),
+            oldest_room_s=oldest[0].age_s if oldest else 0.0,
+            quarantined_pages=sum(room.quarantined_pages for room in rooms),
+            quarantine_s=max((room.failed_for_s for room in rooms if room.quarantined_pages), default=0.0),
+            rooms=tuple(oldest[:MOST_ROOMS]),
+            peers=tuple(peers),
             staging=staging,
-            threads=self.health,
-            fingerprint=self.fingerprint,
-            quarantine=quarantine,
+            quarantine=tuple(quarantine),
+            fingerprint=dict(self.fingerprint),
+            threads=tuple(
+                ThreadStatus(
+                    name=thread.name,
+                    is_alive=thread.is_alive,
+                    failures=thread.failures,
+                    last_failure=thread.last_failure,
+                )
+                for thread in self.health
+            ),
         )
+
+    @contextmanager
+    def _refusals_observed(self) -> Iterator[None]:
+        """Notifies the observer of an error that refuses what the caller asks for."""
+        try:
+            yield
+        except KVFerryError as error:
+            self._telemetry.observer.refused(error)
+            raise
 
     @property
     def is_healthy(self) -> bool:

@@ -36,8 +36,7 @@ class MissedEngines:
             bootstrap_s: how long rooms wait for an engine.
         """
         self._bootstrap_s = bootstrap_s
-        self._since: dict[str, float] = {}  # since when each is missed
-        self._said: dict[str, None] = {}
+        self._say_at: dict[str, float] = {}  # when to say that each is missed; never again once it was said
 
     def missed(self, engine: str, problem: Exception, now: float) -> None:
         """Takes a look-up that did not find an engine.
@@ -45,11 +44,10 @@ class MissedEngines:
         Args:
             problem: why, in words.
         """
-        since = self._since.setdefault(engine, now)
-        forget_oldest(self._since, _MOST_MISSED)
-        if now - since >= MISSED_S and engine not in self._said:
-            self._said[engine] = None
-            forget_oldest(self._said, _MOST_MISSED)
+        say_at = self._say_at.setdefault(engine, now + MISSED_S)
+        forget_oldest(self._say_at, _MOST_MISSED)
+        if now >= say_at:
+            self._say_at[engine] = float("inf")
             log.warning(
                 "prefill engine %r is not found: %s. Its rooms wait for it for %g s (KVFERRY_BOOTSTRAP_TIMEOUT_S)",
                 engine,
@@ -59,8 +57,7 @@ class MissedEngines:
 
     def found(self, engine: str) -> None:
         """Takes a look-up that found an engine."""
-        self._since.pop(engine, None)
-        self._said.pop(engine, None)
+        self._say_at.pop(engine, None)
 
 
 class UnaskedRooms:

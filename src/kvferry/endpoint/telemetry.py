@@ -1,28 +1,15 @@
-"""What an endpoint shows of itself: its status, and the metrics that a setting turns on."""
+"""What an endpoint tells of itself: log lines, and the metrics and traces that a setting turns on."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvferry._version import __version__
-from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.errors import ConfigurationError
 from kvferry.observe.logs import FailureLog
 from kvferry.observe.observer import Observer, Several
-from kvferry.observe.status import (
-    MOST_ROOMS,
-    EndpointStatus,
-    LostPeerStatus,
-    PeerStatus,
-    RoomStatus,
-    Side,
-    StagingStatus,
-    ThreadStatus,
-)
+from kvferry.observe.status import EndpointStatus, Side
 from kvferry.observe.tracing import Recorder
 from kvferry.settings import Settings
 
@@ -88,64 +75,3 @@ def _spans(engine: str, rank: int) -> Observer:
             f"traces (KVFERRY_TRACES) need OpenTelemetry: pip install opentelemetry-api ({error})"
         ) from error
     return Spans(engine, rank)
-
-
-def endpoint_status(
-    side: Side,
-    settings: Settings,
-    *,
-    engine: str,
-    rank: int,
-    endpoint: str,
-    up_s: float,
-    problem: str,
-    rooms: Sequence[RoomStatus],
-    peers: Sequence[PeerStatus],
-    staging: StagingStatus,
-    threads: Sequence[ThreadHealth],
-    fingerprint: Mapping[str, str],
-    quarantine: Sequence[LostPeerStatus] = (),
-) -> EndpointStatus:
-    """Builds the status of an endpoint.
-
-    Args:
-        up_s: for how long it has run.
-        problem: what is wrong with it; empty if nothing is.
-        rooms: all that are open.
-        fingerprint: what its caches are beyond their layout.
-    """
-    states: dict[str, int] = {}
-    for room in rooms:
-        states[room.state] = states.get(room.state, 0) + 1
-    oldest = sorted(rooms, key=lambda room: -room.age_s)
-    return EndpointStatus(
-        side=side,
-        engine=engine,
-        rank=rank,
-        endpoint=endpoint,
-        version=__version__,
-        process=os.getpid(),
-        at_unix_s=time.time(),
-        up_s=up_s,
-        peer_timeout_s=settings.peer_timeout_s,
-        heartbeat_s=settings.heartbeat_interval_s,
-        problem=problem,
-        states=states,
-        oldest_room_s=oldest[0].age_s if oldest else 0.0,
-        quarantined_pages=sum(room.quarantined_pages for room in rooms),
-        quarantine_s=max((room.failed_for_s for room in rooms if room.quarantined_pages), default=0.0),
-        rooms=tuple(oldest[:MOST_ROOMS]),
-        peers=tuple(peers),
-        staging=staging,
-        quarantine=tuple(quarantine),
-        fingerprint=dict(fingerprint),
-        threads=tuple(
-            ThreadStatus(
-                name=thread.name,
-                is_alive=thread.is_alive,
-                failures=thread.failures,
-                last_failure=thread.last_failure,
-            )
-            for thread in threads
-        ),
-    )

@@ -304,7 +304,7 @@ def test_staging_memory_comes_back_when_what_hung_has_ended(hanging: Callable[..
     assert name in case.driver._staging.rings, "it may still be written to"
     case.ends()
     eventually("the ring came back", lambda: name not in case.driver._staging.rings)
-    eventually("nobody is in doubt", lambda: len(case.driver.rooms.links._lost) == 0)
+    eventually("nobody is in doubt", lambda: len(case.driver.rooms.links.quarantine._lost) == 0)
 
 
 @pytest.mark.parametrize("end", ["works again", "closed"])
@@ -519,7 +519,10 @@ def test_a_close_that_is_interrupted_anywhere_is_finished_by_the_next(registry_u
     """Ctrl-C reaches the main thread between any two lines."""
     files = {
         "prefill": ("endpoint.py", "driver.py", "rooms.py", "registration.py", "telemetry.py", "registry_client.py"),
-        "decode": ("endpoint.py", "driver.py", "links.py", "control/ends.py", "control/channel.py"),
+        "decode": (
+            *("endpoint.py", "driver.py", "rooms.py", "links.py", "quarantine.py", "connections.py"),
+            *("control/ends.py", "control/channel.py"),
+        ),
     }[side]
     before, network, open_files = our_threads(), InProcessNetwork(), []
     for line in itertools.count(1, tier.amount(quick=5, full=1, long=1)):
@@ -637,7 +640,7 @@ def test_a_forked_child_is_told_that_an_endpoint_is_its_parents(pair: Callable[.
 def test_a_child_that_is_forked_under_an_endpoints_lock_does_not_wait_for_it(pair: Callable[..., Requests]):
     requests = pair()
     prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
-    with prefill._driver.rooms._lock, decode._lock, decode._closers, prefill._closers:
+    with prefill._driver.rooms._lock, decode._driver.rooms._lock, decode._closers, prefill._closers:
         for call in (lambda: prefill.open(2), lambda: decode.open(2, [0]), prefill.close, decode.close):
             assert in_child(call).startswith(("UsageError", "None"))
 

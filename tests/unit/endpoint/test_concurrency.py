@@ -458,7 +458,7 @@ def test_a_waker_looks_while_events_are_handed_in_and_rests_otherwise(takers: Ca
         assert looks > before
     assert thread.is_alive
     waker.stop()
-    assert thread.join(WAIT_S)
+    eventually("it has ended", lambda: not thread.is_alive)
 
 
 def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(

@@ -43,10 +43,7 @@ def nothing_left(requests: Requests) -> bool:
         endpoint.open_rooms == 0 and len(endpoint._driver.rooms.table._pending) == 0
         for endpoint in requests.prefill.endpoints
     ) and all(
-        endpoint.open_rooms == 0
-        and not endpoint._driver.rooms.open
-        and not endpoint._driver.rooms._links_of
-        and not endpoint._driver.rooms._waiting
+        endpoint.open_rooms == 0 and not endpoint._driver.rooms.open and not endpoint._driver.rooms._rooms_of
         for endpoint in requests.decode.endpoints
     )
 
@@ -702,15 +699,15 @@ def test_a_close_message_through_an_old_connection_ends_no_new_one(
     requests = pair()
     requests.run(1)
     driver, endpoint = requests.decode.endpoints[0]._driver, requests.prefill.endpoints[0]
-    (connection,) = driver.rooms.links._connections._open.values()
+    ((address, line),) = driver.rooms.links.connections.lines.items()
     (peer,) = endpoint._driver.peers.all()
     said: list[field_types.Message] = []
-    monkeypatch.setattr(connection, "send", lambda data: said.append(codec.decode_to_prefill(data)))
+    monkeypatch.setattr(line.connection, "send", lambda data: said.append(codec.decode_to_prefill(data)))
     closed = threading.Event()
 
     def close(now: float) -> None:
         driver.rooms.links._next_attempt()  # of a link that is still looked up
-        driver.rooms.links._connections.close(connection.address)
+        driver.rooms.links.connections._close(address)
         closed.set()
 
     driver.submit(close)
@@ -727,7 +724,7 @@ def test_a_ring_that_a_living_rank_was_lost_with_is_given_up_for_a_new_one(pair:
     driver.submit(lambda now: driver.rooms.links.fail(lost, PeerDisconnectedError("its queue was full"), now))
     eventually("it was lost", lambda: lost not in driver.rooms.links.current)
     eventually("it is connected anew", lambda: [link.state for link in driver.rooms.links.current] == [LinkState.READY])
-    eventually("nobody is in doubt", lambda: len(driver.rooms.links._lost) == 0)
+    eventually("nobody is in doubt", lambda: len(driver.rooms.links.quarantine._lost) == 0)
     eventually("the old connections are closed", lambda: not driver.rooms.links.retired)
 
 

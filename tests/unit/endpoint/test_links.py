@@ -154,7 +154,7 @@ def test_a_link_for_which_there_are_not_enough_descriptors_fails_and_the_next_is
     with pytest.raises(PeerDisconnectedError, match=r"Too many open files.*ulimit -n"):
         requests.connect()
     links = requests.decode.endpoints[0]._driver.rooms.links
-    eventually("nothing is left of it", lambda: not (links.current or links.retired or links._connections.addresses))
+    eventually("nothing is left of it", lambda: not (links.current or links.retired or links.connections.lines))
     assert asked[1].closed
     requests.run(1)
     assert requests.decode.endpoints[0].health[0].failures == 0

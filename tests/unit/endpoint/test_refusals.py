@@ -54,7 +54,9 @@ def wait_told(*endpoints: DecodeEndpoint) -> None:
         assert is_taken.wait(WAIT_S)
     eventually(
         "all was told",
-        lambda: not any(each._driver.rooms.refusals.all or each._driver.rooms.links.retired for each in endpoints),
+        lambda: (
+            not any(each._driver.rooms.refusals._refusals or each._driver.rooms.links.retired for each in endpoints)
+        ),
     )
 
 

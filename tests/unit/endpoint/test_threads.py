@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from tests.support.waiting import PATIENCE_S, eventually
+from tests.support.waiting import eventually
 
 from kvferry.endpoint.runtime.threads import Loop, SupervisedThread
 
@@ -39,8 +39,7 @@ def test_whatever_a_turn_raises_the_next_one_follows(error: BaseException, caplo
     assert type(error).__name__ in health.last_failure
     assert "a thread goes on after an error" in caplog.text
     loop.is_stopping.set()
-    assert thread.join(PATIENCE_S)
-    assert not thread.is_alive
+    eventually("it has ended", lambda: not thread.is_alive)
 
 
 def test_a_thread_whose_every_turn_fails_does_not_spin():
@@ -50,7 +49,7 @@ def test_a_thread_whose_every_turn_fails_does_not_spin():
     assert 3 < loop.turns < 20  # 1, 2, 4, ... milliseconds apart
     loop.errors.clear()
     loop.is_stopping.set()
-    assert thread.join(PATIENCE_S)
+    eventually("it has ended", lambda: not thread.is_alive)
 
 
 def test_a_loop_that_never_failed_is_well():
@@ -59,4 +58,4 @@ def test_a_loop_that_never_failed_is_well():
     assert thread.health.failures == 0
     assert thread.health.last_failure == ""
     loop.is_stopping.set()
-    assert thread.join(PATIENCE_S)
+    eventually("it has ended", lambda: not thread.is_alive)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.decode.tasks import ArrivalTask, Scatterers, ScatterTask, VerifyTask
-from kvferry.endpoint.runtime.platform import Closing, Platform
-from kvferry.endpoint.runtime.settling import Settling
+from kvferry.endpoint.runtime.platform import Closing
 from kvferry.endpoint.runtime.threads import RunningLoop
 from kvferry.errors import PeerError
 from kvferry.observe.records import PlacedRecord
-from kvferry.protocol.links.link import Link
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.receiver_events import (
     Arrived,
@@ -25,24 +23,18 @@ from kvferry.protocol.transfer.receiver_events import (
     ReceiverEvent,
 )
 from kvferry.protocol.wire import codec, messages, notifications
-from kvferry.settings import Settings
-from kvferry.staging.receiving import ReceivingStaging
-from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
 
 
 class ArrivalUser(Protocol):
-    """The owner of the rooms in which something arrives. Called on the endpoint's thread, but for `submit`."""
-
-    def submit(self, work: Callable[[float], None]) -> None:
-        """Runs work soon, on the endpoint's thread, with the time as its argument. May be called from any thread."""
+    """The owner of the rooms in which something arrives. Called on the endpoint's thread."""
 
     def running(self) -> list[ReceivingRoom]:
         """Returns the rooms that have not ended."""
 
-    def find(self, room: int, generation: int) -> tuple[ReceivingRoom, Link] | None:
-        """Returns a room and its link; None if it is over, has no link yet, or is another use of the number."""
+    def find(self, room: int, generation: int) -> ReceivingRoom | None:
+        """Returns a room; None if it is over, waits for its link, or is another use of the number."""
 
     def apply(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
         """Passes an event to a room's machine, and executes its commands."""
@@ -51,37 +43,27 @@ class ArrivalUser(Protocol):
 class Arrivals:
     """Takes notifications, and has what they tell of scattered or verified. For the endpoint's thread."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        staging: ReceivingStaging,
-        settings: Settings,
-        user: ArrivalUser,
-        *,
-        settling: Settling,
-        platform: Platform,
-        name: str,
-    ) -> None:
+    def __init__(self, context: DecodeContext, user: ArrivalUser) -> None:
         """Starts the threads that scatter and verify, if the settings ask for any.
 
         Args:
             user: whose rooms they are.
-            settling: counts the time in which what failed writes had sent may arrive here.
-            platform: the machine.
-            name: of the endpoint's thread.
         """
-        self._transport = transport
-        self._staging = staging
+        self._transport = context.transport
+        self._staging = context.staging
+        self._settling = context.settling
+        self._submit = context.submit
+        self._now = context.platform.now
         self._user = user
-        self._settling = settling
-        self._now = platform.now
         self._scatterers: Scatterers | None = None
-        checks = staging.checks
-        kernels = checks.memory.kernels if checks is not None else staging.kernels
+        checks = context.staging.checks
+        kernels = checks.memory.kernels if checks is not None else context.staging.kernels
         if kernels is not None:
             # Verifying one direct write would hold the endpoint's thread up for too long.
-            count = settings.scatter_workers if checks is None else max(1, settings.scatter_workers)
-            self._scatterers = Scatterers(count, kernels, self._on_done, platform=platform, name=name)
+            count = max(context.settings.scatter_workers, 0 if checks is None else 1)
+            self._scatterers = Scatterers(
+                count, kernels, self._on_done, platform=context.platform, name=context.thread_name
+            )
 
     @property
     def threads(self) -> tuple[RunningLoop, ...]:
@@ -129,11 +111,8 @@ class Arrivals:
 
     def _room_of(self, peer: str, message: notifications.Notification) -> ReceivingRoom | None:
         """Returns the room that a notification is for; None if it is over, or the notification is not its sender's."""
-        found = self._user.find(message.room, message.generation)
-        if found is None:
-            return None
-        room, link = found
-        if link.is_rank(message.writer, peer):
+        room = self._user.find(message.room, message.generation)
+        if room is None or room.is_rank(message.writer, peer):
             return room
         log.warning("dropped a notification for room %d: %s is not rank %d", message.room, peer, message.writer)
         return None
@@ -177,7 +156,7 @@ class Arrivals:
     def _on_done(self, task: ArrivalTask, record: PlacedRecord, error: Exception | None) -> None:
         """Takes a task's result: on the thread that ran it, which is this one where no others scatter and verify."""
         if self.threads:
-            self._user.submit(partial(self._done, task, record, error))
+            self._submit(partial(self._done, task, record, error))
         else:
             self._done(task, record, error, self._now())
 

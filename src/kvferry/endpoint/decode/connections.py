@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
 from kvferry.control.ends import ConnectingEnd, Connection
 from kvferry.errors import PeerDisconnectedError
+from kvferry.protocol.links.link import Link
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.field_types import Message
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class Line:
+    """What there is to one address.
+
+    Attributes:
+        links: those that go there; none if only refusals do.
+        attempt: the last to attach that was begun there.
+    """
+
+    connection: Connection
+    links: list[Link] = field(default_factory=list)
+    attempt: int = 0
+
+
 class Connections:
-    """Connections that are open. For the endpoint's thread."""
+    """Connections that are open, and which links go through each. For the endpoint's thread.
+
+    Attributes:
+        lines: by address.
+    """
 
     def __init__(self, end: ConnectingEnd, endpoint: str) -> None:
         """Begins with none.
@@ -24,49 +44,76 @@ class Connections:
         """
         self._end = end
         self._endpoint = endpoint
-        self._open: dict[str, Connection] = {}
-        self._attempts: dict[str, int] = {}  # the last to attach that was begun there
-
-    @property
-    def addresses(self) -> list[str]:
-        """Where they go."""
-        return list(self._open)
+        self.lines: dict[str, Line] = {}
 
     def owns(self, connection: Connection) -> bool:
         """Whether a connection is still open."""
-        return self._open.get(connection.address) is connection
+        line = self.lines.get(connection.address)
+        return line is not None and line.connection is connection
 
-    def open(self, address: str, attempt: int) -> None:
-        """Makes sure that there is one, for an attempt to attach.
+    def through(self, address: str) -> list[Link]:
+        """Returns the links to a rank at an address: the current ones first, then those that were given up."""
+        line = self.lines.get(address)
+        return sorted(line.links, key=lambda link: link.is_given_up) if line is not None else []
+
+    def behind(self, address: str) -> Link | None:
+        """Returns the current link to a rank at an address; None if there is none."""
+        return next((link for link in self.through(address) if not link.is_given_up), None)
+
+    def carries_messages_of(self, address: str, endpoint: str) -> bool:
+        """Whether an endpoint has answered at an address: from no other may its messages come."""
+        return any(link.address_of(endpoint) == address for link in self.through(address))
+
+    def open(self, link: Link) -> None:
+        """Makes sure that there is one to every rank of a link, for its attempt to attach.
 
         Raises:
-            PeerDisconnectedError: if the address makes no sense.
+            PeerDisconnectedError: if an address makes no sense.
         """
-        self._to(address)
-        self._attempts[address] = attempt
+        for address in link.addresses:
+            line = self._line(address)
+            line.attempt = link.attempt
+            if link not in line.links:
+                line.links.append(link)
 
     def send(self, address: str, message: Message) -> None:
         """Sends a message, over a new connection if there is none.
 
+        What cannot be sent is lost, as what a connection loses that breaks: most of it is sent again with a heartbeat.
+
         Raises:
-            PeerDisconnectedError: if the address makes no sense, or so many messages wait that nobody can be there.
             MessageError: if it cannot be encoded.
         """
-        self._to(address).send(codec.encode(message))
-
-    def _to(self, address: str) -> Connection:
-        if address not in self._open:
-            self._open[address] = self._end.connect(address)
-        return self._open[address]
-
-    def close(self, address: str) -> None:
-        """Sends a close message and closes the connection. Where there is none, does nothing."""
-        connection = self._open.pop(address, None)
-        if connection is None:
-            return
+        data = codec.encode(message)
         try:
-            attempt = self._attempts.pop(address, 0)
-            connection.send(codec.encode(messages.Detach(endpoint=self._endpoint, attempt=attempt)))
+            self._line(address).connection.send(data)
+        except PeerDisconnectedError as error:
+            log.debug("%s to %s was lost: %s", type(message).__name__, address, error)
+
+    def _line(self, address: str) -> Line:
+        if address not in self.lines:
+            self.lines[address] = Line(self._end.connect(address))
+        return self.lines[address]
+
+    def leave(self, link: Link) -> None:
+        """Takes a link out that goes nowhere any more, and closes the connections that no other one uses."""
+        named = {each.control_address for each in link.registrations}  # of refusals, whether or not it was greeted
+        for address, line in list(self.lines.items()):
+            if link in line.links or address in named:
+                line.links = [each for each in line.links if each is not link]
+                if not line.links:
+                    self._close(address)
+
+    def close(self) -> None:
+        """Closes all. May be called again."""
+        for address in list(self.lines):
+            self._close(address)
+
+    def _close(self, address: str) -> None:
+        """Sends a close message and closes the connection."""
+        line = self.lines.pop(address)
+        try:
+            line.connection.send(codec.encode(messages.Detach(endpoint=self._endpoint, attempt=line.attempt)))
         except PeerDisconnectedError as error:
             log.debug("no close message to %s: %s", address, error)
-        self._end.disconnect(connection)
+        self._end.disconnect(line.connection)

@@ -11,11 +11,10 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from functools import partial
 
 from kvferry.control.ends import Connection
 from kvferry.control.registry_client import RegistryClient
-from kvferry.endpoint.decode.room import ReceivingRoom
+from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.settling import Settling
@@ -23,7 +22,7 @@ from kvferry.endpoint.runtime.threads import Loop, ThreadHealth
 from kvferry.errors import KVFerryError, PeerError
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import StagingStatus
-from kvferry.protocol.links.link import Link, LinkKey
+from kvferry.protocol.links.link import Link
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.settings import Settings
@@ -63,14 +62,12 @@ class DecodeDriver(Loop):
         *,
         platform: Platform,
         observer: Observer,
-        forget_room: Callable[[int], None],
     ) -> None:
         """Starts the thread.
 
         Args:
             platform: the machine.
             observer: notified of what happens.
-            forget_room: called with the number of a room that is done.
         """
         self._heartbeat_interval_s = settings.heartbeat_interval_s
         self._platform = platform
@@ -79,27 +76,27 @@ class DecodeDriver(Loop):
         # What a freeze right after a look adds must be less than what is waited for.
         most_at_once_s = min(_MOST_AWAKE_S, settings.quarantine_s / 4)
         self._settling = Settling(settings.quarantine_s, platform.now, most_at_once_s=most_at_once_s)
-        name = f"kvferry-decode-{identity.coordinates.engine_rank}"
         self._staging = staging
-        self.rooms = ReceivingRooms(
-            identity,
-            transport,
-            registry,
-            settings,
-            staging,
+        context = DecodeContext(
+            identity=identity,
+            transport=transport,
+            registry=registry,
+            settings=settings,
+            staging=staging,
             end=self._end,
             settling=self._settling,
             platform=platform,
             observer=observer,
             submit=self.submit,
-            forget_room=forget_room,
-            name=name,
         )
+        self.rooms = ReceivingRooms(context)
+        self._links = self.rooms.links
+        self._connections = self.rooms.links.connections
         self._next_messages_at = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
         self._is_stopping = threading.Event()
-        self._thread = platform.start(name, self)
+        self._thread = platform.start(context.thread_name, self)
 
     # ---- from any thread ----------------------------------------------------------------------------------------
 
@@ -116,28 +113,14 @@ class DecodeDriver(Loop):
             total_bytes=sum(ring.memory.num_bytes for ring in rings), used_bytes=sum(ring.held_bytes for ring in rings)
         )
 
-    def open_room(self, room: ReceivingRoom, key: LinkKey) -> None:
-        """Queues a new room for the thread."""
-        self.submit(partial(self.rooms.take, room, key))
-
-    def refuse_room(self, room: int, key: LinkKey, reason: str) -> None:
-        """Queues the news that a room will not be opened."""
-        self.submit(partial(self.rooms.refuse, room, key, reason))
-
-    def release(self, endpoint: str) -> None:
-        """Queues an operator's word that a lost rank has ended."""
-        self.submit(partial(self.rooms.links.release, endpoint))
-
     def closing(self) -> Closing:
         """Ends the threads and closes every link, step by step: yields what to wait for, and until when."""
         self._is_stopping.set()
         self._end.wake()
         yield lambda: not self._thread.is_alive, float("inf")
-        now = self._platform.now()
-        self._work_inbox(now)
-        self.rooms.close(now)
+        self._work_inbox(self._platform.now())
         yield from self.rooms.arrivals.closing()
-        self.rooms.links.close()
+        self._links.close()
         self._end.close()
 
     def submit(self, work: Callable[[float], None]) -> None:
@@ -159,7 +142,7 @@ class DecodeDriver(Loop):
         if self.rooms.open:  # before messages: a peer's close must not discard what has arrived from it
             self.rooms.arrivals.take(now)
         for connection in ready:
-            if self.rooms.links.owns(connection):
+            if self._connections.owns(connection):
                 self._receive(connection, now)
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
@@ -169,7 +152,7 @@ class DecodeDriver(Loop):
     def _wait(self) -> Collection[Connection]:
         """Waits for what there is to do; returns the connections that have news."""
         if not self.rooms.open:
-            return self._end.wait(_LINKS_OPEN_MS if self.rooms.links.are_awaited else _IDLE_MS)
+            return self._end.wait(_LINKS_OPEN_MS if self._links.are_awaited else _IDLE_MS)
         now = self._platform.now()
         sleep_s = min(max(_SHORTEST_SLEEP_S, (now - self.rooms.last_news_at) * _SLEEP_OF_QUIET), _LONGEST_SLEEP_S)
         if sleep_s < _MESSAGES_S and now < self._next_messages_at:
@@ -192,49 +175,48 @@ class DecodeDriver(Loop):
         if connection.take_break():
             self.rooms.broke(address, now)
         for data in received:
-            link = self.rooms.links.behind(address)
+            link = self._connections.behind(address)
             if link is not None:
                 link.record_answer(address)
             try:
                 self._take(address, link, codec.decode_to_decode(data), now)
             except KVFerryError as error:
                 if link is not None:
-                    self.rooms.links.fail(link, error, now)
+                    self._links.fail(link, error, now)
             except Exception as error:
                 log.exception("a message from %s met an unexpected error", address)
                 if link is not None:
                     problem = PeerError(f"a message from {address} met {type(error).__name__}: {error}")
                     problem.__cause__ = error
-                    self.rooms.links.fail(link, problem, now)
+                    self._links.fail(link, problem, now)
 
     def _take(self, address: str, link: Link | None, message: messages.ToDecode, now: float) -> None:
         match message:
             case messages.Drained():
                 self.rooms.received(address, message, now)
             case messages.Numbered():
-                for each in self.rooms.links.take(address, message, now):
+                for each in self._links.take(address, message, now):
                     match each:
                         case messages.RoomFailed():
                             self.rooms.received(address, each, now)
                         case messages.SpanReleased():
-                            if self.rooms.links.carries_messages_of(address, each.endpoint):
+                            if self._connections.carries_messages_of(address, each.endpoint):
                                 self.rooms.arrivals.span_released(each)
             case _:
-                self.rooms.links.received(address, link, message, now)
+                self._links.received(address, link, message, now)
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
-        links = self.rooms.links
-        links.tick(now)
+        self._links.tick(now)
         self._settling.look()
         self.rooms.look_at_deadlines(now)
-        links.release_settled_ranks(now)
+        self._links.release_settled_ranks(now)
         if now >= self._next_ping_at:
             self._next_ping_at = now + self._heartbeat_interval_s
-            links.heartbeat(now, longest_sleep_s=_IDLE_MS / 1000)
+            self.rooms.heartbeats.send(now, longest_sleep_s=_IDLE_MS / 1000)
             if not self.rooms.open:  # what arrives for rooms that are over holds staging memory until it is taken
                 self.rooms.arrivals.take(now)
             self.rooms.repeat(now)
-        if links.retired:
-            links.close_retired()
+        if self._links.retired:
+            self._links.close_retired()

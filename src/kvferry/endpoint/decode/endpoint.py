@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import SupportsIndex
 
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.base import Endpoint
-from kvferry.endpoint.construction import check_may_open, checked_room
+from kvferry.endpoint.construction import checked_room
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.runtime.platform import Closing, Platform
@@ -16,9 +15,7 @@ from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import (
     EndpointClosedError,
-    KVFerryError,
     LayoutError,
-    UnknownRoomError,
     UsageError,
 )
 from kvferry.layout import RankCoordinates, RankLayout
@@ -99,10 +96,6 @@ class DecodeEndpoint(Endpoint):
             fingerprint=fingerprint,
             platform=platform,
         )
-        # Guards the table of rooms, which callers add to and the driver takes from.
-        self._lock = threading.Lock()
-        self._rooms: dict[int, Receiver] = {}
-        self._is_closed = False
         self._has_closed = False
         try:
             if registry is None:
@@ -122,7 +115,6 @@ class DecodeEndpoint(Endpoint):
             staging,
             platform=self._platform,
             observer=self._telemetry.observer,
-            forget_room=self._forget_room,
         )
         try:
             self._telemetry.start()
@@ -178,59 +170,32 @@ class DecodeEndpoint(Endpoint):
             EndpointClosedError: if the endpoint was closed.
         """
         self._owning_process.check(_OWNED)
-        try:
-            return self._open(
-                checked_room(room), pages, engine, prefill_dp_rank, prefix_tokens, tokens, share_tokens, depends_on
+        with self._refusals_observed():
+            number = checked_room(room)
+            where = f"room {number}"
+            key = _link_key(engine, prefill_dp_rank, where=where)
+            groups = demands_of(self.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=where)
+            check_share_tokens(self.layout.tokens, tokens, share_tokens, where=where)
+            now = self._platform.now()
+            machine = ReceiverMachine(number, rank=self.engine_rank, deadlines=self._deadlines, now=now)
+            generation = self._platform.random_bits(63)
+
+            def abort(reason: str) -> None:
+                self._driver.rooms.post_event(number, generation, ReceiverAbortRequested(reason))
+
+            receiver = Receiver(number, abort, now)
+            length = None if tokens is None else int(tokens)  # a plain integer, which is what travels
+            opened = ReceivingRoom(
+                machine,
+                generation=generation,
+                groups=groups,
+                tokens=length,
+                depends_on=checked_conditions(depends_on, where=where),
+                receiver=receiver,
+                places=UnitPlaces(self.layout, groups, length),
             )
-        except KVFerryError as error:
-            self._telemetry.observer.refused(error)
-            raise
-
-    def _open(
-        self,
-        room: int,
-        pages: AnyPages,
-        engine: str,
-        prefill_dp_rank: int,
-        prefix_tokens: int,
-        tokens: int | None,
-        share_tokens: int | None,
-        depends_on: Mapping[str, bytes] | None,
-    ) -> Receiver:
-        key = _link_key(engine, prefill_dp_rank, where=f"room {room}")
-        groups = demands_of(self.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=f"room {room}")
-        check_share_tokens(self.layout.tokens, tokens, share_tokens, where=f"room {room}")
-        now = self._platform.now()
-        machine = ReceiverMachine(room, rank=self.engine_rank, deadlines=self._deadlines, now=now)
-        generation = self._platform.random_bits(63)
-
-        def abort(reason: str) -> None:
-            self._driver.rooms.post_event(room, generation, ReceiverAbortRequested(reason))
-
-        receiver = Receiver(room, abort, now)
-        length = None if tokens is None else int(tokens)  # a plain integer, which is what travels
-        opened = ReceivingRoom(
-            machine,
-            generation=generation,
-            groups=groups,
-            tokens=length,
-            depends_on=checked_conditions(depends_on, where=f"room {room}"),
-            receiver=receiver,
-            places=UnitPlaces(self.layout, groups, length),
-        )
-        with self._lock:
-            check_may_open(
-                room,
-                self._rooms,
-                most=self.settings.max_rooms,
-                who=f"decode rank {self.engine_rank}",
-                is_closed=self._is_closed,
-            )
-            self._rooms[room] = receiver
-            opened.trace = self._telemetry.observer.begin_receiving(room)
-            # Under the lock, so that a close that aborts this room comes behind it.
-            self._driver.open_room(opened, key)
-        return receiver
+            self._driver.rooms.add(opened, key)
+            return receiver
 
     def refuse(self, room: SupportsIndex, reason: str, *, engine: str = "prefill", prefill_dp_rank: int = 0) -> None:
         """Tells a prefill engine that this rank will not open a room, for a caller that cannot.
@@ -253,9 +218,7 @@ class DecodeEndpoint(Endpoint):
         self._owning_process.check(_OWNED)
         number = checked_room(room)
         key = _link_key(engine, prefill_dp_rank, where=f"room {number}")
-        with self._lock:
-            if not self._is_closed:
-                self._driver.refuse_room(number, key, reason)
+        self._driver.rooms.refuse(number, key, reason)
 
     def receiver(self, room: int) -> Receiver:
         """Returns the open transfer of that number.
@@ -263,11 +226,7 @@ class DecodeEndpoint(Endpoint):
         Raises:
             UnknownRoomError: if there is none, or it has ended.
         """
-        with self._lock:
-            found = self._rooms.get(room)
-        if found is None:
-            raise UnknownRoomError(f"room {room} is not open on decode rank {self.engine_rank}")
-        return found
+        return self._driver.rooms.receiver(room)
 
     def connect(self, engine: str = "prefill", *, prefill_dp_rank: int = 0, timeout_s: float | None = None) -> None:
         """Connects to a prefill engine and waits until it is ready, so that the first room need not.
@@ -285,9 +244,8 @@ class DecodeEndpoint(Endpoint):
         """
         self._owning_process.check(_OWNED)
         check_engine_name(engine)
-        with self._lock:
-            if self._is_closed:
-                raise EndpointClosedError("the endpoint is closed")
+        if self._driver.rooms.is_closed:
+            raise EndpointClosedError("the endpoint is closed")
         limit_s = self.settings.bootstrap_timeout_s if timeout_s is None else timeout_s
         self._driver.rooms.links.wait_ready(LinkKey(engine, prefill_dp_rank), limit_s)
 
@@ -309,7 +267,7 @@ class DecodeEndpoint(Endpoint):
         lost = [each.endpoint for each in self._driver.rooms.quarantine(self._platform.now())]
         if endpoint not in lost:
             raise UsageError(f"nothing here waits for the end of {endpoint!r}; lost are: {', '.join(lost) or 'none'}")
-        self._driver.release(endpoint)
+        self._driver.submit(lambda _: self._driver.rooms.links.quarantine.ended(endpoint, Proof.OPERATOR))
 
     def status(self) -> EndpointStatus:
         """Returns a snapshot of the endpoint, for people and tools."""
@@ -326,31 +284,18 @@ class DecodeEndpoint(Endpoint):
     @property
     def open_rooms(self) -> int:
         """Number of rooms that have not ended, still quarantine pages, or may still be open on a prefill rank."""
-        with self._lock:
-            return len(self._rooms)
+        return len(self._driver.rooms.open)
 
     @property
     def health(self) -> tuple[ThreadHealth, ...]:
         """Health of every thread of the endpoint."""
         return self._driver.health
 
-    def close(self) -> None:
-        """Aborts open rooms, waits up to close_timeout_s until nothing can be written, and gives everything back.
-
-        May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
-        Does nothing in a process that was forked from the endpoint's: all of it is the parent's.
-        """
-        super().close()
-
     def _closing(self) -> Closing:
         if self._has_closed:
             return
-        with self._lock:
-            self._is_closed = True
-            receivers = list(self._rooms.values())
         deadline = self._platform.now() + self.settings.close_timeout_s
-        for receiver in receivers:
-            receiver.abort("the decode endpoint was closed")
+        self._driver.rooms.close()
         # Also rooms whose pages are reusable: prefill ranks may still write into staging memory for them.
         yield lambda: not self.open_rooms, deadline
         yield from self._driver.closing()
@@ -358,10 +303,6 @@ class DecodeEndpoint(Endpoint):
         self._registry_client.close()
         self.transport.close()
         self._has_closed = True
-
-    def _forget_room(self, room: int) -> None:
-        with self._lock:
-            self._rooms.pop(room, None)
 
 
 def _link_key(engine: str, prefill_dp_rank: int, *, where: str) -> LinkKey:

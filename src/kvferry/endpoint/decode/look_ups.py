@@ -1,79 +1,61 @@
-"""Looks prefill engines up at the registry, which blocks: on a small pool."""
+"""Looks a prefill engine up at the registry, and says in words what a link to it still waits for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
+from kvferry.control.credentials import secret_hint
 from kvferry.control.registry_client import RegistryClient
-from kvferry.endpoint.runtime.platform import Platform
-from kvferry.errors import KVFerryError, PeerDisconnectedError, RegistryAccessError, RegistryError
-from kvferry.protocol.links.link import Link
+from kvferry.errors import KVFerryError, PeerDisconnectedError, RegistryError
+from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
+from kvferry.settings import Settings
 
 
-class LookUps:
-    """The look-ups of a decode endpoint. Each ends with one call, on the endpoint's thread."""
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """What the registry says of an engine.
 
-    def __init__(
-        self,
-        registry: RegistryClient,
-        *,
-        platform: Platform,
-        submit: Callable[[Callable[[float], None]], None],
-        resolved: Callable[[Link, tuple[RankRegistration, ...], float], None],
-        looked_up: Callable[[Link, tuple[RankRegistration, ...], float], None],
-        not_resolved: Callable[[Link, KVFerryError, float], None],
-        refused: Callable[[Link, KVFerryError, float], None],
-    ) -> None:
-        """Starts the pool.
+    Attributes:
+        registrations: its ranks that are live.
+        group: those of them that were asked for, one data-parallel group's.
+        problem: why they are not all there; None if they are, or if the engine has no such group.
+    """
 
-        Args:
-            platform: the machine.
-            submit: runs work soon, on the endpoint's thread, with the time as its argument.
-            resolved: takes all ranks of an engine.
-            looked_up: takes some ranks of a link's group, before `not_resolved`.
-            not_resolved: takes why it must be asked again.
-            refused: takes why asking again would not help.
-        """
-        self._registry = registry
-        self._submit = submit
-        self._resolved = resolved
-        self._looked_up = looked_up
-        self._not_resolved = not_resolved
-        self._refused = refused
-        self._pool = platform.background_executor("kvferry-decode-resolver")
+    registrations: tuple[RankRegistration, ...] = ()
+    group: tuple[RankRegistration, ...] = ()
+    problem: KVFerryError | None = None
 
-    def begin(self, link: Link) -> None:
-        """Looks a link's engine up, once."""
-        self._pool.submit(partial(self._look_up, link))
 
-    def close(self) -> None:
-        """Ends the pool."""
-        self._pool.close()
+def look_up(registry: RegistryClient, key: LinkKey) -> LookUp:
+    """Looks a group of ranks up, once. Blocks, and never raises."""
+    try:
+        view = registry.engine(key.engine)
+        missing = _missing(view, key.dp_rank)
+        problem = None
+        if missing is not None:
+            problem = PeerDisconnectedError(f"the registry at {registry.url_for(key.engine)} knows {missing}")
+        return LookUp(view.registrations, view.group(key.dp_rank), problem)
+    except RegistryError as error:
+        return LookUp(problem=error)
+    except Exception as error:
+        unexpected = RegistryError(f"looking up {key.engine!r} failed: {type(error).__name__}: {error}")
+        unexpected.__cause__ = error
+        return LookUp(problem=unexpected)
 
-    def _look_up(self, link: Link) -> None:
-        problem: KVFerryError
-        try:
-            view = self._registry.engine(link.key.engine)
-            missing = _missing(view, link.key.dp_rank)
-            if missing is None:
-                self._submit(partial(self._resolved, link, view.registrations))
-                return
-            problem = PeerDisconnectedError(
-                f"the registry at {self._registry.url_for(link.key.engine)} knows {missing}"
-            )
-            if view.registrations:
-                self._submit(partial(self._looked_up, link, view.group(link.key.dp_rank)))
-        except RegistryAccessError as error:  # asking again would not help
-            self._submit(partial(self._refused, link, error))
-            return
-        except RegistryError as error:
-            problem = error
-        except Exception as error:
-            problem = RegistryError(f"looking up {link.key.engine!r} failed: {type(error).__name__}: {error}")
-            problem.__cause__ = error
-        self._submit(partial(self._not_resolved, link, problem))
+
+def why_not_ready(link: Link, settings: Settings) -> KVFerryError:
+    """Returns the error that says what a link still waits for."""
+    if link.state is LinkState.RESOLVING and link.problem is not None:
+        return link.problem
+    hint = ""
+    if link.state is LinkState.GREETING:
+        mine = secret_hint(has_secret=settings.has_secret)
+        hint = f". Nobody answered, or whoever did has another secret: {mine}"
+    return PeerDisconnectedError(
+        f"prefill engine {link.key.engine!r}: still {link.state.value} after "
+        f"{settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S){hint}"
+    )
 
 
 def _missing(view: EngineView, dp_rank: int) -> str | None:

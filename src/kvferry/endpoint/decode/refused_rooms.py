@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from kvferry.endpoint.decode.links import Links
-from kvferry.errors import KVFerryError
+from kvferry.endpoint.decode.connections import Connections
+from kvferry.endpoint.decode.context import DecodeContext
+from kvferry.errors import MessageError
 from kvferry.protocol.links.link import Link
 from kvferry.protocol.wire import codec, messages
-from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 
 
@@ -58,31 +57,19 @@ class Refusal:
 class Refusals:
     """The refusals of a decode endpoint that some prefill rank may not know of."""
 
-    def __init__(self, identity: Identity, links: Links, *, pause_s: float, keep_s: float, most: int) -> None:
-        """Begins with none.
-
-        Args:
-            pause_s: how long to wait for an answer at first, in seconds.
-            keep_s: how long a rank is told that does not answer, in seconds.
-            most: how many are kept; the oldest are dropped.
-        """
-        self._identity = identity
-        self._links = links
-        self._pause_s = pause_s
-        self._keep_s = keep_s
-        self._most = most
+    def __init__(self, context: DecodeContext, connections: Connections) -> None:
+        """Begins with none."""
+        self._identity = context.identity
+        self._connections = connections
+        self._pause_s = context.settings.heartbeat_interval_s  # to wait for an answer at first
+        self._keep_s = context.settings.bootstrap_timeout_s  # to tell a rank that does not answer
+        self._most = context.settings.max_rooms  # are kept; the oldest are dropped
         self._refusals: dict[int, Refusal] = {}  # by room, the oldest first
         self._count_of: Counter[Link] = Counter()  # the same, counted by link
 
-    @property
-    def all(self) -> Collection[Refusal]:
-        """Those that some rank may not know of."""
-        return self._refusals.values()
-
-    @property
-    def links(self) -> Collection[Link]:
-        """Links to ranks that are still to hear of any."""
-        return self._count_of.keys()
+    def are_told_through(self, link: Link) -> bool:
+        """Whether ranks of a link are still to hear of any."""
+        return link in self._count_of
 
     def holds(self, room: int) -> bool:
         """Whether a prefill rank may still be told that a room was refused."""
@@ -98,7 +85,7 @@ class Refusals:
             generation: as in `RefuseRoom`; likewise the holder.
             reason: why, in words.
         """
-        if not link.registrations and not self._links.is_current(link):
+        if not link.registrations and link.is_given_up:
             return  # nobody was found, or will be
         refusal = Refusal(
             room,
@@ -155,7 +142,7 @@ class Refusals:
         if not refusal.is_known_to_all:
             return False
         self.forget(message.room)
-        return refusal.link not in self._count_of
+        return not self.are_told_through(refusal.link)
 
     def _tell(self, refusal: Refusal) -> None:
         for registration in refusal.unanswered:
@@ -170,5 +157,5 @@ class Refusals:
                 reason=refusal.reason,
                 holder=refusal.holder,
             )
-            with contextlib.suppress(KVFerryError):  # with the next heartbeat, again
-                self._links.tell(registration, message)
+            with contextlib.suppress(MessageError):  # one that no rank could read
+                self._connections.send(registration.control_address, message)

@@ -7,8 +7,8 @@ from kvferry.observe.records import PlacedRecord, ReceiverStats
 from kvferry.observe.status import RoomStatus
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.placing import UnitPlaces
+from kvferry.protocol.links.link import Link, LinkState
 from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_events import ReceiverCommand, ReceiverEvent
 from kvferry.protocol.transfer.states import ReceiverState
 
 
@@ -34,9 +34,19 @@ class ReceivingRoom:
         self.receiver = receiver
         self.machine = machine
         self.places = places
+        self.link: Link | None = None  # through which it is opened; None until the driver thread has taken the room
         self.trace = ""  # the context that travels with its open request
         self.open_numbers: dict[int, int] = {}  # of its open requests in the ranks' channels, by engine rank
         self._placed: list[PlacedRecord] = []
+
+    @property
+    def waits_for_link(self) -> bool:
+        """Whether its link has not become ready: once that has, it stays so, even if it is given up."""
+        return self.link is None or self.link.state is not LinkState.READY
+
+    def is_rank(self, engine_rank: int, endpoint: str) -> bool:
+        """Whether an endpoint is that rank of the group through which the room is opened."""
+        return self.link is not None and self.link.is_rank(engine_rank, endpoint)
 
     def placed(self, record: PlacedRecord) -> None:
         """Records what was put into the room's pages, or verified there."""
@@ -52,9 +62,9 @@ class ReceivingRoom:
         """Whether it has failed, and a write may still touch its pages. May be read from any thread."""
         return self.machine.detailed_state in (ReceiverState.QUARANTINED, ReceiverState.SETTLING)
 
-    def status(self, now: float, peers: tuple[str, ...]) -> RoomStatus:
+    def status(self, now: float) -> RoomStatus:
         """Returns the room's status. May be called from any thread."""
-        machine, stats = self.machine, self.receiver.stats
+        machine, stats, link = self.machine, self.receiver.stats, self.link
         moved_bytes = sum(placed.num_bytes for placed in list(self._placed))
         return RoomStatus(
             room=self.room,
@@ -64,14 +74,10 @@ class ReceivingRoom:
             path="staged" if moved_bytes else "",
             moved_bytes=moved_bytes,
             waits_for=machine.waits_for,
-            peers=peers,
+            peers=() if link is None or self.waits_for_link else tuple(peer.endpoint for peer in link.peers),
             quarantined_pages=self.pages if self.is_quarantined else 0,
             failed_for_s=now - stats.ended_at if stats.ended_at is not None else 0.0,
         )
-
-    def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverCommand]:
-        """Passes an event to the machine; returns its commands."""
-        return self.machine.handle(event, now)
 
     def show(self, now: float) -> None:
         """Updates what the caller sees of the room."""

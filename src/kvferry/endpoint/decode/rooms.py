@@ -6,20 +6,20 @@ All of it belongs to the endpoint's one thread, where nothing else is said.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+import threading
 from functools import partial
 
-from kvferry.control.ends import ConnectingEnd
-from kvferry.control.registry_client import RegistryClient
+from kvferry.endpoint.construction import check_may_open
 from kvferry.endpoint.decode.arrivals import Arrivals
+from kvferry.endpoint.decode.context import DecodeContext
+from kvferry.endpoint.decode.heartbeats import Heartbeats
 from kvferry.endpoint.decode.links import Links
+from kvferry.endpoint.decode.look_ups import why_not_ready
 from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.decode.room import ReceivingRoom
-from kvferry.endpoint.runtime.platform import Platform
-from kvferry.endpoint.runtime.settling import Settling
 from kvferry.endpoint.runtime.timers import Timers
-from kvferry.errors import KVFerryError, MessageError
-from kvferry.observe.observer import Observer
+from kvferry.endpoint.transfer import Receiver
+from kvferry.errors import KVFerryError, MessageError, UnknownRoomError
 from kvferry.observe.status import LostPeerStatus, RoomStatus
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.transfer.receiver_events import (
@@ -28,7 +28,6 @@ from kvferry.protocol.transfer.receiver_events import (
     ConnectFailed,
     Drop,
     PartArrived,
-    ReceiverAbortRequested,
     ReceiverBroke,
     ReceiverCommand,
     ReceiverEvent,
@@ -43,10 +42,6 @@ from kvferry.protocol.transfer.receiver_events import (
     Verify,
 )
 from kvferry.protocol.wire import messages
-from kvferry.protocol.wire.rank_identity import Identity
-from kvferry.settings import Settings
-from kvferry.staging.receiving import ReceivingStaging
-from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -57,173 +52,148 @@ class ReceivingRooms:
     Attributes:
         open: those that are not done, by number.
         links: to prefill ranks.
+        heartbeats: that keep these alive.
         refusals: of rooms that will not be opened.
         arrivals: what comes for rooms.
+        is_closed: whether no more are opened.
         last_news_at: when anything last happened in a room.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        transport: Transport,
-        registry: RegistryClient,
-        settings: Settings,
-        staging: ReceivingStaging,
-        *,
-        end: ConnectingEnd,
-        settling: Settling,
-        platform: Platform,
-        observer: Observer,
-        submit: Callable[[Callable[[float], None]], None],
-        forget_room: Callable[[int], None],
-        name: str,
-    ) -> None:
-        """Begins with none; the threads that scatter and verify are started.
-
-        Args:
-            end: what connections are made with; it stays the caller's.
-            settling: counts the time in which what failed writes had sent may arrive here.
-            platform: the machine.
-            observer: notified of what happens.
-            submit: runs work soon, on the endpoint's thread, with the time as its argument. From any thread.
-            forget_room: called with the number of a room that is done.
-            name: of the endpoint's thread.
-        """
-        self._identity = identity
-        self._settings = settings
-        self._platform = platform
-        self._observer = observer
-        self._settling = settling
-        self._forget_room = forget_room
-        self.submit = submit
-        self.links = Links(
-            identity,
-            registry,
-            settings,
-            staging,
-            end=end,
-            platform=platform,
-            promises=transport.promises,
-            observer=observer,
-            settling=settling,
-            user=self,
-        )
-        self.refusals = Refusals(
-            identity,
-            self.links,
-            pause_s=settings.heartbeat_interval_s,
-            keep_s=settings.bootstrap_timeout_s,
-            most=settings.max_rooms,
-        )
+    def __init__(self, context: DecodeContext) -> None:
+        """Begins with none; the threads that scatter and verify are started."""
+        self._identity = context.identity
+        self._settings = context.settings
+        self._platform = context.platform
+        self._observer = context.observer
+        self._settling = context.settling
+        self._submit = context.submit
+        # Guards that rooms are opened one at a time, and none behind the close.
+        self._lock = threading.Lock()
+        self.is_closed = False
+        self.links = Links(context, self)
+        self.heartbeats = Heartbeats(context, self.links)
+        self.refusals = Refusals(context, self.links.connections)
         self.open: dict[int, ReceivingRoom] = {}
-        self._links_of: dict[int, Link] = {}  # of rooms that are connected
-        self._through: dict[Link, dict[int, None]] = {}  # the same, by link
-        self._waiting: dict[Link, dict[ReceivingRoom, None]] = {}
-        self._awaited: dict[ReceivingRoom, Link] = {}  # the same, by room
-        self._unanswered: dict[int, None] = {}  # rooms that are over here, and may not be everywhere
-        self._timers: Timers[int] = Timers()
+        self._rooms_of: dict[Link, dict[ReceivingRoom, None]] = {}
+        self._unanswered: dict[ReceivingRoom, None] = {}  # that are over here, and may not be everywhere
+        self._timers: Timers[ReceivingRoom] = Timers()
         self.last_news_at = 0.0
-        self.arrivals = Arrivals(transport, staging, settings, self, settling=settling, platform=platform, name=name)
+        self.arrivals = Arrivals(context, self)
 
-    # ---- from any thread ----------------------------------------------------------------------------------------
+    # ---- for callers --------------------------------------------------------------------------------------------
+
+    def add(self, room: ReceivingRoom, key: LinkKey) -> None:
+        """Opens a room; raises as `DecodeEndpoint.open` does."""
+        with self._lock:
+            check_may_open(
+                room.room,
+                self.open,
+                most=self._settings.max_rooms,
+                who=f"decode rank {self._identity.coordinates.engine_rank}",
+                is_closed=self.is_closed,
+            )
+            self.open[room.room] = room
+            room.trace = self._observer.begin_receiving(room.room)
+            # Under the lock, so that a close that aborts this room comes behind it.
+            self._submit(partial(self._take, room, key))
+
+    def receiver(self, room: int) -> Receiver:
+        """Returns the open transfer of that number.
+
+        Raises:
+            UnknownRoomError: if there is none, or it has ended.
+        """
+        found = self.open.get(room)
+        if found is None:
+            raise UnknownRoomError(f"room {room} is not open on decode rank {self._identity.coordinates.engine_rank}")
+        return found.receiver
+
+    def refuse(self, room: int, key: LinkKey, reason: str) -> None:
+        """Tells a prefill engine, soon, that a room will not be opened; see `DecodeEndpoint.refuse`."""
+        with self._lock:
+            if not self.is_closed:
+                self._submit(partial(self._refuse, room, key, reason))
+
+    def close(self) -> None:
+        """Aborts all rooms and opens no more. May be called again."""
+        with self._lock:
+            self.is_closed = True
+            rooms = list(self.open.values())
+        for room in rooms:
+            room.receiver.abort("the decode endpoint was closed")
 
     def statuses(self, now: float) -> list[RoomStatus]:
         """Returns the status of every room."""
-        shown = []
-        for room in list(self.open.values()):
-            link = self._links_of.get(room.room)
-            peers = tuple(peer.endpoint for peer in link.peers) if link is not None else ()
-            shown.append(room.status(now, peers))
-        return shown
+        return [room.status(now) for room in list(self.open.values())]
 
     def quarantine(self, now: float) -> list[LostPeerStatus]:
         """Returns the prefill ranks that were lost, and what they may still write to."""
         pages: dict[str, int] = {}
         for room in list(self.open.values()):
-            link = self._links_of.get(room.room)
-            for rank in room.machine.undrained if link is not None and room.is_quarantined else ():
-                peer = link.endpoint_of(rank) if link is not None else None
+            for rank in room.machine.undrained if room.is_quarantined else ():
+                peer = room.link.endpoint_of(rank) if room.link is not None else None
                 if peer is not None:
                     pages[peer] = pages.get(peer, 0) + room.pages
-        return self.links.lost(pages, now)
+        return self.links.quarantine.statuses(pages, now)
 
     # ---- one room -----------------------------------------------------------------------------------------------
 
-    def take(self, room: ReceivingRoom, key: LinkKey, now: float) -> None:
+    def _take(self, room: ReceivingRoom, key: LinkKey, now: float) -> None:
         """Takes a new room: connects it, or has it wait for its link."""
-        self.open[room.room] = room
         self.refusals.forget(room.room)
-        link = self.links.to(key, room.machine.deadline or now)
-        if link.state is LinkState.READY:
-            self._connect_room(room, link, now)
+        link = room.link = self.links.to(key, room.machine.deadline or now)
+        self._rooms_of.setdefault(link, {})[room] = None
+        if room.waits_for_link:
+            self._timers.set(room, room.machine.deadline)
         else:
-            self._waiting.setdefault(link, {})[room] = None
-            self._awaited[room] = link
-            self._timers.set(room.room, room.machine.deadline)
-
-    def _connect_room(self, room: ReceivingRoom, link: Link, now: float) -> None:
-        self._links_of[room.room] = link
-        self._through.setdefault(link, {})[room.room] = None
-        self.apply(room, link.connected(room.room), now)
+            self.apply(room, link.connected(room.room), now)
 
     def apply(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
         """Passes an event to a room's machine, executes its commands, and forgets the room once it is done."""
         self.last_news_at = now  # heartbeats' answers do not count: nothing follows them
         try:
-            commands = room.handle(event, now)
+            commands = room.machine.handle(event, now)
         except Exception as error:
             log.exception("room %d met an unexpected error", room.room)
-            commands = room.handle(ReceiverBroke(error), now)
+            commands = room.machine.handle(ReceiverBroke(error), now)
             if isinstance(event, PartArrived | ArrivedUnverified):
                 commands.append(Drop(event.work))
-        link = self._links_of.get(room.room)
-        if room.machine.is_done and self.open.get(room.room) is room:
-            del self.open[room.room]
-            self._forget_link(room.room)
-            self._timers.set(room.room, None)
-            self._unanswered.pop(room.room, None)
-            self._refuse_unopened(room, now)
-            self._forget_room(room.room)  # before the caller sees the end: it may use the number again then
-        elif self.open.get(room.room) is room:
-            self._timers.set(room.room, room.machine.deadline)
+        is_open = self.open.get(room.room) is room
+        if is_open and room.machine.is_done:
+            self._forget(room, now)  # before the caller sees the end: it may use the number again then
+        elif is_open:
+            self._timers.set(room, room.machine.deadline)
             if room.machine.state.is_final:
-                self._unanswered[room.room] = None
+                self._unanswered[room] = None
         had_ended = room.receiver.stats.ended_at is not None
         room.show(now)
         if room.machine.state.is_final and not had_ended:
             self._observer.received(room.room, room.receiver.stats, room.machine.error)
         for command in commands:
             # A room that could not be opened at one rank has failed, and its aborts were sent already.
-            is_too_late = isinstance(command, SendOpen) and room.machine.state.is_final
-            if link is not None and not is_too_late:
-                self._execute(room, link, command, now)
+            if not (isinstance(command, SendOpen) and room.machine.state.is_final):
+                self._execute(room, command, now)
 
-    def _refuse_unopened(self, room: ReceivingRoom, now: float) -> None:
-        """Tells the prefill side of a room that has ended while it waited for its link."""
-        link = self._stop_waiting(room)
-        if link is not None and room.machine.error is not None:
+    def _forget(self, room: ReceivingRoom, now: float) -> None:
+        """Drops a room that is done, and tells the prefill side if it has waited for its link until then."""
+        del self.open[room.room]
+        self._timers.set(room, None)
+        self._unanswered.pop(room, None)
+        if room.link is None:
+            return
+        rooms = self._rooms_of[room.link]
+        del rooms[room]
+        if not rooms:
+            del self._rooms_of[room.link]
+        if room.waits_for_link and room.machine.error is not None:
             error = room.machine.error
             cause = error.__cause__
             reason = str(error) if cause is None else f"{type(cause).__name__}: {cause}"
-            self.refusals.add(room.room, link, generation=room.generation, reason=reason, now=now)
+            self.refusals.add(room.room, room.link, generation=room.generation, reason=reason, now=now)
 
-    def _stop_waiting(self, room: ReceivingRoom) -> Link | None:
-        """Takes a room from those that wait for a link. Returns the link; None if it waited for none."""
-        link = self._awaited.pop(room, None)
-        if link is not None:
-            del self._waiting[link][room]
-            if not self._waiting[link]:
-                del self._waiting[link]
-        return link
-
-    def _forget_link(self, room: int) -> None:
-        link = self._links_of.pop(room, None)
-        if link is not None:
-            del self._through[link][room]
-            if not self._through[link]:
-                del self._through[link]
-
-    def _execute(self, room: ReceivingRoom, link: Link, command: ReceiverCommand, now: float) -> None:
+    def _execute(self, room: ReceivingRoom, command: ReceiverCommand, now: float) -> None:
+        link = room.link
+        assert link is not None  # no machine wants anything before it is connected
         match command:
             case SendOpen(rank, filled):
                 self._send(room, link, rank, self._open_request(room, filled), now)
@@ -279,11 +249,13 @@ class ReceivingRooms:
             if opened is not None and opened.generation == generation:
                 self.apply(opened, event, now)
 
-        self.submit(deliver)
+        self._submit(deliver)
 
-    def refuse(self, room: int, key: LinkKey, reason: str, now: float) -> None:
+    def _refuse(self, room: int, key: LinkKey, reason: str, now: float) -> None:
         """Tells a prefill engine that a room will not be opened."""
         holder = self.open.get(room)
+        if holder is not None and holder.link is None:
+            holder = None  # our caller has opened it since
         self.refusals.add(
             room,
             self.links.to(key, now + self._settings.bootstrap_timeout_s),
@@ -293,68 +265,58 @@ class ReceivingRooms:
             holder=holder.generation if holder is not None else None,
         )
 
-    def close(self, now: float) -> None:
-        """Ends what was queued too late for the thread."""
-        for room in list(self.open.values()):
-            if not room.machine.state.is_final:
-                self.apply(room, ReceiverAbortRequested("the decode endpoint was closed"), now)
-
     # ---- for arrivals -------------------------------------------------------------------------------------------
 
     def running(self) -> list[ReceivingRoom]:
         """Returns the rooms that have not ended."""
-        return [room for room in self.open.values() if not room.machine.state.is_final]
+        return [room for room in list(self.open.values()) if not room.machine.state.is_final]
 
-    def find(self, room: int, generation: int) -> tuple[ReceivingRoom, Link] | None:
-        """Returns a room and its link; None if it is over, has no link yet, or is another use of the number."""
-        found, link = self.open.get(room), self._links_of.get(room)
-        return (found, link) if found is not None and link is not None and found.generation == generation else None
+    def find(self, room: int, generation: int) -> ReceivingRoom | None:
+        """Returns a room; None if it is over, waits for its link, or is another use of the number."""
+        found = self.open.get(room)
+        is_meant = found is not None and found.generation == generation and not found.waits_for_link
+        return found if is_meant else None
 
     # ---- for links ----------------------------------------------------------------------------------------------
 
     @property
-    def links_with_rooms(self) -> Collection[Link]:
+    def links_with_rooms(self) -> list[Link]:
         """Links through which rooms are open."""
-        return self._through.keys()
+        return [link for link in self._rooms_of if link.state is LinkState.READY]
 
-    @property
-    def links_with_refusals(self) -> Collection[Link]:
-        """Links to ranks that are still to hear of rooms that were refused."""
-        return self.refusals.links
+    def relies_on(self, link: Link) -> bool:
+        """Whether rooms are open through a link, or its ranks are still to hear of rooms that were refused."""
+        return link in self._rooms_of or self.refusals.are_told_through(link)
 
-    def link_looked_up(self, link: Link, now: float) -> None:
+    def link_looked_up(self, link: Link) -> None:
         """Tells the ranks that were found of rooms that were refused."""
         self.refusals.link_looked_up(link)
 
     def link_ready(self, link: Link, now: float) -> None:
         """Opens the rooms that waited for a link."""
-        for room in list(self._waiting.get(link, ())):
-            self._stop_waiting(room)
-            self._connect_room(room, link, now)
+        for room in list(self._rooms_of.get(link, ())):
+            self.apply(room, link.connected(room.room), now)
 
     def link_failed(self, link: Link, error: KVFerryError, now: float) -> None:
         """Fails the rooms that rely on a link."""
-        for room in list(self._waiting.get(link, ())):
+        for room in list(self._rooms_of.get(link, ())):
             self.apply(room, ConnectFailed(error), now)
-        for number in list(self._through.get(link, ())):
-            self.apply(self.open[number], ConnectFailed(error), now)
 
     def rank_settled(self, endpoint: str, now: float) -> None:
         """Marks a prefill rank that will not write again as drained in every room."""
-        for link, numbers in list(self._through.items()):
+        for link in self.links_with_rooms:
             rank = link.rank_of(endpoint)
             if rank is not None:
-                for number in list(numbers):
-                    self.apply(self.open[number], SenderDrained(rank), now)
+                for room in list(self._rooms_of.get(link, ())):
+                    self.apply(room, SenderDrained(rank), now)
 
     def broke(self, address: str, now: float) -> None:
         """A connection broke: asks again what may be lost of it, or the answer."""
         self.refusals.repeat(now, is_due=True)
-        self.links.broke(address, now)
-        for link in self.links.through(address):
-            for number in list(self._through.get(link, ())):
-                if number in self._unanswered:
-                    self._ask_to_stop(self.open[number], link, now)
+        self.heartbeats.broke(address, now)
+        links = self.links.connections.through(address)
+        for room in [room for room in self._unanswered if room.link in links]:
+            self._ask_to_stop(room, now)
 
     # ---- messages -----------------------------------------------------------------------------------------------
 
@@ -362,13 +324,12 @@ class ReceivingRooms:
         """Takes what the prefill rank at an address says of a room."""
         if isinstance(message, messages.Drained) and self.refusals.take_answer(address, message):
             self.links.close_retired()  # nobody needs them for that any more
-        found = self.find(message.room, message.generation)
-        if found is None:
+        room = self.find(message.room, message.generation)
+        if room is None or room.link is None:
             return
-        room, link = found
-        if isinstance(message, messages.Drained) and not link.is_rank(message.writer, message.endpoint):
+        if isinstance(message, messages.Drained) and not room.is_rank(message.writer, message.endpoint):
             return  # from a later start of the rank, which proves nothing about the earlier one's writes
-        if link.rank_at(address) != message.writer:
+        if room.link.rank_at(address) != message.writer:
             log.warning("dropped a message: %s is not rank %d, room %d", address, message.writer, message.room)
             return
         match message:
@@ -380,28 +341,21 @@ class ReceivingRooms:
     # ---- time ---------------------------------------------------------------------------------------------------
 
     def look_at_deadlines(self, now: float) -> None:
-        """Notifies the rooms whose deadlines have passed."""
-        for number in self._timers.due(now):
-            room = self.open[number]
-            self.apply(room, self._why_late(room), now)
-
-    def _why_late(self, room: ReceivingRoom) -> ReceiverEvent:
-        """Returns the event for a room whose deadline has passed: why its link is not ready, if it waits for one."""
-        link = self._awaited.get(room)
-        if link is None:
-            return ReceiverTick()
-        return ConnectFailed(self.links.why_not_ready(link))
+        """Notifies the rooms whose deadlines have passed; those that wait for a link hear why it is not ready."""
+        for room in self._timers.due(now):
+            if room.link is not None and room.waits_for_link:
+                self.apply(room, ConnectFailed(why_not_ready(room.link, self._settings)), now)
+            else:
+                self.apply(room, ReceiverTick(), now)
 
     def repeat(self, now: float) -> None:
         """Asks again what was not answered: a connection that broke may have lost it, or the answer."""
         self.refusals.repeat(now)
         self.links.ask_about_lost_ranks(now)
-        for number in list(self._unanswered):
-            room, link = self.open[number], self._links_of.get(number)
-            if link is not None:
-                self._ask_to_stop(room, link, now)
+        for room in list(self._unanswered):
+            self._ask_to_stop(room, now)
 
-    def _ask_to_stop(self, room: ReceivingRoom, link: Link, now: float) -> None:
+    def _ask_to_stop(self, room: ReceivingRoom, now: float) -> None:
         """Repeats a room's aborts to ranks that have not answered."""
         for rank in room.machine.unanswered:
-            self._execute(room, link, room.machine.abort_of(rank), now)
+            self._execute(room, room.machine.abort_of(rank), now)

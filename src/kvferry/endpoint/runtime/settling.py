@@ -8,20 +8,14 @@ and reads its sockets only now, from then on.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvferry.protocol.time_awake import TimeAwake
 
 _MOST_AT_ONCE_S = 0.05
 """Of the time between two looks. A worker looks every millisecond unless it is busy; a clock that jumps, or a machine
 that stood still, must not add up to what is waited for."""
-
-
-@dataclass(slots=True, eq=False)
-class _Failed:
-    on_settled: Callable[[], None]
-    counted_s: float = 0.0
 
 
 class Settling:
@@ -37,8 +31,9 @@ class Settling:
         """
         self._settle_s = settle_s
         self._now = now
-        self._failed: list[_Failed] = []
         self._awake = TimeAwake(most_at_once_s=most_at_once_s)
+        self._awake_s = 0.0  # that has passed
+        self._failed: deque[tuple[float, Callable[[], None]]] = deque()  # with when they settle, in that time
 
     def __bool__(self) -> bool:
         return bool(self._failed)
@@ -46,19 +41,17 @@ class Settling:
     def add(self, on_settled: Callable[[], None]) -> None:
         """Begins to count for a write that has just failed, or of which that was just heard."""
         self.look()
-        self._failed.append(_Failed(on_settled))
+        self._failed.append((self._awake_s + self._settle_s, on_settled))
 
     def look(self) -> bool:
         """Calls `on_settled` of those that have settled; returns whether there were any. Must be called often.
 
         Of a longer time between two calls only a part counts: this process was frozen, or its clock jumped.
         """
-        passed_s = self._awake.passed_s(self._now())
-        for each in self._failed:
-            each.counted_s += passed_s
-        settled = [each for each in self._failed if each.counted_s >= self._settle_s]
-        if settled:
-            self._failed = [each for each in self._failed if each.counted_s < self._settle_s]
-        for each in settled:
-            each.on_settled()
-        return bool(settled)
+        self._awake_s += self._awake.passed_s(self._now())
+        has_settled = False
+        while self._failed and self._failed[0][0] <= self._awake_s:
+            _, on_settled = self._failed.popleft()
+            on_settled()
+            has_settled = True
+        return has_settled

@@ -65,10 +65,6 @@ class RunningLoop(ABC):
     def health(self) -> ThreadHealth:
         """The health of the thread. May be read from any thread."""
 
-    @abstractmethod
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Waits for the loop to end, and does not make it end. Returns whether it has."""
-
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs."""
@@ -94,10 +90,6 @@ class SupervisedThread(RunningLoop):
     @property
     def health(self) -> ThreadHealth:
         return ThreadHealth(self._name, self._thread.is_alive(), self._failures, self._last_failure)
-
-    def join(self, timeout_s: float | None = None) -> bool:
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         pause_s = _SHORTEST_PAUSE_S

@@ -44,11 +44,10 @@ def _of_prefill(endpoint: PrefillEndpoint, living: Collection[str]) -> Iterator[
 
 def _of_decode(endpoint: DecodeEndpoint) -> Iterator[str]:
     driver, rooms = endpoint._driver, endpoint._driver.rooms
-    if endpoint.open_rooms or rooms.open or rooms._links_of:
-        yield f"{endpoint.open_rooms} rooms, {len(rooms.open)} in the driver"
-    waiting = sum(len(waiting) for waiting in rooms._waiting.values())
-    if waiting or rooms.links.are_awaited:
-        yield f"{waiting} rooms that wait for a link"
+    if rooms.open or rooms._rooms_of:
+        yield f"{endpoint.open_rooms} rooms, through {len(rooms._rooms_of)} links"
+    if rooms.links.are_awaited:
+        yield "a caller that waits for a link"
     if driver._settling:
         yield "what failed writes had sent, which is still waited for"
     for name, ring in driver._staging.rings.items():

@@ -62,9 +62,6 @@ class Thread(RunningLoop):
     def health(self) -> ThreadHealth:
         return ThreadHealth(self.name, not self.has_ended, 0, "")
 
-    def join(self, timeout_s: float | None = None) -> bool:
-        return self.has_ended
-
     def turn(self) -> None:
         """One turn."""
         self.has_ended = not self.loop.turn(may_wait=False)

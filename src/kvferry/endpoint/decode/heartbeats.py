@@ -1,0 +1,89 @@
+"""Keeps a decode endpoint's links alive, and gives up those to prefill ranks that are silent or dead."""
+
+from __future__ import annotations
+
+from kvferry.endpoint.decode.context import DecodeContext
+from kvferry.endpoint.decode.links import Links
+from kvferry.errors import KVFerryError, PeerDisconnectedError
+from kvferry.observe.logs import report_silence
+from kvferry.protocol.links.link import Link, LinkKey, LinkState
+from kvferry.protocol.time_awake import Lateness
+
+
+class Heartbeats:
+    """Asks prefill ranks whether they are there, and knows which of them have not answered."""
+
+    def __init__(self, context: DecodeContext, links: Links) -> None:
+        """Begins with nobody silent."""
+        self._settings = context.settings
+        self._links = links
+        self._silent: frozenset[tuple[LinkKey, int]] = frozenset()  # prefill ranks whose silence was logged
+        self._lateness = Lateness()
+
+    def send(self, now: float, *, longest_sleep_s: float) -> None:
+        """Sends a heartbeat to every rank, and gives up links to those that are silent or dead.
+
+        Args:
+            longest_sleep_s: by how much a heartbeat may come later than it should while all is well.
+        """
+        most_apart_s = 2 * self._settings.heartbeat_interval_s + longest_sleep_s
+        late_s = self._lateness.seconds(now, most_apart_s=most_apart_s)
+        for link in self._links.current:
+            link.forgive(late_s, now)
+        self._report_silence(now)
+        for link in self._links.current:
+            silent = link.silent_rank(now, self._settings.peer_timeout_s)
+            try:
+                self._check_processes(link, now)
+                if silent is not None and link.state is LinkState.GREETING:
+                    self._links.start_over(link, now)
+                elif silent is not None:
+                    raise PeerDisconnectedError(
+                        f"prefill rank {silent[0]} of {link.key.engine!r} has been silent for {silent[1]:.1f} s "
+                        "(KVFERRY_PEER_TIMEOUT_S)"
+                    )
+                self._links.execute(link, link.ask(now), now)
+            except KVFerryError as error:
+                self._links.fail(link, error, now)
+
+    def broke(self, address: str, now: float) -> None:
+        """A connection broke: what was on its way through its links may be lost."""
+        link = self._links.connections.behind(address)
+        if link is None:
+            return
+        try:
+            self._check_processes(link, now)
+            if link.rank_at(address) is not None:
+                self._links.execute(link, link.broke(address, now), now)
+        except KVFerryError as error:
+            self._links.fail(link, error, now)
+
+    def _report_silence(self, now: float) -> None:
+        """Logs, once for each, which prefill ranks have fallen silent."""
+        silent = {}
+        for link in self._links.current:
+            for rank in link.rank_statuses(now):
+                if rank.silent_s > 2 * self._settings.heartbeat_interval_s:
+                    silent[link.key, rank.rank] = rank
+        for (key, number), rank in silent.items():
+            if (key, number) not in self._silent:
+                who = f"prefill rank {number} of {key.engine!r} ({rank.endpoint or 'not connected yet'})"
+                report_silence(who, rank.endpoint, rank.silent_s)
+        self._silent = frozenset(silent)
+
+    def _check_processes(self, link: Link, now: float) -> None:
+        """Starts a link over if the process of one of its ranks is known to have ended and no room relies on the link.
+
+        Raises:
+            PeerDisconnectedError: if rooms rely on it.
+        """
+        for peer in link.peers:
+            if not self._links.quarantine.is_gone(peer.process):
+                continue
+            if link.state is LinkState.READY:
+                raise PeerDisconnectedError(
+                    f"prefill rank {link.rank_of(peer.endpoint)} of {link.key.engine!r} has ended: its process "
+                    f"{peer.process.pid} is gone"
+                )
+            self._links.start_over(link, now)
+            return
