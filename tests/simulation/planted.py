@@ -19,7 +19,6 @@ from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
-from kvferry.endpoint.prefill.channels import DecodeChannels
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.direct_writes import DirectWrites
 from kvferry.endpoint.prefill.driver import PrefillDriver
@@ -33,6 +32,7 @@ from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
 from kvferry.protocol.geometry.moves import Move, moves_of
 from kvferry.protocol.links import pods
+from kvferry.protocol.links.decode_channels import DecodeChannels
 from kvferry.protocol.links.lost_ranks import LostRanks
 from kvferry.protocol.links.rank_link import RankLink
 from kvferry.protocol.links.reliable_channel import ReliableChannel
@@ -281,8 +281,8 @@ def _losses_not_noticed(patch: pytest.MonkeyPatch) -> None:
     """A decode rank sends nothing again where heartbeats show that it was lost."""
     right = RankLink.answered
 
-    def answered(rank: Any, pong: Pong, endpoint: str) -> Any:
-        return right(rank, structs.replace(pong, heard_of=0), endpoint)
+    def answered(rank: Any, pong: Pong) -> Any:
+        return right(rank, structs.replace(pong, heard_of=0))
 
     patch.setattr(RankLink, "answered", answered)
 

@@ -13,7 +13,6 @@ from collections import deque
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
-from kvferry.endpoint.prefill.channels import DecodeChannels
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.prefill.peers import DecodePeer, DecodePeers
@@ -28,6 +27,7 @@ from kvferry.endpoint.transfer import Sender
 from kvferry.errors import EndpointClosedError, KVFerryError, PeerDisconnectedError, PeerError
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import PeerStatus, RoomStatus, StagingStatus
+from kvferry.protocol.links.decode_channels import DecodeChannels
 from kvferry.protocol.time_awake import Lateness
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import SenderTick
@@ -401,7 +401,6 @@ class PrefillDriver(Loop):
             return
         self._observer.refused(problem)
         refused = messages.Refused(
-            endpoint=self._identity.endpoint,
             attempt=message.attempt,
             error=type(problem).__name__,
             reason=str(problem),

@@ -216,7 +216,6 @@ class DecodePeer(Actor):
         self._send(
             self.name,
             Refused(
-                endpoint=self._transport.endpoint_name,
                 attempt=self.attempt,
                 error=type(error).__name__,
                 reason=str(error),

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.endpoint.prefill.channels import DecodeChannels
 from kvferry.errors import KVFerryError, TransferFailedError, TransportError
 from kvferry.layout import RankCoordinates, TokenShare
 from kvferry.plan import Demand, Route
 from kvferry.protocol.geometry.demands import WantedGroup
 from kvferry.protocol.geometry.moves import ReceiverRequest
+from kvferry.protocol.links.decode_channels import DecodeChannels
 from kvferry.protocol.pages.chunks import Chunk, ChunkPart
 from kvferry.protocol.pages.page_numbers import PageNumbers
 from kvferry.protocol.rooms.pending_opens import PendingMessage
