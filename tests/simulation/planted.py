@@ -182,7 +182,7 @@ def _aborts_that_come_first_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     def abort(table: Any, *arguments: Any) -> Any:
         found = right(table, *arguments)
-        table._over.clear()
+        table._over._entries.clear()
         return found
 
     patch.setattr(RoomTable, "abort", abort)
@@ -799,7 +799,7 @@ def _late_receivers_not_told(patch: pytest.MonkeyPatch) -> None:
 
     def remove(table: RoomTable[Any], room: Any, now: float) -> None:
         right(table, room, now)
-        table._failed_alone.clear()
+        table._failed_alone._entries.clear()
 
     patch.setattr(RoomTable, "remove", remove)
 

@@ -52,8 +52,8 @@ def nothing_left(requests: Requests) -> bool:
 
 def kept_pending(endpoint: PrefillEndpoint, room: int) -> list[messages.OpenRoom | messages.AbortRoom]:
     """The messages that a prefill rank keeps for a room."""
-    pending = endpoint._driver.rooms.table._pending._rooms.get(room)
-    return [message for kept in pending.messages.values() for message in kept] if pending is not None else []
+    pending = endpoint._driver.rooms.table._pending.of(room)
+    return [message for kept in pending.values() for message in (kept.request, kept.abort) if message is not None]
 
 
 # ---- states and waiting -----------------------------------------------------------------------------------------
@@ -521,7 +521,7 @@ def test_the_decode_side_may_reuse_a_number_while_the_prefill_side_still_ends_it
     third = requests.new(2)  # travels behind it on the same connection
     requests.open_decode(third)
     eventually(
-        "the prefill side has read both", lambda: 2 in requests.prefill.endpoints[0]._driver.rooms.table._pending._rooms
+        "the prefill side has read both", lambda: 2 in requests.prefill.endpoints[0]._driver.rooms.table._pending
     )
     go_on.set()
     first.senders[0].wait(WAIT_S)

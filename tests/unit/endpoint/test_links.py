@@ -510,7 +510,7 @@ def test_a_room_that_a_decode_rank_opened_early_and_has_given_up_ends_on_the_pre
         early.receivers[0].abort("the client left")
         assert early.receivers[0].wait_pages_reusable(WAIT_S)
     if how == "connects anew":  # its queues were full: it could take nothing back
-        monkeypatch.setattr(prefill._driver.rooms, "aborted", lambda receiver, message, is_unopened: None)
+        monkeypatch.setattr(prefill._driver.rooms, "take_abort", lambda receiver, message, is_unopened: None)
         (link,) = driver.rooms.links.current
         driver.submit(lambda now: driver.rooms.links.fail(link, error, now))
         eventually("it was given up", lambda: not driver.rooms.links.current)

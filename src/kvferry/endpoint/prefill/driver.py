@@ -340,7 +340,7 @@ class PrefillDriver(Loop):
                     self.send(identity, messages.Gone(process=process))
             case messages.AbortRoom():
                 is_unopened = message.number > 0 and self._channels.take_back(identity, message.epoch, message.number)
-                self.rooms.aborted(identity, message, is_unopened=is_unopened)
+                self.rooms.take_abort(identity, message, is_unopened=is_unopened)
             case messages.RefuseRoom():
                 self.rooms.refused(identity, message)
 

@@ -24,8 +24,7 @@ from kvferry.errors import (
 )
 from kvferry.observe.observer import Observer
 from kvferry.protocol.geometry.moves import request_of
-from kvferry.protocol.rooms.pending_opens import PendingMessage
-from kvferry.protocol.rooms.room_table import RoomTable
+from kvferry.protocol.rooms.room_table import AboutRoom, RoomTable
 from kvferry.protocol.transfer.sender_events import (
     ReceiverAborted,
     ReceiverLost,
@@ -162,9 +161,8 @@ class SendingRooms:
             request_of(message, attachment.layout, elected, where=f"room {message.room} on {receiver}")
         except KVFerryError as error:
             self._refuse_request(receiver, message, error)
-            rank = self._ranks.rank(receiver)
-            if rank is not None:  # the room fails there, and nobody will open it here
-                self._not_opened(receiver, rank, message.room, message.generation, str(error))
+            # The room fails there, and nobody will open it here.
+            self._not_opened(receiver, self._ranks.rank(receiver), message.room, message.generation, str(error))
             return
         try:
             with self._lock:
@@ -175,17 +173,21 @@ class SendingRooms:
             self._refuse_request(receiver, message, error)
 
     def take_abort(self, receiver: str, message: messages.AbortRoom, *, is_unopened: bool = False) -> None:
-        """Takes back an open request, and answers when nothing can be written for it any more.
+        """Takes back an open request, and answers when nothing can be written for it any more. It may come again.
 
         Args:
-            is_unopened: whether it has not come, and will not count.
+            is_unopened: whether the open request has not come, and will not count.
         """
         with self._lock:
+            is_unopened |= self.table.is_dropped(receiver, message)
             room = self.table.abort(receiver, message, self._now(), is_unopened=is_unopened)
             if room is not None:
                 self._deliver(room, receiver, message)
-                return
-        self._drained(receiver, message.room, message.generation)
+        if room is None:
+            self._drained(receiver, message.room, message.generation)
+        if is_unopened:
+            rank = self._ranks.rank(receiver)
+            self._not_opened(receiver, rank, message.room, message.generation, message.reason)
 
     def take_refusal(self, receiver: str, message: messages.RefuseRoom) -> None:
         """Takes a decode rank's refusal: for the room, or until it is opened here."""
@@ -200,19 +202,6 @@ class SendingRooms:
             self.table.remove(room, self._now())
 
     # ---- for the control thread ---------------------------------------------------------------------------------
-
-    def aborted(self, receiver: str, message: messages.AbortRoom, *, is_unopened: bool) -> None:
-        """Takes a decode rank's abort, which may come again.
-
-        Args:
-            is_unopened: whether the open request that it takes back has not come, and will not count.
-        """
-        with self._lock:
-            is_unopened |= self.table.is_dropped(receiver, message)
-        self.take_abort(receiver, message, is_unopened=is_unopened)
-        rank = self._ranks.rank(receiver)
-        if is_unopened and rank is not None:  # it will not open the room
-            self._not_opened(receiver, rank, message.room, message.generation, message.reason)
 
     def refused(self, receiver: str, message: messages.RefuseRoom) -> None:
         """Takes a decode rank's refusal, which may come again."""
@@ -233,8 +222,14 @@ class SendingRooms:
         if is_new:  # the same one may come again
             self.take_refusal(receiver, message)
 
-    def _not_opened(self, receiver: str, rank: DecodeRank, room: int, generation: int, reason: str) -> None:
-        """Ends a room that a decode rank will not open, as if it had refused it."""
+    def _not_opened(self, receiver: str, rank: DecodeRank | None, room: int, generation: int, reason: str) -> None:
+        """Ends a room that a decode rank will not open, as if it had refused it.
+
+        Args:
+            rank: which it is; None if it has not attached, and belongs to no room.
+        """
+        if rank is None:
+            return
         self._refused(
             receiver,
             messages.RefuseRoom(
@@ -265,9 +260,8 @@ class SendingRooms:
             rooms, aborts = self.table.forget_receiver(receiver, self._now())
         for room in rooms:
             room.post(ReceiverLost(receiver, error))
-        if rank is not None:
-            for message in aborts:
-                self._not_opened(receiver, rank, message.room, message.generation, message.reason)
+        for message in aborts:
+            self._not_opened(receiver, rank, message.room, message.generation, message.reason)
 
     def look(self, now: float) -> None:
         """Warns of rooms that nobody asks for, and refuses what was opened there too long ago to be opened here."""
@@ -289,7 +283,7 @@ class SendingRooms:
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
-    def _deliver(self, room: SendingRoom, receiver: str, message: PendingMessage | messages.RefuseRoom) -> None:
+    def _deliver(self, room: SendingRoom, receiver: str, message: AboutRoom) -> None:
         """Hands a message to its room."""
         match message:
             case messages.RefuseRoom():
