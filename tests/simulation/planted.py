@@ -22,7 +22,7 @@ from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.direct_writes import DirectWrites
 from kvferry.endpoint.prefill.driver import PrefillDriver
-from kvferry.endpoint.prefill.peers import DecodePeers
+from kvferry.endpoint.prefill.peers import DecodePeer
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedWrites
 from kvferry.endpoint.runtime.process_identity import Sight
@@ -162,11 +162,14 @@ def _arrived_before_the_scatter(patch: pytest.MonkeyPatch) -> None:
 
 
 def _peer_added_without_removal(patch: pytest.MonkeyPatch) -> None:
-    def attach(peers: Any, message: Attach) -> None:
-        peers._peers[message.endpoint] = peers._make(message.endpoint, message.attempt, None)
-        peers._peers[message.endpoint].post(message)
+    def connect(ranks: Any, message: Attach, now: float) -> None:
+        name = message.endpoint
+        queue = ranks._queue_of(name.encode())
+        made = DecodePeer(name, queue, ranks._context, attempt=message.attempt, earlier=None, now=now)
+        ranks._peers[name] = made
+        made.post(message)
 
-    patch.setattr(DecodePeers, "attach", attach)
+    patch.setattr(DecodeRanks, "_connect", connect)
 
 
 def _removed_while_writes_fly(patch: pytest.MonkeyPatch) -> None:

@@ -410,7 +410,7 @@ def test_whatever_comes_to_the_control_port_hurts_nobody(pair: Callable[..., Req
     request.wait()
     requests.check(request)
     assert requests.prefill.endpoints[0].is_healthy
-    assert len(requests.prefill.endpoints[0]._driver.peers.all()) == 1
+    assert len(requests.prefill.endpoints[0]._driver.ranks.peers()) == 1
 
 
 def test_an_unexpected_error_over_one_message_costs_no_other(

@@ -702,7 +702,7 @@ def test_a_close_message_through_an_old_connection_ends_no_new_one(
     requests.run(1)
     driver, endpoint = requests.decode.endpoints[0]._driver, requests.prefill.endpoints[0]
     (connection,) = driver.rooms.links._connections._open.values()
-    (peer,) = endpoint._driver.peers.all()
+    (peer,) = endpoint._driver.ranks.peers()
     said: list[field_types.Message] = []
     monkeypatch.setattr(connection, "send", lambda data: said.append(codec.decode_to_prefill(data)))
     closed = threading.Event()

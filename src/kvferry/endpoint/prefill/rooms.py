@@ -12,8 +12,11 @@ from collections.abc import Callable
 
 from kvferry.endpoint.construction import check_may_open
 from kvferry.endpoint.early_warnings import UnaskedRooms
+from kvferry.endpoint.prefill.admission import Admission
+from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
-from kvferry.endpoint.prefill.room import OpenReceived, RefusalReceived, SendingRoom
+from kvferry.endpoint.prefill.room import OpenReceived, RefusalReceived, RoomContext, SendingRoom
+from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.endpoint.transfer import Sender
 from kvferry.errors import (
     EndpointClosedError,
@@ -25,6 +28,7 @@ from kvferry.errors import (
 from kvferry.observe.observer import Observer
 from kvferry.protocol.geometry.moves import request_of
 from kvferry.protocol.rooms.room_table import AboutRoom, RoomTable
+from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     ReceiverAborted,
     ReceiverLost,
@@ -34,6 +38,7 @@ from kvferry.protocol.transfer.sender_events import (
 from kvferry.protocol.wire import field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.settings import Settings
+from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -50,21 +55,25 @@ class SendingRooms:
         identity: Identity,
         settings: Settings,
         ranks: DecodeRanks,
+        workers: WorkerPool,
         *,
-        send: Callable[[str, field_types.Message], None],
+        transport: Transport,
+        admission: Admission,
         observer: Observer,
         unasked: UnaskedRooms,
         now: Callable[[], float],
+        send: Callable[[str, field_types.Message], None],
+        write_failed: Callable[[Attachment, Exception], None],
+        set_deadline: Callable[[SendingRoom, float | None], None],
     ) -> None:
         """Begins with none.
 
         Args:
             identity: this rank's.
             ranks: what is known of decode ranks.
-            send: sends a message to a decode rank, soon.
-            observer: is told what happens.
+            workers: run the rooms.
             unasked: warns of rooms that nobody asks for.
-            now: the time, in seconds of a steady clock.
+            transport: as in `RoomContext`, like all that follows.
         """
         self._identity = identity
         self._rank = identity.coordinates.engine_rank
@@ -77,6 +86,24 @@ class SendingRooms:
         # Guards the table: a message for a room goes either to it, or is kept until the room is opened.
         self._lock = threading.Lock()
         self._is_closed = False
+        self._workers = workers
+        self._context = RoomContext(
+            transport=transport,
+            admission=admission,
+            observer=observer,
+            coordinates=identity.coordinates,
+            page_groups=identity.layout.groups,
+            now=now,
+            send=send,
+            open_room=self.take_open,
+            abort_room=self.take_abort,
+            refuse_room=self.take_refusal,
+            write_failed=write_failed,
+            broken_off=ranks.broken_off,
+            was_broken_off=ranks.was_broken_off,
+            forget_room=self.forget,
+            set_deadline=set_deadline,
+        )
         self.table: RoomTable[SendingRoom] = RoomTable(
             max_pending=settings.max_pending_opens,
             most_page_bytes=int(settings.max_pending_opens_mib * 2**20),
@@ -95,12 +122,9 @@ class SendingRooms:
         with self._lock:
             return list(self.table.rooms.values())
 
-    def open(self, room: int, make: Callable[[], SendingRoom]) -> Sender:
-        """Opens a room; raises as `PrefillEndpoint.open` does.
-
-        Args:
-            make: makes it, if it may be opened.
-        """
+    def open(self, machine: SenderMachine) -> Sender:
+        """Opens a room with this machine; raises as `PrefillEndpoint.open` does."""
+        room = machine.room
         with self._lock:
             check_may_open(
                 room,
@@ -109,7 +133,8 @@ class SendingRooms:
                 who=f"prefill rank {self._rank}",
                 is_closed=self._is_closed,
             )
-            opened = make()
+            opened = SendingRoom(machine, self._workers, self._context, self._settings)
+            self._context.set_deadline(opened, machine.deadline)
             self._unasked.opened(room, self._now())
             self._observer.begin_sending(room)
             for receiver, message in self.table.add(opened):

@@ -208,7 +208,7 @@ class PrefillNode:
             case messages.Ping():
                 out += [("down", decode, codec.encode(each)) for each in self._channels.answer(name, message)]
             case messages.AbortRoom():
-                is_unopened = message.number > 0 and self._channels.take_back(name, message.epoch, message.number)
+                is_unopened = self._channels.take_back(name, message.epoch, message.number)
                 self._aborted(name, message, is_unopened, out)
 
     def _take_open(self, name: str, message: messages.OpenRoom, out: list[Output]) -> None:
