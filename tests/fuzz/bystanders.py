@@ -41,7 +41,7 @@ class Bystanders:
         self.pair.open_prefill(self.half_open[1])
         eventually("the room is kept", lambda: len(self.prefill._driver.rooms.table._pending) == 1)
         self._threads = {thread for thread in threading.enumerate() if thread.name.startswith("kvferry")}
-        self._attachment = self.prefill._driver.peers.get(self.decode.transport.endpoint_name)
+        self._attachment = self.prefill._driver.ranks.peer(self.decode.transport.endpoint_name)
         self._registrations = self.registered()
         transport = self.prefill.transport
         connect = transport.connect
@@ -88,12 +88,12 @@ class Bystanders:
         for transfer in (*self.half_open[0].receivers, *self.half_open[1].senders):
             assert not transfer.state.is_final, transfer.error
             assert transfer.state is not TransferState.TRANSFERRING
-        peers = {peer.name for peer in self.prefill._driver.peers.all()}
+        peers = {peer.name for peer in self.prefill._driver.ranks.peers()}
         known = self.decode.transport.endpoint_name
         assert known in peers
         others = {peer for peer in peers - {known} if not strangers or not peer.startswith(strangers)}
         assert not others, others
-        assert self.prefill._driver.peers.get(known) is self._attachment, "the good pair's connection was made anew"
+        assert self.prefill._driver.ranks.peer(known) is self._attachment, "the good pair's connection was made anew"
         assert self.registered() == self._registrations
         self.transfer()
         assert (self.prefill.open_rooms, self.decode.open_rooms) == (1, 1)

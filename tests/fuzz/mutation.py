@@ -28,7 +28,7 @@ from kvferry.transport import PeerMetadata
 Tree: TypeAlias = Any
 """What MessagePack and JSON know: dictionaries, lists, numbers, texts, bytes."""
 
-HEADER = codec.encode(messages.Ping(endpoint="any"))[:6]
+HEADER = codec.encode(messages.Ping())[:6]
 KINDS = tuple(
     get_args(messages.ToPrefill)
     + get_args(messages.ToDecode)
@@ -81,7 +81,7 @@ def examples() -> list[field_types.Message]:
     for place, layout in layouts():
         metadata = PeerMetadata(name="hostile-0", device=Device(), regions=layout.regions(), private=b"private")
         made += [
-            messages.Hello(endpoint="hostile-0", engine="hostile", coordinates=place),
+            messages.Hello(),
             messages.Welcome(
                 endpoint="p0",
                 engine="hostile",
@@ -116,7 +116,7 @@ def examples() -> list[field_types.Message]:
         ]
     made += [
         messages.Detach(endpoint="hostile-0"),
-        messages.Ping(endpoint="hostile-0", epoch=1, sent=5, received=4),
+        messages.Ping(epoch=1, sent=5, received=4),
         messages.Numbered(epoch=1, number=1, body=codec.encode_body(messages.RoomVerified(room=5, generation=6))),
         messages.AbortRoom(room=5, generation=6, reason="no reason"),
         messages.RefuseRoom(
@@ -127,9 +127,9 @@ def examples() -> list[field_types.Message]:
             generation=6,
             reason="no reason",
         ),
-        messages.Credit(endpoint="hostile-0", epoch=3, position=64),
+        messages.Credit(epoch=3, position=64),
         messages.Attached(endpoint="p0", attempt=1, only_staged=False),
-        messages.Refused(endpoint="p0", attempt=1, error="IncompatiblePeerError", reason="no reason"),
+        messages.Refused(attempt=1, error="IncompatiblePeerError", reason="no reason"),
         messages.Closed(endpoint="p0"),
         messages.Pong(endpoint="p0", attached=True),
         messages.RoomFailed(room=5, generation=6, writer=0, error="PageError", reason="no reason"),

@@ -68,7 +68,7 @@ class HostileDecodeRank:
 
     def synchronize(self) -> None:
         """Waits until everything was read: the answer to a question comes after that to everything before it."""
-        self.tell(codec.encode(messages.Hello(endpoint=self.name, engine="end", coordinates=RankCoordinates())))
+        self.tell(codec.encode(messages.Hello()))
         deadline = time.monotonic() + WITHIN_S
         quiet = False
         while not quiet:
@@ -164,7 +164,7 @@ class Attack:
             messages.AbortRoom(room=room.room, generation=room.generation, reason="forged"),
             messages.Detach(endpoint=decode.transport.endpoint_name),
             messages.Closed(endpoint=writer),
-            messages.Ping(endpoint=decode.transport.endpoint_name),
+            messages.Ping(),
             *(each.attach() for each in self._decodes),
         ]
         return self._corpus.mutator(chance, [tree_of(each) for each in known])

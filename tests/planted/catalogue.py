@@ -214,14 +214,14 @@ CATALOGUE = (
     PlantedFault(
         "rooms go on that a lost decode rank had opened",
         "protocol/rooms/room_table.py",
-        "return [self.rooms[room] for room in self._rooms_given.get(receiver, ())]",
-        "return []",
+        "return [self.rooms[room] for room, receivers in self._given.items() if receiver in receivers], aborts",
+        "return [], aborts",
         "tests/unit/endpoint/test_costs.py tests/unit/endpoint/test_links.py",
     ),
     PlantedFault(
         "an abort of what was dropped with a lost rank is taken for that of a room that has ended",
         "protocol/rooms/room_table.py",
-        "return dropped is not None and dropped.generation == message.generation",
+        "return self._dropped.get((receiver, message.room)) == message.generation",
         "return False",
         "tests/unit/protocol/test_room_table.py tests/unit/endpoint/test_links.py",
     ),

@@ -38,6 +38,7 @@ from kvferry.plan.requests.chunks import Chunk, ChunkSequence, GroupPages
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.moves import Move
 from kvferry.protocol.wire import codec, messages
+from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.settings import Settings
 from kvferry.transport import InProcessNetwork, InProcessTransport
 
@@ -237,8 +238,14 @@ def connect(source: Rank, destination: Rank, pieces: tuple[Piece, ...]) -> Attac
     )
     return attach(
         message,
-        layout=source.layout,
-        coordinates=source.coordinates,
+        mine=Identity(
+            endpoint=source.transport.endpoint_name,
+            engine="prefill",
+            coordinates=source.coordinates,
+            layout=source.layout,
+            transport=source.transport.name,
+            host="",
+        ),
         transport=source.transport,
         staging=SendingStaging(DIRECTLY, source.layout, source.transport, SystemPlatform()),
         merged_bytes=64,  # so little that blocks of neighbours are cut in most cases

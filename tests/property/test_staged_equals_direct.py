@@ -210,7 +210,7 @@ class Receiving:
         source, destination = pair.source.layout, pair.destination.layout
         # Its own plan, of the pieces in the order in which it named them.
         plan = PairPlan(source, destination, pair.attachment.plan.pieces)
-        self.ring = WriterRing(staging_memory(ring), plan, epoch=7, endpoint="receiver", send=self._credit)
+        self.ring = WriterRing(staging_memory(ring), plan, epoch=7, send=self._credit)
         self.credits: list[int] = []
         key = pair.attachment.receiver, message.room
         if key not in pair.rooms:

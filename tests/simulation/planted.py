@@ -20,11 +20,10 @@ from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
-from kvferry.endpoint.prefill.channels import DecodeChannels
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.direct_writes import DirectWrite, DirectWrites
 from kvferry.endpoint.prefill.driver import PrefillDriver
-from kvferry.endpoint.prefill.peers import DecodePeers
+from kvferry.endpoint.prefill.peers import DecodePeer
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
 from kvferry.endpoint.runtime.process_identity import Sight
@@ -35,6 +34,7 @@ from kvferry.plan import Unit
 from kvferry.plan.requests.chunks import Chunk
 from kvferry.plan.requests.moves import Move, moves_of
 from kvferry.protocol.links import pods
+from kvferry.protocol.links.decode_channels import DecodeChannels
 from kvferry.protocol.links.lost_ranks import LostRanks
 from kvferry.protocol.links.rank_link import RankLink
 from kvferry.protocol.links.reliable_channel import ReliableChannel
@@ -162,11 +162,14 @@ def _arrived_before_the_scatter(patch: pytest.MonkeyPatch) -> None:
 
 
 def _peer_added_without_removal(patch: pytest.MonkeyPatch) -> None:
-    def attach(peers: Any, message: Attach) -> None:
-        peers._peers[message.endpoint] = peers._make(message.endpoint, message.attempt, None)
-        peers._peers[message.endpoint].post(message)
+    def connect(ranks: Any, message: Attach, now: float) -> None:
+        name = message.endpoint
+        queue = ranks._queue_of(name.encode())
+        made = DecodePeer(name, queue, ranks._context, attempt=message.attempt, earlier=None, now=now)
+        ranks._peers[name] = made
+        made.post(message)
 
-    patch.setattr(DecodePeers, "attach", attach)
+    patch.setattr(DecodeRanks, "_connect", connect)
 
 
 def _removed_while_writes_fly(patch: pytest.MonkeyPatch) -> None:
@@ -182,7 +185,7 @@ def _aborts_that_come_first_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     def abort(table: Any, *arguments: Any) -> Any:
         found = right(table, *arguments)
-        table._over.clear()
+        table._over._entries.clear()
         return found
 
     patch.setattr(RoomTable, "abort", abort)
@@ -282,8 +285,8 @@ def _losses_not_noticed(patch: pytest.MonkeyPatch) -> None:
     """A decode rank sends nothing again where heartbeats show that it was lost."""
     right = RankLink.answered
 
-    def answered(rank: Any, pong: Pong, endpoint: str) -> Any:
-        return right(rank, structs.replace(pong, heard_of=0), endpoint)
+    def answered(rank: Any, pong: Pong) -> Any:
+        return right(rank, structs.replace(pong, heard_of=0))
 
     patch.setattr(RankLink, "answered", answered)
 
@@ -785,7 +788,7 @@ def _late_receivers_not_told(patch: pytest.MonkeyPatch) -> None:
 
     def remove(table: RoomTable[Any], room: Any, now: float) -> None:
         right(table, room, now)
-        table._failed_alone.clear()
+        table._failed_alone._entries.clear()
 
     patch.setattr(RoomTable, "remove", remove)
 

@@ -201,7 +201,7 @@ class Rank:
     def peers(self, engine: str) -> set[str]:
         """Endpoints of an engine that this rank is connected with, as far as it knows."""
         if isinstance(self.endpoint, PrefillEndpoint):
-            return {peer.name for peer in self.endpoint._driver.peers.all() if peer.name.startswith(f"{engine}-")}
+            return {peer.name for peer in self.endpoint._driver.ranks.peers() if peer.name.startswith(f"{engine}-")}
         assert isinstance(self.endpoint, DecodeEndpoint)
         links = self.endpoint._driver.rooms.links.current
         return {peer.endpoint for link in links if link.key.engine == engine for peer in link.peers}
@@ -209,7 +209,7 @@ class Rank:
     def connections(self) -> dict[str, int]:
         """By the decode rank that it is with, the number of the connection that a prefill rank has now."""
         assert isinstance(self.endpoint, PrefillEndpoint)
-        return {peer.name: peer.attempt for peer in self.endpoint._driver.peers.all()}
+        return {peer.name: peer.attempt for peer in self.endpoint._driver.ranks.peers()}
 
     def endpoint_name(self) -> str:
         """What peers call this rank's endpoint."""
@@ -219,7 +219,7 @@ class Rank:
     def waits_for_credit(self) -> bool:
         """Whether any room of a prefill rank waits for a decode rank's staging memory."""
         assert isinstance(self.endpoint, PrefillEndpoint)
-        attachments = [peer.attachment for peer in self.endpoint._driver.peers.all()]
+        attachments = [peer.attachment for peer in self.endpoint._driver.ranks.peers()]
         staged = [each.paths.staged for each in attachments if each is not None]
         return any(each.peer.ring.num_waiting for each in staged if each is not None)
 

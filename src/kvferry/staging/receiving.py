@@ -55,17 +55,13 @@ class WriterRing:
         plan: what the prefill rank may send.
     """
 
-    def __init__(
-        self, memory: StagingMemory, plan: PairPlan, *, epoch: int, endpoint: str, send: Callable[[Credit], None]
-    ) -> None:
+    def __init__(self, memory: StagingMemory, plan: PairPlan, *, epoch: int, send: Callable[[Credit], None]) -> None:
         """Begins with a ring of which nothing was read.
 
         Args:
-            endpoint: this rank's name, for credits.
             send: sends the prefill rank a message.
         """
         self.memory = memory
-        self._endpoint = endpoint
         self._send = send
         self.epoch = epoch
         self.plan = plan
@@ -105,7 +101,7 @@ class WriterRing:
         if not is_due or position == self._reported:
             return
         self._reported = position
-        self._send(Credit(endpoint=self._endpoint, epoch=self.epoch, position=position))
+        self._send(Credit(epoch=self.epoch, position=position))
 
     def address(self, span: Span) -> int:
         """Returns where a span lies."""
@@ -190,9 +186,7 @@ class ReceivingStaging:
             return Staging(path=self.path, problem=str(error))
         if memory is None:
             return Staging(path=self.path, problem=self._why_no_memory())
-        ring = WriterRing(
-            memory, plan, epoch=self._resources.epoch(), endpoint=self._transport.endpoint_name, send=send
-        )
+        ring = WriterRing(memory, plan, epoch=self._resources.epoch(), send=send)
         self._rings[endpoint] = ring
         speed = self._resources.copy_bytes_per_s(
             self.kernels, [piece.destination for piece in plan.packed_pieces(Unit.WHOLE)], memory

@@ -285,7 +285,7 @@ def test_a_decode_rank_that_was_given_up_for_its_silence_is_told_of_the_end_too(
         thawed.wait()
 
     case.driver.submit(freeze)
-    eventually("it is given up", lambda: not case.prefill._driver.peers.all())
+    eventually("it is given up", lambda: not case.prefill._driver.ranks.peers())
     case.prefill.close()
     case.transport.held = False
     eventually("everything was given back", lambda: is_closed(case.transport))

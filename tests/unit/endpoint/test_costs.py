@@ -76,7 +76,7 @@ def test_a_prefill_ranks_tick_takes_as_many_steps_with_a_thousand_rooms_as_with_
     for rooms in (10, 1_000):
         prefill = cluster(prefill_rooms=rooms, decode_rooms=rooms).prefillers[0]
         now = prefill._platform.now()
-        taken[rooms] = steps_of(partial(prefill._driver._tick, now))
+        taken[rooms] = steps_of(partial(prefill._driver._tick, now, longest_wait_s=1.0))
     assert taken[10] == taken[1_000]
 
 
@@ -120,5 +120,5 @@ def test_a_rank_that_is_lost_is_no_event_of_rooms_that_it_did_not_open(monkeypat
     posted: list[int] = []
     for each in (room, other):
         monkeypatch.setattr(each, "post", lambda event, number=each.room: posted.append(number))
-    prefill._driver._lose(decode.transport.endpoint_name, PeerDisconnectedError("lost"))
+    prefill._driver._give_up(decode.transport.endpoint_name, PeerDisconnectedError("lost"))
     assert posted == [5_007]

@@ -360,7 +360,7 @@ def numbered(message: messages.NumberedToPrefill) -> bytes:
 
 
 def garbage() -> list[bytes]:
-    header = codec.encode(messages.Ping(endpoint="x"))[:6]
+    header = codec.encode(messages.Ping())[:6]
     deep = b"\x91" * 5000
     return [
         b"",
@@ -397,7 +397,7 @@ def test_whatever_comes_to_the_control_port_hurts_nobody(pair: Callable[..., Req
             for data in garbage():
                 stranger.send(data)
                 stranger.send_multipart([data, data, data])
-            stranger.send(codec.encode(messages.Ping(endpoint="x")))
+            stranger.send(codec.encode(messages.Ping()))
         for stranger, identity in zip(strangers, identities, strict=True):
             answers: list[Any] = []
             while stranger.poll(200 if answers else 3000):
@@ -410,7 +410,7 @@ def test_whatever_comes_to_the_control_port_hurts_nobody(pair: Callable[..., Req
     request.wait()
     requests.check(request)
     assert requests.prefill.endpoints[0].is_healthy
-    assert len(requests.prefill.endpoints[0]._driver.peers.all()) == 1
+    assert len(requests.prefill.endpoints[0]._driver.ranks.peers()) == 1
 
 
 def test_an_unexpected_error_over_one_message_costs_no_other(

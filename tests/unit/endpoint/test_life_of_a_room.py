@@ -50,8 +50,8 @@ def nothing_left(requests: Requests) -> bool:
 
 def kept_pending(endpoint: PrefillEndpoint, room: int) -> list[messages.OpenRoom | messages.AbortRoom]:
     """The messages that a prefill rank keeps for a room."""
-    pending = endpoint._driver.rooms.table._pending._rooms.get(room)
-    return [message for kept in pending.messages.values() for message in kept] if pending is not None else []
+    pending = endpoint._driver.rooms.table._pending.of(room)
+    return [message for kept in pending.values() for message in (kept.request, kept.abort) if message is not None]
 
 
 # ---- states and waiting -----------------------------------------------------------------------------------------
@@ -519,7 +519,7 @@ def test_the_decode_side_may_reuse_a_number_while_the_prefill_side_still_ends_it
     third = requests.new(2)  # travels behind it on the same connection
     requests.open_decode(third)
     eventually(
-        "the prefill side has read both", lambda: 2 in requests.prefill.endpoints[0]._driver.rooms.table._pending._rooms
+        "the prefill side has read both", lambda: 2 in requests.prefill.endpoints[0]._driver.rooms.table._pending
     )
     go_on.set()
     first.senders[0].wait(WAIT_S)
@@ -700,7 +700,7 @@ def test_a_close_message_through_an_old_connection_ends_no_new_one(
     requests.run(1)
     driver, endpoint = requests.decode.endpoints[0]._driver, requests.prefill.endpoints[0]
     ((address, line),) = driver.rooms.links.connections.lines.items()
-    (peer,) = endpoint._driver.peers.all()
+    (peer,) = endpoint._driver.ranks.peers()
     said: list[field_types.Message] = []
     monkeypatch.setattr(line.connection, "send", lambda data: said.append(codec.decode_to_prefill(data)))
     closed = threading.Event()

@@ -246,7 +246,8 @@ def test_caches_that_differ_are_refused_when_the_sides_connect(
 
 def test_transports_that_differ_are_refused(pair: Callable[..., Requests]):
     requests = pair()
-    object.__setattr__(requests.prefill.endpoints[0]._driver.rooms._identity, "transport", "carrier pigeon")
+    driver = requests.prefill.endpoints[0]._driver
+    driver._welcome = msgspec.structs.replace(driver._welcome, transport="carrier pigeon")
     with pytest.raises(IncompatiblePeerError, match="uses carrier pigeon, this decode rank inprocess"):
         requests.connect()
 
@@ -268,9 +269,13 @@ def test_a_prefill_rank_checks_for_itself(pair: Callable[..., Requests], monkeyp
 def test_a_peer_whose_layout_holds_other_tokens_than_its_place_is_refused(pair: Callable[..., Requests], side: str):
     requests = pair()
     other = TokenShare(interleaved(2), 1)
-    endpoint = (requests.prefill if side == "prefill" else requests.decode).endpoints[0]
-    identity = endpoint._driver.rooms._identity
-    object.__setattr__(identity, "layout", msgspec.structs.replace(identity.layout, tokens=other))
+    if side == "prefill":
+        driver = requests.prefill.endpoints[0]._driver
+        layout = msgspec.structs.replace(driver._welcome.layout, tokens=other)
+        driver._welcome = msgspec.structs.replace(driver._welcome, layout=layout)
+    else:
+        identity = requests.decode.endpoints[0]._driver.rooms._identity
+        object.__setattr__(identity, "layout", msgspec.structs.replace(identity.layout, tokens=other))
     with pytest.raises(LayoutError, match="part 1 of 2 parts of every request's tokens, but the rank has cp_rank 0 of"):
         requests.connect()
 
@@ -476,10 +481,10 @@ def test_a_decode_rank_that_was_given_up_hears_of_it_with_the_first_room_that_it
     requests = Requests(both.prefill(Model()), both.decode(Model()))
     requests.run(1)
     (prefill,) = requests.prefill.endpoints
-    (peer,) = prefill._driver.peers.all()
+    (peer,) = prefill._driver.ranks.peers()
     assert peer.attachment is not None
     prefill._driver._write_failed(peer.attachment, PeerDisconnectedError("the test wants it so"))
-    eventually("it was given up", lambda: not prefill._driver.peers.all())
+    eventually("it was given up", lambda: not prefill._driver.ranks.peers())
     lost = requests.new(2)
     requests.open_decode(lost)
     with pytest.raises(TransferFailedError, match="does not know this endpoint any more"):
@@ -510,17 +515,17 @@ def test_a_room_that_a_decode_rank_opened_early_and_has_given_up_ends_on_the_pre
         early.receivers[0].abort("the client left")
         assert early.receivers[0].wait_pages_reusable(WAIT_S)
     if how == "connects anew":  # its queues were full: it could take nothing back
-        monkeypatch.setattr(prefill._driver.rooms, "aborted", lambda receiver, message, is_unopened: None)
+        monkeypatch.setattr(prefill._driver.rooms, "take_abort", lambda receiver, message, is_unopened: None)
         (link,) = driver.rooms.links.current
         driver.submit(lambda now: driver.rooms.links.fail(link, error, now))
         eventually("it was given up", lambda: not driver.rooms.links.current)
         requests.connect()
         eventually("it has given it up", lambda: not len(prefill._driver.rooms.table._pending))
     else:
-        (peer,) = prefill._driver.peers.all()
+        (peer,) = prefill._driver.ranks.peers()
         assert peer.attachment is not None
         prefill._driver._write_failed(peer.attachment, error)
-        eventually("it was given up", lambda: peer not in prefill._driver.peers.all())
+        eventually("it was given up", lambda: peer not in prefill._driver.ranks.peers())
     if not comes_late:
         requests.open_prefill(early)
     with pytest.raises((TransferAbortedError, TransferFailedError)):

@@ -47,7 +47,7 @@ def rings_of(requests: Requests) -> list[Any]:
     return [
         peer.attachment.paths.staged.peer.ring
         for endpoint in requests.prefill.endpoints
-        for peer in endpoint._driver.peers.all()
+        for peer in endpoint._driver.ranks.peers()
         if peer.attachment is not None and peer.attachment.paths.staged is not None
     ]
 
@@ -284,7 +284,7 @@ def test_only_threads_of_their_own_gather(pair: Callable[..., Requests], monkeyp
     requests.connect()
     names = set()
     for endpoint in requests.prefill.endpoints:
-        for peer in endpoint._driver.peers.all():
+        for peer in endpoint._driver.ranks.peers():
             assert peer.attachment is not None
             assert peer.attachment.paths.staged is not None
             kernels = peer.attachment.paths.staged.kernels
@@ -306,7 +306,7 @@ def test_only_threads_of_their_own_gather(pair: Callable[..., Requests], monkeyp
 def test_auto_measures_the_machine_and_says_why_it_chose(pair: Callable[..., Requests]):
     requests = pair(SMALL_RUNS, Shape(tp=2, pages=256), Shape(pages=256), path="auto")
     (write,) = requests.run(1, 100).senders[0].stats.writes
-    attachment = requests.prefill.endpoints[0]._driver.peers.all()[0].attachment
+    attachment = requests.prefill.endpoints[0]._driver.ranks.peers()[0].attachment
     assert attachment is not None
     assert attachment.paths.staged is not None
     costs = attachment.paths.staged.costs
@@ -347,7 +347,7 @@ def test_only_parts_of_pages_are_where_single_tokens_are_too_many(
     monkeypatch.setattr(Calibration, "costs", lambda *arguments, **named: PathCosts(seconds_per_descriptor=1e-12))
     first = pair(ATTENTION, Shape(), Shape(), path="auto")
     first.run(1)
-    attachment = first.prefill.endpoints[0]._driver.peers.all()[0].attachment
+    attachment = first.prefill.endpoints[0]._driver.ranks.peers()[0].attachment
     assert attachment is not None
     whole = attachment.prepare(Unit.WHOLE)
     monkeypatch.setattr("kvferry.plan.descriptors._MOST_DESCRIPTORS", max(whole.local.count, whole.remote.count))

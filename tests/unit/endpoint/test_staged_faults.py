@@ -39,7 +39,7 @@ def test_two_that_ask_for_more_memory_at_once_do_not_get_more_than_there_may_be(
     """The second asks while the first one's is being registered."""
     sizes = {"staging_ring_mib": 1, "staging_chunk_mib": 1, "staging_memory_mib": 3}  # one, one to measure, one more
     prefill = engines(path="staged", **sizes).prefill(Model(layers=4, heads=4))
-    staging, transport = prefill.endpoints[0]._driver._staging, prefill.transports[0]
+    staging, transport = prefill.endpoints[0]._driver.ranks._context.staging, prefill.transports[0]
     second: list[Any] = []
 
     def ask_again() -> None:

@@ -12,7 +12,7 @@ from kvferry import Settings
 from kvferry.errors import QueueFullError
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
-from kvferry.protocol.rooms.pending_opens import PendingMessage, PendingOpens
+from kvferry.protocol.rooms.pending_opens import PendingOpen, PendingOpens
 from kvferry.protocol.wire.messages import AbortRoom, OpenRoom
 
 
@@ -28,7 +28,7 @@ def pending(limit: int = 10, keep_s: float = 5.0, most_page_bytes: int = 2**30) 
     return PendingOpens(limit=limit, most_page_bytes=most_page_bytes, keep_s=keep_s)
 
 
-def is_kept(rooms: PendingOpens, receiver: str, message: PendingMessage, *, now: float) -> bool:
+def is_kept(rooms: PendingOpens, receiver: str, message: OpenRoom, *, now: float) -> bool:
     try:
         rooms.keep(receiver, message, now=now)
     except QueueFullError:
@@ -38,26 +38,23 @@ def is_kept(rooms: PendingOpens, receiver: str, message: PendingMessage, *, now:
 
 def test_what_was_kept_is_taken_once_and_in_order():
     rooms = pending()
-    kept: list[tuple[str, PendingMessage]] = [
-        ("a", opened(1)),
-        ("b", opened(1, 9)),
-        ("a", aborted(1)),
-        ("a", opened(2)),
-    ]
-    for receiver, message in kept:
-        assert is_kept(rooms, receiver, message, now=0.0)
-    assert rooms.take(1) == [("a", opened(1)), ("a", aborted(1)), ("b", opened(1, 9))]
-    assert rooms.take(1) == []
-    assert rooms.take(3) == []
+    rooms.keep("a", opened(1), now=0.0)
+    rooms.keep("b", opened(1, 9), now=0.0)
+    rooms.abort("a", aborted(1))
+    rooms.keep("a", opened(2), now=0.0)
+    assert list(rooms.take(1).items()) == [("a", PendingOpen(opened(1), aborted(1))), ("b", PendingOpen(opened(1, 9)))]
+    assert rooms.take(1) == {}
+    assert rooms.take(3) == {}
     assert len(rooms) == 1
 
 
 def test_a_newer_generation_of_the_same_receiver_replaces_the_older_one():
     rooms = pending()
-    for message in (opened(1, 1), aborted(1, 1), opened(1, 2)):
-        rooms.keep("a", message, now=0.0)
+    rooms.keep("a", opened(1, 1), now=0.0)
+    rooms.abort("a", aborted(1, 1))
+    rooms.keep("a", opened(1, 2), now=0.0)
     rooms.keep("b", opened(1, 7), now=0.0)
-    assert rooms.take(1) == [("a", opened(1, 2)), ("b", opened(1, 7))]
+    assert rooms.take(1) == {"a": PendingOpen(opened(1, 2)), "b": PendingOpen(opened(1, 7))}
 
 
 def test_a_newer_generation_is_kept_for_the_whole_time_again():
@@ -65,37 +62,38 @@ def test_a_newer_generation_is_kept_for_the_whole_time_again():
     rooms.keep("a", opened(1, 1), now=0.0)
     rooms.keep("a", opened(1, 2), now=4.0)
     assert list(rooms.expired(now=8.9)) == []
-    assert list(rooms.expired(now=9.0)) == [("a", opened(1, 2))]
+    assert list(rooms.expired(now=9.0)) == [("a", PendingOpen(opened(1, 2)))]
 
 
 def test_the_same_open_twice_is_kept_once():
     rooms = pending()
     for _ in range(3):
         assert is_kept(rooms, "a", opened(1), now=0.0)
-    assert rooms.take(1) == [("a", opened(1))]
+    assert rooms.take(1) == {"a": PendingOpen(opened(1))}
 
 
 def test_an_abort_without_its_open_takes_no_place():
     rooms = pending(limit=1)
-    assert is_kept(rooms, "a", aborted(1), now=0.0)
+    rooms.abort("a", aborted(1))
     assert len(rooms) == 0
     assert is_kept(rooms, "a", opened(2), now=0.0)
-    assert is_kept(rooms, "a", aborted(3), now=0.0), "an abort needs no place, so there is always room for it"
+    rooms.abort("a", aborted(3))
+    assert len(rooms) == 1
 
 
 def test_an_abort_of_another_generation_leaves_the_open_alone():
     rooms = pending()
     rooms.keep("a", opened(1, 2), now=0.0)
-    rooms.keep("a", aborted(1, 1), now=4.0)
+    rooms.abort("a", aborted(1, 1))
     assert list(rooms.expired(now=4.9)) == []
-    assert rooms.take(1) == [("a", opened(1, 2))]
+    assert rooms.take(1) == {"a": PendingOpen(opened(1, 2))}
 
 
 def test_an_abort_of_one_receiver_says_nothing_of_another():
     rooms = pending()
     rooms.keep("a", opened(1), now=0.0)
-    rooms.keep("b", aborted(1), now=0.0)
-    assert rooms.take(1) == [("a", opened(1))]
+    rooms.abort("b", aborted(1))
+    assert rooms.take(1) == {"a": PendingOpen(opened(1))}
 
 
 def test_too_many_rooms_are_refused_but_known_ones_still_grow():
@@ -104,7 +102,6 @@ def test_too_many_rooms_are_refused_but_known_ones_still_grow():
     assert is_kept(rooms, "b", opened(2), now=0.0)
     assert not is_kept(rooms, "c", opened(3), now=0.0)
     assert is_kept(rooms, "c", opened(2), now=0.0)
-    assert is_kept(rooms, "a", aborted(1), now=0.0)
     rooms.take(1)
     assert is_kept(rooms, "a", opened(3), now=0.0)
 
@@ -163,7 +160,7 @@ def test_a_refused_room_leaves_nothing_behind():
     rooms = pending(limit=0)
     assert not is_kept(rooms, "a", opened(1), now=0.0)
     assert len(rooms) == 0
-    assert rooms.take(1) == []
+    assert rooms.take(1) == {}
 
 
 def test_rooms_that_nobody_opened_expire_and_their_receivers_are_named():
@@ -172,17 +169,9 @@ def test_rooms_that_nobody_opened_expire_and_their_receivers_are_named():
     rooms.keep("b", opened(1, 9), now=1.0)
     rooms.keep("a", opened(2), now=1.0)
     assert list(rooms.expired(now=4.9)) == []
-    assert list(rooms.expired(now=5.0)) == [("a", opened(1)), ("b", opened(1, 9))]
+    assert list(rooms.expired(now=5.0)) == [("a", PendingOpen(opened(1))), ("b", PendingOpen(opened(1, 9)))]
     assert list(rooms.expired(now=5.0)) == []
     assert len(rooms) == 1
-
-
-def test_who_aborted_is_not_told_that_the_room_expired():
-    rooms = pending(keep_s=5.0)
-    rooms.keep("a", opened(1), now=0.0)
-    rooms.keep("a", aborted(1), now=0.0)
-    rooms.keep("b", opened(1, 9), now=0.0)
-    assert list(rooms.expired(now=5.0)) == [("b", opened(1, 9))]
 
 
 def test_a_receiver_that_is_gone_is_forgotten_everywhere():
@@ -192,6 +181,6 @@ def test_a_receiver_that_is_gone_is_forgotten_everywhere():
     rooms.keep("a", opened(2), now=0.0)
     rooms.forget("a")
     assert len(rooms) == 1
-    assert rooms.take(2) == []
-    assert rooms.take(1) == [("b", opened(1))]
+    assert rooms.take(2) == {}
+    assert rooms.take(1) == {"b": PendingOpen(opened(1))}
     rooms.forget("nobody")

@@ -253,3 +253,11 @@ def test_a_open_request_that_was_refused_is_refused_for_the_same_reason():
     rooms.refused("d0", open_request(), QueueFullError("too many"), now=0.0)
     with pytest.raises(QueueFullError, match="too many"):
         rooms.open_request("d0", open_request(), now=1.0)
+
+
+def test_who_aborted_is_not_told_that_the_room_expired():
+    rooms = table()
+    rooms.open_request("d0", open_request(), now=0.0)
+    rooms.abort("d0", abort(), now=0.0)
+    rooms.open_request("d1", open_request(generation=9), now=0.0)
+    assert rooms.expired(KEEP_S) == [("d1", open_request(generation=9))]

@@ -40,7 +40,7 @@ class Credits:
 def ring_and_credits() -> tuple[WriterRing, Credits]:
     credits_ = Credits()
     memory: Any = Memory()
-    return WriterRing(memory, NOTHING, epoch=7, endpoint="d0", send=credits_.send), credits_
+    return WriterRing(memory, NOTHING, epoch=7, send=credits_.send), credits_
 
 
 def spans(*lengths: int) -> list[Span]:
@@ -59,7 +59,7 @@ def test_the_writer_hears_of_what_was_read_once_nothing_is_left_to_read():
     idle.append(ring.is_idle)
     ring.give_back(span)
     assert [*idle, ring.is_idle] == [True, False, True]
-    assert credits_.sent == [Credit(endpoint="d0", epoch=ring.epoch, position=10)]
+    assert credits_.sent == [Credit(epoch=ring.epoch, position=10)]
 
 
 def test_the_writer_hears_of_a_quarter_of_the_ring_at_a_time_while_more_is_being_read():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from kvferry.endpoint.prefill.paths import PathChooser, SendingStaging
 from kvferry.endpoint.runtime.calibration import WriteHangsError
 from kvferry.errors import IncompatiblePeerError, TransportError
-from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import (
     ElectedRoute,
     PairPlan,
@@ -27,7 +26,7 @@ from kvferry.plan.descriptors import MERGED_BYTES, DescriptorIndices, PieceNumbe
 from kvferry.plan.requests.moves import Move
 from kvferry.protocol.wire.fingerprint import check_same_fingerprint
 from kvferry.protocol.wire.messages import Attach
-from kvferry.protocol.wire.rank_identity import DecodeRank
+from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.staging.digests import DigestMemory
 from kvferry.transport import PeerMetadata, PreparedList, Transport
 
@@ -58,8 +57,7 @@ class Attachment:
 
     Attributes:
         receiver: its endpoint.
-        engine: its engine.
-        coordinates: its place in its engine.
+        rank: which decode rank it is.
         layout: what it holds and where.
         plan: what this rank may send it.
         paths: chooses the path of every write to it.
@@ -72,25 +70,20 @@ class Attachment:
 
     def __init__(
         self,
-        receiver: str,
-        coordinates: RankCoordinates,
-        layout: RankLayout,
+        message: Attach,
         plan: PairPlan,
         transport: Transport,
         paths: PathChooser,
         *,
-        engine: str = "",
-        verifies: bool = False,
-        digests: DigestMemory | None = None,
-        merged_bytes: int = MERGED_BYTES,
+        digests: DigestMemory | None,
+        merged_bytes: int,
     ) -> None:
-        self.receiver = receiver
-        self.engine = engine
-        self.coordinates = coordinates
-        self.layout = layout
+        self.receiver = message.endpoint
+        self.rank = DecodeRank(message.engine, message.coordinates)
+        self.layout = message.layout
         self.plan = plan
         self.paths = paths
-        self.verifies = verifies
+        self.verifies = message.checksums
         self.digests = digests
         self.moved_at = float("-inf")
         self.spans_kept_until = float("-inf")
@@ -105,11 +98,6 @@ class Attachment:
         self._lock = threading.Lock()
         self._writes = 0
         self._when_unused: Callable[[], None] | None = None
-
-    @property
-    def rank(self) -> DecodeRank:
-        """Which decode rank it is."""
-        return DecodeRank(self.engine, self.coordinates)
 
     def begin_write(self) -> bool:
         """Holds all lists for one write. Returns False if they are being given back."""
@@ -141,7 +129,7 @@ class Attachment:
         Args:
             group_rank: this rank's.
         """
-        return self.plan.elected(room, writer=group_rank, receiver=self.coordinates.group_rank)
+        return self.plan.elected(room, writer=group_rank, receiver=self.rank.coordinates.group_rank)
 
     def prepare(self, unit: Unit) -> PreparedRows:
         """Returns the lists for a unit, prepared at the first call.
@@ -161,16 +149,6 @@ class Attachment:
                     raise
                 self._prepared[unit] = PreparedRows(rows.pieces, local, remote)
             return self._prepared[unit]
-
-    @property
-    def prepared_rows(self) -> int:
-        """Number of rows, of both sides, that the transport keeps for this peer: its memory grows with them."""
-        return sum(each.local.rows + each.remote.rows for each in list(self._prepared.values()))
-
-    @property
-    def prepared_descriptors(self) -> int:
-        """Number of descriptors in these rows."""
-        return sum(each.local.count + each.remote.count for each in list(self._prepared.values()))
 
     def select(self, unit: Unit, elected: Sequence[ElectedRoute], moves: Sequence[Move]) -> Selected:
         """Selects the descriptors of a write. To be called between `begin_write` and `end_write`; raises as `prepare`.
@@ -225,23 +203,17 @@ def _joined(indices: list[DescriptorIndices]) -> DescriptorIndices:
 def attach(
     message: Attach,
     *,
-    layout: RankLayout,
-    coordinates: RankCoordinates,
+    mine: Identity,
     transport: Transport,
     staging: SendingStaging,
-    fingerprint: Mapping[str, str] | None = None,
-    may_differ: Collection[str] = (),
     merged_bytes: int = MERGED_BYTES,
     broken_off: Callable[[], None] = lambda: None,
 ) -> Attachment:
     """Checks that a decode rank's open requests can be met, connects the transport to it and prepares what it takes.
 
     Args:
-        layout: our own.
-        coordinates: our own.
-        staging: what this endpoint has for staged writes.
-        fingerprint: what our own caches are beyond their layout.
-        may_differ: fields of it that an operator lets differ.
+        mine: who this endpoint is.
+        staging: what it has for staged writes.
         merged_bytes: most bytes that neighbours become one descriptor of.
         broken_off: called where a write that measures fails: what was sent of it may arrive yet.
 
@@ -253,40 +225,29 @@ def attach(
         WriteHangsError: if a write that measures does not end; the transport stays connected then.
     """
     tolerated = check_same_fingerprint(
-        fingerprint or {},
+        mine.fingerprint,
         message.fingerprint,
-        may_differ=may_differ,
+        may_differ=mine.may_differ,
         prefill_name="prefill",
         decode_name="decode",
     )
-    check_exchangeable(layout, message.layout, source_name="prefill", destination_name="decode")
+    check_exchangeable(mine.layout, message.layout, source_name="prefill", destination_name="decode")
     check_token_share(message.layout, message.coordinates)
     if message.transport != transport.name:
         raise IncompatiblePeerError(f"transport: prefill uses {transport.name}, decode {message.transport}")
-    mine = [piece for piece in message.pieces if coordinates.group_rank in piece.holders]
-    plan = PairPlan(layout, message.layout, mine)
+    pieces = [piece for piece in message.pieces if mine.coordinates.group_rank in piece.holders]
+    plan = PairPlan(mine.layout, message.layout, pieces)
     # Checked before connecting, which would end an earlier connection to the endpoint of that name.
     name = PeerMetadata.decode(message.transport_metadata).name
     if name != message.endpoint:
         raise IncompatiblePeerError(f"endpoint {message.endpoint!r} sent the transport metadata of {name!r}")
-    digests = staging.digest_memory() if message.checksums and mine else None
-    if mine or coordinates.is_aux_writer:
+    digests = staging.digest_memory() if message.checksums and pieces else None
+    if pieces or mine.coordinates.is_aux_writer:
         transport.connect(message.transport_metadata)
     try:
         paths = staging.paths_to(message, plan)
-        attachment = Attachment(
-            message.endpoint,
-            message.coordinates,
-            message.layout,
-            plan,
-            transport,
-            paths,
-            engine=message.engine,
-            verifies=message.checksums,
-            digests=digests,
-            merged_bytes=merged_bytes,
-        )
-        if mine and paths.forced is not TransferPath.STAGED:
+        attachment = Attachment(message, plan, transport, paths, digests=digests, merged_bytes=merged_bytes)
+        if pieces and paths.forced is not TransferPath.STAGED:
             attachment.prepare(Unit.WHOLE)
     except WriteHangsError:
         raise

@@ -13,23 +13,27 @@ from collections import deque
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
-from kvferry.endpoint.prefill.channels import DecodeChannels
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.paths import SendingStaging
-from kvferry.endpoint.prefill.peers import DecodePeer, DecodePeers
-from kvferry.endpoint.prefill.room import RoomContext, SendingRoom
+from kvferry.endpoint.prefill.peers import refused
+from kvferry.endpoint.prefill.room import SendingRoom
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.run_queue import Waker
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop, ThreadHealth
 from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.runtime.workers import WorkerPool
-from kvferry.endpoint.transfer import Sender
-from kvferry.errors import EndpointClosedError, KVFerryError, PeerDisconnectedError, PeerError
+from kvferry.errors import (
+    EndpointClosedError,
+    KVFerryError,
+    MessageError,
+    PeerDisconnectedError,
+    PeerError,
+    VersionError,
+)
 from kvferry.observe.observer import Observer
-from kvferry.observe.status import PeerStatus, RoomStatus, StagingStatus
+from kvferry.observe.status import StagingStatus
 from kvferry.protocol.time_awake import Lateness
-from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import SenderTick
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
@@ -52,8 +56,7 @@ class PrefillDriver(Loop):
     Attributes:
         port: on which it listens for decode ranks.
         rooms: all rooms.
-        ranks: what is known of decode ranks.
-        peers: the connections to them.
+        ranks: decode ranks, and the connections to them.
         admission: says when a direct write may be posted.
         workers: run rooms and connections.
     """
@@ -85,61 +88,27 @@ class PrefillDriver(Loop):
         self._identity = identity
         self._transport = transport
         self._settings = settings
-        self._staging = staging
         self._platform = platform
         self._observer = observer
         self._now = platform.now
-        self._process = platform.identity(settings)
+        self._welcome = messages.Welcome(
+            endpoint=identity.endpoint,
+            engine=identity.engine,
+            coordinates=identity.coordinates,
+            layout=identity.layout,
+            transport=identity.transport,
+            process=platform.identity(settings),
+            fingerprint=dict(identity.fingerprint),
+        )
         self._outbox: deque[tuple[str, field_types.Message]] = deque()
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
         self._timers: Timers[SendingRoom] = Timers()
-        unasked = UnaskedRooms(
-            f"prefill rank {identity.coordinates.engine_rank} of {identity.engine!r}",
-            f"Does the decode side look for an engine named {identity.engine!r}, at the registry {registry_url}?",
-        )
-        self.peers = DecodePeers(self._make_peer)
-        self._channels = DecodeChannels(identity.endpoint)
-        self.ranks = DecodeRanks(self.peers, most_given_up=settings.max_decode_ranks)
-        self.rooms = SendingRooms(
-            identity,
-            settings,
-            self.ranks,
-            send=self.send,
-            observer=observer,
-            unasked=unasked,
-            now=self._now,
-        )
-        self.admission = Admission(
-            most_bytes=int(settings.direct_mib * 2**20),
-            most_bytes_of_one=int(settings.direct_receiver_mib * 2**20),
-            stalls_after_s=settings.write_timeout_s / 2,
-            now=self._now,
-        )
-        self._room_context = RoomContext(
-            transport=transport,
-            admission=self.admission,
-            observer=observer,
-            coordinates=identity.coordinates,
-            quarantine_s=settings.quarantine_s,
-            page_groups=identity.layout.groups,
-            now=self._now,
-            send=self.send,
-            open_room=self.rooms.take_open,
-            abort_room=self.rooms.take_abort,
-            refuse_room=self.rooms.take_refusal,
-            write_failed=self._write_failed,
-            broken_off=self.ranks.broken_off,
-            was_broken_off=self.ranks.was_broken_off,
-            forget_room=self.rooms.forget,
-            set_deadline=self._timers.set,
-        )
         self._is_closing_down = False  # rooms are not waited for any more
         self._is_lingering = False  # closed, with writes still in flight
         self._release_error: Exception | None = None
         self._connecting_until = 0.0
         self._next_tick_at = 0.0
         self._lateness = Lateness()
-        self._longest_wait_s = 0.0
         self._channel = platform.listen(settings)
         self.port = self._channel.port
         name = f"kvferry-prefill-{identity.coordinates.engine_rank}"
@@ -156,6 +125,39 @@ class PrefillDriver(Loop):
                 name=name,
             )
             undo.callback(self.workers.stop)
+            unasked = UnaskedRooms(
+                f"prefill rank {identity.coordinates.engine_rank} of {identity.engine!r}",
+                f"Does the decode side look for an engine named {identity.engine!r}, at the registry {registry_url}?",
+            )
+            self.ranks = DecodeRanks(
+                identity,
+                transport,
+                staging,
+                most_given_up=settings.max_decode_ranks,
+                queue_of=self.workers.queue_of,
+                observer=observer,
+                send=self.send,
+            )
+            self.admission = Admission(
+                most_bytes=int(settings.direct_mib * 2**20),
+                most_bytes_of_one=int(settings.direct_receiver_mib * 2**20),
+                stalls_after_s=settings.write_timeout_s / 2,
+                now=self._now,
+            )
+            self.rooms = SendingRooms(
+                identity,
+                settings,
+                self.ranks,
+                self.workers,
+                transport=transport,
+                admission=self.admission,
+                observer=observer,
+                unasked=unasked,
+                now=self._now,
+                send=self.send,
+                write_failed=self._write_failed,
+                set_deadline=self._timers.set,
+            )
             self._waker = Waker(self.workers.queues)
             undo.callback(self._waker.stop)
             waker = platform.start(f"{name}-waker", self._waker)
@@ -169,33 +171,15 @@ class PrefillDriver(Loop):
         """Health of every thread."""
         return tuple(thread.health for thread in (*self._threads, *self.workers.threads))
 
-    def room_statuses(self, now: float) -> list[RoomStatus]:
-        """Returns the status of every room."""
-        return [room.status(now) for room in self.rooms.all()]
-
-    def peer_statuses(self, now: float) -> list[PeerStatus]:
-        """Returns the status of every decode rank that is connected."""
-        return [peer.status(now) for peer in self.peers.all()]
-
     @property
     def staging(self) -> StagingStatus:
         """How much memory the rings of decode ranks have, how much of it is in use, and how many rooms wait for it."""
-        rings = [peer.attachment.paths.staged for peer in self.peers.all() if peer.attachment is not None]
+        rings = [peer.attachment.paths.staged for peer in self.ranks.peers() if peer.attachment is not None]
         return StagingStatus(
             total_bytes=sum(staged.peer.ring.num_bytes for staged in rings if staged is not None),
             used_bytes=sum(staged.peer.ring.in_use for staged in rings if staged is not None),
             waiting_rooms=sum(room.waits_for_memory for room in self.rooms.all()),
         )
-
-    def open_room(self, machine: SenderMachine) -> Sender:
-        """Opens a room with this machine; raises as `PrefillEndpoint.open` does."""
-
-        def make() -> SendingRoom:
-            room = SendingRoom(machine, self.workers, self._room_context, self._settings)
-            self._timers.set(room, machine.deadline)
-            return room
-
-        return self.rooms.open(machine.room, make)
 
     def send(self, receiver: str, message: field_types.Message) -> None:
         """Sends a control message, from the control thread, soon."""
@@ -266,7 +250,6 @@ class PrefillDriver(Loop):
 
     def turn(self, *, may_wait: bool) -> bool:
         wait_ms = self._longest_wait_ms()
-        self._longest_wait_s = wait_ms / 1000
         self._channel.wait(wait_ms if may_wait else 0)
         now = self._now()
         for identity, data in self._channel.receive():
@@ -276,7 +259,7 @@ class PrefillDriver(Loop):
         self._flush()
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
-            self._tick(now)
+            self._tick(now, longest_wait_s=wait_ms / 1000)
         if self._is_closing_down and self._has_closed():
             return False
         # No decode rank sends any, but connections need progress. Last, since rooms must end also where it fails.
@@ -293,7 +276,7 @@ class PrefillDriver(Loop):
         while self._outbox:
             receiver, message = self._outbox.popleft()
             try:
-                for each in self._channels.outgoing(receiver, message):
+                for each in self.ranks.channels.outgoing(receiver, message):
                     self._channel.send(receiver, codec.encode(each))
             except KVFerryError as error:
                 # A closed endpoint misses neither a close message nor the answer to a heartbeat, and what has a number
@@ -305,34 +288,32 @@ class PrefillDriver(Loop):
     def _receive_one(self, identity: str, data: bytes, now: float) -> None:
         try:
             self._receive(identity, data, now)
+        except (MessageError, VersionError) as error:
+            log.warning("dropped a message from %s: %s", identity, error)
         except Exception:
             log.exception("a message from %s met an unexpected error; the others go on", identity)
 
     def _receive(self, identity: str, data: bytes, now: float) -> None:
-        try:
-            message = codec.decode_to_prefill(data)
-        except PeerError as error:
-            log.warning("dropped a message from %s: %s", identity, error)
-            return
-        peer = self.peers.get(identity)
+        message = codec.decode_to_prefill(data)
+        peer = self.ranks.peer(identity)
         if peer is not None:
             peer.last_message_at = now
         match message:
             case messages.Hello() if self._is_lingering:
                 pass  # the decode rank looks the engine up again, and may find a successor
             case messages.Hello():
-                self.send(identity, self._welcome())
+                self.send(identity, self._welcome)
             case messages.Attach():
                 self._attach(identity, message)
             case messages.Detach() if peer is not None and peer.attempt > message.attempt:
                 pass
             case messages.Detach():
                 self.ranks.forgive(identity)
-                self._lose(identity, PeerDisconnectedError("it was closed"))
-            case messages.Ping() if not self._is_attached(peer):
+                self.rooms.lost(identity, self.ranks.lose(identity), PeerDisconnectedError("it was closed"))
+            case messages.Ping() if self._is_lingering or not self.ranks.is_attached(identity):
                 self.send(identity, self._not_attached(identity))
             case messages.Ping():
-                for answer in self._channels.answer(identity, message):
+                for answer in self.ranks.channels.answer(identity, message):
                     self.send(identity, answer)
             case messages.Numbered():
                 self._take_numbered(identity, message)
@@ -340,17 +321,13 @@ class PrefillDriver(Loop):
                 if self._platform.is_gone(process):
                     self.send(identity, messages.Gone(process=process))
             case messages.AbortRoom():
-                is_unopened = message.number > 0 and self._channels.take_back(identity, message.epoch, message.number)
-                self.rooms.aborted(identity, message, is_unopened=is_unopened)
+                is_unopened = self.ranks.channels.take_back(identity, message.epoch, message.number)
+                self.rooms.take_abort(identity, message, is_unopened=is_unopened)
             case messages.RefuseRoom():
                 self.rooms.refused(identity, message)
 
     def _take_numbered(self, identity: str, message: messages.Numbered) -> None:
-        try:
-            taken = self._channels.take(identity, message)
-        except PeerError as error:
-            log.warning("dropped a message from %s: %s", identity, error)
-            return
+        taken = self.ranks.channels.take(identity, message)
         if taken is None:
             # Else it hears of that with its next heartbeat, and loses every room that it opens until then.
             self.send(identity, self._not_attached(identity))
@@ -365,12 +342,8 @@ class PrefillDriver(Loop):
                     attachment = self.ranks.attachment(identity)
                     if attachment is not None:
                         attachment.paths.credited(each.epoch, each.position)
-        for acknowledgement in self._channels.unasked_acknowledgement(identity):
+        for acknowledgement in self.ranks.channels.unasked_acknowledgement(identity):
             self.send(identity, acknowledgement)
-
-    def _is_attached(self, peer: DecodePeer | None) -> bool:
-        is_prepared = peer is not None and peer.attachment is not None and self._channels.is_open(peer.name)
-        return is_prepared and not self._is_lingering
 
     def _not_attached(self, identity: str) -> messages.Pong:
         given_up = self.ranks.given_up(identity)
@@ -379,92 +352,46 @@ class PrefillDriver(Loop):
 
     # ---- decode ranks -------------------------------------------------------------------------------------------
 
-    def _welcome(self) -> messages.Welcome:
-        identity = self._identity
-        return messages.Welcome(
-            endpoint=identity.endpoint,
-            engine=identity.engine,
-            coordinates=identity.coordinates,
-            layout=identity.layout,
-            transport=identity.transport,
-            process=self._process,
-            fingerprint=dict(identity.fingerprint),
-        )
-
     def _attach(self, identity: str, message: messages.Attach) -> None:
         problem = self._why_not_attached(identity, message)
         if problem is None:
-            self._connecting_until = self._now() + _CONNECTING_S
-            self.ranks.forgive(identity)
-            if self._channels.attached(identity, message.attempt):
+            now = self._now()
+            self._connecting_until = now + _CONNECTING_S
+            if self.ranks.attach(message, now):
                 self.rooms.attached(identity, DecodeRank(message.engine, message.coordinates))
-            self.peers.attach(message)
             return
         self._observer.refused(problem)
-        refused = messages.Refused(
-            endpoint=self._identity.endpoint,
-            attempt=message.attempt,
-            error=type(problem).__name__,
-            reason=str(problem),
-        )
-        self.send(identity, refused)
+        self.send(identity, refused(message.attempt, problem))
 
     def _why_not_attached(self, identity: str, message: messages.Attach) -> KVFerryError | None:
         if message.endpoint != identity:
             return PeerError(f"endpoint {message.endpoint!r} speaks through the connection of {identity!r}")
         if self._is_lingering:
             return EndpointClosedError("the prefill endpoint was closed")
-        if self.peers.get(identity) is None and len(self.peers) >= self._settings.max_decode_ranks:
-            return PeerError(f"{len(self.peers)} decode ranks are connected already (KVFERRY_MAX_DECODE_RANKS)")
+        if self.ranks.peer(identity) is None and len(self.ranks) >= self._settings.max_decode_ranks:
+            return PeerError(f"{len(self.ranks)} decode ranks are connected already (KVFERRY_MAX_DECODE_RANKS)")
         return None
 
-    def _make_peer(self, name: str, attempt: int, earlier: DecodePeer | None) -> DecodePeer:
-        return DecodePeer(
-            name,
-            self.workers.queue_of(name.encode()),
-            attempt=attempt,
-            earlier=earlier,
-            transport=self._transport,
-            layout=self._identity.layout,
-            coordinates=self._identity.coordinates,
-            staging=self._staging,
-            fingerprint=self._identity.fingerprint,
-            may_differ=self._identity.may_differ,
-            send=self.send,
-            broken_off=self.ranks.broken_off,
-            last_failure_to=self.ranks.last_failure_to,
-            observer=self._observer,
-            now=self._now(),
-        )
-
-    def _lose(self, identity: str, error: KVFerryError) -> None:
-        """Fails a decode rank's rooms and forgets it."""
-        rank = self.ranks.rank(identity)
-        self._channels.close(identity)
-        self.peers.remove(identity)
-        self.rooms.lost(identity, rank, error)
-
     def _connection_broke(self, attachment: Attachment, error: Exception) -> None:
-        peer = self.peers.get(attachment.receiver)
-        if peer is not None and peer.attachment is attachment:  # else it was given up, or made anew, meanwhile
-            self._give_up(peer.name, PeerDisconnectedError(f"the connection for its bytes broke: {error}"))
+        receiver = attachment.receiver
+        if self.ranks.attachment(receiver) is attachment:  # else it was given up, or made anew, meanwhile
+            self._give_up(receiver, PeerDisconnectedError(f"the connection for its bytes broke: {error}"))
 
     def _give_up(self, receiver: str, error: KVFerryError) -> None:
         """Loses a decode rank that may live: the answer to its next heartbeat makes it connect anew."""
         log.error("lost decode rank %s: %s", receiver, error)
         self._observer.peer_lost(receiver, error)
-        self.ranks.give_up(receiver, error)
-        self._lose(receiver, error)
+        self.rooms.lost(receiver, self.ranks.give_up(receiver, error), error)
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
-    def _tick(self, now: float) -> None:
+    def _tick(self, now: float, *, longest_wait_s: float) -> None:
         self.admission.tick()
         for room in self._timers.due(now):
             room.post(SenderTick())
         self.rooms.look(now)
-        late_s = self._lateness.seconds(now, most_apart_s=self._longest_wait_s + 2 * _TICK_S)
-        for peer in self.peers.all():
+        late_s = self._lateness.seconds(now, most_apart_s=longest_wait_s + 2 * _TICK_S)
+        for peer in self.ranks.peers():
             peer.last_message_at = min(now, peer.last_message_at + late_s)
             silence_s = now - peer.last_message_at
             peer.report_silence(silence_s, 2 * self._settings.heartbeat_interval_s)

@@ -156,8 +156,8 @@ class PrefillEndpoint(Endpoint):
         return self._status(
             now,
             problem=f"not registered: {error}" if error is not None else "",
-            rooms=self._driver.room_statuses(now),
-            peers=self._driver.peer_statuses(now),
+            rooms=[room.status(now) for room in self._driver.rooms.all()],
+            peers=[peer.status(now) for peer in self._driver.ranks.peers()],
             staging=self._driver.staging,
         )
 
@@ -221,7 +221,7 @@ class PrefillEndpoint(Endpoint):
             tokens=tokens,
             depends_on=checked_conditions(depends_on, where=f"room {room}"),
         )
-        return self._driver.open_room(machine)
+        return self._driver.rooms.open(machine)
 
     def refuse(self, room: SupportsIndex, reason: str) -> None:
         """Tells decode ranks that this rank will not send a request's cache, for a caller that cannot open its room.

@@ -1,10 +1,10 @@
-"""The decode ranks that are connected to a prefill rank."""
+"""The connections of a prefill rank to decode ranks."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -16,13 +16,13 @@ from kvferry.endpoint.runtime.calibration import WriteHangsError
 from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import TransportError
-from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.logs import report_silence
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import PeerStatus
 from kvferry.plan import TransferPath
 from kvferry.protocol.wire.field_types import Message
 from kvferry.protocol.wire.messages import Attach, Attached, Refused
+from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.transport import TransferHandle, TransferReport, Transport
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,34 @@ class _HangingWrite:
 PeerEvent: TypeAlias = Attach | DetachRequested | EarlierUndone | HangingWriteEnded
 
 
+@dataclass(frozen=True, slots=True)
+class PeerContext:
+    """What connections have of their endpoint. All of it may be called from any worker.
+
+    Attributes:
+        identity: who the endpoint is.
+        transport: moves the bytes.
+        staging: what the endpoint has for staged writes.
+        observer: is told what happens.
+        send: sends a control message to a decode rank.
+        broken_off: is told of a decode rank that a write to it failed of which something had been sent.
+        last_failure_to: returns the number of the last such write to a decode rank.
+    """
+
+    identity: Identity
+    transport: Transport
+    staging: SendingStaging
+    observer: Observer
+    send: Callable[[str, Message], None]
+    broken_off: Callable[[str], None]
+    last_failure_to: Callable[[str], int]
+
+
+def refused(attempt: int, error: Exception) -> Refused:
+    """Makes the answer to an attempt to attach that fails."""
+    return Refused(attempt=attempt, error=type(error).__name__, reason=str(error))
+
+
 class DecodePeer(Actor):
     """One connection to a decode rank: made and undone on a worker, since either may take a while.
 
@@ -91,19 +119,10 @@ class DecodePeer(Actor):
         self,
         name: str,
         run_queue: RunQueue,
+        context: PeerContext,
         *,
         attempt: int,
         earlier: DecodePeer | None,
-        transport: Transport,
-        layout: RankLayout,
-        coordinates: RankCoordinates,
-        staging: SendingStaging,
-        fingerprint: Mapping[str, str],
-        may_differ: Collection[str],
-        send: Callable[[str, Message], None],
-        broken_off: Callable[[str], None],
-        last_failure_to: Callable[[str], int],
-        observer: Observer,
         now: float,
     ) -> None:
         super().__init__(run_queue)
@@ -115,16 +134,7 @@ class DecodePeer(Actor):
         self._hanging: TransportError | None = None  # set while a write hangs: as long the rank must stay connected
         self._is_detaching = False
         self._waiting: list[PeerEvent] = []
-        self._transport = transport
-        self._layout = layout
-        self._coordinates = coordinates
-        self._staging = staging
-        self._fingerprint = fingerprint
-        self._may_differ = may_differ
-        self._send = send
-        self._broken_off = broken_off
-        self._last_failure_to = last_failure_to
-        self._observer = observer
+        self._context = context
         self._is_silence_reported = False
         # Guards the two below: a caller of `when_undone` must not miss the end.
         self._end_lock = threading.Lock()
@@ -176,7 +186,7 @@ class DecodePeer(Actor):
                         self._undone()
                 case HangingWriteEnded():
                     self._hanging = None
-                    self._disconnect(lambda: self._transport.disconnect(self.name))
+                    self._disconnect(lambda: self._context.transport.disconnect(self.name))
                     if self._is_detaching:
                         self._undone()
 
@@ -191,20 +201,18 @@ class DecodePeer(Actor):
         if self._hanging is not None:
             self._refuse(self._hanging)
             return
+        context = self._context
         try:
             self.attachment = attach(
                 message,
-                layout=self._layout,
-                coordinates=self._coordinates,
-                transport=self._transport,
-                staging=self._staging,
-                fingerprint=self._fingerprint,
-                may_differ=self._may_differ,
-                broken_off=partial(self._broken_off, self.name),
+                mine=context.identity,
+                transport=context.transport,
+                staging=context.staging,
+                broken_off=partial(context.broken_off, self.name),
             )
         except WriteHangsError as error:
             self._hanging = TransportError(str(error))
-            worker.watch(_HangingWrite(self.name, error.transfer, self.post, self._broken_off))
+            worker.watch(_HangingWrite(self.name, error.transfer, self.post, context.broken_off))
             self._refuse(self._hanging)
         except Exception as error:
             self._refuse(error)
@@ -212,28 +220,18 @@ class DecodePeer(Actor):
             self._confirm(self.attachment)
 
     def _confirm(self, attachment: Attachment) -> None:
-        self._send(
-            self.name,
-            Attached(
-                endpoint=self._transport.endpoint_name,
-                attempt=self.attempt,
-                only_staged=attachment.paths.forced is TransferPath.STAGED,
-                last_failure=self._last_failure_to(self.name),
-            ),
+        attached = Attached(
+            endpoint=self._context.identity.endpoint,
+            attempt=self.attempt,
+            only_staged=attachment.paths.forced is TransferPath.STAGED,
+            last_failure=self._context.last_failure_to(self.name),
         )
+        self._context.send(self.name, attached)
 
     def _refuse(self, error: Exception) -> None:
         log.warning("refused decode rank %s: %s", self.name, error)
-        self._observer.refused(error)
-        self._send(
-            self.name,
-            Refused(
-                endpoint=self._transport.endpoint_name,
-                attempt=self.attempt,
-                error=type(error).__name__,
-                reason=str(error),
-            ),
-        )
+        self._context.observer.refused(error)
+        self._context.send(self.name, refused(self.attempt, error))
 
     def _detach(self, dropped: Attachment) -> None:
         self._disconnect(dropped.release)
@@ -251,62 +249,3 @@ class DecodePeer(Actor):
             waiting, self._when_undone = self._when_undone, []
         for call in waiting:
             call()
-
-
-class DecodePeers:
-    """The table of connected decode ranks. May be read from any thread; the control thread writes it."""
-
-    def __init__(self, make: Callable[[str, int, DecodePeer | None], DecodePeer]) -> None:
-        """Begins with nobody connected.
-
-        Args:
-            make: makes a connection to a decode rank, given its number there and the earlier one if that is not undone
-                yet.
-        """
-        self._make = make
-        # Guards both tables, which workers read while the control thread adds and removes.
-        self._lock = threading.Lock()
-        self._peers: dict[str, DecodePeer] = {}
-        self._detaching: dict[str, DecodePeer] = {}
-
-    def __len__(self) -> int:
-        """Returns the number of connections, those that are being undone included."""
-        with self._lock:
-            return len(self._peers) + len(self._detaching)
-
-    def get(self, name: str) -> DecodePeer | None:
-        """Returns the decode rank of that name; None if it is not connected."""
-        with self._lock:
-            return self._peers.get(name)
-
-    def attach(self, message: Attach) -> None:
-        """Makes a new connection to a decode rank. An earlier one is undone first; a later one stays."""
-        name = message.endpoint
-        known = self.get(name)
-        if known is not None and known.attempt > message.attempt:
-            return
-        if known is None or known.attempt < message.attempt:
-            self.remove(name)
-            with self._lock:
-                known = self._peers[name] = self._make(name, message.attempt, self._detaching.get(name))
-        known.post(message)
-
-    def remove(self, name: str) -> None:
-        """Takes a decode rank out of the table and undoes the connection."""
-        with self._lock:
-            peer = self._peers.pop(name, None)
-            if peer is None:
-                return
-            self._detaching[name] = peer
-        peer.post(DetachRequested())
-        peer.when_undone(partial(self._forget, peer))
-
-    def _forget(self, peer: DecodePeer) -> None:
-        with self._lock:
-            if self._detaching.get(peer.name) is peer:
-                del self._detaching[peer.name]
-
-    def all(self) -> list[DecodePeer]:
-        """Returns all connected decode ranks."""
-        with self._lock:
-            return list(self._peers.values())

@@ -12,8 +12,11 @@ from collections.abc import Callable
 
 from kvferry.endpoint.construction import check_may_open
 from kvferry.endpoint.early_warnings import UnaskedRooms
+from kvferry.endpoint.prefill.admission import Admission
+from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
-from kvferry.endpoint.prefill.room import OpenReceived, RefusalReceived, SendingRoom
+from kvferry.endpoint.prefill.room import OpenReceived, RefusalReceived, RoomContext, SendingRoom
+from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.endpoint.transfer import Sender
 from kvferry.errors import (
     EndpointClosedError,
@@ -23,8 +26,8 @@ from kvferry.errors import (
     UnknownRoomError,
 )
 from kvferry.observe.observer import Observer
-from kvferry.protocol.rooms.pending_opens import PendingMessage
-from kvferry.protocol.rooms.room_table import RoomTable
+from kvferry.protocol.rooms.room_table import AboutRoom, RoomTable
+from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     ReceiverAborted,
     ReceiverLost,
@@ -34,6 +37,7 @@ from kvferry.protocol.transfer.sender_events import (
 from kvferry.protocol.wire import field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.settings import Settings
+from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -50,21 +54,25 @@ class SendingRooms:
         identity: Identity,
         settings: Settings,
         ranks: DecodeRanks,
+        workers: WorkerPool,
         *,
-        send: Callable[[str, field_types.Message], None],
+        transport: Transport,
+        admission: Admission,
         observer: Observer,
         unasked: UnaskedRooms,
         now: Callable[[], float],
+        send: Callable[[str, field_types.Message], None],
+        write_failed: Callable[[Attachment, Exception], None],
+        set_deadline: Callable[[SendingRoom, float | None], None],
     ) -> None:
         """Begins with none.
 
         Args:
             identity: this rank's.
             ranks: what is known of decode ranks.
-            send: sends a message to a decode rank, soon.
-            observer: is told what happens.
+            workers: run the rooms.
             unasked: warns of rooms that nobody asks for.
-            now: the time, in seconds of a steady clock.
+            transport: as in `RoomContext`, like all that follows.
         """
         self._identity = identity
         self._rank = identity.coordinates.engine_rank
@@ -77,6 +85,25 @@ class SendingRooms:
         # Guards the table: a message for a room goes either to it, or is kept until the room is opened.
         self._lock = threading.Lock()
         self._is_closed = False
+        self._workers = workers
+        self._context = RoomContext(
+            transport=transport,
+            admission=admission,
+            observer=observer,
+            coordinates=identity.coordinates,
+            quarantine_s=settings.quarantine_s,
+            page_groups=identity.layout.groups,
+            now=now,
+            send=send,
+            open_room=self.take_open,
+            abort_room=self.take_abort,
+            refuse_room=self.take_refusal,
+            write_failed=write_failed,
+            broken_off=ranks.broken_off,
+            was_broken_off=ranks.was_broken_off,
+            forget_room=self.forget,
+            set_deadline=set_deadline,
+        )
         self.table: RoomTable[SendingRoom] = RoomTable(
             max_pending=settings.max_pending_opens,
             most_page_bytes=int(settings.max_pending_opens_mib * 2**20),
@@ -95,12 +122,9 @@ class SendingRooms:
         with self._lock:
             return list(self.table.rooms.values())
 
-    def open(self, room: int, make: Callable[[], SendingRoom]) -> Sender:
-        """Opens a room; raises as `PrefillEndpoint.open` does.
-
-        Args:
-            make: makes it, if it may be opened.
-        """
+    def open(self, machine: SenderMachine) -> Sender:
+        """Opens a room with this machine; raises as `PrefillEndpoint.open` does."""
+        room = machine.room
         with self._lock:
             check_may_open(
                 room,
@@ -109,7 +133,8 @@ class SendingRooms:
                 who=f"prefill rank {self._rank}",
                 is_closed=self._is_closed,
             )
-            opened = make()
+            opened = SendingRoom(machine, self._workers, self._context, self._settings)
+            self._context.set_deadline(opened, machine.deadline)
             self._unasked.opened(room, self._now())
             self._observer.begin_sending(room)
             for receiver, message in self.table.add(opened):
@@ -161,9 +186,8 @@ class SendingRooms:
             message.checked(attachment.layout, elected, where=f"room {message.room} on {receiver}")
         except KVFerryError as error:
             self._refuse_request(receiver, message, error)
-            rank = self._ranks.rank(receiver)
-            if rank is not None:  # the room fails there, and nobody will open it here
-                self._not_opened(receiver, rank, message.room, message.generation, str(error))
+            # The room fails there, and nobody will open it here.
+            self._not_opened(receiver, self._ranks.rank(receiver), message.room, message.generation, str(error))
             return
         try:
             with self._lock:
@@ -174,17 +198,21 @@ class SendingRooms:
             self._refuse_request(receiver, message, error)
 
     def take_abort(self, receiver: str, message: messages.AbortRoom, *, is_unopened: bool = False) -> None:
-        """Takes back an open request, and answers when nothing can be written for it any more.
+        """Takes back an open request, and answers when nothing can be written for it any more. It may come again.
 
         Args:
-            is_unopened: whether it has not come, and will not count.
+            is_unopened: whether the open request has not come, and will not count.
         """
         with self._lock:
+            is_unopened |= self.table.is_dropped(receiver, message)
             room = self.table.abort(receiver, message, self._now(), is_unopened=is_unopened)
             if room is not None:
                 self._deliver(room, receiver, message)
-                return
-        self._drained(receiver, message.room, message.generation)
+        if room is None:
+            self._drained(receiver, message.room, message.generation)
+        if is_unopened:
+            rank = self._ranks.rank(receiver)
+            self._not_opened(receiver, rank, message.room, message.generation, message.reason)
 
     def take_refusal(self, receiver: str, message: messages.RefuseRoom) -> None:
         """Takes a decode rank's refusal: for the room, or until it is opened here."""
@@ -199,19 +227,6 @@ class SendingRooms:
             self.table.remove(room, self._now())
 
     # ---- for the control thread ---------------------------------------------------------------------------------
-
-    def aborted(self, receiver: str, message: messages.AbortRoom, *, is_unopened: bool) -> None:
-        """Takes a decode rank's abort, which may come again.
-
-        Args:
-            is_unopened: whether the open request that it takes back has not come, and will not count.
-        """
-        with self._lock:
-            is_unopened |= self.table.is_dropped(receiver, message)
-        self.take_abort(receiver, message, is_unopened=is_unopened)
-        rank = self._ranks.rank(receiver)
-        if is_unopened and rank is not None:  # it will not open the room
-            self._not_opened(receiver, rank, message.room, message.generation, message.reason)
 
     def refused(self, receiver: str, message: messages.RefuseRoom) -> None:
         """Takes a decode rank's refusal, which may come again."""
@@ -232,8 +247,14 @@ class SendingRooms:
         if is_new:  # the same one may come again
             self.take_refusal(receiver, message)
 
-    def _not_opened(self, receiver: str, rank: DecodeRank, room: int, generation: int, reason: str) -> None:
-        """Ends a room that a decode rank will not open, as if it had refused it."""
+    def _not_opened(self, receiver: str, rank: DecodeRank | None, room: int, generation: int, reason: str) -> None:
+        """Ends a room that a decode rank will not open, as if it had refused it.
+
+        Args:
+            rank: which it is; None if it has not attached, and belongs to no room.
+        """
+        if rank is None:
+            return
         self._refused(
             receiver,
             messages.RefuseRoom(
@@ -264,9 +285,8 @@ class SendingRooms:
             rooms, aborts = self.table.forget_receiver(receiver, self._now())
         for room in rooms:
             room.post(ReceiverLost(receiver, error))
-        if rank is not None:
-            for message in aborts:
-                self._not_opened(receiver, rank, message.room, message.generation, message.reason)
+        for message in aborts:
+            self._not_opened(receiver, rank, message.room, message.generation, message.reason)
 
     def look(self, now: float) -> None:
         """Warns of rooms that nobody asks for, and refuses what was opened there too long ago to be opened here."""
@@ -288,7 +308,7 @@ class SendingRooms:
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
-    def _deliver(self, room: SendingRoom, receiver: str, message: PendingMessage | messages.RefuseRoom) -> None:
+    def _deliver(self, room: SendingRoom, receiver: str, message: AboutRoom) -> None:
         """Hands a message to its room."""
         match message:
             case messages.RefuseRoom():

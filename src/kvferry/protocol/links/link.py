@@ -217,7 +217,7 @@ class Link:
                     f"prefill rank {rank.registration.engine_rank} of {self.key.engine!r} refused: {message.reason}"
                 )
             case messages.Pong() if self.state is LinkState.READY:
-                return [*rank.answered(message, self._identity.endpoint)]
+                return [*rank.answered(message)]
         return []
 
     def take(self, address: str, message: messages.Numbered) -> tuple[list[messages.NumberedToDecode], list[Send]]:
@@ -231,7 +231,7 @@ class Link:
             return [], []
         taken = [codec.decode_numbered_to_decode(body) for body in rank.channel.receive(message)]
         is_due = rank.channel.owes_acknowledgement and not self.is_given_up
-        return taken, [rank.ping(self._identity.endpoint)] if is_due else []
+        return taken, [rank.ping()] if is_due else []
 
     def _attach(self) -> list[LinkCommand]:
         layouts = {
@@ -315,7 +315,7 @@ class Link:
         """A connection broke: what was on its way may be lost, either way."""
         commands = self.ask(now)
         rank = self._ranks[self._numbers[address]]
-        return [*commands, *rank.broke(self._identity.endpoint)] if self.state is LinkState.READY else commands
+        return [*commands, *rank.broke()] if self.state is LinkState.READY else commands
 
     def give_up(self) -> None:
         """Opens no more rooms."""
@@ -368,14 +368,12 @@ class Link:
 
         Until the link is ready this is `Hello`, which a rank answers whether this endpoint is attached or not.
         """
-        identity = self._identity
-        hello = messages.Hello(endpoint=identity.endpoint, engine=identity.engine, coordinates=identity.coordinates)
+        is_ready = self.state is LinkState.READY
         commands: list[LinkCommand] = []
         for rank in self._ranks.values():
             if rank.asked_at is None:
                 rank.asked_at = now
-            is_ready = self.state is LinkState.READY
-            commands.append(rank.ping(identity.endpoint) if is_ready else Send(rank.address, hello))
+            commands.append(rank.ping() if is_ready else Send(rank.address, messages.Hello()))
             if rank.request is not None and not rank.is_attached:  # a connection that broke may have lost it
                 commands.append(Send(rank.address, rank.request))
         return commands

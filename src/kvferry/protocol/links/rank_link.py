@@ -107,17 +107,15 @@ class RankLink:
         check_exchangeable(welcome.layout, mine.layout, source_name=name, destination_name="this decode rank")
         return tolerated
 
-    def ping(self, endpoint: str, *, resends: bool = False) -> Send:
+    def ping(self, *, resends: bool = False) -> Send:
         """Makes a heartbeat, with what was sent and received.
 
         Args:
-            endpoint: our own name.
             resends: whether what has not come of the rank's must be sent again.
         """
         if self.channel is None:
-            return Send(self.address, messages.Ping(endpoint=endpoint))
+            return Send(self.address, messages.Ping())
         ping = messages.Ping(
-            endpoint=endpoint,
             epoch=self.channel.epoch,
             sent=self.channel.sent,
             received=self.channel.acknowledge(),
@@ -125,7 +123,7 @@ class RankLink:
         )
         return Send(self.address, ping)
 
-    def answered(self, pong: messages.Pong, endpoint: str) -> list[Send]:
+    def answered(self, pong: messages.Pong) -> list[Send]:
         """Takes the answer to a heartbeat: what it says of the messages either way.
 
         Raises:
@@ -142,10 +140,10 @@ class RankLink:
         if pong.received < pong.heard_of:
             ready = self.channel.resend()
         sends = [Send(self.address, each) for each in ready]
-        return [*sends, self.ping(endpoint, resends=True)] if pong.sent > self.channel.received else sends
+        return [*sends, self.ping(resends=True)] if pong.sent > self.channel.received else sends
 
-    def broke(self, endpoint: str) -> list[Send]:
+    def broke(self) -> list[Send]:
         """A connection broke: what was on its way may be lost, either way."""
         if self.channel is None:
             return []
-        return [self.ping(endpoint, resends=True), *(Send(self.address, each) for each in self.channel.resend())]
+        return [self.ping(resends=True), *(Send(self.address, each) for each in self.channel.resend())]

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from kvferry.errors import EndpointClosedError, KVFerryError, TransferAbortedError, TransferFailedError
-from kvferry.protocol.bounded import forget_oldest
-from kvferry.protocol.rooms.pending_opens import PendingMessage, PendingOpens
-from kvferry.protocol.rooms.pending_refusals import PendingRefusals
+from kvferry.protocol.bounded import ForAWhile, remember
+from kvferry.protocol.rooms.pending_messages import PendingMessages
+from kvferry.protocol.rooms.pending_opens import PendingOpens
 from kvferry.protocol.wire.messages import AbortRoom, OpenRoom, RefuseRoom
 from kvferry.protocol.wire.rank_identity import DecodeRank
 
 REMEMBERED = 1 << 12
-"""Of how many finished rooms the uses of their numbers are remembered at most, one for each decode rank of a room."""
+"""Of how many finished rooms the uses of their numbers are remembered at most, one for each decode rank of a room; and
+of how many refusals it is remembered that they came."""
+
+AboutRoom: TypeAlias = OpenRoom | AbortRoom | RefuseRoom
+"""What a decode rank may say of a room before our caller opens it."""
 
 
 class TableEntry(Protocol):
@@ -51,12 +55,10 @@ class _FailedAlone:
     Attributes:
         error: why it failed.
         receivers: those that were notified already; a later open request of theirs is for the next transfer.
-        until: when to forget it.
     """
 
     error: KVFerryError
     receivers: set[str]
-    until: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +67,10 @@ class _Over:
 
     Attributes:
         error: why it failed, if it did.
-        until: when to forget it.
     """
 
     generation: int
     error: KVFerryError | None
-    until: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Dropped:
-    """An open request for a room that our caller had not opened, dropped since its decode rank was lost.
-
-    Attributes:
-        until: when to forget it.
-    """
-
-    generation: int
-    until: float
 
 
 class RoomTable(Generic[RoomT]):
@@ -102,19 +90,21 @@ class RoomTable(Generic[RoomT]):
         """
         self.rooms: dict[int, RoomT] = {}
         self._max_pending = max_pending
-        self._keep_s = keep_s
         self._pending = PendingOpens(limit=max_pending, most_page_bytes=most_page_bytes, keep_s=keep_s)
-        self._refusals = PendingRefusals(limit=max_pending, keep_s=keep_s)
-        self._failed_alone: dict[int, _FailedAlone] = {}
-        # A rank that lives will abort these rooms, or connect anew; the successor of one that died may open them.
-        self._dropped: dict[tuple[str, int], _Dropped] = {}  # by receiver and number
+        # Whoever names a number before anybody has opened it is taken for the one that it is for, as with an open
+        # request: only its callers know the number.
+        self._refusals: PendingMessages[RefuseRoom] = PendingMessages(limit=max_pending, keep_s=keep_s)
+        self._refusals_received: dict[tuple[str, int, int], None] = {}  # by receiver, number and generation
+        self._failed_alone: ForAWhile[int, _FailedAlone] = ForAWhile(keep_s)
+        # Generations of open requests that our caller had not matched, dropped since their decode rank was lost. A rank
+        # that lives will abort these rooms, or connect anew; the successor of one that died may open them.
+        self._dropped: ForAWhile[tuple[str, int], int] = ForAWhile(keep_s)  # by receiver and number
         self._refused_next: dict[int, KVFerryError] = {}  # what our caller refused while the number was in use
         # Finished uses of numbers, by receiver and number: an abort may overtake the open request that a room which
         # is done passes on, and a refusal says which use of the number came before the one that it is for.
-        self._over: dict[tuple[str, int], _Over] = {}
+        self._over: ForAWhile[tuple[str, int], _Over] = ForAWhile(keep_s)
         self._most_receivers = 1  # that any room had
-        self._given: dict[int, dict[str, int]] = {}  # generations of the open requests that each open room was given
-        self._rooms_given: dict[str, dict[int, None]] = {}  # the same rooms, by receiver
+        self._given: dict[int, set[str]] = {}  # whose open requests each open room was given
         self._is_closed = False
 
     def holds(self, room: int) -> bool:
@@ -127,20 +117,18 @@ class RoomTable(Generic[RoomT]):
         """Whether there are no rooms, and no pending opens."""
         return not self.rooms and not len(self._pending)
 
-    def add(self, room: RoomT) -> list[tuple[str, PendingMessage | RefuseRoom]]:
+    def add(self, room: RoomT) -> list[tuple[str, AboutRoom]]:
         """Adds a room that our caller opens. Returns the messages that decode ranks sent for it before."""
         self.rooms[room.room] = room
-        self._failed_alone.pop(room.room, None)
+        self._failed_alone.pop(room.room)
         pending = self._pending.take(room.room)
-        self._given[room.room] = {}
-        for receiver, message in pending:
-            if isinstance(message, OpenRoom):
-                self._give(room.room, receiver, message.generation)
-        return [*pending, *self._refusals.take(room.room)]
-
-    def _give(self, room: int, receiver: str, generation: int) -> None:
-        self._given[room][receiver] = generation
-        self._rooms_given.setdefault(receiver, {})[room] = None
+        self._given[room.room] = set(pending)
+        before: list[tuple[str, AboutRoom]] = []
+        for receiver, opened in pending.items():
+            before.append((receiver, opened.request))
+            if opened.abort is not None:
+                before.append((receiver, opened.abort))
+        return [*before, *self._refusals.take(room.room).items()]
 
     def attached(self, receiver: str) -> list[tuple[int, int]]:
         """Records that a decode rank connects anew.
@@ -148,18 +136,25 @@ class RoomTable(Generic[RoomT]):
         Returns:
             Number and generation of rooms that it had opened and our caller has not: it has given them up.
         """
-        given_up = [(message.room, message.generation) for message in self._pending.forget(receiver)]
-        dropped = [key for key in self._dropped if key[0] == receiver]
-        return [*given_up, *((key[1], self._dropped.pop(key).generation) for key in dropped)]
+        pending = [each.request for each in self._pending.forget(receiver)]
+        given_up = [(request.room, request.generation) for request in pending]
+        for name, room in [key for key in self._dropped if key[0] == receiver]:
+            generation = self._dropped.pop((name, room))
+            assert generation is not None
+            given_up.append((room, generation))
+        return given_up
 
     def is_dropped(self, receiver: str, message: AbortRoom) -> bool:
         """Whether the open request that an abort takes back was dropped when its decode rank was lost."""
-        dropped = self._dropped.get((receiver, message.room))
-        return dropped is not None and dropped.generation == message.generation
+        return self._dropped.get((receiver, message.room)) == message.generation
 
     def is_new_refusal(self, receiver: str, message: RefuseRoom) -> bool:
-        """Records a decode rank's refusal. Returns whether it has to be handled."""
-        return self._refusals.is_new(receiver, message)
+        """Records a decode rank's refusal. Returns whether it has to be handled: a retransmission need not."""
+        key = receiver, message.room, message.generation
+        is_new = key not in self._refusals_received
+        if is_new:
+            remember(self._refusals_received, key, None, REMEMBERED)
+        return is_new
 
     def refused(self, receiver: str, message: OpenRoom, error: KVFerryError, now: float) -> None:
         """Records that an open request was refused."""
@@ -187,7 +182,7 @@ class RoomTable(Generic[RoomT]):
                 raise over.error
             return None
         if room is not None:
-            self._give(room.room, receiver, message.generation)
+            self._given[room.room].add(receiver)
             return room
         if self._is_closed:
             raise EndpointClosedError("the prefill endpoint was closed")
@@ -196,8 +191,8 @@ class RoomTable(Generic[RoomT]):
             failed.receivers.add(receiver)
             self._is_over(receiver, message.room, message.generation, failed.error, now)
             raise failed.error
-        self._refusals.forget(receiver, message.room)
-        for refusal in self._refusals.of(message.room):
+        self._refusals.pop(receiver, message.room)  # it opens the room after all
+        for refusal in self._refusals.of(message.room).values():
             if rank is not None and rank.can_be_beside([DecodeRank(refusal.engine, refusal.coordinates)]):
                 raise _refused_by(refusal)
         self._pending.keep(receiver, message, now)
@@ -214,12 +209,12 @@ class RoomTable(Generic[RoomT]):
         if room in self.rooms:
             self._refused_next[room] = error
             return []
-        pending = [(each, message) for each, message in self._pending.take(room) if isinstance(message, OpenRoom)]
+        pending = self._pending.take(room)
         self._refusals.take(room)
-        for receiver, message in pending:
-            self._is_over(receiver, room, message.generation, error, now)
-        self._fail_alone(room, error, {receiver for receiver, _ in pending}, now)
-        return pending
+        for receiver, opened in pending.items():
+            self._is_over(receiver, room, opened.request.generation, error, now)
+        self._fail_alone(room, error, set(pending), now)
+        return [(receiver, opened.request) for receiver, opened in pending.items()]
 
     def refused_by(self, receiver: str, message: RefuseRoom, now: float) -> RoomT | None:
         """Takes a decode rank's refusal of a number. Returns the open room that it is for.
@@ -236,8 +231,8 @@ class RoomTable(Generic[RoomT]):
         failed = self._failed_alone.get(message.room)
         if failed is not None and receiver not in failed.receivers:
             failed.receivers.add(receiver)
-        else:
-            self._refusals.keep(receiver, message, now)
+        elif self._refusals.has_place(receiver, message.room):  # else the room ends by its deadline
+            self._refusals.put(receiver, message.room, message, now)
         return None
 
     def abort(self, receiver: str, message: AbortRoom, now: float, *, is_unopened: bool = False) -> RoomT | None:
@@ -248,7 +243,7 @@ class RoomTable(Generic[RoomT]):
                 earlier use of the number.
         """
         if self.is_dropped(receiver, message):
-            del self._dropped[receiver, message.room]
+            self._dropped.pop((receiver, message.room))
         gave_up = TransferAbortedError(f"room {message.room} was aborted by {receiver}: {message.reason}")
         self._is_over(receiver, message.room, message.generation, gave_up, now)
         failed = self._failed_alone.get(message.room)
@@ -256,7 +251,7 @@ class RoomTable(Generic[RoomT]):
             failed.receivers.add(receiver)  # it need not be refused
         room = self.rooms.get(message.room)
         if room is None:
-            self._pending.keep(receiver, message, now)
+            self._pending.abort(receiver, message)
         return room
 
     def remove(self, room: RoomT, now: float) -> None:
@@ -265,11 +260,6 @@ class RoomTable(Generic[RoomT]):
             return
         del self.rooms[room.room]
         given = self._given.pop(room.room)
-        for receiver in given:
-            rooms = self._rooms_given[receiver]
-            del rooms[room.room]
-            if not rooms:
-                del self._rooms_given[receiver]
         self._most_receivers = max(self._most_receivers, len(room.generations))
         for receiver, generation in room.generations.items():
             self._is_over(receiver, room.room, generation, room.error, now)
@@ -278,17 +268,13 @@ class RoomTable(Generic[RoomT]):
             self._fail_alone(room.room, refused, set(), now)
         elif room.failed_alone and room.error is not None:
             # What the room was given it answers, even if it has ended before it looks at that.
-            self._fail_alone(room.room, room.error, room.generations.keys() | given.keys(), now)
+            self._fail_alone(room.room, room.error, room.generations.keys() | given, now)
 
     def _fail_alone(self, room: int, error: KVFerryError, receivers: set[str], now: float) -> None:
-        self._failed_alone.pop(room, None)  # so that it is the youngest
-        self._failed_alone[room] = _FailedAlone(error, receivers, now + self._keep_s)
-        forget_oldest(self._failed_alone, self._max_pending)
+        self._failed_alone.put(room, _FailedAlone(error, receivers), now, limit=self._max_pending)
 
     def _is_over(self, receiver: str, room: int, generation: int, error: KVFerryError | None, now: float) -> None:
-        self._over.pop((receiver, room), None)  # so that it is the youngest
-        self._over[receiver, room] = _Over(generation, error, now + self._keep_s)
-        forget_oldest(self._over, REMEMBERED * self._most_receivers)
+        self._over.put((receiver, room), _Over(generation, error), now, limit=REMEMBERED * self._most_receivers)
 
     def forget_receiver(self, receiver: str, now: float) -> tuple[list[RoomT], list[AbortRoom]]:
         """Drops the pending opens of a decode rank that is gone. Others may open these rooms: its successor, for one.
@@ -297,30 +283,31 @@ class RoomTable(Generic[RoomT]):
             The open rooms that it had opened, and its aborts of others.
         """
         aborts = []
-        for message in self._pending.forget(receiver):
-            if isinstance(message, AbortRoom):
-                aborts.append(message)
+        for opened in self._pending.forget(receiver):
+            request = opened.request
+            if opened.abort is not None:
+                aborts.append(opened.abort)
             else:
-                self._dropped.pop((receiver, message.room), None)  # so that it is the youngest
-                self._dropped[receiver, message.room] = _Dropped(message.generation, now + self._keep_s)
-        forget_oldest(self._dropped, self._max_pending)
-        return [self.rooms[room] for room in self._rooms_given.get(receiver, ())], aborts
+                self._dropped.put((receiver, request.room), request.generation, now, limit=self._max_pending)
+        return [self.rooms[room] for room, receivers in self._given.items() if receiver in receivers], aborts
 
     def expired(self, now: float) -> list[tuple[str, OpenRoom]]:
         """Drops the pending opens that our caller did not match in time. Returns them, to be refused."""
-        while self._failed_alone and now >= next(iter(self._failed_alone.values())).until:  # the oldest stand first
-            del self._failed_alone[next(iter(self._failed_alone))]
-        while self._over and now >= next(iter(self._over.values())).until:
-            del self._over[next(iter(self._over))]
-        while self._dropped and now >= next(iter(self._dropped.values())).until:
-            del self._dropped[next(iter(self._dropped))]
-        self._refusals.forget_old(now)
-        return list(self._pending.expired(now))
+        self._failed_alone.forget_old(now)
+        self._over.forget_old(now)
+        self._dropped.forget_old(now)
+        for _ in self._refusals.expired(now):
+            pass  # nobody waits for an answer
+        return self._expired_opens(now)
 
     def close(self) -> list[tuple[str, OpenRoom]]:
         """Refuses open requests from now on. Returns the pending ones, to be refused too."""
         self._is_closed = True
-        return list(self._pending.expired(float("inf")))
+        return self._expired_opens(float("inf"))
+
+    def _expired_opens(self, now: float) -> list[tuple[str, OpenRoom]]:
+        """Drops pending opens that are too old. Returns those that were not taken back."""
+        return [(receiver, opened.request) for receiver, opened in self._pending.expired(now) if opened.abort is None]
 
 
 def _refused_by(refusal: RefuseRoom) -> KVFerryError:

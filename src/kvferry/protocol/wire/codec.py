@@ -20,7 +20,7 @@ from kvferry.protocol.wire.field_types import Message
 from kvferry.protocol.wire.messages import NumberedToDecode, NumberedToPrefill, ToDecode, ToPrefill
 from kvferry.protocol.wire.notifications import Notification
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAGIC = b"kvfy"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 

@@ -72,10 +72,6 @@ class Staging(msgspec.Struct, frozen=True):
 class Hello(Message, frozen=True):
     """Decode to prefill: asks for `Welcome`."""
 
-    endpoint: EndpointName
-    engine: ShortText
-    coordinates: RankCoordinates
-
 
 class Welcome(Message, frozen=True):
     """Prefill to decode: answers `Hello` with who the rank is and what it holds.
@@ -141,7 +137,6 @@ class Attached(Message, frozen=True):
 class Refused(Message, frozen=True):
     """Prefill to decode: the two cannot exchange caches. `error` is the name of an exception of kvferry.errors."""
 
-    endpoint: EndpointName
     attempt: Count
     error: ShortText
     reason: Reason
@@ -196,7 +191,6 @@ class Ping(Message, frozen=True):
         resends: whether those that have not must be sent again: a connection broke.
     """
 
-    endpoint: EndpointName
     epoch: Random = 0
     sent: Count = 0
     received: Count = 0
@@ -371,7 +365,6 @@ class Gone(Message, frozen=True):
 class Credit(Message, frozen=True):
     """Decode to prefill, numbered: the rank's ring of staging memory was read up to this position."""
 
-    endpoint: EndpointName
     epoch: Random
     position: Count
 

@@ -35,7 +35,6 @@ from kvferry.testing.enumeration.prefill_node import (
     RING_EPOCH,
     ROOM,
     SPAN_BYTES,
-    decode_name,
     writer_of,
 )
 
@@ -171,7 +170,6 @@ class DecodeNode:
     def _ping(self, prefill: int, out: list[Output], *, resends: bool = False) -> None:
         channel = self._channels[prefill]
         ping = messages.Ping(
-            endpoint=decode_name(self._number),
             epoch=EPOCH,
             sent=channel.sent,
             received=channel.acknowledge(),
@@ -227,7 +225,7 @@ class DecodeNode:
         before = ring.position
         ring.release(span)
         if ring.position != before:
-            credit = messages.Credit(endpoint=decode_name(self._number), epoch=RING_EPOCH, position=ring.position)
+            credit = messages.Credit(epoch=RING_EPOCH, position=ring.position)
             self._send(prefill, credit, out)
 
     def _received(self, prefill: int, message: messages.ToDecode, out: list[Output]) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.endpoint.prefill.channels import DecodeChannels
 from kvferry.errors import KVFerryError, TransferFailedError, TransportError
 from kvferry.layout import RankCoordinates, TokenShare
 from kvferry.plan import Route
@@ -15,8 +14,8 @@ from kvferry.plan.requests.chunks import Chunk, ChunkPart
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
-from kvferry.protocol.rooms.pending_opens import PendingMessage
-from kvferry.protocol.rooms.room_table import RoomTable
+from kvferry.protocol.links.decode_channels import DecodeChannels
+from kvferry.protocol.rooms.room_table import AboutRoom, RoomTable
 from kvferry.protocol.transfer.credits import Span, WritingRing
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.sender import SenderMachine
@@ -209,7 +208,7 @@ class PrefillNode:
             case messages.Ping():
                 out += [("down", decode, codec.encode(each)) for each in self._channels.answer(name, message)]
             case messages.AbortRoom():
-                is_unopened = message.number > 0 and self._channels.take_back(name, message.epoch, message.number)
+                is_unopened = self._channels.take_back(name, message.epoch, message.number)
                 self._aborted(name, message, is_unopened, out)
 
     def _take_open(self, name: str, message: messages.OpenRoom, out: list[Output]) -> None:
@@ -222,9 +221,7 @@ class PrefillNode:
             if room is not None:
                 self._opened(room, name, message, out)
 
-    def _deliver(
-        self, room: _Room, name: str, message: PendingMessage | messages.RefuseRoom, out: list[Output]
-    ) -> None:
+    def _deliver(self, room: _Room, name: str, message: AboutRoom, out: list[Output]) -> None:
         match message:
             case messages.OpenRoom():
                 self._opened(room, name, message, out)

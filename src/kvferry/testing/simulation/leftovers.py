@@ -27,10 +27,10 @@ def _of_prefill(endpoint: PrefillEndpoint, living: Collection[str]) -> Iterator[
     admission = endpoint._driver.admission
     if admission.num_bytes or admission.num_waiting:
         yield f"{admission.num_bytes} bytes admitted, {admission.num_waiting} who wait to be"
-    for memory in endpoint._driver._staging.source_memories:
+    for memory in endpoint._driver.ranks._context.staging.source_memories:
         if memory._taken or memory.num_waiting:
             yield f"slots {memory._taken}, {memory.num_waiting} who wait for one"
-    for peer in endpoint._driver.peers.all():
+    for peer in endpoint._driver.ranks.peers():
         if peer.name not in living:
             yield f"a connection to {peer.name}, which is gone"
         if peer.attachment is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.endpoint.prefill.channels import DecodeChannels
 from kvferry.errors import MessageError
+from kvferry.protocol.links.decode_channels import DecodeChannels
 from kvferry.protocol.wire import codec, messages
 
 VERIFIED = messages.RoomVerified(room=1, generation=2)
@@ -60,12 +60,12 @@ def test_a_heartbeat_is_answered_with_what_was_sent_and_has_come():
     made = channels(1)
     (failed,) = made.outgoing("d0", FAILED)
     made.take("d0", numbered(1))
-    ping = messages.Ping(endpoint="d0", epoch=1, sent=3)
+    ping = messages.Ping(epoch=1, sent=3)
     pong = messages.Pong(endpoint="p0", attached=True, epoch=1, sent=1, received=1, heard_of=3)
     assert made.answer("d0", ping) == [pong]
-    again = messages.Ping(endpoint="d0", epoch=1, sent=3, resends=True)
+    again = messages.Ping(epoch=1, sent=3, resends=True)
     assert made.answer("d0", again) == [failed, pong]
-    heard = messages.Ping(endpoint="d0", epoch=1, sent=3, received=1, resends=True)
+    heard = messages.Ping(epoch=1, sent=3, received=1, resends=True)
     assert made.answer("d0", heard) == [pong], "it has come"
 
 

@@ -92,9 +92,10 @@ class DecodeChannels:
     def take_back(self, receiver: str, epoch: int, number: int) -> bool:
         """Takes back a message of a decode rank that has not come: it does not count if it does.
 
-        Returns whether it has not come. What came with an earlier attempt to attach counts as come.
+        Returns whether it has not come. What came with an earlier attempt to attach counts as come, and so does what
+        was never sent (number 0).
         """
         channel = self._channels.get(receiver)
         if channel is None or channel.epoch < epoch:
-            return True
+            return number > 0
         return channel.epoch == epoch and channel.take_back(number)
