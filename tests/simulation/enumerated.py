@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.testing.enumeration.reachable_states import Shape
+from kvferry.testing.enumeration.states import Shape
 from kvferry.testing.simulation.laws import Law
 
 SMALL = Shape(prefills=1, decodes=1, chunks=2, faults=1)
+ONE_CHUNK = Shape(prefills=1, decodes=1, chunks=1, faults=1)
 FOUR_CHUNKS = Shape(prefills=1, decodes=1, chunks=4, faults=0)
 
 
@@ -26,6 +27,7 @@ class Nearest:
 
 
 SOON: dict[str, Nearest] = {
+    "a stranger's abort raises": Nearest(Law.NEVER_RAISES, 3),
     "rings overwritten before they are read": Nearest(Law.OWN_PAGES_ONLY, 4, FOUR_CHUNKS),
     "acknowledgement before the last handle": Nearest(Law.NO_REUSE_UNDER_A_READ, 4),
     "finish said while writes fly": Nearest(Law.NO_REUSE_UNDER_A_READ, 4),
@@ -34,9 +36,9 @@ SOON: dict[str, Nearest] = {
     "pages released on timeout without quarantine": Nearest(Law.NO_WRITE_AFTER_RELEASE, 5),
     "a chunk written twice": Nearest(Law.NO_REUSE_UNDER_A_READ, 6),
     "drained while writes fly": Nearest(Law.NO_WRITE_AFTER_RELEASE, 7),
-    "a stranger's abort raises": Nearest(Law.NEVER_RAISES, 8),
     "no time to settle after a failed write": Nearest(Law.NO_WRITE_AFTER_RELEASE, 9),
     "a thawed decode rank trusts Drained at once": Nearest(Law.NO_WRITE_AFTER_RELEASE, 9),
+    "messages of an earlier attempt to attach count": Nearest(Law.NO_WRITE_AFTER_RELEASE, 10, ONE_CHUNK),
     "a second Drained ends the wait for what had been sent": Nearest(Law.NO_WRITE_AFTER_RELEASE, 11),
     "repeated messages count again": Nearest(Law.NO_WRITE_AFTER_RELEASE, 13),
 }

@@ -303,6 +303,16 @@ def _repetitions_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReliableChannel, "receive", receive)
 
 
+def _earlier_attempts_taken(patch: pytest.MonkeyPatch) -> None:
+    """What was sent with an earlier attempt to attach counts as if it had been sent with the last."""
+    right = ReliableChannel.receive
+    patch.setattr(
+        ReliableChannel,
+        "receive",
+        lambda channel, message: right(channel, structs.replace(message, epoch=channel.epoch)),
+    )
+
+
 def _gaps_taken(patch: pytest.MonkeyPatch) -> None:
     """What comes behind a lost message counts, and the lost one does not any more."""
     right = ReliableChannel.receive
@@ -887,8 +897,12 @@ PLANTED: dict[str, Plant] = {
     "a refusal of the prefill side is told nobody": _refused_by_silence,
 }
 
-ONLY_ENUMERATED: dict[str, Plant] = {"repeated messages count again": _repetitions_taken}
-"""Faults that take a message which comes twice at just that moment: no schedule has met one, but every state has."""
+ONLY_ENUMERATED: dict[str, Plant] = {
+    "repeated messages count again": _repetitions_taken,
+    "messages of an earlier attempt to attach count": _earlier_attempts_taken,
+}
+"""Faults that take a message which comes twice, or late, at just that moment: every state is searched for them, and no
+schedules are."""
 
 SEEN_WITH: dict[str, frozenset[str]] = {
     "a pod without an object is taken for dead": frozenset({"cut"}),

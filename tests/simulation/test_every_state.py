@@ -9,9 +9,10 @@ from tests.simulation.enumerated import CLOSED, SMALL, SOON, Nearest
 from tests.simulation.planted import ONLY_ENUMERATED, PLANTED
 
 from kvferry.testing.enumeration.breadth_first import enumerate_states, sequence_diagram
-from kvferry.testing.enumeration.reachable_states import Shape, World
+from kvferry.testing.enumeration.reachable_states import World
+from kvferry.testing.enumeration.states import Shape
 
-QUICK = {SMALL: 50_000}
+QUICK = {SMALL: 100_000}
 FULL = {
     Shape(prefills=1, decodes=2, chunks=1, faults=1): 1_800_000,
     Shape(prefills=2, decodes=2, chunks=1, faults=0): 700_000,

@@ -22,6 +22,7 @@ class DecodeChannels:
         """
         self._endpoint = endpoint
         self._channels: dict[str, ReliableChannel] = {}  # the latest stand last
+        self._came_before: dict[str, tuple[int, int]] = {}  # of the channel before each: its epoch, what was received
 
     def attached(self, receiver: str, attempt: int) -> bool:
         """Begins a channel for a decode rank's attempt to attach. Returns False if it is no newer than the last."""
@@ -30,7 +31,11 @@ class DecodeChannels:
             return False
         self._channels.pop(receiver, None)
         self._channels[receiver] = ReliableChannel(attempt)
+        self._came_before.pop(receiver, None)
+        if known is not None:
+            self._came_before[receiver] = known.epoch, known.received
         forget_oldest(self._channels, _MOST_REMEMBERED)
+        forget_oldest(self._came_before, _MOST_REMEMBERED)
         return True
 
     def is_open(self, receiver: str) -> bool:
@@ -92,10 +97,13 @@ class DecodeChannels:
     def take_back(self, receiver: str, epoch: int, number: int) -> bool:
         """Takes back a message of a decode rank that has not come: it does not count if it does.
 
-        Returns whether it has not come. What came with an earlier attempt to attach counts as come, and so does what
-        was never sent (number 0).
+        Returns whether it has not come, and will not count. What may have come with an attempt to attach before the
+        last two counts as come, and so does what was never sent (number 0).
         """
         channel = self._channels.get(receiver)
         if channel is None or channel.epoch < epoch:
             return number > 0
-        return channel.epoch == epoch and channel.take_back(number)
+        if channel.epoch == epoch:
+            return channel.take_back(number)
+        before, received = self._came_before.get(receiver, (0, 0))
+        return number > 0 and (before < epoch or (before == epoch and received < number))

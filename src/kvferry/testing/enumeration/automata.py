@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from dataclasses import is_dataclass
 from enum import Enum
+from functools import cache
 from types import FunctionType, MethodType
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -19,7 +20,7 @@ import numpy as np
 Output: TypeAlias = tuple[Any, ...]
 Event: TypeAlias = tuple[Any, ...]
 
-_ATOMIC = (int, str, bytes, float, type(None), bool, FunctionType, MethodType, type, frozenset)
+_ATOMIC = frozenset({int, str, bytes, float, type(None), bool, FunctionType, MethodType, type, frozenset, np.ndarray})
 _UNCOMPARED = frozenset({"_deadlines"})  # the same in every state
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=repr)
 
@@ -31,19 +32,29 @@ class Node(Protocol):
         """Takes an event. Returns what the node wants done."""
 
 
-def _attributes(value: object) -> list[str]:
-    names = list(getattr(value, "__dict__", ()))
-    for kind in type(value).__mro__:
-        slots = getattr(kind, "__slots__", ())
-        names += [slots] if isinstance(slots, str) else [name for name in slots if hasattr(value, name)]
-    return names
+@cache
+def _slots(kind: Any) -> tuple[str, ...]:
+    """Returns the attributes of a type's values that have a slot."""
+    names: list[str] = []
+    for each in kind.__mro__:
+        slots = getattr(each, "__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return tuple(names)
 
 
-def _is_frozen(value: object) -> bool:
-    parameters = getattr(type(value), "__dataclass_params__", None)
-    return isinstance(value, msgspec.Struct | msgspec.Raw) or (
-        is_dataclass(value) and parameters is not None and parameters.frozen
-    )
+def _attributes(value: object) -> list[tuple[str, Any]]:
+    """Returns a value's attributes, by name."""
+    kind: Any = type(value)
+    found = list(vars(value).items()) if hasattr(value, "__dict__") else []
+    return found + [(name, getattr(value, name)) for name in _slots(kind) if hasattr(value, name)]
+
+
+@cache
+def _is_kept(kind: Any) -> bool:
+    """Whether values of a type never change, so that copies share them."""
+    parameters = getattr(kind, "__dataclass_params__", None)
+    is_frozen = is_dataclass(kind) and parameters is not None and parameters.frozen
+    return kind in _ATOMIC or is_frozen or issubclass(kind, msgspec.Struct | msgspec.Raw | Enum | BaseException)
 
 
 def copied(value: Any, made: dict[int, Any] | None = None) -> Any:
@@ -52,49 +63,62 @@ def copied(value: Any, made: dict[int, Any] | None = None) -> Any:
     Args:
         made: what was copied already, by the identity of the original: what two share, their copies share.
     """
+    kind: Any = type(value)
+    if _is_kept(kind):
+        return value
     made = {} if made is None else made
-    if isinstance(value, (*_ATOMIC, Enum, BaseException, np.ndarray)) or _is_frozen(value):
-        return value
-    if isinstance(value, Counter):
-        return Counter(value)
-    if isinstance(value, dict):
+    if kind is dict:
         return {key: copied(each, made) for key, each in value.items()}
-    if isinstance(value, list):
-        return [copied(each, made) for each in value]
-    if isinstance(value, deque):
-        return deque(copied(each, made) for each in value)
-    if isinstance(value, set):
-        return set(value)
-    if isinstance(value, tuple):
-        return tuple(copied(each, made) for each in value)
-    if id(value) not in made:
-        copy = made[id(value)] = object.__new__(type(value))
-        for name in _attributes(value):
-            object.__setattr__(copy, name, copied(getattr(value, name), made))
-    return made[id(value)]
+    if kind in (list, tuple, deque):
+        return kind(copied(each, made) for each in value)
+    if kind in (set, Counter):
+        return kind(value)
+    if isinstance(value, tuple):  # with names
+        return kind(*(copied(each, made) for each in value))
+    copy = made.get(id(value))
+    if copy is None:
+        copy = made[id(value)] = object.__new__(kind)
+        for name, each in _attributes(value):
+            object.__setattr__(copy, name, copied(each, made))
+    return copy
 
 
-def compared(value: Any) -> Hashable:
-    """Returns what is equal for two values that behave alike. Of an error only its type counts."""
-    if isinstance(value, (*_ATOMIC, Enum)):
-        return value
-    if isinstance(value, BaseException):
-        return type(value).__name__
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, msgspec.Raw):
-        return bytes(value)
-    if isinstance(value, msgspec.Struct):
-        return type(value).__name__, _ENCODER.encode(value)
-    if isinstance(value, dict):
-        return tuple(sorted(((compared(key), compared(each)) for key, each in value.items()), key=repr))
-    if isinstance(value, list | deque | tuple):
-        return tuple(compared(each) for each in value)
-    if isinstance(value, set):
-        return frozenset(value)
-    return type(value).__name__, tuple(
-        (name, compared(getattr(value, name))) for name in _attributes(value) if name not in _UNCOMPARED
-    )
+class Comparison:
+    """Says which values behave alike. What never changes is looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Hashable]] = {}  # by identity: the value, which must stay, and its key
+
+    def key(self, value: Any) -> Hashable:
+        """Returns what is equal for two values that behave alike. Of an error only its type counts."""
+        kind: Any = type(value)
+        if kind in _ATOMIC:
+            atom: Hashable = value.tobytes() if kind is np.ndarray else value
+            return atom
+        if kind in (dict, Counter):
+            return frozenset([(self.key(name), self.key(each)) for name, each in value.items()])
+        if isinstance(value, list | deque | tuple):
+            return tuple([self.key(each) for each in value])
+        if kind is set:
+            return frozenset(value)
+        if isinstance(value, Enum):
+            return kind.__name__, value.name
+        if isinstance(value, BaseException):
+            return type(value).__name__
+        if _is_kept(kind):
+            if id(value) not in self._known:
+                self._known[id(value)] = value, self._of_object(value)
+            return self._known[id(value)][1]
+        return self._of_object(value)
+
+    def _of_object(self, value: Any) -> Hashable:
+        if isinstance(value, msgspec.Raw):
+            return bytes(value)
+        if isinstance(value, msgspec.Struct):
+            return type(value).__name__, _ENCODER.encode(value)
+        return type(value).__name__, tuple(
+            [self.key(each) for name, each in _attributes(value) if name not in _UNCOMPARED]
+        )
 
 
 NodeT = TypeVar("NodeT", bound=Node)
@@ -109,12 +133,13 @@ class Automaton(Generic[NodeT]):
 
     def __init__(self) -> None:
         self.states: list[NodeT] = []
+        self._comparison = Comparison()
         self._numbers: dict[Hashable, int] = {}
         self._steps: dict[tuple[int, Event], tuple[int, tuple[Output, ...]]] = {}
 
     def number(self, node: NodeT) -> int:
         """Returns the number of a node's state."""
-        key = compared(node)
+        key = self._comparison.key(node)
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self.states)

@@ -6,10 +6,13 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
+
+import numpy as np
 
 from kvferry.protocol.wire import codec, messages
-from kvferry.testing.enumeration.reachable_states import TWICE, Move, State, World
+from kvferry.testing.enumeration.reachable_states import LATE, TWICE, World
+from kvferry.testing.enumeration.states import Move, Packing, State
 from kvferry.testing.simulation.laws import Law, ViolationError
 
 
@@ -44,15 +47,18 @@ def enumerate_states(
         most: stop after so many states.
         progress: called now and then, with the states that were reached and those that wait.
     """
-    first = world.first()
-    numbers: dict[State, int] = {first: 0}
-    waiting: deque[tuple[int, State]] = deque([(0, first)])
-    parents, choices = array("q", [-1]), array("H", [0])  # which move of which state led to each first
-    sources, targets = array("q"), array("q")  # of moves on which nothing goes wrong
-    ends: list[int] = []
+    packing = Packing(world.shape)
+    first = packing.pack(world.first())
+    numbers: dict[bytes, int] = {first: 0}
+    waiting: deque[bytes] = deque([first])  # in the order of their numbers
+    parents, choices = array("I", [0]), array("H", [0])  # which move of which state led to each first
+    sources, targets = array("I"), array("I")  # of moves on which nothing goes wrong
+    ends = array("I")
     moves = 0
-    while waiting:
-        number, state = waiting.popleft()
+    for number in count():
+        if not waiting:
+            break
+        state = packing.unpack(waiting.popleft())
         if progress is not None and number % 10_000 == 0:
             progress(len(numbers), len(waiting))
         try:
@@ -61,12 +67,13 @@ def enumerate_states(
                 ends.append(number)
             for choice, move in enumerate(world.moves(state)):
                 moves += 1
-                known = numbers.get(move.state)
+                packed = packing.pack(move.state)
+                known = numbers.get(packed)
                 if known is None:
-                    known = numbers[move.state] = len(numbers)
+                    known = numbers[packed] = len(numbers)
                     parents.append(number)
                     choices.append(choice)
-                    waiting.append((known, move.state))
+                    waiting.append(packed)
                 if not move.is_fault:
                     sources.append(number)
                     targets.append(known)
@@ -85,25 +92,16 @@ def enumerate_states(
     return Found(len(numbers), moves, endless, _trace(world, parents, choices, stuck), is_closed=True)
 
 
-def _without_a_way(count: int, sources: array[int], targets: array[int], ends: list[int]) -> int | None:
+def _without_a_way(states: int, sources: array[int], targets: array[int], ends: array[int]) -> int | None:
     """Returns the first state from which no end can be reached; None if there is none."""
-    before: list[array[int] | None] = [None] * count
-    for source, target in zip(sources, targets, strict=True):
-        known = before[target]
-        if known is None:
-            known = before[target] = array("q")
-        known.append(source)
-    reaches = bytearray(count)
-    waiting = list(ends)
-    for number in ends:
-        reaches[number] = 1
-    while waiting:
-        for source in before[waiting.pop()] or ():
-            if not reaches[source]:
-                reaches[source] = 1
-                waiting.append(source)
-    stuck = reaches.find(0)
-    return None if stuck < 0 else stuck
+    reaches = np.zeros(states, np.bool_)
+    reaches[np.frombuffer(ends, np.uintc)] = True
+    source, target = np.frombuffer(sources, np.uintc), np.frombuffer(targets, np.uintc)
+    while (leads := reaches[target]).any():
+        reaches[source[leads]] = True
+        is_open = ~reaches[source]
+        source, target = source[is_open], target[is_open]
+    return None if reaches.all() else int(reaches.argmin())
 
 
 def _trace(world: World, parents: array[int], choices: array[int], number: int) -> tuple[Move, ...]:
@@ -148,8 +146,11 @@ def _message(state: State, move: Move) -> str:
     is_up = move.source[0] == "d"
     decode, prefill = (int(name[1:]) for name in sorted((move.source, move.target)))
     line = decode * len(state.prefills) + prefill
-    waiting = state.up[line] if is_up else state.down[line]
-    if not waiting or (move.label and move.label != TWICE):
+    is_late = move.label == LATE
+    waiting = (
+        (state.late_up if is_late else state.up)[line] if is_up else (state.late_down if is_late else state.down)[line]
+    )
+    if not waiting or move.label not in ("", LATE, TWICE):
         return ""
     message = codec.decode_to_prefill(waiting[0]) if is_up else codec.decode_to_decode(waiting[0])
     if not isinstance(message, messages.Numbered):

@@ -1,17 +1,22 @@
-"""A decode rank of an enumeration: its receiver, channels and rings, as its endpoint drives them."""
+"""A decode rank of an enumeration: its receiver, link and rings, as its endpoint drives them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvferry.plan import Unit
-from kvferry.protocol.links.reliable_channel import ReliableChannel
+from kvferry.errors import KVFerryError, PeerDisconnectedError
+from kvferry.layout import RankLayout
+from kvferry.plan import Piece
+from kvferry.protocol.links.link import Link, LinkCommand, LinkKey, LinkState, OpenRooms
+from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.transfer.credits import ReadingRing, Span
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import (
     Arrived,
     AwaitArrival,
-    Connected,
+    ConnectFailed,
     Drop,
     Finished,
     PartArrived,
@@ -28,14 +33,17 @@ from kvferry.protocol.transfer.receiver_events import (
 )
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire import codec, messages, notifications
+from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.testing.enumeration.automata import Event, Output
-from kvferry.testing.enumeration.prefill_node import (
+from kvferry.testing.enumeration.ranks import (
     DEADLINES,
-    EPOCH,
-    RING_EPOCH,
     ROOM,
     SPAN_BYTES,
-    writer_of,
+    decode_identity,
+    number_of,
+    prefill_name,
+    registration,
+    welcome,
 )
 
 _LATE = float("inf")
@@ -45,8 +53,56 @@ class _Part(NamedTuple):
     """A part that is in the ring."""
 
     prefill: int
+    epoch: int
     sequence: int
     span: Span
+
+
+@dataclass(slots=True)
+class _Ring:
+    """The ring that a prefill rank writes to.
+
+    Attributes:
+        epoch: counts up: each attempt to attach offers another, in the same memory.
+        is_alone: whether the rank has attached since, so that earlier writes have ended.
+    """
+
+    epoch: int
+    reading: ReadingRing = field(default_factory=lambda: ReadingRing(SPAN_BYTES))
+    is_alone: bool = False
+
+
+class _Rings:
+    """The rings that prefill ranks write to, as a link wants them."""
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, _Ring] = {}
+
+    def offer(self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...]) -> messages.Staging:
+        number = number_of(endpoint)
+        earlier = self.by_rank.get(number)
+        ring = self.by_rank[number] = _Ring(1 if earlier is None else earlier.epoch + 1)
+        return messages.Staging(ring=messages.StagingRing(0, SPAN_BYTES, ring.epoch))
+
+    def metadata(self) -> bytes:
+        return b""
+
+    def attached(self, endpoint: str) -> None:
+        self.by_rank[number_of(endpoint)].is_alone = True
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """The number of an attempt to attach."""
+
+    number: int
+
+    def __call__(self) -> int:
+        return self.number
+
+
+def _can_prove_end(_: ProcessIdentity) -> bool:
+    return True
 
 
 class DecodeNode:
@@ -56,27 +112,32 @@ class DecodeNode:
         use: which use of the room's number it is at, from 1 on.
         has_opened: whether its caller has opened that.
         placed: what bytes its pages have of this use: writer and chunk.
-        settling: ranks of whose failed writes something may still arrive here, and spans.
+        link: to the prefill ranks, the current one.
     """
 
     def __init__(self, number: int, prefills: int, decodes: int) -> None:
-        """Begins attached to every prefill rank, with no room."""
+        """Begins with no room, about to attach to every prefill rank."""
         self.use = 1
         self.has_opened = False
         self.placed: set[tuple[int, int]] = set()
-        self.settling: set[int] = set()
-        self._settling_spans: list[tuple[int, Span]] = []
+        self._settling: set[int] = set()  # ranks of whose failed writes something may still arrive in pages
+        self._settling_spans: list[tuple[int, int, Span]] = []  # or in a ring: the rank, the ring's epoch, the span
+        self._settling_attached: dict[int, messages.Attached] = {}  # or anywhere, before it counts as attached
+        self._waited_for: dict[int, int] = {}  # the number of the last failed write that cannot arrive any more
         self._number = number
+        self._prefills = prefills
         self._decodes = decodes
         self._machine: ReceiverMachine | None = None
-        self._channels = {prefill: ReliableChannel(EPOCH) for prefill in range(prefills)}
-        self._rings = {prefill: ReadingRing(SPAN_BYTES) for prefill in range(prefills)}
+        self._rings = _Rings()
+        self._attempts = 0
+        self.link = self._new_link()
+        self._room_link: Link | None = None  # the one through which the room was opened
         self._open_numbers: dict[int, int] = {}
 
     @property
-    def writer(self) -> int:
-        """The prefill rank that writes to its pages."""
-        return writer_of(self._number, len(self._channels))
+    def writers(self) -> frozenset[int]:
+        """The prefill ranks that write to its pages."""
+        return frozenset(self.link.connected(ROOM).writers)
 
     @property
     def generation(self) -> int:
@@ -94,112 +155,175 @@ class DecodeNode:
         return self._machine is not None and self._machine.state is TransferState.SUCCESS
 
     @property
+    def is_attached(self) -> bool:
+        """Whether rooms can be opened."""
+        return self.link.state is LinkState.READY
+
+    @property
     def can_fail(self) -> bool:
-        """Whether its room runs."""
-        return self._machine is not None and not self._machine.state.is_final
+        """Whether its room runs, and is open."""
+        return self._room_link is not None and self._machine is not None and not self._machine.state.is_final
 
     def holds_pages(self) -> bool:
         """Whether the pages belong to the room of this use."""
         return self._machine is not None and not self._machine.are_pages_reusable
 
-    def read(self, prefill: int) -> int:
-        """Up to which position a rank's ring was read."""
-        return self._rings[prefill].position
+    def ring(self, prefill: int) -> tuple[int, int, bool]:
+        """The epoch of a rank's ring, up to which position it was read, and whether earlier ones are given back."""
+        ring = self._rings.by_rank[prefill]
+        return ring.epoch, ring.reading.position, ring.is_alone
 
     def awaits(self, prefill: int) -> bool:
         """Whether something sent to a prefill rank may be lost, or an answer."""
+        rank = self.link._ranks[prefill]
         is_unanswered = self._machine is not None and prefill in self._machine.unanswered
-        return self._channels[prefill].has_unacknowledged or is_unanswered
+        is_attaching = not rank.is_attached and prefill not in self._settling_attached
+        return is_unanswered or is_attaching or (rank.channel is not None and rank.channel.has_unacknowledged)
 
     def settles(self, prefill: int) -> bool:
         """Whether it waits for what a prefill rank's failed writes had sent."""
-        return prefill in self.settling or any(each == prefill for each, _ in self._settling_spans)
+        is_awaited = prefill in self._settling or prefill in self._settling_attached
+        return is_awaited or any(each == prefill for each, _, _ in self._settling_spans)
 
     def handle(self, event: Event) -> list[Output]:
         """Takes an event of the enumeration."""
         out: list[Output] = []
         match event:
+            case ("attach",):
+                self._attach(out)
             case ("open",):
                 self.has_opened = True
                 self._machine = ReceiverMachine(ROOM, rank=self._number, deadlines=DEADLINES, now=0.0)
-                writers = {self.writer: frozenset({"kv"})}
-                self._apply(
-                    Connected(
-                        ranks=frozenset(self._channels),
-                        writers=writers,
-                        into_pages=frozenset(writers),
-                        aux_writer=0,
-                    ),
-                    out,
-                )
+                if self.is_attached:
+                    self._open(out)
             case ("abort",):
                 self._apply(ReceiverAbortRequested("the client left"), out)
             case ("late",):
                 self._apply(ReceiverTick(), out, now=_LATE)
             case ("message", prefill, data):
-                self._received(prefill, codec.decode_to_decode(data), out)
+                try:
+                    self._received(prefill, codec.decode_to_decode(data), out)
+                except KVFerryError as error:
+                    self._give_up(error, out)
             case ("note", prefill, data):
                 self._notified(prefill, codec.decode_notification(data), out)
             case ("bytes", prefill, generation, sequence):
                 if generation == self.generation:
                     self.placed.add((prefill, sequence))
             case ("settled", prefill):
-                if prefill in self.settling:
-                    self.settling.discard(prefill)
-                    self._apply(SenderSettled(prefill), out)
-                spans = [span for writer, span in self._settling_spans if writer == prefill]
-                self._settling_spans = [entry for entry in self._settling_spans if entry[0] != prefill]
-                for span in spans:
-                    self._give_back(prefill, span, out)
+                self._settled(prefill, out)
             case ("broke", prefill):
-                self._ping(prefill, out, resends=True)
-                out += [("up", prefill, codec.encode(each)) for each in self._channels[prefill].resend()]
+                self._execute(self.link.broke(prefill_name(prefill), 0.0), out, only=prefill)
                 self._repeat_abort(prefill, out)
             case ("heartbeat", prefill):
-                self._ping(prefill, out)
+                self._execute(self.link.ask(0.0), out, only=prefill)
                 self._repeat_abort(prefill, out)
+            case ("give up",):
+                self._give_up(PeerDisconnectedError("silent for too long"), out)
             case ("next use",):
                 self.use += 1
                 self.has_opened = False
                 self._machine = None
                 self.placed = set()
-                self.settling = set()
+                self._settling = set()
+                self._room_link = None
                 self._open_numbers = {}
         return out
 
-    def _ping(self, prefill: int, out: list[Output], *, resends: bool = False) -> None:
-        channel = self._channels[prefill]
-        ping = messages.Ping(
-            epoch=EPOCH,
-            sent=channel.sent,
-            received=channel.acknowledge(),
-            resends=resends,
+    # ---- the link -----------------------------------------------------------------------------------------------
+
+    def _new_link(self) -> Link:
+        self._attempts += 1
+        return Link(
+            LinkKey("prefill", 0),
+            decode_identity(self._number, self._decodes),
+            self._rings,
+            next_attempt=_Attempt(self._attempts),
+            can_prove_end=_can_prove_end,
+            deadline=0.0,
         )
-        out.append(("up", prefill, codec.encode(ping)))
+
+    def _attach(self, out: list[Output]) -> None:
+        """Looks the prefill ranks up and asks them to attach: how they are greeted is left out."""
+        self.link.resolved(tuple(registration(each, self._prefills) for each in range(self._prefills)), 0.0)
+        for prefill in range(self._prefills):
+            answer = welcome(prefill, self._prefills)
+            self._execute(self.link.received(prefill_name(prefill), answer, 0.0), out)
+
+    def _give_up(self, error: KVFerryError, out: list[Output]) -> None:
+        """Gives the link up, with every room that relies on it, and attaches anew."""
+        self.link.give_up()
+        if self._room_link is self.link:
+            self._apply(ConnectFailed(error), out)
+        self.link = self._new_link()
+        self._settling_attached = {}
+        self._attach(out)
+
+    def _execute(self, commands: Iterable[LinkCommand], out: list[Output], *, only: int | None = None) -> None:
+        """Executes a link's commands, or those for one rank. Time is not counted, and so no silence either."""
+        for command in commands:
+            match command:
+                case Send(address, message):
+                    self.link.record_answer(address)
+                    if only in (None, number_of(address)) and not isinstance(message, messages.Hello):
+                        out.append(("up", number_of(address), codec.encode(message)))
+                case OpenRooms():
+                    if self._machine is not None and not self._machine.state.is_final and self._room_link is None:
+                        self._open(out)
+
+    def _received(self, prefill: int, message: messages.ToDecode, out: list[Output]) -> None:
+        address = prefill_name(prefill)
+        match message:
+            case messages.Numbered():
+                self._take(address, prefill, message, out)
+            case messages.Drained():
+                if message.generation == self.generation:
+                    self._apply(SenderDrained(message.writer, message.after_failure), out)
+            case messages.Attached() if message.last_failure > self._waited_for.get(prefill, 0):
+                self._settling_attached[prefill] = message
+            case _:
+                self._execute(self.link.received(address, message, 0.0), out)
+
+    def _take(self, address: str, prefill: int, message: messages.Numbered, out: list[Output]) -> None:
+        for link in filter(None, (self.link, self._room_link)):
+            if link.attempt == message.epoch:
+                taken, sends = link.take(address, message)
+                self._execute(sends, out)
+                for each in taken:
+                    match each:
+                        case messages.RoomFailed() if each.generation == self.generation:
+                            self._apply(SenderFailed(each.writer, each.error, each.reason), out)
+                        case messages.SpanReleased():
+                            self._span_released(prefill, each, out)
+                return
+
+    # ---- the room -----------------------------------------------------------------------------------------------
+
+    def _open(self, out: list[Output]) -> None:
+        self._room_link = self.link
+        self._apply(self.link.connected(ROOM), out)
 
     def _repeat_abort(self, prefill: int, out: list[Output]) -> None:
         if self._machine is not None and prefill in self._machine.unanswered:
             self._abort(self._machine.abort_of(prefill), out)
 
     def _abort(self, command: SendAbort, out: list[Output]) -> None:
-        number = self._open_numbers.get(command.rank, 0)
+        link, number = self._room_link, self._open_numbers.get(command.rank, 0)
+        if link is None:
+            return
         abort = messages.AbortRoom(
             room=ROOM,
             generation=self.generation,
             reason="",
             error=command.error,
-            epoch=EPOCH if number else 0,
+            epoch=link.attempt if number else 0,
             number=number,
         )
-        out.append(("up", command.rank, codec.encode(abort)))
-
-    def _send(self, prefill: int, message: messages.NumberedToPrefill, out: list[Output]) -> None:
-        ready = self._channels[prefill].send(codec.encode_body(message))
-        out += [("up", prefill, codec.encode(each)) for each in ready]
+        self._execute(link.send_unnumbered(command.rank, abort), out)
 
     def _apply(self, event: ReceiverEvent, out: list[Output], now: float = 0.0) -> None:
-        machine = self._machine
-        if machine is None:
+        machine, link = self._machine, self._room_link
+        if machine is None or link is None:
             return
         for command in machine.handle(event, now):
             match command:
@@ -207,93 +331,68 @@ class DecodeNode:
                     opened = messages.OpenRoom(
                         room=ROOM, generation=self.generation, receivers=self._decodes, tokens=None, groups=()
                     )
-                    self._send(rank, opened, out)
-                    self._open_numbers[rank] = self._channels[rank].last_number
+                    self._execute(link.send(rank, opened), out)
+                    self._open_numbers[rank] = link.last_number(rank)
                 case SendAbort():
                     self._abort(command, out)
                 case Scatter(_Part() as part):
                     self.placed.add((part.prefill, part.sequence))
-                    self._give_back(part.prefill, part.span, out)
+                    self._give_back(part.prefill, part.epoch, part.span, out)
                     self._apply(PartScattered(part.prefill, part.sequence, 0), out)
                 case Drop(_Part() as part):
-                    self._give_back(part.prefill, part.span, out)
+                    self._give_back(part.prefill, part.epoch, part.span, out)
                 case AwaitArrival(rank):
-                    self.settling.add(rank)
+                    self._settling.add(rank)
 
-    def _give_back(self, prefill: int, span: Span, out: list[Output]) -> None:
-        ring = self._rings[prefill]
-        before = ring.position
-        ring.release(span)
-        if ring.position != before:
-            credit = messages.Credit(epoch=RING_EPOCH, position=ring.position)
-            self._send(prefill, credit, out)
+    # ---- what arrives -------------------------------------------------------------------------------------------
 
-    def _received(self, prefill: int, message: messages.ToDecode, out: list[Output]) -> None:
-        channel = self._channels[prefill]
-        match message:
-            case messages.Numbered():
-                for body in channel.receive(message):
-                    match codec.decode_numbered_to_decode(body):
-                        case messages.RoomFailed() as failed if failed.generation == self.generation:
-                            self._apply(SenderFailed(failed.writer, failed.error, failed.reason), out)
-                        case messages.SpanReleased() as released:
-                            self._span_released(prefill, released, out)
-            case messages.Drained() if message.generation == self.generation:
-                self._apply(SenderDrained(message.writer, message.after_failure), out)
-            case messages.Pong():
-                ready = channel.acknowledged(message.received)
-                if message.received < message.heard_of:
-                    ready = channel.resend()
-                out += [("up", prefill, codec.encode(each)) for each in ready]
-                if message.sent > channel.received:
-                    self._ping(prefill, out, resends=True)
+    def _settled(self, prefill: int, out: list[Output]) -> None:
+        """Nothing can arrive any more of what a rank's failed writes had sent."""
+        if prefill in self._settling:
+            self._settling.discard(prefill)
+            self._apply(SenderSettled(prefill), out)
+        spans = [(epoch, span) for writer, epoch, span in self._settling_spans if writer == prefill]
+        self._settling_spans = [entry for entry in self._settling_spans if entry[0] != prefill]
+        for epoch, span in spans:
+            self._give_back(prefill, epoch, span, out)
+        attached = self._settling_attached.pop(prefill, None)
+        if attached is not None:
+            self._waited_for[prefill] = attached.last_failure
+            self._received(prefill, attached, out)
+
+    def _give_back(self, prefill: int, epoch: int, span: Span, out: list[Output]) -> None:
+        ring = self._rings.by_rank[prefill]
+        if ring.epoch != epoch:
+            return
+        before = ring.reading.position
+        ring.reading.release(span)
+        if ring.reading.position != before:
+            position = ring.reading.position
+            credit = messages.Credit(epoch=epoch, position=position)
+            self._execute(self.link.send(prefill, credit), out)
 
     def _span_released(self, prefill: int, message: messages.SpanReleased, out: list[Output]) -> None:
-        span = Span(message.start, message.begin, message.stop)
-        if not self._rings[prefill].can_hold(span):
+        ring, span = self._rings.by_rank[prefill], Span(message.start, message.begin, message.stop)
+        if ring.epoch != message.epoch or not ring.reading.can_hold(span):
             return
         if message.after_failure:
-            self._settling_spans.append((prefill, span))
+            self._settling_spans.append((prefill, message.epoch, span))
         else:
-            self._give_back(prefill, span, out)
+            self._give_back(prefill, message.epoch, span, out)
 
     def _notified(self, prefill: int, message: notifications.Notification, out: list[Output]) -> None:
         is_ours = message.generation == self.generation and self._machine is not None and not self.has_ended
         match message:
             case notifications.StagedArrived():
+                if self._rings.by_rank[prefill].epoch != message.epoch:
+                    return
                 span = Span(message.start, message.begin, message.stop)
-                part = _Part(prefill, message.sequence, span)
+                part = _Part(prefill, message.epoch, message.sequence, span)
                 if is_ours:
                     self._apply(PartArrived(message.writer, message.sequence, 0, is_last=True, work=part), out)
                 else:
-                    self._give_back(prefill, span, out)
+                    self._give_back(prefill, message.epoch, span, out)
             case notifications.ChunkArrived() if is_ours:
                 self._apply(Arrived(message.writer, message.sequence), out)
             case notifications.WriterFinished() if is_ours:
                 self._apply(Finished(message.writer, message.chunks, message.aux), out)
-
-
-def staged_arrived(writer: int, generation: int, sequence: int, span: tuple[int, int, int]) -> bytes:
-    """Encodes the notification of a part."""
-    start, begin, stop = span
-    return codec.encode(
-        notifications.StagedArrived(
-            room=ROOM,
-            generation=generation,
-            writer=writer,
-            sequence=sequence,
-            part=0,
-            is_last=True,
-            epoch=RING_EPOCH,
-            start=start,
-            begin=begin,
-            stop=stop,
-            unit=Unit.WHOLE,
-            segments=(),
-        )
-    )
-
-
-def chunk_arrived(writer: int, generation: int, sequence: int) -> bytes:
-    """Encodes the notification of a chunk that was written directly."""
-    return codec.encode(notifications.ChunkArrived(room=ROOM, generation=generation, writer=writer, sequence=sequence))

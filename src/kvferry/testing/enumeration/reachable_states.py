@@ -9,112 +9,25 @@ and whatever is awaited takes as long as it likes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import methodcaller
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeVar
 
 from kvferry.testing.enumeration.automata import Automaton, Event, Output
-from kvferry.testing.enumeration.decode_node import DecodeNode, chunk_arrived, staged_arrived
-from kvferry.testing.enumeration.prefill_node import SPAN_BYTES, PrefillNode
+from kvferry.testing.enumeration.decode_node import DecodeNode
+from kvferry.testing.enumeration.prefill_node import PrefillNode
+from kvferry.testing.enumeration.ranks import SPAN_BYTES, chunk_arrived, staged_arrived
+from kvferry.testing.enumeration.states import Flying, Move, Note, Shape, State
 from kvferry.testing.simulation.laws import Law, ViolationError
-
-Spans: TypeAlias = tuple[int, int, int]
 
 T = TypeVar("T")
 
 TWICE = "comes twice"
 """The label of a message that comes, and will come again."""
 
+LATE = "with the connection that was given up"
+"""The label of a message that comes beside those of a later attempt to attach."""
+
 _USES = 2
-
-
-class Flying(NamedTuple):
-    """A write on its way.
-
-    Attributes:
-        is_failed: whether it failed: its sender has been told, and will not be told anything more before `is_settled`.
-        is_settled: whether its sender counts it as over. What had been sent of it may still arrive.
-        has_landed: whether what had been sent of a failed one has arrived.
-        span: where in the receiver's ring; None where it goes to pages.
-    """
-
-    prefill: int
-    decode: int
-    generation: int
-    sequence: int
-    span: Spans | None
-    is_failed: bool = False
-    is_settled: bool = False
-    has_landed: bool = False
-
-
-class Note(NamedTuple):
-    """A notification on its way."""
-
-    prefill: int
-    decode: int
-    data: bytes
-
-
-class State(NamedTuple):
-    """A state of the world.
-
-    Attributes:
-        prefills: numbers of the prefill nodes' states.
-        decodes: likewise.
-        up: messages on their way to a prefill rank, by decode and prefill rank.
-        down: messages on their way back.
-        writes: on their way.
-        notes: likewise.
-        faults: how much may still go wrong.
-    """
-
-    prefills: tuple[int, ...]
-    decodes: tuple[int, ...]
-    up: tuple[tuple[bytes, ...], ...]
-    down: tuple[tuple[bytes, ...], ...]
-    writes: tuple[Flying, ...]
-    notes: tuple[Note, ...]
-    faults: int
-
-
-class Move(NamedTuple):
-    """What can happen in a state.
-
-    Attributes:
-        label: in words.
-        source: who acts, or whose message arrives: its name.
-        target: whom it is about.
-        is_fault: whether it is something that goes wrong.
-        state: the state that follows.
-    """
-
-    label: str
-    source: str
-    target: str
-    is_fault: bool
-    state: State
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What is enumerated.
-
-    Attributes:
-        prefills: how many prefill ranks there are.
-        decodes: how many decode ranks.
-        chunks: of each request: the first is written to pages, the second through a ring, and so on.
-        faults: how much may go wrong: cuts, noticed or not, messages that come twice, writes that fail, aborts,
-            deadlines.
-    """
-
-    prefills: int
-    decodes: int
-    chunks: int
-    faults: int
-
-    def __str__(self) -> str:
-        return f"{self.prefills} x {self.decodes} ranks, {self.chunks} chunks, {self.faults} faults"
 
 
 class World:
@@ -150,15 +63,20 @@ class World:
         self._held = [
             each.property(lambda node: node.generation if node.holds_pages() else None) for each in self.decodes
         ]
-        self._read = [
-            [each.property(methodcaller("read", prefill)) for prefill in range(shape.prefills)] for each in self.decodes
+        self._has_attached = [
+            [each.property(methodcaller("has_attached", decode)) for decode in range(shape.decodes)]
+            for each in self.prefills
+        ]
+        self._is_attached = [each.property(lambda node: node.is_attached) for each in self.decodes]
+        self._ring = [
+            [each.property(methodcaller("ring", prefill)) for prefill in range(shape.prefills)] for each in self.decodes
         ]
         self._wrong = [each.property(self._wrong_bytes) for each in self.decodes]
 
     def first(self) -> State:
         """The state in which nobody has opened anything."""
         lines: tuple[tuple[bytes, ...], ...] = ((),) * (self.shape.prefills * self.shape.decodes)
-        return State(
+        state = State(
             prefills=tuple(
                 each.number(PrefillNode(number, self.shape.prefills, self.shape.decodes, self.shape.chunks))
                 for number, each in enumerate(self.prefills)
@@ -169,10 +87,20 @@ class World:
             ),
             up=lines,
             down=lines,
+            late_up=lines,
+            late_down=lines,
             writes=(),
             notes=(),
-            faults=self.shape.faults,
+            faults=0,
         )
+        for number in range(self.shape.decodes):
+            state = self._after(state, "d", number, ("attach",))
+        while not self._are_attached(state):
+            state = next(self._of_lines(state)).state
+        return state._replace(faults=self.shape.faults)
+
+    def _are_attached(self, state: State) -> bool:
+        return all(is_attached(number) for is_attached, number in zip(self._is_attached, state.decodes, strict=True))
 
     def is_over(self, state: State) -> bool:
         """Whether both uses of the number have ended everywhere."""
@@ -231,15 +159,36 @@ class World:
             for what, is_fault in self._prefill_moves[number](state.prefills[number]):
                 if state.faults or not is_fault:
                     yield self._acts(state, "p", number, what, is_fault)
+            for decode in range(self.shape.decodes):
+                if state.faults and self._has_attached[number][decode](state.prefills[number]):
+                    after = self._after(state, "p", number, ("lost", decode))._replace(faults=state.faults - 1)
+                    yield Move("gives the decode rank up", f"p{number}", f"d{decode}", True, after)
         for number in range(self.shape.decodes):
             for what, is_fault in self._decode_moves[number](state.decodes[number]):
                 if state.faults or not is_fault:
                     yield self._acts(state, "d", number, what, is_fault)
+            if state.faults and self._is_attached[number](state.decodes[number]):
+                yield from self._given_up(state, number)
 
     def _acts(self, state: State, node: str, number: int, what: str, is_fault: bool) -> Move:
         after = self._after(state, node, number, (what,))
         name = f"{node}{number}"
         return Move(_ACTS[what], name, name, is_fault, after._replace(faults=after.faults - is_fault))
+
+    def _given_up(self, state: State, decode: int) -> Iterator[Move]:
+        """A decode rank gives its link up: what is on its way is lost, or comes beside what is sent from then on."""
+        up, down, late_up, late_down = list(state.up), list(state.down), list(state.late_up), list(state.late_down)
+        for prefill in range(self.shape.prefills):
+            line = self._line(decode, prefill)
+            late_up[line] += up[line]
+            late_down[line] += down[line]
+            up[line] = down[line] = ()
+        lost = state._replace(up=tuple(up), down=tuple(down), faults=state.faults - 1)
+        late = lost._replace(late_up=tuple(late_up), late_down=tuple(late_down))
+        for after in dict.fromkeys((lost, late)):
+            label = "gives its link up" if after is lost else "gives its link up, with messages on their way"
+            name = f"d{decode}"
+            yield Move(label, name, name, True, self._after(after, "d", decode, ("give up",)))
 
     def _of_lines(self, state: State) -> Iterator[Move]:
         for decode in range(self.shape.decodes):
@@ -253,8 +202,18 @@ class World:
                 if down:
                     rest = state._replace(down=_with(state.down, line, down[1:]))
                     yield Move("", whom, who, False, self._after(rest, "d", decode, ("message", prefill, down[0])))
+                late_up, late_down = state.late_up[line], state.late_down[line]
+                if late_up:
+                    rest = state._replace(late_up=_with(state.late_up, line, late_up[1:]))
+                    after = self._after(rest, "p", prefill, ("message", decode, late_up[0]))
+                    yield Move(LATE, who, whom, False, after)
+                if late_down:
+                    rest = state._replace(late_down=_with(state.late_down, line, late_down[1:]))
+                    after = self._after(rest, "d", decode, ("message", prefill, late_down[0]))
+                    yield Move(LATE, whom, who, False, after)
                 if not up and not down:
                     is_due = self._awaits[decode][prefill](state.decodes[decode])
+                    is_due |= not self._has_attached[prefill][decode](state.prefills[prefill])
                     if is_due or self._unacknowledged[prefill][decode](state.prefills[prefill]):
                         after = self._after(state, "d", decode, ("heartbeat", prefill))
                         yield Move("a heartbeat is due", who, who, False, after)
@@ -349,13 +308,13 @@ class World:
                         f"d{write.decode}: {_what(write)} is on its way to pages that were given back",
                     )
                 continue
-            read = self._read[write.decode][write.prefill](state.decodes[write.decode])
-            if read > write.span[0]:
+            epoch, read, is_alone = self._ring[write.decode][write.prefill](state.decodes[write.decode])
+            if is_alone if write.span.epoch < epoch else read > write.span.start:
                 raise ViolationError(
                     Law.NO_WRITE_AFTER_RELEASE,
                     f"d{write.decode}: {_what(write)} is on its way to a span that was given back",
                 )
-            if write.span[2] > read + SPAN_BYTES:
+            if write.span.epoch == epoch and write.span.stop > read + SPAN_BYTES:
                 raise ViolationError(
                     Law.OWN_PAGES_ONLY, f"d{write.decode}: {_what(write)} is on its way to a span that was not read yet"
                 )
@@ -364,7 +323,7 @@ class World:
                 raise ViolationError(Law.EXACT, f"d{decode} has succeeded with {self._wrong[decode](number)}")
 
     def _wrong_bytes(self, node: DecodeNode) -> str:
-        expected = {(node.writer, sequence) for sequence in range(self.shape.chunks)}
+        expected = {(writer, sequence) for writer in node.writers for sequence in range(self.shape.chunks)}
         return f"chunks {sorted(node.placed)}" if node.has_succeeded and node.placed != expected else ""
 
 
