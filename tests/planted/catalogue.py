@@ -198,6 +198,13 @@ CATALOGUE = (
         "tests/unit/protocol/test_pods.py",
     ),
     PlantedFault(
+        "a deadline that moved is forgotten when its first time has come",
+        "endpoint/runtime/timers.py",
+        "                if timer.due_at > now:\n                    self._put(timer)\n",
+        "                if timer.due_at > now:\n                    pass\n",
+        "tests/unit/endpoint/test_timers.py",
+    ),
+    PlantedFault(
         "a worker that stops forgets the writes that it started",
         "endpoint/runtime/workers.py",
         "if self._is_stopping and not self._has_writes:",

@@ -27,7 +27,6 @@ from kvferry.endpoint.prefill.peers import DecodePeer
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
 from kvferry.endpoint.runtime.process_identity import Sight
-from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
@@ -780,18 +779,6 @@ def _ended_with_the_last_post(patch: pytest.MonkeyPatch) -> None:
 # ---- connections, and numbers that are used again --------------------------------------------------------------------
 
 
-def _deadlines_put_off_for_good(patch: pytest.MonkeyPatch) -> None:
-    """A deadline that moved is not waited for again when its first time has come."""
-    right = Timers.due
-
-    def due(timers: Timers[Any], now: float) -> list[Any]:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Timers, "_put", lambda timers, timer: None)
-            return right(timers, now)
-
-    patch.setattr(Timers, "due", due)
-
-
 def _late_receivers_not_told(patch: pytest.MonkeyPatch) -> None:
     """A room that failed before every decode rank had opened it is forgotten."""
     right = RoomTable.remove
@@ -891,7 +878,6 @@ PLANTED: dict[str, Plant] = {
     "nobody admitted who waits": _nobody_served,
     "deferred writes posted after the end": _dropped_writes_posted,
     "receivers that come late not told": _late_receivers_not_told,
-    "a deadline that moved is forgotten": _deadlines_put_off_for_good,
     "another prompt's cache sent": _any_prompt_will_do,
     "a refusal of the decode side is told nobody": _refusals_kept_to_itself,
     "a refusal of the prefill side is told nobody": _refused_by_silence,

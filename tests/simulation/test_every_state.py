@@ -10,7 +10,7 @@ from tests.simulation.planted import ONLY_ENUMERATED, PLANTED
 
 from kvferry.testing.enumeration.breadth_first import enumerate_states, sequence_diagram
 from kvferry.testing.enumeration.reachable_states import World
-from kvferry.testing.enumeration.states import Shape
+from kvferry.testing.enumeration.world_states import Shape
 
 QUICK = {SMALL: 100_000}
 FULL = {

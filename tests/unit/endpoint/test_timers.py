@@ -17,6 +17,7 @@ SETTINGS = st.tuples(KEYS, st.none() | st.integers(0, 30))
 
 @given(st.lists(SETTINGS | st.integers(0, 30), max_size=60))
 @example([("b", 0), 1, ("a", 0), ("b", 1), 0])  # moved later, and due all the same
+@example([("a", 1), ("a", 5), 2, 5])  # moved later, and not due when its first time has come
 def test_what_is_due_is_found_by_the_time_that_was_set_last(steps: list[tuple[str, int | None] | int]):
     timers: Timers[str] = Timers()
     expected: dict[str, int] = {}
