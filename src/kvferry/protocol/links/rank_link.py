@@ -73,6 +73,15 @@ class RankLink:
         """Its name; None until it has answered."""
         return self.welcome.endpoint if self.welcome is not None else None
 
+    @property
+    def process(self) -> field_types.ProcessIdentity | None:
+        """Which process it is; None until it has answered."""
+        return self.welcome.process if self.welcome is not None else None
+
+    def is_on(self, machine: str) -> bool:
+        """Whether it is known to be on a machine, and can check processes there."""
+        return self.process is not None and self.process.machine == machine
+
     def status(self, now: float) -> RankStatus:
         """Returns what was observed of it. For any thread."""
         asked_at = self.asked_at

@@ -15,7 +15,7 @@ from kvferry.protocol.geometry.moves import ReceiverRequest
 from kvferry.protocol.links.decode_channels import DecodeChannels
 from kvferry.protocol.pages.chunks import Chunk, ChunkPart
 from kvferry.protocol.pages.page_numbers import PageNumbers
-from kvferry.protocol.rooms.room_table import AboutRoom, RoomTable
+from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
 from kvferry.protocol.transfer.credits import Span, WritingRing
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.sender import SenderMachine
@@ -221,7 +221,7 @@ class PrefillNode:
             if room is not None:
                 self._opened(room, name, message, out)
 
-    def _deliver(self, room: _Room, name: str, message: AboutRoom, out: list[Output]) -> None:
+    def _deliver(self, room: _Room, name: str, message: RoomMessage, out: list[Output]) -> None:
         match message:
             case messages.OpenRoom():
                 self._opened(room, name, message, out)
