@@ -152,11 +152,10 @@ class DecodeNode:
                 for span in spans:
                     self._give_back(prefill, span, out)
             case ("broke", prefill):
-                self._ping(prefill, out, resends=True)
-                out += [("up", prefill, codec.encode(each)) for each in self._channels[prefill].resend()]
+                out += [("up", prefill, codec.encode(each)) for each in self._channels[prefill].broke()]
                 self._repeat_abort(prefill, out)
             case ("heartbeat", prefill):
-                self._ping(prefill, out)
+                out.append(("up", prefill, codec.encode(self._channels[prefill].ping())))
                 self._repeat_abort(prefill, out)
             case ("next use",):
                 self.use += 1
@@ -166,16 +165,6 @@ class DecodeNode:
                 self.settling = set()
                 self._open_numbers = {}
         return out
-
-    def _ping(self, prefill: int, out: list[Output], *, resends: bool = False) -> None:
-        channel = self._channels[prefill]
-        ping = messages.Ping(
-            epoch=EPOCH,
-            sent=channel.sent,
-            received=channel.acknowledge(),
-            resends=resends,
-        )
-        out.append(("up", prefill, codec.encode(ping)))
 
     def _repeat_abort(self, prefill: int, out: list[Output]) -> None:
         if self._machine is not None and prefill in self._machine.unanswered:
@@ -241,12 +230,7 @@ class DecodeNode:
             case messages.Drained() if message.generation == self.generation:
                 self._apply(SenderDrained(message.writer, message.after_failure), out)
             case messages.Pong():
-                ready = channel.acknowledged(message.received)
-                if message.received < message.heard_of:
-                    ready = channel.resend()
-                out += [("up", prefill, codec.encode(each)) for each in ready]
-                if message.sent > channel.received:
-                    self._ping(prefill, out, resends=True)
+                out += [("up", prefill, codec.encode(each)) for each in channel.answered(message)]
 
     def _span_released(self, prefill: int, message: messages.SpanReleased, out: list[Output]) -> None:
         span = Span(message.start, message.begin, message.stop)
