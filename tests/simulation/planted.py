@@ -38,10 +38,11 @@ from kvferry.protocol.links.lost_ranks import LostRanks
 from kvferry.protocol.links.rank_link import RankLink
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.rooms.room_table import RoomTable
-from kvferry.protocol.transfer import receiver, sender, sender_events
+from kvferry.protocol.transfer import receiver, same_request, sender, sender_events
 from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import ConnectFailed, PartScattered, ReceiverCommand, ReceiverEvent
+from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
@@ -460,7 +461,7 @@ def _deadline_never_anew(patch: pytest.MonkeyPatch) -> None:
     def progressed(receiver: Any, now: float) -> None:
         receiver.progressed_at = receiver.progressed_at or now
 
-    patch.setattr(sender._Receiver, "progressed", progressed)
+    patch.setattr(ReceiverProgress, "progressed", progressed)
 
 
 def _turns_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -550,14 +551,7 @@ def _one_speaks_for_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def _first_writer_suffices(patch: pytest.MonkeyPatch) -> None:
-    right = ReceiverMachine._maybe_succeed
-
-    def maybe_succeed(machine: ReceiverMachine, rank: int, writer: Any) -> list[ReceiverCommand]:
-        if writer.is_complete:
-            machine._incomplete.clear()
-        return right(machine, rank, writer)
-
-    patch.setattr(ReceiverMachine, "_maybe_succeed", maybe_succeed)
+    patch.setattr(receiver, "all", any, raising=False)
 
 
 def _failure_kept_to_itself(patch: pytest.MonkeyPatch) -> None:
@@ -792,7 +786,7 @@ def _late_receivers_not_told(patch: pytest.MonkeyPatch) -> None:
 
 def _any_prompt_will_do(patch: pytest.MonkeyPatch) -> None:
     """What a request's cache depends on is not compared."""
-    patch.setattr(sender, "why_different", lambda prefill, decode: "")
+    patch.setattr(same_request, "why_different", lambda prefill, decode: "")
 
 
 # ---- rooms that are refused ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tests.support.tiers import examples
 
 from kvferry.protocol.links import reliable_channel
 from kvferry.protocol.links.reliable_channel import ReliableChannel
-from kvferry.protocol.wire.messages import Numbered
+from kvferry.protocol.wire.messages import Numbered, Ping, Pong
 
 
 def body(text: str) -> msgspec.Raw:
@@ -114,7 +114,7 @@ def test_an_acknowledgement_is_owed_after_a_part_of_the_window(monkeypatch: pyte
         for message in here.send(body(text)):
             there.receive(message)
     assert there.owes_acknowledgement
-    assert there.acknowledge() == 2
+    assert there.ping().received == 2
     assert not there.owes_acknowledgement
 
 
@@ -134,14 +134,14 @@ def test_a_closed_channel_neither_sends_nor_takes_and_knows_what_has_come():
 class OverALossyLine(RuleBasedStateMachine):
     """Two ends, and between them a line that keeps the order until it breaks, and then loses what it likes.
 
-    Heartbeats go through the same line, as those of `Ping` and `Pong` do.
+    Heartbeats go through the same line.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = ReliableChannel(7), ReliableChannel(7)
-        self.to_down: deque[Numbered | tuple[int, int, int, bool]] = deque()
-        self.to_up: deque[Numbered | tuple[int, int, int, bool]] = deque()
+        self.to_down: deque[Numbered | Ping] = deque()
+        self.to_up: deque[Numbered | Pong] = deque()
         self.handed_in: dict[str, list[str]] = {"up": [], "down": []}
         self.taken: dict[str, list[str]] = {"up": [], "down": []}
 
@@ -152,12 +152,9 @@ class OverALossyLine(RuleBasedStateMachine):
         channel, line = (self.up, self.to_down) if side == "up" else (self.down, self.to_up)
         line.extend(channel.send(body(text)))
 
-    def _ping(self, *, resends: bool = False) -> None:
-        self.to_down.append((self.up.sent, self.up.acknowledge(), 0, resends))
-
     @rule()
     def heartbeat(self) -> None:
-        self._ping()
+        self.to_down.append(self.up.ping())
 
     @precondition(lambda self: self.to_down)
     @rule()
@@ -165,10 +162,8 @@ class OverALossyLine(RuleBasedStateMachine):
         match self.to_down.popleft():
             case Numbered() as message:
                 self.taken["down"] += texts(self.down.receive(message))
-            case (sent, received, _, resends):
-                ready = self.down.acknowledged(received)
-                self.to_up.extend(self.down.resend() if resends else ready)
-                self.to_up.append((self.down.sent, self.down.acknowledge(), sent, False))
+            case Ping() as ping:
+                self.to_up.extend(self.down.answer(ping, "down"))
 
     @precondition(lambda self: self.to_up)
     @rule()
@@ -176,11 +171,8 @@ class OverALossyLine(RuleBasedStateMachine):
         match self.to_up.popleft():
             case Numbered() as message:
                 self.taken["up"] += texts(self.up.receive(message))
-            case (sent, received, heard_of, _):
-                ready = self.up.acknowledged(received)
-                self.to_down.extend(self.up.resend() if received < heard_of else ready)
-                if sent > self.up.received:
-                    self._ping(resends=True)
+            case Pong() as pong:
+                self.to_down.extend(self.up.answered(pong))
 
     @rule(data=st.data(), is_noticed=st.booleans())
     def breaks(self, data: st.DataObject, is_noticed: bool) -> None:
@@ -189,8 +181,7 @@ class OverALossyLine(RuleBasedStateMachine):
             while len(line) > kept:
                 line.pop()
         if is_noticed:
-            self._ping(resends=True)
-            self.to_down.extend(self.up.resend())
+            self.to_down.extend(self.up.broke())
 
     @invariant()
     def what_has_come_is_what_was_sent_once_and_in_order(self) -> None:
@@ -200,7 +191,7 @@ class OverALossyLine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """With a line that does not break any more, three heartbeats bring everything there."""
         for _ in range(3):
-            self._ping()
+            self.heartbeat()
             while self.to_down or self.to_up:
                 if self.to_down:
                     self.arrives_down()

@@ -93,7 +93,6 @@ class Attachment:
         self._prepare_lock = threading.Lock()
         self._prepared: dict[Unit, PreparedRows] = {}
         self._selectors: dict[tuple[Unit, tuple[int, ...]], tuple[Selector, ...]] = {}
-        self._bytes_of_units: dict[tuple[Unit, tuple[int, ...]], int] = {}  # of all pieces together
         # Guards the two below, which several workers use: no list is given back while a write uses it.
         self._lock = threading.Lock()
         self._writes = 0
@@ -169,15 +168,12 @@ class Attachment:
 
     def bytes_of(self, unit: Unit, elected: Sequence[ElectedRoute], moves: Sequence[Move]) -> int:
         """Returns how many bytes a write moves; arguments as in `select`."""
-        return sum(len(move.source_pages) * self._unit_bytes(unit, elected[move.route].pieces) for move in moves)
-
-    def _unit_bytes(self, unit: Unit, pieces: tuple[int, ...]) -> int:
-        known = self._bytes_of_units.get((unit, pieces))
-        if known is None:
-            packed = self.plan.packed_pieces(unit)
-            known = sum(packed[piece].num_bases * packed[piece].block_bytes for piece in pieces)
-            self._bytes_of_units[unit, pieces] = known
-        return known
+        packed = self.plan.packed_pieces(unit)
+        return sum(
+            len(move.source_pages) * packed[piece].num_bases * packed[piece].block_bytes
+            for move in moves
+            for piece in elected[move.route].pieces
+        )
 
     def _selectors_of(self, unit: Unit, prepared: PreparedRows, pieces: tuple[int, ...]) -> tuple[Selector, ...]:
         known = self._selectors.get((unit, pieces))

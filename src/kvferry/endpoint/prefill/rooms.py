@@ -26,7 +26,7 @@ from kvferry.errors import (
     UnknownRoomError,
 )
 from kvferry.observe.observer import Observer
-from kvferry.protocol.rooms.room_table import AboutRoom, RoomTable
+from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     ReceiverAborted,
@@ -308,7 +308,7 @@ class SendingRooms:
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
-    def _deliver(self, room: SendingRoom, receiver: str, message: AboutRoom) -> None:
+    def _deliver(self, room: SendingRoom, receiver: str, message: RoomMessage) -> None:
         """Hands a message to its room."""
         match message:
             case messages.RefuseRoom():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from kvferry.protocol.bounded import forget_oldest
+from kvferry.protocol.bounded import remember
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.wire import codec, field_types, messages
 
@@ -23,40 +21,39 @@ class DecodeChannels:
         self._endpoint = endpoint
         self._channels: dict[str, ReliableChannel] = {}  # the latest stand last
         self._came_before: dict[str, tuple[int, int]] = {}  # of the channel before each: its epoch, what was received
+        self._none = ReliableChannel(-1)  # to whoever has never attached
+        self._none.close()
+
+    def _to(self, receiver: str) -> ReliableChannel:
+        return self._channels.get(receiver, self._none)
 
     def attached(self, receiver: str, attempt: int) -> bool:
         """Begins a channel for a decode rank's attempt to attach. Returns False if it is no newer than the last."""
-        known = self._channels.get(receiver)
-        if known is not None and known.epoch >= attempt:
+        if self._to(receiver).epoch >= attempt:
             return False
-        self._channels.pop(receiver, None)
-        self._channels[receiver] = ReliableChannel(attempt)
-        self._came_before.pop(receiver, None)
-        if known is not None:
-            self._came_before[receiver] = known.epoch, known.received
-        forget_oldest(self._channels, _MOST_REMEMBERED)
-        forget_oldest(self._came_before, _MOST_REMEMBERED)
+        known = self._channels.get(receiver)
+        remember(self._channels, receiver, ReliableChannel(attempt), _MOST_REMEMBERED)
+        before = (0, 0) if known is None else (known.epoch, known.received)
+        remember(self._came_before, receiver, before, _MOST_REMEMBERED)
         return True
 
     def is_open(self, receiver: str) -> bool:
         """Whether there is a channel to a decode rank."""
-        return receiver in self._channels and not self._channels[receiver].is_closed
+        return not self._to(receiver).is_closed
 
     def is_unacknowledged(self, receiver: str) -> bool:
         """Whether a message to a decode rank may not have come."""
-        return receiver in self._channels and self._channels[receiver].has_unacknowledged
+        return self._to(receiver).has_unacknowledged
 
     def close(self, receiver: str) -> None:
         """Ends the channel to a decode rank that is not attached any more."""
-        if receiver in self._channels:
-            self._channels[receiver].close()
+        self._to(receiver).close()
 
     def outgoing(self, receiver: str, message: field_types.Message) -> list[field_types.Message]:
         """Returns what to send now for a message to a decode rank: none where it must wait, or is for nobody."""
         if not isinstance(message, messages.NumberedToDecode):
             return [message]
-        channel = self._channels.get(receiver)
-        return list(channel.send(codec.encode_body(message))) if channel is not None else []
+        return [*self._to(receiver).send(codec.encode_body(message))]
 
     def take(self, receiver: str, message: messages.Numbered) -> list[messages.NumberedToPrefill] | None:
         """Takes a numbered message. Returns what counts of it; None if the decode rank is not attached, and not told.
@@ -64,35 +61,22 @@ class DecodeChannels:
         Raises:
             MessageError: if it is malformed.
         """
-        channel = self._channels.get(receiver)
-        if channel is None or channel.epoch < message.epoch or (channel.is_closed and channel.epoch == message.epoch):
+        channel = self._to(receiver)
+        if channel.epoch < message.epoch or (channel.is_closed and channel.epoch == message.epoch):
             return None
         return [codec.decode_numbered_to_prefill(body) for body in channel.receive(message)]
 
     def answer(self, receiver: str, ping: messages.Ping) -> list[field_types.Message]:
         """Returns the answer to the heartbeat of a decode rank that is attached, and what it makes necessary."""
-        channel = self._channels.get(receiver)
-        if channel is None or channel.epoch != ping.epoch:
+        channel = self._to(receiver)
+        if channel.epoch != ping.epoch:
             return [messages.Pong(endpoint=self._endpoint, attached=True)]
-        ready: Iterable[messages.Numbered] = channel.acknowledged(ping.received)
-        if ping.resends:
-            ready = channel.resend()
-        return [*ready, self._pong(channel, heard_of=ping.sent)]
+        return [*channel.answer(ping, self._endpoint)]
 
     def unasked_acknowledgement(self, receiver: str) -> list[field_types.Message]:
         """Returns an acknowledgement that should not wait for the next heartbeat, if there is one."""
-        channel = self._channels.get(receiver)
-        return [self._pong(channel)] if channel is not None and channel.owes_acknowledgement else []
-
-    def _pong(self, channel: ReliableChannel, *, heard_of: int = 0) -> messages.Pong:
-        return messages.Pong(
-            endpoint=self._endpoint,
-            attached=True,
-            epoch=channel.epoch,
-            sent=channel.sent,
-            received=channel.acknowledge(),
-            heard_of=heard_of,
-        )
+        channel = self._to(receiver)
+        return [channel.pong(self._endpoint)] if channel.owes_acknowledgement else []
 
     def take_back(self, receiver: str, epoch: int, number: int) -> bool:
         """Takes back a message of a decode rank that has not come: it does not count if it does.
@@ -100,8 +84,8 @@ class DecodeChannels:
         Returns whether it has not come, and will not count. What may have come with an attempt to attach before the
         last two counts as come, and so does what was never sent (number 0).
         """
-        channel = self._channels.get(receiver)
-        if channel is None or channel.epoch < epoch:
+        channel = self._to(receiver)
+        if channel.epoch < epoch:
             return number > 0
         if channel.epoch == epoch:
             return channel.take_back(number)

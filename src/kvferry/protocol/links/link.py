@@ -123,10 +123,8 @@ class Link:
         self._identity = identity
         self._staging = staging
         self._ranks: dict[int, RankLink] = {}  # by engine rank
-        self._numbers: dict[str, int] = {}  # of the ranks, by address
-        self._number_of: dict[str, int] = {}  # of those that have answered, by endpoint
-        self._pieces: tuple[Piece, ...] = ()
-        self._groups: tuple[str, ...] = ()  # of every piece, on this rank
+        self._at: dict[str, RankLink] = {}  # by address
+        self._pieces: tuple[tuple[Piece, str], ...] = ()  # each with its group of pages on this rank
 
     def next_pause_s(self, jitter: float) -> float:
         """Returns how long to wait before the registry is asked again: twice as long every time, up to a limit.
@@ -140,11 +138,12 @@ class Link:
     @property
     def addresses(self) -> list[str]:
         """Where the group's ranks listen."""
-        return list(self._numbers)
+        return list(self._at)
 
     def rank_at(self, address: str) -> int | None:
         """Returns the engine rank that listens at an address; None if it is not one of the group's."""
-        return self._numbers.get(address)
+        rank = self._at.get(address)
+        return rank.number if rank is not None else None
 
     def address_of(self, endpoint: str) -> str | None:
         """Returns the address at which an endpoint has answered; None if it has not."""
@@ -172,8 +171,8 @@ class Link:
                     f"{registration.protocol_version}, this side {codec.PROTOCOL_VERSION}: "
                     "run the same kvferry on both"
                 )
-            self._ranks[registration.engine_rank] = RankLink(registration)
-            self._numbers.setdefault(registration.control_address, registration.engine_rank)
+            rank = self._ranks[registration.engine_rank] = RankLink(registration)
+            self._at.setdefault(rank.address, rank)
         return self.ask(now)
 
     def received(self, address: str, message: messages.ToDecode, now: float) -> list[LinkCommand]:
@@ -184,14 +183,11 @@ class Link:
             PeerError: if a rank is not who the registry said it was.
             PeerDisconnectedError: if a rank does not have this endpoint attached any more.
         """
-        rank = self._ranks[self._numbers[address]]
+        rank = self._at[address]
         match message:
             case messages.Welcome() if self.state is LinkState.GREETING:
                 self.tolerated = rank.check(message, self._identity)
-                if rank.welcome is not None:  # of an earlier start
-                    self._number_of.pop(rank.welcome.endpoint, None)
                 rank.welcome = message
-                self._number_of[message.endpoint] = rank.registration.engine_rank
                 if all(each.welcome is not None for each in self._ranks.values()):
                     return self._attach()
             case messages.Attached() | messages.Refused() if message.attempt != self.attempt:
@@ -214,7 +210,7 @@ class Link:
                 kind = getattr(errors, message.error, IncompatiblePeerError)
                 is_ours = isinstance(kind, type) and issubclass(kind, KVFerryError)
                 raise (kind if is_ours else PeerError)(
-                    f"prefill rank {rank.registration.engine_rank} of {self.key.engine!r} refused: {message.reason}"
+                    f"prefill rank {rank.number} of {self.key.engine!r} refused: {message.reason}"
                 )
             case messages.Pong() if self.state is LinkState.READY:
                 return [*rank.answered(message)]
@@ -226,7 +222,7 @@ class Link:
         Raises:
             MessageError: if it is malformed.
         """
-        rank = self._ranks[self._numbers[address]]
+        rank = self._at[address]
         if rank.channel is None:
             return [], []
         taken = [codec.decode_numbered_to_decode(body) for body in rank.channel.receive(message)]
@@ -240,11 +236,12 @@ class Link:
             if rank.welcome is not None
         }
         mine = self._identity.layout
-        self._pieces = pieces_for_receiver(layouts, mine)
-        shards = [mine.shard_with(piece.component, piece.box) for piece in self._pieces]
-        self._groups = tuple(shard.group for shard in shards if shard is not None)
+        pieces = pieces_for_receiver(layouts, mine)
+        shards = [mine.shard_with(piece.component, piece.box) for piece in pieces]
+        groups = [shard.group for shard in shards if shard is not None]
+        self._pieces = tuple(zip(pieces, groups, strict=True))
         self.state = LinkState.ATTACHING
-        offers = {number: self._offer(rank) for number, rank in self._ranks.items()}
+        offers = {number: self._offer(rank, pieces) for number, rank in self._ranks.items()}
         metadata = self._staging.metadata()  # with the memory of all offers
         commands: list[LinkCommand] = []
         for number, rank in self._ranks.items():
@@ -255,7 +252,7 @@ class Link:
                 engine=self._identity.engine,
                 coordinates=self._identity.coordinates,
                 layout=self._identity.layout,
-                pieces=self._pieces,
+                pieces=pieces,
                 transport=self._identity.transport,
                 transport_metadata=metadata,
                 host=self._identity.host,
@@ -266,11 +263,11 @@ class Link:
             commands.append(Send(rank.address, rank.request))
         return commands
 
-    def _offer(self, rank: RankLink) -> messages.Staging:
+    def _offer(self, rank: RankLink, pieces: tuple[Piece, ...]) -> messages.Staging:
         welcome = rank.welcome
         assert welcome is not None
         group_rank = rank.registration.coordinates.group_rank
-        mine = tuple(piece for piece in self._pieces if group_rank in piece.holders)
+        mine = tuple(piece for piece in pieces if group_rank in piece.holders)
         offer = self._staging.offer(welcome.endpoint, welcome.layout, mine)
         return msgspec.structs.replace(offer, unproven=not self._can_prove_end(welcome.process))
 
@@ -279,7 +276,7 @@ class Link:
         by_group_rank = {rank.registration.coordinates.group_rank: number for number, rank in self._ranks.items()}
         receiver = self._identity.coordinates.group_rank
         writers: dict[int, set[str]] = {}
-        for piece, group in zip(self._pieces, self._groups, strict=True):
+        for piece, group in self._pieces:
             writer = by_group_rank[elect_writer(piece, room=room, receiver=receiver)]
             writers.setdefault(writer, set()).add(group)
         aux_writer = next(n for n, rank in self._ranks.items() if rank.registration.coordinates.is_aux_writer)
@@ -314,7 +311,7 @@ class Link:
     def broke(self, address: str, now: float) -> list[LinkCommand]:
         """A connection broke: what was on its way may be lost, either way."""
         commands = self.ask(now)
-        rank = self._ranks[self._numbers[address]]
+        rank = self._at[address]
         return [*commands, *rank.broke()] if self.state is LinkState.READY else commands
 
     def give_up(self) -> None:
@@ -323,7 +320,7 @@ class Link:
 
     def rank_of(self, endpoint: str) -> int | None:
         """Returns the engine rank of an endpoint; None if it is not one of the group's."""
-        return self._number_of.get(endpoint)
+        return next((number for number, rank in list(self._ranks.items()) if rank.endpoint == endpoint), None)
 
     def endpoint_of(self, engine_rank: int) -> str | None:
         """Returns the endpoint of an engine rank; None if it is not one of the group's, or has not answered."""
@@ -341,18 +338,14 @@ class Link:
 
     def knows_machine(self, address: str, machine: str) -> bool:
         """Returns whether the rank at an address is on that machine, and can check processes there."""
-        number = self._numbers.get(address)
-        welcome = self._ranks[number].welcome if number is not None else None
-        return welcome is not None and welcome.process.machine == machine
+        return address in self._at and self._at[address].is_on(machine)
 
     def ask_whether_gone(self, process: field_types.ProcessIdentity) -> list[Send]:
         """Asks the ranks on a process's machine whether the process has ended."""
         return [
             Send(rank.address, messages.IsGone(process=process))
             for rank in self._ranks.values()
-            if rank.welcome is not None
-            and rank.welcome.process.machine == process.machine
-            and rank.welcome.process != process
+            if rank.is_on(process.machine) and rank.process != process
         ]
 
     def rank_statuses(self, now: float) -> list[RankStatus]:
@@ -361,7 +354,7 @@ class Link:
 
     def record_answer(self, address: str) -> None:
         """Records that a message came from the rank at an address, which is therefore alive."""
-        self._ranks[self._numbers[address]].asked_at = None
+        self._at[address].asked_at = None
 
     def ask(self, now: float) -> list[LinkCommand]:
         """Sends every rank a heartbeat that it must answer.
@@ -398,5 +391,4 @@ class Link:
         self.look_up_at = now
         self.left_behind += self.peers
         self._ranks.clear()
-        self._numbers.clear()
-        self._number_of.clear()
+        self._at.clear()

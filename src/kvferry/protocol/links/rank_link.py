@@ -73,6 +73,15 @@ class RankLink:
         """Its name; None until it has answered."""
         return self.welcome.endpoint if self.welcome is not None else None
 
+    @property
+    def process(self) -> field_types.ProcessIdentity | None:
+        """Which process it is; None until it has answered."""
+        return self.welcome.process if self.welcome is not None else None
+
+    def is_on(self, machine: str) -> bool:
+        """Whether it is known to be on a machine, and can check processes there."""
+        return self.process is not None and self.process.machine == machine
+
     def status(self, now: float) -> RankStatus:
         """Returns what was observed of it. For any thread."""
         asked_at = self.asked_at
@@ -107,21 +116,9 @@ class RankLink:
         check_exchangeable(welcome.layout, mine.layout, source_name=name, destination_name="this decode rank")
         return tolerated
 
-    def ping(self, *, resends: bool = False) -> Send:
-        """Makes a heartbeat, with what was sent and received.
-
-        Args:
-            resends: whether what has not come of the rank's must be sent again.
-        """
-        if self.channel is None:
-            return Send(self.address, messages.Ping())
-        ping = messages.Ping(
-            epoch=self.channel.epoch,
-            sent=self.channel.sent,
-            received=self.channel.acknowledge(),
-            resends=resends,
-        )
-        return Send(self.address, ping)
+    def ping(self) -> Send:
+        """Makes a heartbeat."""
+        return Send(self.address, self.channel.ping() if self.channel is not None else messages.Ping())
 
     def answered(self, pong: messages.Pong) -> list[Send]:
         """Takes the answer to a heartbeat: what it says of the messages either way.
@@ -136,14 +133,8 @@ class RankLink:
             )
         if self.channel is None or pong.epoch != self.channel.epoch:
             return []
-        ready = self.channel.acknowledged(pong.received)
-        if pong.received < pong.heard_of:
-            ready = self.channel.resend()
-        sends = [Send(self.address, each) for each in ready]
-        return [*sends, self.ping(resends=True)] if pong.sent > self.channel.received else sends
+        return [Send(self.address, each) for each in self.channel.answered(pong)]
 
     def broke(self) -> list[Send]:
         """A connection broke: what was on its way may be lost, either way."""
-        if self.channel is None:
-            return []
-        return [self.ping(resends=True), *(Send(self.address, each) for each in self.channel.resend())]
+        return [Send(self.address, each) for each in self.channel.broke()] if self.channel is not None else []

@@ -19,7 +19,7 @@ from collections import deque
 
 import msgspec
 
-from kvferry.protocol.wire.messages import Numbered
+from kvferry.protocol.wire.messages import Numbered, Ping, Pong
 
 WINDOW = 1 << 14
 """Most messages that are on their way without having been acknowledged; more wait. As many rooms as may be open by
@@ -93,10 +93,47 @@ class ReliableChannel:
             self._taken_back.add(number)
         return True
 
-    def acknowledge(self) -> int:
-        """Returns what to tell the other end that was received."""
+    def ping(self, *, resends: bool = False) -> Ping:
+        """Makes the decode rank's heartbeat, with what was sent and what has come.
+
+        Args:
+            resends: whether what has not come of the prefill rank's must be sent again.
+        """
         self._acknowledged = self.received
-        return self.received
+        return Ping(epoch=self.epoch, sent=self.sent, received=self.received, resends=resends)
+
+    def pong(self, endpoint: str, *, heard_of: int = 0) -> Pong:
+        """Makes the prefill rank's answer to one.
+
+        Args:
+            endpoint: the prefill rank's name.
+            heard_of: what the decode rank said that it had sent.
+        """
+        self._acknowledged = self.received
+        return Pong(
+            endpoint=endpoint,
+            attached=True,
+            epoch=self.epoch,
+            sent=self.sent,
+            received=self.received,
+            heard_of=heard_of,
+        )
+
+    def answer(self, ping: Ping, endpoint: str) -> list[Numbered | Pong]:
+        """Takes a heartbeat, at the prefill rank's end. Returns the answer, and before it what it makes necessary."""
+        ready = self.acknowledged(ping.received)
+        return [*(self.resend() if ping.resends else ready), self.pong(endpoint, heard_of=ping.sent)]
+
+    def answered(self, pong: Pong) -> list[Numbered | Ping]:
+        """Takes the answer to a heartbeat, at the decode rank's end. Returns what it makes necessary."""
+        ready = self.acknowledged(pong.received)
+        if pong.received < pong.heard_of:
+            ready = self.resend()
+        return [*ready, self.ping(resends=True)] if pong.sent > self.received else [*ready]
+
+    def broke(self) -> list[Numbered | Ping]:
+        """A connection broke, and the decode rank has noticed. Returns what makes up for it, either way."""
+        return [self.ping(resends=True), *self.resend()]
 
     @property
     def owes_acknowledgement(self) -> bool:

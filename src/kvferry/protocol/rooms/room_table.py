@@ -21,7 +21,7 @@ REMEMBERED = 1 << 12
 """Of how many finished rooms the uses of their numbers are remembered at most, one for each decode rank of a room; and
 of how many refusals it is remembered that they came."""
 
-AboutRoom: TypeAlias = OpenRoom | AbortRoom | RefuseRoom
+RoomMessage: TypeAlias = OpenRoom | AbortRoom | RefuseRoom
 """What a decode rank may say of a room before our caller opens it."""
 
 
@@ -117,13 +117,13 @@ class RoomTable(Generic[RoomT]):
         """Whether there are no rooms, and no pending opens."""
         return not self.rooms and not len(self._pending)
 
-    def add(self, room: RoomT) -> list[tuple[str, AboutRoom]]:
+    def add(self, room: RoomT) -> list[tuple[str, RoomMessage]]:
         """Adds a room that our caller opens. Returns the messages that decode ranks sent for it before."""
         self.rooms[room.room] = room
         self._failed_alone.pop(room.room)
         pending = self._pending.take(room.room)
         self._given[room.room] = set(pending)
-        before: list[tuple[str, AboutRoom]] = []
+        before: list[tuple[str, RoomMessage]] = []
         for receiver, opened in pending.items():
             before.append((receiver, opened.request))
             if opened.abort is not None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.states import ReceiverState, SenderState, TransferState
 
 
@@ -21,22 +22,16 @@ class Side(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class Waits(Deadlines):
     """The settings that bound how long pages are held, in seconds.
 
     Attributes:
-        bootstrap_s: as in `deadlines.Deadlines`.
-        waiting_s: likewise.
-        write_s: likewise.
         peer_s: silence after which a peer counts as lost.
         heartbeat_s: time between two heartbeats.
         quarantine_s: how long the network may deliver what a dead process wrote, or a write that failed; likewise, how
             long a process that was frozen may take to read it from its sockets.
     """
 
-    bootstrap_s: float
-    waiting_s: float
-    write_s: float
     peer_s: float
     heartbeat_s: float
     quarantine_s: float

@@ -6,7 +6,6 @@ Arrivals are counted per writer's engine rank, so their order does not matter an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry.errors import (
@@ -105,9 +104,7 @@ class ReceiverMachine:
         self._deadlines = deadlines
         self._last_progress = now
         self._ranks: frozenset[int] = frozenset()
-        self._writers: Mapping[int, frozenset[str]] = {}
         self._expected: dict[int, _Writer] = {}
-        self._incomplete: set[int] = set()  # those of which something is still to come
         self._into_pages: frozenset[int] = frozenset()
         self._unanswered: set[int] = set()  # ranks that were asked to stop, and have not answered
         self._verifies = False
@@ -213,13 +210,11 @@ class ReceiverMachine:
             return []
         self._last_progress = now
         self._ranks = event.ranks
-        self._writers = event.writers
         self._expected = {rank: _Writer() for rank in sorted(event.writers.keys() | {event.aux_writer})}
-        self._incomplete = set(self._expected)
         self._into_pages = event.into_pages & event.writers.keys()
         self._verifies = event.verifies
         self._move(ReceiverTrigger.ALL_SENDERS_ASKED)
-        return [SendOpen(rank, self._writers.get(rank, frozenset())) for rank in sorted(event.ranks)]
+        return [SendOpen(rank, event.writers.get(rank, frozenset())) for rank in sorted(event.ranks)]
 
     def _arrived(self, rank: int, sequence: int, now: float) -> list[ReceiverCommand]:
         writer = self._expected.get(rank)
@@ -323,8 +318,7 @@ class ReceiverMachine:
             )
         if not writer.is_complete:
             return []
-        self._incomplete.discard(rank)
-        if not self._incomplete:
+        if all(each.is_complete for each in self._expected.values()):
             self._move(ReceiverTrigger.ALL_ARRIVED)
         # A writer waits for the digests of its own chunks, and not for the others.
         return [SendVerified(rank)] if self._verifies else []

@@ -7,8 +7,7 @@ what happened (events) and returns what to do (commands), and both are plain dat
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
 from kvferry.errors import (
     ChecksumError,
@@ -23,6 +22,8 @@ from kvferry.plan.requests.chunks import Chunk, refuse_impossible
 from kvferry.plan.requests.moves import check_chunk, moves_of
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.failures import caused
+from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
+from kvferry.protocol.transfer.same_request import why_another
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
     ChunkSubmitted,
@@ -42,7 +43,6 @@ from kvferry.protocol.transfer.sender_events import (
     SendFailed,
     SendFinish,
     TurnCame,
-    Write,
     WriteAdmitted,
     WriteDeferred,
     WriteDone,
@@ -50,38 +50,6 @@ from kvferry.protocol.transfer.sender_events import (
     WriteProgressed,
 )
 from kvferry.protocol.transfer.states import SENDER_TRANSITIONS, SenderState, SenderTrigger, TransferState
-from kvferry.protocol.wire.request_conditions import why_different
-
-
-@dataclass(slots=True)
-class _Receiver:
-    """How far one decode rank of the room has come."""
-
-    opened: ReceiverOpened
-    chunks_sent: int = 0
-    writes_in_flight: set[int] = field(default_factory=set)  # by sequence
-    writes_deferred: set[int] = field(default_factory=set)  # not in flight; they may never be posted
-    progressed_at: float = 0.0  # when the first of those in flight was begun, or one of them last progressed or ended
-    finish_requested: bool = False
-    finish_sent: bool = False
-    has_verified: bool = False
-    has_failed_write: bool = False  # of which something had been sent
-    failure_sent: bool = False
-    drained_sent: bool = False
-
-    @property
-    def is_written_to(self) -> bool:
-        """Whether a write to it has not ended, or is to be posted."""
-        return bool(self.writes_in_flight or self.writes_deferred)
-
-    def progressed(self, now: float) -> None:
-        """Starts the time of its writes anew."""
-        self.progressed_at = max(self.progressed_at, now)
-
-    @property
-    def is_content(self) -> bool:
-        """Whether it needs nothing more of this rank: it was notified of the end, and has verified where it does."""
-        return self.finish_sent and (self.has_verified or not self.opened.verifies)
 
 
 class SenderMachine:
@@ -123,7 +91,7 @@ class SenderMachine:
         self._deadlines = deadlines
         self._opened_at = now
         self._last_progress = now
-        self._receivers: dict[str, _Receiver] = {}
+        self._receivers: dict[str, ReceiverProgress] = {}
         self._chunks: deque[Chunk] = deque()  # submitted before every receiver had opened the room, or behind such
         self._next_pages: dict[str, int] = {}  # by group: the position in the request of the page that comes next
         self._last_chunk: Chunk | None = None
@@ -151,21 +119,21 @@ class SenderMachine:
     @property
     def waits_for(self) -> str:
         """What it waits for, in words. May be read from another thread."""
-        receivers = list(self._receivers.items())
         if self.state is TransferState.BOOTSTRAPPING:
-            expected = [receiver.opened.expected_receivers for _, receiver in receivers]
+            expected = [receiver.opened.expected_receivers for receiver in list(self._receivers.values())]
             return f"{len(expected)} of {expected[0] if expected else 'some'} decode ranks have opened it"
-        writing = [name for name, receiver in receivers if receiver.writes_in_flight]
-        if writing:
+        if writing := self._names_of(lambda receiver: bool(receiver.writes_in_flight)):
             return f"writes to {', '.join(writing)}"
-        deferred = [name for name, receiver in receivers if receiver.writes_deferred]
-        if deferred:
+        if deferred := self._names_of(lambda receiver: bool(receiver.writes_deferred)):
             return f"other writes to end before those to {', '.join(deferred)}"
         if self.state.is_final:
             return ""
         if self._last_chunk is None:
             return "the next chunk of the caller"
-        return f"{', '.join(name for name, receiver in receivers if not receiver.is_content)} to verify"
+        return f"{', '.join(self._names_of(lambda receiver: not receiver.is_content))} to verify"
+
+    def _names_of(self, those: Callable[[ReceiverProgress], bool]) -> list[str]:
+        return [name for name, receiver in list(self._receivers.items()) if those(receiver)]
 
     @property
     def deadline(self) -> float | None:
@@ -183,6 +151,7 @@ class SenderMachine:
 
     def handle(self, event: SenderEvent, now: float) -> list[SenderCommand]:
         """Handles what happened and returns what to do. Never raises for what a peer did."""
+        commands: list[SenderCommand] = []
         match event:
             case ReceiverOpened():
                 commands = self._receiver_opened(event, now)
@@ -191,13 +160,9 @@ class SenderMachine:
             case TurnCame():
                 commands = self._send_next(now)
             case WriteDeferred(name, sequence):
-                self._receivers[name].writes_in_flight.discard(sequence)
-                self._receivers[name].writes_deferred.add(sequence)
-                commands = []
+                self._receivers[name].defer_write(sequence)
             case WriteAdmitted(name, sequence):
-                self._receivers[name].writes_deferred.discard(sequence)
-                self._begin_write(self._receivers[name], sequence, now)
-                commands = []
+                self._receivers[name].begin_write(sequence, now)
             case WriteDone(name, sequence):
                 self._receivers[name].writes_in_flight.discard(sequence)
                 self._receivers[name].progressed(now)
@@ -205,7 +170,6 @@ class SenderMachine:
                 commands = self._maybe_finish()
             case WriteProgressed(name):
                 self._receivers[name].progressed(now)
-                commands = []
             case WriteFailed(name, sequence, error, may_arrive):
                 if may_arrive:
                     self._receivers[name].has_failed_write = True
@@ -245,18 +209,21 @@ class SenderMachine:
         known = self._receivers.get(event.receiver)
         if known is not None and known.opened.generation == event.generation:
             return []
+        error: KVFerryError | None = None
         if self.state.is_final:
             complete = TransferFailedError(f"room {self.room} is already complete on prefill rank {self._rank}")
-            return self._refuse(event, self.error or complete)
-        if known is not None:
-            return self._refuse(
-                event,
-                TransferFailedError(
-                    f"room {self.room} is already being sent to {event.receiver}; "
-                    "wait for it to end before opening it again"
-                ),
+            error = self.error or complete
+        elif known is not None:
+            error = TransferFailedError(
+                f"room {self.room} is already being sent to {event.receiver}; "
+                "wait for it to end before opening it again"
             )
-        self._receivers[event.receiver] = _Receiver(event)
+        if error is not None:
+            return [
+                SendFailed(event.receiver, event.generation, error),
+                SendDrained(event.receiver, event.generation),
+            ]
+        self._receivers[event.receiver] = ReceiverProgress(event)
         if len({receiver.opened.expected_receivers for receiver in self._receivers.values()}) > 1 or (
             len(self._receivers) > event.expected_receivers
         ):
@@ -267,33 +234,16 @@ class SenderMachine:
                     f"and {len(self._receivers)} have opened it; do two decode engines use the same room number?"
                 )
             )
-        difference = why_different(self._depends_on, event.request.depends_on)
-        if difference:
-            return self._fail(
-                IncompatiblePeerError(
-                    f"room {self.room}: {difference} (prefill rank {self._rank}, {event.receiver}): send both sides "
-                    "the same request"
-                )
-            )
-        theirs = event.request.tokens
-        if self._tokens is not None and theirs is not None and self._tokens != theirs:
-            return self._fail(
-                PageError(
-                    f"room {self.room}: the request has {self._tokens} tokens on prefill rank {self._rank}, {theirs} "
-                    f"on {event.receiver}: both sides must count the same tokens"
-                )
-            )
+        another = why_another(
+            self._tokens, self._depends_on, event.request, room=self.room, rank=self._rank, receiver=event.receiver
+        )
+        if another is not None:
+            return self._fail(another)
         self._last_progress = now
         if len(self._receivers) < event.expected_receivers:
             return []
         self._move(SenderTrigger.ALL_RECEIVERS_OPEN)
         return self._send_next(now)
-
-    def _refuse(self, event: ReceiverOpened, error: KVFerryError) -> list[SenderCommand]:
-        return [
-            SendFailed(event.receiver, event.generation, error),
-            SendDrained(event.receiver, event.generation),
-        ]
 
     def _chunk_submitted(self, chunk: Chunk, now: float) -> list[SenderCommand]:
         if self.state.is_final:
@@ -323,41 +273,25 @@ class SenderMachine:
                 return self._fail(PageError(f"{error} (prefill rank {self._rank}, receiver {name})"))
         self._next_pages.update({part.group: part.stop for part in chunk.parts})
         # Worked out for all before any write is counted: after an error here no write may be counted but never posted.
-        moves = {name: moves_of(chunk, receiver.opened.request) for name, receiver in self._receivers.items()}
-        commands: list[SenderCommand] = []
-        for name, receiver in self._receivers.items():
-            for unit, of_unit in moves[name].items():
-                if not of_unit:
-                    continue
-                commands.append(
-                    Write(
-                        receiver=name,
-                        generation=receiver.opened.generation,
-                        chunk=chunk.number,
-                        sequence=receiver.chunks_sent,
-                        unit=unit,
-                        moves=of_unit,
-                    )
-                )
-                self._begin_write(receiver, receiver.chunks_sent, now)
-                receiver.chunks_sent += 1
+        moves = [(receiver, moves_of(chunk, receiver.opened.request)) for receiver in self._receivers.values()]
+        commands: list[SenderCommand] = [
+            receiver.write(chunk.number, unit, of_unit, now)
+            for receiver, by_unit in moves
+            for unit, of_unit in by_unit.items()
+            if of_unit
+        ]
         if commands:
             self._move(SenderTrigger.WRITE_STARTED)
         if chunk.is_last:
             self._last_chunk = chunk
         return commands + self._maybe_finish()
 
-    def _begin_write(self, receiver: _Receiver, sequence: int, now: float) -> None:
-        if not receiver.writes_in_flight:
-            receiver.progressed(now)
-        receiver.writes_in_flight.add(sequence)
-
     def _maybe_finish(self) -> list[SenderCommand]:
         if self._last_chunk is None or self.state.is_final or not self.is_drained:
             return []
         commands: list[SenderCommand] = []
         for name, receiver in self._receivers.items():
-            if receiver.finish_requested or not (receiver.opened.request.routes or receiver.opened.sends_aux):
+            if receiver.finish_requested or not receiver.is_owed:
                 continue
             receiver.finish_requested = True
             aux = (self._last_chunk.aux or b"") if receiver.opened.sends_aux else None
@@ -381,10 +315,9 @@ class SenderMachine:
     def _receiver_aborted(self, event: ReceiverAborted) -> list[SenderCommand]:
         name, generation, reason = event.receiver, event.generation, event.reason
         receiver = self._receivers.get(name)
-        if receiver is None or receiver.opened.generation != generation:
-            return [SendDrained(name, generation)]  # nothing of that generation was ever written
-        if self.state is TransferState.SUCCESS:
-            return [SendDrained(name, generation)]
+        is_over = self.state is TransferState.SUCCESS
+        if receiver is None or receiver.opened.generation != generation or is_over:
+            return [SendDrained(name, generation)]  # nothing of that generation was ever written, or all of it is
         receiver.failure_sent = True  # it ended the room itself
         receiver.drained_sent = False  # every abort is answered, a repeated one again
         if event.error == ChecksumError.__name__:
@@ -405,7 +338,7 @@ class SenderMachine:
         if receiver is None:
             return []
         receiver.failure_sent = receiver.drained_sent = True  # it cannot be notified
-        if receiver.is_content or not (receiver.opened.request.routes or receiver.opened.sends_aux):
+        if receiver.is_content or not receiver.is_owed:
             return []  # it got from this rank all that it was to get; the other receivers go on
         return self._fail(caused(f"room {self.room}: {name} is gone", error))
 
@@ -419,35 +352,30 @@ class SenderMachine:
                 f"opened it within {self._deadlines.bootstrap_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
             )
         elif any(receiver.writes_in_flight for receiver in self._receivers.values()):
-            slow = [
-                name
-                for name, receiver in self._receivers.items()
-                if receiver.writes_in_flight and now >= receiver.progressed_at + self._deadlines.write_s
-            ]
+            long_ago = now - self._deadlines.write_s
+            slow = self._names_of(lambda each: bool(each.writes_in_flight) and each.progressed_at <= long_ago)
             what = f"writes to {slow} did not end within {self._deadlines.write_s:g} s (KVFERRY_WRITE_TIMEOUT_S)"
         elif not self.is_drained:
-            behind = [name for name, receiver in self._receivers.items() if receiver.writes_deferred]
+            behind = self._names_of(lambda receiver: bool(receiver.writes_deferred))
             what = (
                 f"what writes to {behind} wait for did not get on for {self._deadlines.waiting_s:g} s "
                 "(KVFERRY_WAITING_TIMEOUT_S): so many bytes as may be are on their way already "
                 "(KVFERRY_DIRECT_MIB, KVFERRY_DIRECT_RECEIVER_MIB)"
             )
-        elif self._last_chunk is not None and all(
-            receiver.finish_sent for receiver in self._receivers.values() if receiver.finish_requested
-        ):
-            silent = [name for name, receiver in self._receivers.items() if not receiver.is_content]
+        elif self._last_chunk is None:
+            what = f"no chunk was submitted for {self._deadlines.waiting_s:g} s (KVFERRY_WAITING_TIMEOUT_S)"
+        elif all(receiver.finish_sent for receiver in self._receivers.values() if receiver.finish_requested):
+            silent = self._names_of(lambda receiver: not receiver.is_content)
             what = (
                 f"{silent} did not confirm within {self._deadlines.waiting_s:g} s that the digests are right "
                 "(KVFERRY_WAITING_TIMEOUT_S)"
             )
-        elif self._last_chunk is not None:
-            untold = [name for name, receiver in self._receivers.items() if not receiver.finish_sent]
+        else:
+            untold = self._names_of(lambda receiver: not receiver.finish_sent)
             what = (
                 f"{untold} could not be notified within {self._deadlines.waiting_s:g} s that it is complete "
                 "(KVFERRY_WAITING_TIMEOUT_S)"
             )
-        else:
-            what = f"no chunk was submitted for {self._deadlines.waiting_s:g} s (KVFERRY_WAITING_TIMEOUT_S)"
         return self._fail(TransferTimeoutError(f"room {self.room} on prefill rank {self._rank}: {what}"))
 
     def _fail(self, error: KVFerryError) -> list[SenderCommand]:
@@ -456,21 +384,10 @@ class SenderMachine:
         self.error = error
         self._move(SenderTrigger.FAILURE)
         self._chunks.clear()
-        commands: list[SenderCommand] = []
-        for name, receiver in self._receivers.items():
-            receiver.writes_deferred.clear()  # whoever has deferred them drops them
-            if not receiver.failure_sent:
-                receiver.failure_sent = True
-                commands.append(SendFailed(name, receiver.opened.generation, error))
-        return commands
+        return [command for receiver in self._receivers.values() for command in receiver.fail(error)]
 
     def _tell_drained(self) -> list[SenderCommand]:
         """Sends `Drained` to a failed room's receivers to which no write is in flight: they may reuse their pages."""
         if self.state is not TransferState.FAILED:
             return []
-        commands: list[SenderCommand] = []
-        for name, receiver in self._receivers.items():
-            if not receiver.drained_sent and not receiver.writes_in_flight:
-                receiver.drained_sent = True
-                commands.append(SendDrained(name, receiver.opened.generation, receiver.has_failed_write))
-        return commands
+        return [command for receiver in self._receivers.values() for command in receiver.tell_drained()]

@@ -27,47 +27,49 @@ class TransferState(Enum):
         return self in (TransferState.SUCCESS, TransferState.FAILED)
 
 
-class SenderState(Enum):
+class SideState(Enum):
+    """Where a room stands on one side.
+
+    Attributes:
+        shown: as callers see it.
+    """
+
+    shown: TransferState
+
+    def __new__(cls, words: str, shown: TransferState) -> SideState:
+        """Makes a state whose value is what it is in words."""
+        state = object.__new__(cls)
+        state._value_ = words
+        state.shown = shown
+        return state
+
+    @property
+    def holds_pages(self) -> bool:
+        """Whether the pages may still be read, or change, for the room."""
+        return self.name not in ("SUCCEEDED", "FAILED")
+
+
+class SenderState(SideState):
     """Where a room on a prefill rank stands."""
 
-    BOOTSTRAPPING = "bootstrapping"
-    WAITING_FOR_INPUT = "waiting for input"
-    TRANSFERRING = "transferring"
-    SUCCEEDED = "succeeded"
-    DRAINING = "failed, and writes are on their way"
-    FAILED = "failed"
-
-    @property
-    def shown(self) -> TransferState:
-        """As callers see it."""
-        return _SENDER_SHOWN[self]
-
-    @property
-    def holds_pages(self) -> bool:
-        """Whether the pages may still be read for the room."""
-        return self not in (SenderState.SUCCEEDED, SenderState.FAILED)
+    BOOTSTRAPPING = "bootstrapping", TransferState.BOOTSTRAPPING
+    WAITING_FOR_INPUT = "waiting for input", TransferState.WAITING_FOR_INPUT
+    TRANSFERRING = "transferring", TransferState.TRANSFERRING
+    SUCCEEDED = "succeeded", TransferState.SUCCESS
+    DRAINING = "failed, and writes are on their way", TransferState.FAILED
+    FAILED = "failed", TransferState.FAILED
 
 
-class ReceiverState(Enum):
+class ReceiverState(SideState):
     """Where a room on a decode rank stands."""
 
-    BOOTSTRAPPING = "bootstrapping"
-    WAITING_FOR_INPUT = "waiting for input"
-    TRANSFERRING = "transferring"
-    SUCCEEDED = "succeeded"
-    QUARANTINED = "failed, and somebody may still write to the pages"
-    SETTLING = "failed, and what failed writes had sent may arrive"
-    FAILED = "failed"
-
-    @property
-    def shown(self) -> TransferState:
-        """As callers see it."""
-        return _RECEIVER_SHOWN[self]
-
-    @property
-    def holds_pages(self) -> bool:
-        """Whether the pages may still change for the room."""
-        return self not in (ReceiverState.SUCCEEDED, ReceiverState.FAILED)
+    BOOTSTRAPPING = "bootstrapping", TransferState.BOOTSTRAPPING
+    WAITING_FOR_INPUT = "waiting for input", TransferState.WAITING_FOR_INPUT
+    TRANSFERRING = "transferring", TransferState.TRANSFERRING
+    SUCCEEDED = "succeeded", TransferState.SUCCESS
+    QUARANTINED = "failed, and somebody may still write to the pages", TransferState.FAILED
+    SETTLING = "failed, and what failed writes had sent may arrive", TransferState.FAILED
+    FAILED = "failed", TransferState.FAILED
 
 
 class SenderTrigger(Enum):
@@ -90,29 +92,6 @@ class ReceiverTrigger(Enum):
     ALL_ANSWERED = "no rank will write to the pages, and nothing is being put there"
     ALL_SETTLED = "what failed writes had sent has had time to arrive"
 
-
-_SENDER_SHOWN: Mapping[SenderState, TransferState] = MappingProxyType(
-    {
-        SenderState.BOOTSTRAPPING: TransferState.BOOTSTRAPPING,
-        SenderState.WAITING_FOR_INPUT: TransferState.WAITING_FOR_INPUT,
-        SenderState.TRANSFERRING: TransferState.TRANSFERRING,
-        SenderState.SUCCEEDED: TransferState.SUCCESS,
-        SenderState.DRAINING: TransferState.FAILED,
-        SenderState.FAILED: TransferState.FAILED,
-    }
-)
-
-_RECEIVER_SHOWN: Mapping[ReceiverState, TransferState] = MappingProxyType(
-    {
-        ReceiverState.BOOTSTRAPPING: TransferState.BOOTSTRAPPING,
-        ReceiverState.WAITING_FOR_INPUT: TransferState.WAITING_FOR_INPUT,
-        ReceiverState.TRANSFERRING: TransferState.TRANSFERRING,
-        ReceiverState.SUCCEEDED: TransferState.SUCCESS,
-        ReceiverState.QUARANTINED: TransferState.FAILED,
-        ReceiverState.SETTLING: TransferState.FAILED,
-        ReceiverState.FAILED: TransferState.FAILED,
-    }
-)
 
 _S = SenderState
 _R = ReceiverState

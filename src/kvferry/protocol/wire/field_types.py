@@ -54,6 +54,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages."""
 
 
+class AboutRoom(Message, frozen=True):
+    """Base of messages about one transfer.
+
+    Attributes:
+        room: the transfer's number.
+        generation: random; distinguishes this use of the number from others, also where it is refused.
+    """
+
+    room: Random
+    generation: Random
+
+
 class PodIdentity(msgspec.Struct, frozen=True):
     """Identifies a Kubernetes pod, and one start of a container in it.
 

@@ -20,6 +20,7 @@ from kvferry.protocol.wire.field_types import (
     MAX_GROUPS,
     MAX_METADATA_BYTES,
     MAX_PIECES,
+    AboutRoom,
     Count,
     EndpointName,
     Message,
@@ -219,12 +220,19 @@ class Pong(Message, frozen=True):
         shorten(self, "reason")
 
 
-class OpenRoom(Message, frozen=True, omit_defaults=True):
+class WillNotSucceed(AboutRoom, frozen=True):
+    """Base of those that say why it will not succeed, in words."""
+
+    reason: Reason
+
+    def __post_init__(self) -> None:
+        shorten(self, "reason")
+
+
+class OpenRoom(AboutRoom, frozen=True, omit_defaults=True):
     """Decode to prefill, numbered: the open request of a room.
 
     Attributes:
-        room: the transfer's number.
-        generation: random; distinguishes this use of the number from earlier ones.
         receivers: how many decode ranks will open this room with the same prefill rank.
         tokens: how many tokens the request has; None where the decode side's caller gave no number.
         groups: what is requested of the groups of pages that this prefill rank fills in the room; none where it sends
@@ -235,8 +243,6 @@ class OpenRoom(Message, frozen=True, omit_defaults=True):
         depends_on: what the request's cache depends on; see `protocol.wire.request_conditions`.
     """
 
-    room: Random
-    generation: Random
     receivers: Annotated[int, msgspec.Meta(le=2**31)]
     tokens: Position | None
     groups: Annotated[tuple[GroupRequest, ...], msgspec.Meta(max_length=MAX_GROUPS)]
@@ -263,7 +269,7 @@ class OpenRoom(Message, frozen=True, omit_defaults=True):
         return ReceiverRequest(self.tokens, wanted, routes, self.depends_on)
 
 
-class AbortRoom(Message, frozen=True):
+class AbortRoom(WillNotSucceed, frozen=True):
     """Decode to prefill: aborts a room. Repeated until `Drained` answers, once no write of this generation can happen.
 
     It is not numbered, since it may be for an attachment that either side has given up.
@@ -275,18 +281,12 @@ class AbortRoom(Message, frozen=True):
         number: of that request in the channel; it does not count any more if it has not come.
     """
 
-    room: Random
-    generation: Random
-    reason: Reason
     error: ShortText = ""
     epoch: Random = 0
     number: Random = 0
 
-    def __post_init__(self) -> None:
-        shorten(self, "reason")
 
-
-class RefuseRoom(Message, frozen=True):
+class RefuseRoom(WillNotSucceed, frozen=True):
     """Decode to prefill: this rank will never open a room. `Drained` answers. Repeated until then.
 
     It may go to ranks that have not attached this one, and so says who it comes from.
@@ -295,7 +295,6 @@ class RefuseRoom(Message, frozen=True):
         endpoint: the start of the prefill rank that it is for; no other is concerned.
         engine: the decode rank's.
         coordinates: its place there.
-        generation: random; distinguishes this refusal from others of the number.
         holder: the generation of another transfer that has the number on the decode rank, and is not refused; None if
             there is none. The refusal is for the use of the number that follows that one.
     """
@@ -303,36 +302,21 @@ class RefuseRoom(Message, frozen=True):
     endpoint: ShortText
     engine: ShortText
     coordinates: RankCoordinates
-    room: Random
-    generation: Random
-    reason: Reason
     holder: Random | None = None
 
-    def __post_init__(self) -> None:
-        shorten(self, "reason")
 
-
-class RoomVerified(Message, frozen=True):
+class RoomVerified(AboutRoom, frozen=True):
     """Decode to prefill, numbered: the rank's digests of this generation are all right."""
 
-    room: Random
-    generation: Random
 
-
-class RoomFailed(Message, frozen=True):
+class RoomFailed(WillNotSucceed, frozen=True):
     """Prefill to decode, numbered: this rank cannot complete the room. `Drained` follows."""
 
-    room: Random
-    generation: Random
     writer: Count
     error: ShortText
-    reason: Reason
-
-    def __post_init__(self) -> None:
-        shorten(self, "reason")
 
 
-class Drained(Message, frozen=True):
+class Drained(AboutRoom, frozen=True):
     """Prefill to decode: this rank will not write for this generation again, and none of its writes is in flight.
 
     It is not numbered, since it may be for an attachment that either side has given up: it answers every `AbortRoom`.
@@ -344,8 +328,6 @@ class Drained(Message, frozen=True):
     """
 
     endpoint: EndpointName
-    room: Random
-    generation: Random
     writer: Count
     after_failure: bool = False
 

@@ -8,7 +8,7 @@ import msgspec
 
 from kvferry.plan import Unit
 from kvferry.plan.requests.page_numbers import MAX_PAGES
-from kvferry.protocol.wire.field_types import MAX_AUX_BYTES, MAX_DIGEST_BYTES, MAX_SEGMENTS, Count, Message, Random
+from kvferry.protocol.wire.field_types import MAX_AUX_BYTES, MAX_DIGEST_BYTES, MAX_SEGMENTS, AboutRoom, Count, Random
 
 
 class Digests(msgspec.Struct, frozen=True, array_like=True):
@@ -42,7 +42,7 @@ class StagedSegment(msgspec.Struct, frozen=True, array_like=True):
     digests: Digests | None = None
 
 
-class ChunkArrived(Message, frozen=True, omit_defaults=True):
+class ChunkArrived(AboutRoom, frozen=True, omit_defaults=True):
     """Notification: all bytes of one chunk from one writer are in place.
 
     Attributes:
@@ -51,15 +51,13 @@ class ChunkArrived(Message, frozen=True, omit_defaults=True):
         segments: what the chunk consists of, with its digests, where the decode rank asked for them.
     """
 
-    room: Random
-    generation: Random
     writer: Count
     sequence: Count
     unit: Unit = Unit.WHOLE
     segments: Annotated[tuple[StagedSegment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
 
 
-class StagedArrived(Message, frozen=True):
+class StagedArrived(AboutRoom, frozen=True):
     """Notification: a part of a chunk from one writer is in staging memory.
 
     Attributes:
@@ -74,8 +72,6 @@ class StagedArrived(Message, frozen=True):
         segments: what the part consists of, in the order in which it is packed.
     """
 
-    room: Random
-    generation: Random
     writer: Count
     sequence: Count
     part: Count
@@ -88,7 +84,7 @@ class StagedArrived(Message, frozen=True):
     segments: Annotated[tuple[StagedSegment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)]
 
 
-class WriterFinished(Message, frozen=True):
+class WriterFinished(AboutRoom, frozen=True):
     """Notification: this writer has finished the room.
 
     Attributes:
@@ -96,8 +92,6 @@ class WriterFinished(Message, frozen=True):
         aux: the request's aux data, from the one rank that sends it; None from all others.
     """
 
-    room: Random
-    generation: Random
     writer: Count
     chunks: Count
     aux: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)] | None = None

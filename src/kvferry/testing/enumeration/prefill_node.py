@@ -14,7 +14,7 @@ from kvferry.plan.requests.chunks import Chunk, ChunkPart
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
-from kvferry.protocol.rooms.room_table import AboutRoom, RoomTable
+from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
@@ -230,7 +230,7 @@ class PrefillNode:
             if room is not None:
                 self._opened(room, name, message, out)
 
-    def _deliver(self, room: _Room, name: str, message: AboutRoom, out: list[Output]) -> None:
+    def _deliver(self, room: _Room, name: str, message: RoomMessage, out: list[Output]) -> None:
         match message:
             case messages.OpenRoom():
                 if self._connections.ready(name) is not None:  # else it was lost meanwhile
