@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.testing.enumeration.states import Shape
+from kvferry.testing.enumeration.world_states import Shape
 from kvferry.testing.simulation.laws import Law
 
 SMALL = Shape(prefills=1, decodes=1, chunks=2, faults=1)

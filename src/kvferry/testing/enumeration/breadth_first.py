@@ -12,7 +12,7 @@ import numpy as np
 
 from kvferry.protocol.wire import codec, messages
 from kvferry.testing.enumeration.reachable_states import LATE, TWICE, World
-from kvferry.testing.enumeration.states import Move, Packing, State
+from kvferry.testing.enumeration.world_states import Move, Packing, State
 from kvferry.testing.simulation.laws import Law, ViolationError
 
 

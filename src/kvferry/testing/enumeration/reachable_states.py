@@ -16,7 +16,7 @@ from kvferry.testing.enumeration.automata import Automaton, Event, Output
 from kvferry.testing.enumeration.decode_node import DecodeNode
 from kvferry.testing.enumeration.prefill_node import PrefillNode
 from kvferry.testing.enumeration.ranks import SPAN_BYTES, chunk_arrived, staged_arrived
-from kvferry.testing.enumeration.states import Flying, Move, Note, Shape, State
+from kvferry.testing.enumeration.world_states import Flying, Move, Note, Shape, State
 from kvferry.testing.simulation.laws import Law, ViolationError
 
 T = TypeVar("T")
