@@ -14,15 +14,16 @@ from kvferry.testing.enumeration.world_states import Shape
 
 QUICK = {SMALL: 100_000}
 FULL = {
-    Shape(prefills=1, decodes=2, chunks=1, faults=1): 1_800_000,
+    Shape(prefills=1, decodes=1, chunks=1, faults=2): 580_000,
     Shape(prefills=2, decodes=2, chunks=1, faults=0): 700_000,
 }
 LONG = {
-    Shape(prefills=1, decodes=1, chunks=2, faults=2): 1_500_000,
     Shape(prefills=2, decodes=1, chunks=1, faults=1): 500_000,
-    Shape(prefills=1, decodes=1, chunks=1, faults=3): 500_000,
-    Shape(prefills=2, decodes=2, chunks=2, faults=0): 5_000_000,
+    Shape(prefills=1, decodes=2, chunks=1, faults=1): 1_800_000,
+    Shape(prefills=1, decodes=1, chunks=2, faults=2): 2_000_000,
+    Shape(prefills=1, decodes=1, chunks=1, faults=3): 8_000_000,
 }
+"""Estimated from how fast states are found; to be replaced by what a run finds."""
 
 
 def check(shape: Shape, at_least: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +44,7 @@ def test_every_state_of_two_ranks_keeps_every_law(shape: Shape, capsys: pytest.C
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("shape", FULL, ids=str)
-def test_every_state_of_several_ranks_keeps_every_law(shape: Shape, capsys: pytest.CaptureFixture[str]):
+def test_every_state_of_more_ranks_or_faults_keeps_every_law(shape: Shape, capsys: pytest.CaptureFixture[str]):
     check(shape, FULL[shape], capsys)
 
 

@@ -86,6 +86,10 @@ class Connections:
             self._current[name] = Connection(message, self._made)
         return is_new
 
+    def is_latest(self, message: messages.Attach) -> bool:
+        """Whether a decode rank has not attached anew since an attempt."""
+        return self._current[message.endpoint].request.attempt == message.attempt
+
     def confirmation(self, name: str) -> list[messages.Attached]:
         """Makes a connection ready, if nothing of an earlier one is used any more. Returns what to tell of it."""
         connection = self._current.get(name)

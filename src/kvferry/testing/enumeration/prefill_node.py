@@ -193,7 +193,8 @@ class PrefillNode:
                     rank = decode_rank(decode, self._decodes)
                     for _, generation in self._table.attached(name):
                         self._not_opened(name, rank, generation, out)
-                self._answer(decode, self._connections.confirmation(name), out)
+                if self._connections.is_latest(message):
+                    self._answer(decode, self._connections.confirmation(name), out)
             case messages.Numbered():
                 taken = self._connections.channels.take(name, message)
                 if taken is None:
