@@ -1,7 +1,7 @@
 """The control thread of a prefill endpoint: messages from and to decode ranks, and time.
 
 Rooms run on workers. They and callers queue messages for this thread and wake it; `SendingRooms` has the rooms,
-`DecodePeers` the connections.
+`DecodeRanks` the decode ranks.
 """
 
 from __future__ import annotations
