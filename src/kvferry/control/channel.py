@@ -31,7 +31,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.control.credentials import Credentials, secret_hint
 from kvferry.errors import PeerDisconnectedError, SettingsError
-from kvferry.protocol.bounded import forget_oldest
+from kvferry.protocol.bounded import remember
 from kvferry.protocol.wire.codec import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -308,9 +308,7 @@ class ListeningChannel:
             name, number = identity, "0"
         known = self._routes.get(name)
         if known is None or known[0] <= int(number):
-            self._routes.pop(name, None)
-            self._routes[name] = int(number), identity
-            forget_oldest(self._routes, _MOST_ROUTES)
+            remember(self._routes, name, (int(number), identity), _MOST_ROUTES)
         return name
 
     def send(self, identity: str, message: bytes) -> None:

@@ -14,22 +14,6 @@ from kvferry.protocol.transfer.sender_events import Write
 from kvferry.protocol.wire import notifications
 from kvferry.staging.digests import segment_digests
 from kvferry.staging.kernels import Kernels
-from kvferry.staging.rings import SharedRing
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PeerMemory:
-    """Staging memory of a receiver that this rank writes to.
-
-    Attributes:
-        address: where it is.
-        epoch: distinguishes credits for it from those for an earlier one.
-        ring: what of it is free.
-    """
-
-    address: int
-    epoch: int
-    ring: SharedRing
 
 
 @dataclass(frozen=True, slots=True, eq=False)

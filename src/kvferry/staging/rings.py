@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvferry.protocol.transfer.credits import Span, WritingRing
 from kvferry.staging.waiting import Waiter, WaitQueue
 
@@ -51,3 +53,18 @@ class SharedRing:
             if not self._writing.read_until(position):
                 return
         self._queue.wake_next()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerMemory:
+    """Staging memory of a receiver that this rank writes to.
+
+    Attributes:
+        address: where it is.
+        epoch: distinguishes credits for it from those for an earlier one.
+        ring: what of it is free.
+    """
+
+    address: int
+    epoch: int
+    ring: SharedRing

@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tests.real_engines.sglang import plugins
 
 DIRECTORY = "KVFERRY_TAMPERING"
 """The environment variable with the directory of those files."""
-
-METADATA = "Metadata-Version: 2.1\nName: kvferry-tampering\nVersion: 0\n"
-ENTRY_POINTS = f"[sglang.srt.plugins]\ntampering = {__name__}:register\n"
 
 
 class Tampering:
@@ -32,10 +30,7 @@ class Tampering:
     def __init__(self, directory: Path) -> None:
         """Makes the plug-in findable in the directory, which goes on SGLang's module path."""
         self.directory = directory
-        info = directory / "kvferry_tampering-0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(METADATA)
-        (info / "entry_points.txt").write_text(ENTRY_POINTS)
+        plugins.install(directory, "tampering", __name__)
         self.heal()
 
     @property

@@ -11,17 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-METADATA = "Metadata-Version: 2.1\nName: kvferry-windows\nVersion: 0\n"
-ENTRY_POINTS = f"[sglang.srt.plugins]\nwindows = {__name__}:register\n"
+from tests.real_engines.sglang import plugins
 
 
 def install(directory: Path) -> Path:
     """Makes the plug-in findable in a directory, which goes on SGLang's module path; returns it."""
-    info = directory / "kvferry_windows-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(METADATA)
-    (info / "entry_points.txt").write_text(ENTRY_POINTS)
-    return directory
+    return plugins.install(directory, "windows", __name__)
 
 
 def register() -> None:

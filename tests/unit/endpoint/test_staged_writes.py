@@ -12,8 +12,7 @@ from kvferry.layout import Device, Region
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.wire.messages import SpanReleased
 from kvferry.staging import StagingMemory
-from kvferry.staging.gathering import PeerMemory
-from kvferry.staging.rings import SharedRing
+from kvferry.staging.rings import PeerMemory, SharedRing
 from kvferry.staging.slots import SourceMemory
 
 CHUNK = 256

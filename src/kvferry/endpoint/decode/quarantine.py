@@ -15,7 +15,7 @@ from kvferry.control.kubernetes import Orchestrator
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.errors import KVFerryError, OrchestratorError
 from kvferry.observe.status import LostPeerStatus
-from kvferry.protocol.bounded import forget_oldest
+from kvferry.protocol.bounded import remember
 from kvferry.protocol.links.link import Link
 from kvferry.protocol.links.lost_ranks import LostRanks
 from kvferry.protocol.links.pods import KnownPods, NodeAnswer, why_ended
@@ -121,9 +121,7 @@ class Quarantine:
         """Waits until that is so, and calls back, unless this is waited for already."""
         endpoint, number = message.endpoint, message.last_failure
         if number > self._failures.get(endpoint, (0, True))[0]:
-            self._failures.pop(endpoint, None)  # so that it is the youngest
-            self._failures[endpoint] = (number, False)
-            forget_oldest(self._failures, _MOST_WAITED_FOR)
+            remember(self._failures, endpoint, (number, False), _MOST_WAITED_FOR)
             self._settling.add(partial(self._settled, endpoint, number, settled))
 
     def _settled(self, endpoint: str, number: int, settled: Callable[[], None]) -> None:

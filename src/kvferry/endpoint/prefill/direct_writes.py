@@ -24,6 +24,11 @@ class DirectWrite(RoomWrite):
 
     transfer: TransferHandle
     _admitted: Admitted
+    _ready_at: float
+    _gathered_at: float
+    _posted_at: float
+    _runs: int
+    _thread: str
 
     @property
     def num_bytes(self) -> int:
@@ -147,8 +152,8 @@ class DirectWrites:
     def drop(self) -> None:
         """Drops all that are not posted."""
         self._admission.withdraw(self._target.receiver, self)
-        for _ in self._waiting:
-            self._target.attachment.end_write()
+        for write in self._waiting:
+            write.drop()
         self._waiting.clear()
 
     @property

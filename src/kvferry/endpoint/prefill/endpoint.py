@@ -13,7 +13,7 @@ from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.endpoint.transfer import Sender
-from kvferry.errors import KVFerryError, UsageError
+from kvferry.errors import UsageError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
 from kvferry.plan import check_share_tokens
@@ -198,11 +198,8 @@ class PrefillEndpoint(Endpoint):
             EndpointClosedError: if the endpoint was closed.
         """
         self._owning_process.check(_OWNED)
-        try:
+        with self._refusals_observed():
             return self._open(checked_room(room), tokens, share_tokens, depends_on)
-        except KVFerryError as error:
-            self._telemetry.observer.refused(error)
-            raise
 
     def _open(
         self, room: int, tokens: int | None, share_tokens: int | None, depends_on: Mapping[str, bytes] | None

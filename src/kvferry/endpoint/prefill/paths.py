@@ -19,8 +19,7 @@ from kvferry.protocol.wire.messages import Attach
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.digests import DigestMemory
-from kvferry.staging.gathering import PeerMemory
-from kvferry.staging.rings import SharedRing
+from kvferry.staging.rings import PeerMemory, SharedRing
 from kvferry.staging.slots import SourceMemory
 from kvferry.transport import PeerMetadata, Transport
 

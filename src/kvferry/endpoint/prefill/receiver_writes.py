@@ -28,7 +28,7 @@ class ReceiverWrites:
         Args:
             submitted_at: when its chunk was handed in, and all receivers had opened the room.
         """
-        target, attachment, path = self._target, self._target.attachment, self._target.attachment.paths.staged
+        target, attachment = self._target, self._target.attachment
         if not attachment.begin_write():
             self._fail(command, PeerDisconnectedError(f"{command.receiver} is not connected any more"))
             return
@@ -36,10 +36,10 @@ class ReceiverWrites:
         try:
             choice = attachment.paths.choose(command.unit, target.elected, command.moves)
             if choice.path is TransferPath.STAGED:
-                assert self._staged is not None
-                assert path is not None
-                self._staged.write(
-                    StagedWrite(command, target, choice, path, submitted_at=submitted_at, begun_at=begun_at)
+                staged = self._staged
+                assert staged is not None
+                staged.write(
+                    StagedWrite(command, target, choice, staged.path, submitted_at=submitted_at, begun_at=begun_at)
                 )
                 return
         except Exception as error:

@@ -339,29 +339,12 @@ class SendingRoom(Actor):
             case SendFinish():
                 self._finish(command)
             case SendFailed(receiver, generation, error):
-                self._context.send(
-                    receiver,
-                    messages.RoomFailed(
-                        room=self.room,
-                        generation=generation,
-                        writer=self._context.coordinates.engine_rank,
-                        error=type(error).__name__,
-                        reason=str(error),
-                    ),
-                )
+                self._context.tell_failed(receiver, self.room, generation, error)
             case SendDrained(receiver, generation, after_failure):
                 # Of another use of the number this room knows nothing.
                 is_another = self._generations.get(receiver) != generation
-                self._context.send(
-                    receiver,
-                    messages.Drained(
-                        endpoint=self._context.transport.endpoint_name,
-                        room=self.room,
-                        generation=generation,
-                        writer=self._context.coordinates.engine_rank,
-                        after_failure=after_failure or (is_another and self._context.was_broken_off(receiver)),
-                    ),
-                )
+                after_failure = after_failure or (is_another and self._context.was_broken_off(receiver))
+                self._context.tell_drained(receiver, self.room, generation, after_failure=after_failure)
 
     def _write(self, command: Write, worker: Worker) -> None:
         submitted_at = self._submitted_at.get(command.chunk, self._context.now())

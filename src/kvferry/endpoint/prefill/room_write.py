@@ -14,13 +14,13 @@ from kvferry.observe.observer import Observer
 from kvferry.observe.records import PartRecord, WriteRecord
 from kvferry.plan import Choice, ElectedRoute
 from kvferry.protocol.transfer.sender_events import SenderEvent, Write, WriteDone, WriteFailed
-from kvferry.protocol.wire import field_types
+from kvferry.protocol.wire import field_types, messages
 from kvferry.transport import TransferReport, Transport
 
 
 @dataclass(frozen=True, slots=True)
 class WriteContext:
-    """What the writes of a rank share. All of it may be called from any worker.
+    """What rooms and their writes have of their rank. All of it may be called from any worker.
 
     Attributes:
         transport: moves the bytes.
@@ -44,6 +44,28 @@ class WriteContext:
     send: Callable[[str, field_types.Message], None]
     write_failed: Callable[[Attachment, Exception], None]
     broken_off: Callable[[str], None]
+
+    def tell_failed(self, receiver: str, room: int, generation: int, error: Exception) -> None:
+        """Tells a decode rank that this rank cannot complete a room."""
+        message = messages.RoomFailed(
+            room=room,
+            generation=generation,
+            writer=self.coordinates.engine_rank,
+            error=type(error).__name__,
+            reason=str(error),
+        )
+        self.send(receiver, message)
+
+    def tell_drained(self, receiver: str, room: int, generation: int, *, after_failure: bool) -> None:
+        """Tells a decode rank that this rank will not write for a room again."""
+        message = messages.Drained(
+            endpoint=self.transport.endpoint_name,
+            room=room,
+            generation=generation,
+            writer=self.coordinates.engine_rank,
+            after_failure=after_failure,
+        )
+        self.send(receiver, message)
 
 
 class WritingRoom(Protocol):
@@ -147,12 +169,16 @@ class RoomWrite:
         """
         if self._is_over:
             return None
-        self._is_over = True
-        self.target.attachment.end_write()
+        self.drop()
         if error is not None:
             return self.failure(error)
         self.target.room.keep(self._record())
         return WriteDone(self.command.receiver, self.command.sequence)
+
+    def drop(self) -> None:
+        """Ends it, before it has ended otherwise, where nobody waits for that."""
+        self._is_over = True
+        self.target.attachment.end_write()
 
     def _record(self) -> WriteRecord:
         return WriteRecord(

@@ -78,7 +78,6 @@ class SendingRooms:
         self._rank = identity.coordinates.engine_rank
         self._settings = settings
         self._ranks = ranks
-        self._send = send
         self._observer = observer
         self._unasked = unasked
         self._now = now
@@ -328,26 +327,9 @@ class SendingRooms:
     def _fail(self, receiver: str, message: messages.OpenRoom, error: KVFerryError) -> None:
         """Answers an open request that nothing will be sent for."""
         self._observer.refused(error)
-        self._send(
-            receiver,
-            messages.RoomFailed(
-                room=message.room,
-                generation=message.generation,
-                writer=self._rank,
-                error=type(error).__name__,
-                reason=str(error),
-            ),
-        )
+        self._context.tell_failed(receiver, message.room, message.generation, error)
         self._drained(receiver, message.room, message.generation)
 
     def _drained(self, receiver: str, room: int, generation: int) -> None:
-        self._send(
-            receiver,
-            messages.Drained(
-                endpoint=self._identity.endpoint,
-                room=room,
-                generation=generation,
-                writer=self._rank,
-                after_failure=self._ranks.was_broken_off(receiver),  # in a room of which nothing is known any more
-            ),
-        )
+        after_failure = self._ranks.was_broken_off(receiver)  # in a room of which nothing is known any more
+        self._context.tell_drained(receiver, room, generation, after_failure=after_failure)

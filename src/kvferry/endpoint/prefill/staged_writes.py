@@ -213,12 +213,16 @@ class StagedWrite(RoomWrite):
 
 
 class StagedWrites:
-    """Those of a room to one receiver, in order. Only the room's own turns use it, where nothing else is said."""
+    """Those of a room to one receiver, in order. Only the room's own turns use it, where nothing else is said.
+
+    Attributes:
+        path: what they need: the receiver's.
+    """
 
     def __init__(self, target: Target, path: StagedPath) -> None:
-        """Starts empty; the path is the receiver's."""
+        """Starts empty."""
         self._target = target
-        self._path = path
+        self.path = path
         self._is_awake = False  # whether a turn of the room is scheduled
         self._writes: deque[StagedWrite] = deque()  # the first is being posted
         self._unended: dict[int, StagedWrite] = {}  # the same and those with parts on their way, by sequence
@@ -296,7 +300,7 @@ class StagedWrites:
         self._stop_waiting()
         if self._span is not None:
             span, self._span = self._span, None
-            _give_up(self._target, self._path, span)
+            _give_up(self._target, self.path, span)
         self._writes.clear()
         for write in self.unended:
             write.error = write.error or error
@@ -313,7 +317,7 @@ class StagedWrites:
     def _reserve(self, write: StagedWrite) -> Span | None:
         num_bytes = write.next_bytes
         assert num_bytes is not None
-        ring = self._path.peer.ring
+        ring = self.path.peer.ring
         span = ring.reserve(num_bytes, self)
         self._waits_at = ring if span is None else None
         return span

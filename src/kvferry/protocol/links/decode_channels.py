@@ -29,12 +29,11 @@ class DecodeChannels:
 
     def attached(self, receiver: str, attempt: int) -> bool:
         """Begins a channel for a decode rank's attempt to attach. Returns False if it is no newer than the last."""
-        if self._to(receiver).epoch >= attempt:
+        before = self._to(receiver)
+        if before.epoch >= attempt:
             return False
-        known = self._channels.get(receiver)
         remember(self._channels, receiver, ReliableChannel(attempt), _MOST_REMEMBERED)
-        before = (0, 0) if known is None else (known.epoch, known.received)
-        remember(self._came_before, receiver, before, _MOST_REMEMBERED)
+        remember(self._came_before, receiver, (before.epoch, before.received), _MOST_REMEMBERED)
         return True
 
     def is_open(self, receiver: str) -> bool:
@@ -89,5 +88,5 @@ class DecodeChannels:
             return number > 0
         if channel.epoch == epoch:
             return channel.take_back(number)
-        before, received = self._came_before.get(receiver, (0, 0))
+        before, received = self._came_before[receiver]
         return number > 0 and (before < epoch or (before == epoch and received < number))

@@ -74,10 +74,9 @@ class PendingOpens(PendingMessages[PendingOpen]):
 
         Without one there is nothing to stop. Either way nothing was written: `Drained` may be sent at once.
         """
-        room = self._rooms.get(message.room)
-        known = room.messages.get(receiver) if room is not None else None
-        if room is not None and known is not None and known.request.generation == message.generation:
-            room.messages[receiver] = replace(known, abort=message)
+        known = self.of(message.room).get(receiver)
+        if known is not None and known.request.generation == message.generation:
+            self._rooms[message.room].messages[receiver] = replace(known, abort=message)
 
     def _count_out(self, receiver: str, message: PendingOpen) -> None:
         super()._count_out(receiver, message)
