@@ -95,4 +95,8 @@ def test_what_had_not_come_when_the_decode_rank_attached_anew_is_taken_back_too(
     assert made.take("d0", numbered(2, epoch=2)) == []
     assert made.take_back("d0", 3, 1), "that attempt has not come either"
     made.attached("d0", 5)
+    assert (made.take_back("d0", 2, 2), made.take_back("d0", 2, 1)) == (True, False), "and so is what came before that"
+    assert made.take_back("d0", 1, 1), "an attempt that never came"
+    for attempt in range(6, 22):
+        made.attached("d0", attempt)
     assert not made.take_back("d0", 2, 2), "too long ago to be known"

@@ -7,6 +7,7 @@ from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.wire import codec, field_types, messages
 
 _MOST_REMEMBERED = 1 << 16
+_MOST_EARLIER = 16  # a decode rank repeats an abort with every heartbeat, and seldom attaches anew in between
 
 
 class DecodeChannels:
@@ -20,7 +21,8 @@ class DecodeChannels:
         """
         self._endpoint = endpoint
         self._channels: dict[str, ReliableChannel] = {}  # the latest stand last
-        self._came_before: dict[str, tuple[int, int]] = {}  # of the channel before each: its epoch, what was received
+        # Of the channels before each: their epochs, and what was received; the latest stand last.
+        self._earlier: dict[str, tuple[tuple[int, int], ...]] = {}
         self._none = ReliableChannel(-1)  # to whoever has never attached
         self._none.close()
 
@@ -33,7 +35,8 @@ class DecodeChannels:
         if before.epoch >= attempt:
             return False
         remember(self._channels, receiver, ReliableChannel(attempt), _MOST_REMEMBERED)
-        remember(self._came_before, receiver, (before.epoch, before.received), _MOST_REMEMBERED)
+        earlier = (*self._earlier.get(receiver, ()), (before.epoch, before.received))[-_MOST_EARLIER:]
+        remember(self._earlier, receiver, earlier, _MOST_REMEMBERED)
         return True
 
     def is_open(self, receiver: str) -> bool:
@@ -80,13 +83,13 @@ class DecodeChannels:
     def take_back(self, receiver: str, epoch: int, number: int) -> bool:
         """Takes back a message of a decode rank that has not come: it does not count if it does.
 
-        Returns whether it has not come, and will not count. What may have come with an attempt to attach before the
-        last two counts as come, and so does what was never sent (number 0).
+        Returns whether it has not come, and will not count. What was sent with an attempt to attach so long ago that it
+        is forgotten counts as come, and so does what was never sent (number 0).
         """
         channel = self._to(receiver)
-        if channel.epoch < epoch:
-            return number > 0
         if channel.epoch == epoch:
             return channel.take_back(number)
-        before, received = self._came_before[receiver]
-        return number > 0 and (before < epoch or (before == epoch and received < number))
+        for attempt, received in ((channel.epoch, 0), *reversed(self._earlier.get(receiver, ()))):
+            if attempt <= epoch:
+                return number > (received if attempt == epoch else 0)
+        return False
