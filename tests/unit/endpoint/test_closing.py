@@ -311,7 +311,12 @@ def test_staging_memory_comes_back_when_what_hung_has_ended(hanging: Callable[..
 def test_a_write_that_hangs_while_a_decode_rank_attaches_keeps_it_connected(pair: Callable[..., Requests], end: str):
     """What is written to measure the ways to it is no room's, and must end all the same."""
     requests = pair(
-        path="auto", staging_ring_mib=1.0, staging_chunk_mib=0.25, close_timeout_s=0.2, bootstrap_timeout_s=2.0
+        path="auto",
+        staging_ring_mib=1.0,
+        staging_chunk_mib=0.25,
+        close_timeout_s=0.2,
+        bootstrap_timeout_s=2.0,
+        heartbeat_interval_s=0.05,
     )
     transport, prefill = requests.prefill.transports[0], requests.prefill.endpoints[0]
     transport.held = True
@@ -328,6 +333,23 @@ def test_a_write_that_hangs_while_a_decode_rank_attaches_keeps_it_connected(pair
     else:
         transport.held = False
         requests.run(1)
+    assert not transport.misused
+
+
+def test_a_write_that_takes_long_while_a_decode_rank_attaches_refuses_nobody(
+    pair: Callable[..., Requests], caplog: pytest.LogCaptureFixture
+):
+    """As on a machine on which many processes start."""
+    requests = pair(path="auto", staging_ring_mib=1.0, staging_chunk_mib=0.25)
+    transport = requests.prefill.transports[0]
+    transport.held = True
+    connecting = threading.Thread(target=requests.connect)
+    connecting.start()
+    eventually("it has to wait", lambda: "has to wait: a write of a few bytes did not end within 1 s" in caplog.text)
+    transport.held = False
+    connecting.join(WAIT_S)
+    requests.run(1)
+    assert "refused" not in caplog.text
     assert not transport.misused
 
 

@@ -27,6 +27,10 @@ from kvferry.transport import TransferHandle, TransferReport, Transport
 
 log = logging.getLogger(__name__)
 
+_MOST_ASKED = 4
+"""A decode rank asks again with every heartbeat. As often a write that measures may still be on its way: on a machine
+on which many processes start, or a network that is down for a moment, such a write is slow and arrives."""
+
 
 @dataclass(frozen=True, slots=True)
 class DetachRequested:
@@ -40,7 +44,13 @@ class EarlierUndone:
 
 @dataclass(frozen=True, slots=True)
 class HangingWriteEnded:
-    """The write that hung while the decode rank attached is over."""
+    """The write that hung while the decode rank attached is over.
+
+    Attributes:
+        request: the attempt to attach, which can go on.
+    """
+
+    request: Attach
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,23 +60,23 @@ class _HangingWrite:
     Attributes:
         receiver: whose memory is written.
         transfer: the transport's handle.
-        post: queues an event for the decode rank's peer.
+        ended: called once it is over.
         broken_off: is told that what was sent of it may arrive yet; so it counts as hanging.
     """
 
     receiver: str
     transfer: TransferHandle
-    post: Callable[[HangingWriteEnded], None]
+    ended: Callable[[], None]
     broken_off: Callable[[str], None]
 
     def done(self, _: TransferReport) -> None:
-        self.post(HangingWriteEnded())
+        self.ended()
 
     def failed(self, _: Exception) -> None:
         self.broken_off(self.receiver)
 
     def settled(self, _: Exception) -> None:
-        self.post(HangingWriteEnded())
+        self.ended()
 
     def broke(self, _: Exception) -> None:
         """Does nothing: the write may not have ended, so that it counts as hanging."""
@@ -132,6 +142,7 @@ class DecodePeer(Actor):
         self.attachment: Attachment | None = None
         self._must_wait = earlier is not None
         self._hanging: TransportError | None = None  # set while a write hangs: as long the rank must stay connected
+        self._asked = 0  # how often it asked meanwhile
         self._is_detaching = False
         self._waiting: list[PeerEvent] = []
         self._context = context
@@ -189,6 +200,8 @@ class DecodePeer(Actor):
                     self._disconnect(lambda: self._context.transport.disconnect(self.name))
                     if self._is_detaching:
                         self._undone()
+                    elif self._asked <= _MOST_ASKED:
+                        self._attach(each.request, worker)
 
     def broke(self, error: Exception, worker: Worker) -> None:
         """Logs the error. Errors of connecting and disconnecting are handled where they occur."""
@@ -199,7 +212,9 @@ class DecodePeer(Actor):
             self._confirm(self.attachment)
             return
         if self._hanging is not None:
-            self._refuse(self._hanging)
+            self._asked += 1
+            if self._asked > _MOST_ASKED:
+                self._refuse(self._hanging)
             return
         context = self._context
         try:
@@ -212,8 +227,9 @@ class DecodePeer(Actor):
             )
         except WriteHangsError as error:
             self._hanging = TransportError(str(error))
-            worker.watch(_HangingWrite(self.name, error.transfer, self.post, context.broken_off))
-            self._refuse(self._hanging)
+            ended = HangingWriteEnded(message)
+            worker.watch(_HangingWrite(self.name, error.transfer, partial(self.post, ended), context.broken_off))
+            log.warning("decode rank %s has to wait: %s", self.name, error)
         except Exception as error:
             self._refuse(error)
         else:
