@@ -244,11 +244,13 @@ class RoomTable(Generic[RoomT]):
         """
         if self.is_dropped(receiver, message):
             self._dropped.pop((receiver, message.room))
+        over = self._over.get((receiver, message.room))
+        is_repeated = over is not None and over.generation == message.generation
         gave_up = TransferAbortedError(f"room {message.room} was aborted by {receiver}: {message.reason}")
         self._is_over(receiver, message.room, message.generation, gave_up, now)
         failed = self._failed_alone.get(message.room)
-        if failed is not None and is_unopened:
-            failed.receivers.add(receiver)  # it need not be refused
+        if failed is not None and is_unopened and not is_repeated:
+            failed.receivers.add(receiver)  # it need not be refused, as it must be in a use that came after this one
         room = self.rooms.get(message.room)
         if room is None:
             self._pending.abort(receiver, message)
