@@ -41,7 +41,7 @@ from kvferry.protocol.rooms.room_table import RoomTable
 from kvferry.protocol.transfer import receiver, same_request, sender, sender_events
 from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
 from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_events import ConnectFailed, PartScattered, ReceiverCommand, ReceiverEvent
+from kvferry.protocol.transfer.receiver_events import ConnectFailed, PartPlaced, ReceiverCommand, ReceiverEvent
 from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
@@ -153,12 +153,12 @@ def _arrived_before_the_scatter(patch: pytest.MonkeyPatch) -> None:
     def part_arrived(machine: ReceiverMachine, event: Any, now: float) -> list[Any]:
         commands = right(machine, event, now)
         if commands:
-            right_part_scattered(machine, PartScattered(event.writer, event.sequence, event.part), now)
+            right_part_placed(machine, PartPlaced(event.writer, event.sequence, event.part), now)
         return commands
 
-    right_part_scattered = ReceiverMachine._part_scattered
+    right_part_placed = ReceiverMachine._part_placed
     patch.setattr(ReceiverMachine, "_part_arrived", part_arrived)
-    patch.setattr(ReceiverMachine, "_part_scattered", lambda machine, event, now: [])
+    patch.setattr(ReceiverMachine, "_part_placed", lambda machine, event, now: [])
 
 
 def _peer_added_without_removal(patch: pytest.MonkeyPatch) -> None:
@@ -584,9 +584,9 @@ def _parts_by(change: Callable[[Any], None]) -> Plant:
     """What is known of a chunk's parts changes before one more counts. Those behind a complete chunk do not count."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        right = ReceiverMachine._part_scattered
+        right = ReceiverMachine._part_placed
 
-        def part_scattered(machine: ReceiverMachine, event: PartScattered, now: float) -> list[ReceiverCommand]:
+        def part_placed(machine: ReceiverMachine, event: PartPlaced, now: float) -> list[ReceiverCommand]:
             parts = machine._expected[event.writer].partial.get(event.sequence)
             if parts is None:
                 machine._at_pages -= 1
@@ -594,7 +594,7 @@ def _parts_by(change: Callable[[Any], None]) -> Plant:
             change(parts)
             return right(machine, event, now)
 
-        patch.setattr(ReceiverMachine, "_part_scattered", part_scattered)
+        patch.setattr(ReceiverMachine, "_part_placed", part_placed)
 
     return plant
 
@@ -610,10 +610,10 @@ def _counted_twice(parts: Any) -> None:
 
 def _scattered_or_not(patch: pytest.MonkeyPatch) -> None:
     """A part counts although it could not be put into its pages."""
-    right = ReceiverMachine._part_scattered
+    right = ReceiverMachine._part_placed
     patch.setattr(
         ReceiverMachine,
-        "_part_scattered",
+        "_part_placed",
         lambda machine, event, now: right(machine, replace(event, error=None), now),
     )
 

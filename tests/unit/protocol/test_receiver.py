@@ -18,12 +18,12 @@ from kvferry.protocol.transfer.receiver_events import (
     Drop,
     Finished,
     PartArrived,
-    PartScattered,
+    PartPlaced,
+    Place,
     ReceiverAbortRequested,
     ReceiverBroke,
     ReceiverCommand,
     ReceiverTick,
-    Scatter,
     SendAbort,
     SenderDrained,
     SenderFailed,
@@ -372,7 +372,7 @@ def test_the_first_failure_is_the_one_that_is_told():
 
 def test_a_part_that_arrives_is_to_be_scattered():
     receiver = machine()
-    assert run(receiver, connected(1), PartArrived(1, 4, 2, is_last=False, work="it")) == [Scatter("it")]
+    assert run(receiver, connected(1), PartArrived(1, 4, 2, is_last=False, work="it")) == [Place("it")]
     assert (receiver.state, receiver.chunks) == (WAITING, 0)
 
 
@@ -382,18 +382,18 @@ def test_a_chunk_has_arrived_once_all_its_parts_are_in_their_pages():
     for part in (2, 0, 1):  # the last may come first
         run(receiver, PartArrived(0, 0, part, is_last=part == 2))
     for part in (1, 2):
-        assert run(receiver, PartScattered(0, 0, part)) == []
+        assert run(receiver, PartPlaced(0, 0, part)) == []
         assert (receiver.state, receiver.chunks) == (WAITING, 0)
-    run(receiver, PartScattered(0, 0, 0))
+    run(receiver, PartPlaced(0, 0, 0))
     assert (receiver.state, receiver.chunks) == (SUCCESS, 1)
     assert receiver.are_pages_reusable
 
 
 def test_a_chunk_is_not_complete_before_its_last_part_has_come():
     receiver = machine()
-    run(receiver, connected(0), Finished(0, 1, b"t"), PartArrived(0, 0, 0, is_last=False), PartScattered(0, 0, 0))
+    run(receiver, connected(0), Finished(0, 1, b"t"), PartArrived(0, 0, 0, is_last=False), PartPlaced(0, 0, 0))
     assert receiver.state is WAITING
-    run(receiver, PartArrived(0, 0, 1, is_last=True), PartScattered(0, 0, 1))
+    run(receiver, PartArrived(0, 0, 1, is_last=True), PartPlaced(0, 0, 1))
     assert receiver.state is SUCCESS
 
 
@@ -401,9 +401,9 @@ def test_chunks_in_parts_and_chunks_in_one_piece_count_alike():
     receiver = machine()
     run(receiver, connected(0, 1), Finished(0, 2, b"t"), Finished(1, 1, None))
     run(receiver, Arrived(0, 1), PartArrived(0, 0, 0, is_last=True), PartArrived(1, 0, 0, is_last=True))
-    run(receiver, PartScattered(1, 0, 0))
+    run(receiver, PartPlaced(1, 0, 0))
     assert (receiver.state, receiver.chunks) == (TRANSFERRING, 2)
-    run(receiver, PartScattered(0, 0, 0))
+    run(receiver, PartPlaced(0, 0, 0))
     assert (receiver.state, receiver.chunks) == (SUCCESS, 3)
 
 
@@ -418,11 +418,11 @@ def test_chunks_in_parts_and_chunks_in_one_piece_count_alike():
 )
 def test_a_part_that_comes_again_or_from_a_stranger_is_not_wanted(event: PartArrived):
     receiver = machine()
-    run(receiver, connected(0), PartArrived(0, 0, 0, is_last=True), PartScattered(0, 0, 0))
-    run(receiver, PartArrived(0, 1, 0, is_last=False), PartArrived(0, 1, 1, is_last=True), PartScattered(0, 1, 1))
+    run(receiver, connected(0), PartArrived(0, 0, 0, is_last=True), PartPlaced(0, 0, 0))
+    run(receiver, PartArrived(0, 1, 0, is_last=False), PartArrived(0, 1, 1, is_last=True), PartPlaced(0, 1, 1))
     assert run(receiver, event) == [Drop(None)]
     assert receiver.chunks == 1
-    run(receiver, Finished(0, 2, b"t"), PartScattered(0, 1, 0))
+    run(receiver, Finished(0, 2, b"t"), PartPlaced(0, 1, 0))
     assert receiver.state is SUCCESS
 
 
@@ -441,7 +441,7 @@ def test_pages_are_not_reusable_while_a_part_is_on_its_way_into_them():
     assert (receiver.state, receiver.are_pages_reusable) == (FAILED, False)
     reusable = []
     for part in range(2):
-        assert run(receiver, PartScattered(0, 0, part)) == []
+        assert run(receiver, PartPlaced(0, 0, part)) == []
         reusable.append(receiver.are_pages_reusable)
     assert reusable == [False, True]
 
@@ -450,14 +450,14 @@ def test_a_part_that_cannot_be_put_into_its_pages_fails_the_room():
     receiver = machine()
     cause = OSError("an illegal memory access")
     run(receiver, connected(0, ranks=2), PartArrived(0, 0, 0, is_last=False), PartArrived(0, 0, 1, is_last=True))
-    commands = run(receiver, PartScattered(0, 0, 0, error=cause))
+    commands = run(receiver, PartPlaced(0, 0, 0, cause, "put into its pages"))
     assert [command.rank for command in commands if isinstance(command, SendAbort)] == [0, 1]
     assert receiver.error is not None
     assert receiver.error.__cause__ is cause
     assert "what prefill rank 0 sent could not be put into its pages" in str(receiver.error)
     run(receiver, SenderDrained(0))
     reusable = [receiver.are_pages_reusable]
-    run(receiver, PartScattered(0, 0, 1))
+    run(receiver, PartPlaced(0, 0, 1))
     assert [*reusable, receiver.are_pages_reusable] == [False, True]
 
 

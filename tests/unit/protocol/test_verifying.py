@@ -13,20 +13,17 @@ from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import (
-    ArrivedUnverified,
     Connected,
     Drop,
     Finished,
     PartArrived,
-    PartScattered,
+    PartPlaced,
+    Place,
     ReceiverAbortRequested,
     ReceiverCommand,
-    Scatter,
     SendAbort,
     SenderDrained,
     SendVerified,
-    Verified,
-    Verify,
 )
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
@@ -75,22 +72,22 @@ def run(machine: ReceiverMachine, *events: Any, now: float = 0.0) -> list[Receiv
 
 def test_a_room_succeeds_only_once_everything_is_verified_and_tells_the_writer():
     machine = receiver(1)
-    assert run(machine, ArrivedUnverified(1, 0, "its digests")) == [Verify("its digests")]
-    assert run(machine, ArrivedUnverified(1, 1, "others")) == [Verify("others")]
+    assert run(machine, PartArrived(1, 0, work="its digests")) == [Place("its digests")]
+    assert run(machine, PartArrived(1, 1, work="others")) == [Place("others")]
     assert run(machine, Finished(1, 2, b"")) == []
-    assert run(machine, Verified(1, 1)) == []
+    assert run(machine, PartPlaced(1, 1)) == []
     assert (machine.state, machine.chunks) == (S.TRANSFERRING, 1)
-    assert run(machine, Verified(1, 0)) == [SendVerified(1)]
+    assert run(machine, PartPlaced(1, 0)) == [SendVerified(1)]
     assert machine.state is S.SUCCESS
     assert machine.are_pages_reusable
 
 
 def test_every_writer_is_told_once_its_own_bytes_are_verified():
     machine = receiver(1, 2)
-    run(machine, ArrivedUnverified(1, 0), ArrivedUnverified(2, 0), Finished(1, 1, b""))
-    assert run(machine, Verified(1, 0)) == [SendVerified(1)]
+    run(machine, PartArrived(1, 0), PartArrived(2, 0), Finished(1, 1, b""))
+    assert run(machine, PartPlaced(1, 0)) == [SendVerified(1)]
     assert run(machine, Finished(1, 1, b"")) == []
-    assert run(machine, Verified(2, 0)) == []
+    assert run(machine, PartPlaced(2, 0)) == []
     assert run(machine, Finished(2, 1, None)) == [SendVerified(2)]
     assert machine.state is S.SUCCESS
 
@@ -105,31 +102,31 @@ def test_without_checksums_nobody_is_told():
 
 def test_a_repeated_notification_is_verified_once():
     machine = receiver(1)
-    run(machine, ArrivedUnverified(1, 0))
-    assert run(machine, ArrivedUnverified(1, 0)) == [Drop(None)]
-    run(machine, Verified(1, 0))
-    assert run(machine, ArrivedUnverified(1, 0)) == [Drop(None)]
+    run(machine, PartArrived(1, 0))
+    assert run(machine, PartArrived(1, 0)) == [Drop(None)]
+    run(machine, PartPlaced(1, 0))
+    assert run(machine, PartArrived(1, 0)) == [Drop(None)]
     assert machine.chunks == 1
 
 
 def test_what_arrives_after_the_end_is_not_verified():
     machine = receiver(1)
-    run(machine, ArrivedUnverified(1, 0), Verified(1, 0), Finished(1, 1, b""))
-    assert run(machine, ArrivedUnverified(1, 0), ArrivedUnverified(1, 9)) == [Drop(None)]
+    run(machine, PartArrived(1, 0), PartPlaced(1, 0), Finished(1, 1, b""))
+    assert run(machine, PartArrived(1, 0), PartArrived(1, 9)) == [Drop(None)]
     failed = receiver(1)
     run(failed, ReceiverAbortRequested("enough"))
-    assert run(failed, ArrivedUnverified(1, 0)) == [Drop(None)]
+    assert run(failed, PartArrived(1, 0)) == [Drop(None)]
 
 
 def test_nobody_but_a_writer_is_verified():
-    assert run(receiver(1), ArrivedUnverified(2, 0)) == [Drop(None)]
+    assert run(receiver(1), PartArrived(2, 0)) == [Drop(None)]
 
 
 def test_a_wrong_digest_fails_the_room_with_its_own_error_and_every_rank_hears_which():
     machine = receiver(1, ranks=2)
-    run(machine, ArrivedUnverified(1, 0))
+    run(machine, PartArrived(1, 0))
     reason = "room 7: 'k' in page 5"
-    assert run(machine, Verified(1, 0, WRONG)) == [
+    assert run(machine, PartPlaced(1, 0, error=WRONG)) == [
         SendAbort(0, reason, "ChecksumError"),
         SendAbort(1, reason, "ChecksumError"),
     ]
@@ -142,23 +139,23 @@ def test_a_wrong_digest_fails_the_room_with_its_own_error_and_every_rank_hears_w
 
 def test_a_part_with_a_wrong_digest_does_the_same():
     machine = receiver(1)
-    assert run(machine, PartArrived(1, 0, 0, is_last=True, work="it")) == [Scatter("it")]
-    run(machine, PartScattered(1, 0, 0, WRONG))
+    assert run(machine, PartArrived(1, 0, 0, is_last=True, work="it")) == [Place("it")]
+    run(machine, PartPlaced(1, 0, 0, WRONG))
     assert type(machine.error) is ChecksumError
 
 
 def test_what_cannot_be_verified_fails_the_room_with_its_cause():
     machine = receiver(1)
-    run(machine, ArrivedUnverified(1, 0), Verified(1, 0, ZeroDivisionError("none")))
+    run(machine, PartArrived(1, 0), PartPlaced(1, 0, error=ZeroDivisionError("none"), purpose="verified"))
     assert type(machine.error) is TransferFailedError
     assert "prefill rank 1 sent could not be verified: ZeroDivisionError" in str(machine.error)
 
 
 def test_pages_are_not_reusable_while_they_are_read():
     machine = receiver(1)
-    run(machine, ArrivedUnverified(1, 0), ReceiverAbortRequested("enough"), SenderDrained(1))
+    run(machine, PartArrived(1, 0), ReceiverAbortRequested("enough"), SenderDrained(1))
     assert not machine.are_pages_reusable
-    assert run(machine, Verified(1, 0, WRONG)) == []
+    assert run(machine, PartPlaced(1, 0, error=WRONG)) == []
     assert isinstance(machine.error, TransferAbortedError), "what was first"
     assert machine.are_pages_reusable
 

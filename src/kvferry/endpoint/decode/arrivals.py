@@ -16,7 +16,6 @@ from kvferry.observe.records import PlacedRecord
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.receiver_events import (
     Arrived,
-    ArrivedUnverified,
     Finished,
     PartArrived,
     ReceiverBroke,
@@ -126,7 +125,7 @@ class Arrivals:
             log.warning("dropped a notification for room %d: rank %d has nothing to send", message.room, writer)
         else:
             task = VerifyTask(room, now, plan, message, checks.memory)
-            self._user.apply(room, ArrivedUnverified(writer, sequence, task), now)
+            self._user.apply(room, PartArrived(writer, sequence, work=task), now)
 
     def _part_arrived(self, peer: str, message: notifications.StagedArrived, now: float) -> None:
         """Handles a part of a chunk in staging memory. Its span is given back, whether or not a room takes the part."""

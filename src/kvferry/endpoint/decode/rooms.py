@@ -23,23 +23,21 @@ from kvferry.errors import KVFerryError, MessageError, UnknownRoomError
 from kvferry.observe.status import LostPeerStatus, RoomStatus
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.transfer.receiver_events import (
-    ArrivedUnverified,
     AwaitArrival,
     ConnectFailed,
     Drop,
     PartArrived,
+    Place,
     ReceiverBroke,
     ReceiverCommand,
     ReceiverEvent,
     ReceiverTick,
-    Scatter,
     SendAbort,
     SenderDrained,
     SenderFailed,
     SenderSettled,
     SendOpen,
     SendVerified,
-    Verify,
 )
 from kvferry.protocol.wire import messages
 
@@ -156,7 +154,7 @@ class ReceivingRooms:
         except Exception as error:
             log.exception("room %d met an unexpected error", room.room)
             commands = room.machine.handle(ReceiverBroke(error), now)
-            if isinstance(event, PartArrived | ArrivedUnverified):
+            if isinstance(event, PartArrived):
                 commands.append(Drop(event.work))
         is_open = self.open.get(room.room) is room
         if is_open and room.machine.is_done:
@@ -211,7 +209,7 @@ class ReceivingRooms:
                 self.links.execute(link, link.send_unnumbered(rank, message), now)
             case SendVerified(rank):
                 self._send(room, link, rank, messages.RoomVerified(room=room.room, generation=room.generation), now)
-            case Scatter(work) | Verify(work):
+            case Place(work):
                 self.arrivals.begin(work)
             case Drop(work):
                 self.arrivals.drop(work)

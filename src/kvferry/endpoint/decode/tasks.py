@@ -14,7 +14,7 @@ from kvferry.endpoint.runtime.threads import Loop
 from kvferry.observe.records import PlacedRecord
 from kvferry.plan import PairPlan
 from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.receiver_events import PartScattered, ReceiverEvent, Verified
+from kvferry.protocol.transfer.receiver_events import PartPlaced
 from kvferry.protocol.wire.notifications import ChunkArrived, StagedArrived
 from kvferry.staging import Kernels
 from kvferry.staging.digests import DigestMemory, verify_chunk
@@ -58,7 +58,7 @@ class ArrivalTask(ABC):
         """Returns the record of the work."""
 
     @abstractmethod
-    def event(self, error: Exception | None) -> ReceiverEvent:
+    def event(self, error: Exception | None) -> PartPlaced:
         """Returns the event for the room once the work is done."""
 
     @abstractmethod
@@ -101,8 +101,9 @@ class ScatterTask(ArrivalTask):
     def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
         return _placed(self, self.message.writer, begun_at, done_at, self.span.num_bytes)
 
-    def event(self, error: Exception | None) -> PartScattered:
-        return PartScattered(self.message.writer, self.message.sequence, self.message.part, error)
+    def event(self, error: Exception | None) -> PartPlaced:
+        message = self.message
+        return PartPlaced(message.writer, message.sequence, message.part, error, "put into its pages")
 
     def give_back(self) -> None:
         self.ring.give_back(self.span)
@@ -130,8 +131,8 @@ class VerifyTask(ArrivalTask):
     def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
         return _placed(self, self.message.writer, begun_at, done_at, 0)
 
-    def event(self, error: Exception | None) -> Verified:
-        return Verified(self.message.writer, self.message.sequence, error)
+    def event(self, error: Exception | None) -> PartPlaced:
+        return PartPlaced(self.message.writer, self.message.sequence, error=error, purpose="verified")
 
     def give_back(self) -> None:
         pass

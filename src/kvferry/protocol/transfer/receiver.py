@@ -19,39 +19,36 @@ from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.failures import caused
 from kvferry.protocol.transfer.receiver_events import (
     Arrived,
-    ArrivedUnverified,
     AwaitArrival,
     Connected,
     ConnectFailed,
     Drop,
     Finished,
     PartArrived,
-    PartScattered,
+    PartPlaced,
+    Place,
     ReceiverAbortRequested,
     ReceiverBroke,
     ReceiverCommand,
     ReceiverEvent,
     ReceiverTick,
-    Scatter,
     SendAbort,
     SenderDrained,
     SenderFailed,
     SenderSettled,
     SendOpen,
     SendVerified,
-    Verified,
-    Verify,
 )
 from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, ReceiverState, ReceiverTrigger, TransferState
 
 
 @dataclass(slots=True)
 class _Parts:
-    """What has arrived of a chunk that is sent in parts."""
+    """What has arrived of a chunk that is put into its pages in parts, or whose digests are compared."""
 
     count: int | None = None  # known once the last has arrived
     arrived: set[int] = field(default_factory=set)
-    scattered: int = 0
+    placed: int = 0
 
 
 @dataclass(slots=True)
@@ -60,8 +57,7 @@ class _Writer:
 
     arrived: set[int] = field(default_factory=set)
     last: int = -1  # the highest number that has arrived
-    unverified: set[int] = field(default_factory=set)  # whose digests are being compared, or were
-    partial: dict[int, _Parts] = field(default_factory=dict)  # by sequence, while not all parts are in their pages
+    partial: dict[int, _Parts] = field(default_factory=dict)  # by sequence, until all parts count
     finished_chunks: int | None = None
     is_settling: bool = False  # it writes no more; what it had sent may arrive yet
     is_drained: bool = False
@@ -108,7 +104,7 @@ class ReceiverMachine:
         self._into_pages: frozenset[int] = frozenset()
         self._unanswered: set[int] = set()  # ranks that were asked to stop, and have not answered
         self._verifies = False
-        self._at_pages = 0  # parts that are on their way from staging memory into the pages, or chunks being verified
+        self._at_pages = 0  # parts that are being put into the pages, or compared there
 
     @property
     def are_pages_reusable(self) -> bool:
@@ -176,14 +172,10 @@ class ReceiverMachine:
                 return self._fail(caused(f"room {self.room}: connecting failed", error))
             case Arrived(rank, sequence):
                 return self._arrived(rank, sequence, now)
-            case ArrivedUnverified():
-                return self._arrived_unverified(event, now)
-            case Verified():
-                return self._verified(event, now)
             case PartArrived():
                 return self._part_arrived(event, now)
-            case PartScattered():
-                return self._part_scattered(event, now)
+            case PartPlaced():
+                return self._part_placed(event, now)
             case Finished():
                 return self._finished(event, now)
             case SenderFailed(rank, error_name, reason):
@@ -227,24 +219,6 @@ class ReceiverMachine:
         self._move(ReceiverTrigger.CHUNK_ARRIVED)
         return self._maybe_succeed(rank, writer)
 
-    def _arrived_unverified(self, event: ArrivedUnverified, now: float) -> list[ReceiverCommand]:
-        writer = self._expected.get(event.writer)
-        if writer is None or self.state.is_final or event.sequence in writer.unverified:
-            return [Drop(event.work)]
-        writer.unverified.add(event.sequence)
-        self._at_pages += 1
-        self._last_progress = now
-        return [Verify(event.work)]
-
-    def _verified(self, event: Verified, now: float) -> list[ReceiverCommand]:
-        self._at_pages -= 1
-        if self.state.is_final:
-            return []
-        if event.error is not None:
-            what = f"room {self.room}: what prefill rank {event.writer} sent could not be verified"
-            return self._fail(self._why(event.error, what))
-        return self._arrived(event.writer, event.sequence, now)
-
     def _part_arrived(self, event: PartArrived, now: float) -> list[ReceiverCommand]:
         writer = self._expected.get(event.writer)
         if writer is None or self.state.is_final or event.sequence in writer.arrived:
@@ -257,19 +231,21 @@ class ReceiverMachine:
             parts.count = event.part + 1
         self._at_pages += 1
         self._last_progress = now
-        return [Scatter(event.work)]
+        return [Place(event.work)]
 
-    def _part_scattered(self, event: PartScattered, now: float) -> list[ReceiverCommand]:
+    def _part_placed(self, event: PartPlaced, now: float) -> list[ReceiverCommand]:
         self._at_pages -= 1
         if self.state.is_final:
             return []
+        if isinstance(event.error, ChecksumError):
+            return self._fail(ChecksumError(f"room {self.room}: {event.error}"))
         if event.error is not None:
-            what = f"room {self.room}: what prefill rank {event.writer} sent could not be put into its pages"
-            return self._fail(self._why(event.error, what))
+            what = f"room {self.room}: what prefill rank {event.writer} sent could not be {event.purpose}"
+            return self._fail(caused(what, event.error))
         writer = self._expected[event.writer]
         parts = writer.partial[event.sequence]
-        parts.scattered += 1
-        if parts.scattered != parts.count:
+        parts.placed += 1
+        if parts.placed != parts.count:
             return []
         del writer.partial[event.sequence]
         return self._arrived(event.writer, event.sequence, now)
@@ -348,10 +324,6 @@ class ReceiverMachine:
             rank for rank in self._ranks if rank not in self._expected or not self._expected[rank].has_answered
         }
         return [self.abort_of(rank) for rank in sorted(self._ranks)]
-
-    def _why(self, error: Exception, what: str) -> KVFerryError:
-        """Returns the error that the room fails with if a part or a chunk met one."""
-        return ChecksumError(f"room {self.room}: {error}") if isinstance(error, ChecksumError) else caused(what, error)
 
     def abort_of(self, rank: int) -> SendAbort:
         """Returns the abort to send to a rank once the room has failed, and again if the rank does not answer."""

@@ -20,11 +20,11 @@ from kvferry.protocol.transfer.receiver_events import (
     Drop,
     Finished,
     PartArrived,
-    PartScattered,
+    PartPlaced,
+    Place,
     ReceiverAbortRequested,
     ReceiverEvent,
     ReceiverTick,
-    Scatter,
     SendAbort,
     SenderDrained,
     SenderFailed,
@@ -335,10 +335,10 @@ class DecodeNode:
                     self._open_numbers[rank] = link.last_number(rank)
                 case SendAbort():
                     self._abort(command, out)
-                case Scatter(_Part() as part):
+                case Place(_Part() as part):
                     self.placed.add((part.prefill, part.sequence))
                     self._give_back(part.prefill, part.epoch, part.span, out)
-                    self._apply(PartScattered(part.prefill, part.sequence, 0), out)
+                    self._apply(PartPlaced(part.prefill, part.sequence), out)
                 case Drop(_Part() as part):
                     self._give_back(part.prefill, part.epoch, part.span, out)
                 case AwaitArrival(rank):
