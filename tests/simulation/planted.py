@@ -38,7 +38,7 @@ from kvferry.protocol.links.lost_ranks import LostRanks
 from kvferry.protocol.links.rank_link import RankLink
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.rooms.room_table import RoomTable
-from kvferry.protocol.transfer import receiver, same_request, sender, sender_events
+from kvferry.protocol.transfer import receiver, sender, sender_events
 from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import ConnectFailed, PartPlaced, ReceiverCommand, ReceiverEvent
@@ -786,7 +786,7 @@ def _late_receivers_not_told(patch: pytest.MonkeyPatch) -> None:
 
 def _any_prompt_will_do(patch: pytest.MonkeyPatch) -> None:
     """What a request's cache depends on is not compared."""
-    patch.setattr(same_request, "why_different", lambda prefill, decode: "")
+    patch.setattr(sender, "why_different", lambda prefill, decode: "")
 
 
 # ---- rooms that are refused ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import TransferAbortedError, TransferFailedError, TransferTimeoutError
-from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import (
     Arrived,
@@ -20,10 +20,7 @@ from kvferry.protocol.transfer.receiver_events import (
     PartArrived,
     PartPlaced,
     Place,
-    ReceiverAbortRequested,
-    ReceiverBroke,
     ReceiverCommand,
-    ReceiverTick,
     SendAbort,
     SenderDrained,
     SenderFailed,
@@ -173,11 +170,11 @@ def test_what_comes_after_success_changes_nothing():
         Finished(0, 3, None),
         SenderFailed(0, "PageError", "late"),
         SenderDrained(0),
-        ReceiverAbortRequested("late"),
+        AbortRequested("late"),
         ConnectFailed(OSError()),
-        ReceiverBroke(OSError()),
+        Broke(OSError()),
         connected(1),
-        ReceiverTick(),
+        Tick(),
     ]
     for event in late:
         assert run(receiver, event, now=1000.0) == []
@@ -231,7 +228,7 @@ def test_a_rank_that_is_drained_without_a_word_ends_the_room():
     assert receiver.are_pages_reusable
 
 
-@pytest.mark.parametrize("event", [ReceiverAbortRequested("gone"), ConnectFailed(OSError("refused"))])
+@pytest.mark.parametrize("event", [AbortRequested("gone"), ConnectFailed(OSError("refused"))])
 def test_a_room_that_failed_before_anyone_was_asked_gives_its_pages_back_at_once(event: Any):
     receiver = machine()
     assert run(receiver, event) == []
@@ -252,7 +249,7 @@ def test_a_failed_connection_keeps_its_cause():
 
 def test_an_abort_is_sent_to_every_rank_and_pages_wait_for_all_that_may_write():
     receiver = machine()
-    commands = run(receiver, connected(0, 2, ranks=3), ReceiverAbortRequested("the client went away"))
+    commands = run(receiver, connected(0, 2, ranks=3), AbortRequested("the client went away"))
     assert isinstance(receiver.error, TransferAbortedError)
     assert commands == [SendAbort(rank, str(receiver.error)) for rank in (0, 1, 2)]
     assert receiver.undrained == [0, 2]
@@ -286,7 +283,7 @@ def test_what_a_failed_write_had_sent_is_waited_for():
 @pytest.mark.parametrize("after_failure", [True, False])
 def test_the_same_again_neither_ends_that_wait_nor_starts_it_anew(after_failure: bool):
     receiver = machine()
-    run(receiver, connected(0, ranks=1), ReceiverAbortRequested("gone"), SenderDrained(0, after_failure=True))
+    run(receiver, connected(0, ranks=1), AbortRequested("gone"), SenderDrained(0, after_failure=True))
     assert run(receiver, SenderDrained(0, after_failure=after_failure)) == []
     assert not receiver.are_pages_reusable
     run(receiver, SenderSettled(0))
@@ -308,7 +305,7 @@ def test_what_a_rank_had_sent_that_writes_to_no_pages_is_not_waited_for():
     run(
         receiver,
         replace(connected(0, 1, ranks=2), into_pages=frozenset({1})),
-        ReceiverAbortRequested("gone"),
+        AbortRequested("gone"),
         SenderDrained(1),
     )
     assert receiver.are_pages_reusable
@@ -318,13 +315,13 @@ def test_what_a_rank_had_sent_that_writes_to_no_pages_is_not_waited_for():
 
 def test_an_arrival_after_the_abort_does_not_free_the_pages():
     receiver = machine()
-    run(receiver, connected(0), ReceiverAbortRequested("gone"), Arrived(0, 0))
+    run(receiver, connected(0), AbortRequested("gone"), Arrived(0, 0))
     assert (receiver.state, receiver.are_pages_reusable) == (FAILED, False)
 
 
 def test_a_writer_that_finished_will_not_write_again_even_if_the_room_failed():
     receiver = machine()
-    run(receiver, connected(0, 1), Finished(1, 5, None), ReceiverAbortRequested("gone"))
+    run(receiver, connected(0, 1), Finished(1, 5, None), AbortRequested("gone"))
     assert receiver.undrained == [0]
     run(receiver, Finished(0, 5, b"t"))
     assert receiver.are_pages_reusable
@@ -354,7 +351,7 @@ def test_a_lost_rank_keeps_the_pages_until_it_is_known_to_be_quiet():
 
 def test_an_unexpected_error_of_ours_fails_the_room_like_any_other():
     receiver = machine()
-    commands = run(receiver, connected(0, ranks=2), ReceiverBroke(ZeroDivisionError("division by zero")))
+    commands = run(receiver, connected(0, ranks=2), Broke(ZeroDivisionError("division by zero")))
     assert "ZeroDivisionError: division by zero" in str(receiver.error)
     assert [command.rank for command in commands if isinstance(command, SendAbort)] == [0, 1]
     assert receiver.undrained == [0]
@@ -362,8 +359,8 @@ def test_an_unexpected_error_of_ours_fails_the_room_like_any_other():
 
 def test_the_first_failure_is_the_one_that_is_told():
     receiver = machine()
-    run(receiver, connected(0), ReceiverAbortRequested("first"))
-    assert run(receiver, SenderFailed(0, "OSError", "second"), ReceiverAbortRequested("third")) == []
+    run(receiver, connected(0), AbortRequested("first"))
+    assert run(receiver, SenderFailed(0, "OSError", "second"), AbortRequested("third")) == []
     assert "first" in str(receiver.error)
 
 
@@ -428,7 +425,7 @@ def test_a_part_that_comes_again_or_from_a_stranger_is_not_wanted(event: PartArr
 
 def test_a_part_that_comes_when_the_room_is_over_is_not_wanted():
     receiver = machine()
-    run(receiver, connected(0), ReceiverAbortRequested("gone"))
+    run(receiver, connected(0), AbortRequested("gone"))
     assert run(receiver, PartArrived(0, 0, 0, is_last=True, work="it")) == [Drop("it")]
     run(receiver, SenderDrained(0))
     assert receiver.are_pages_reusable
@@ -437,7 +434,7 @@ def test_a_part_that_comes_when_the_room_is_over_is_not_wanted():
 def test_pages_are_not_reusable_while_a_part_is_on_its_way_into_them():
     receiver = machine()
     parts = [PartArrived(0, 0, part, is_last=False) for part in range(2)]
-    run(receiver, connected(0), *parts, ReceiverAbortRequested("gone"), SenderDrained(0))
+    run(receiver, connected(0), *parts, AbortRequested("gone"), SenderDrained(0))
     assert (receiver.state, receiver.are_pages_reusable) == (FAILED, False)
     reusable = []
     for part in range(2):
@@ -466,9 +463,9 @@ def test_a_part_that_cannot_be_put_into_its_pages_fails_the_room():
 
 def expires(receiver: ReceiverMachine, at: float, message: str) -> list[ReceiverCommand]:
     assert (receiver.state.is_final, receiver.deadline) == (False, at)
-    assert receiver.handle(ReceiverTick(), at - 0.001) == []
+    assert receiver.handle(Tick(), at - 0.001) == []
     assert not receiver.state.is_final
-    commands = receiver.handle(ReceiverTick(), at)
+    commands = receiver.handle(Tick(), at)
     assert isinstance(receiver.error, TransferTimeoutError)
     assert message in str(receiver.error)
     assert (receiver.state, receiver.deadline) == (FAILED, None)

@@ -23,7 +23,7 @@ from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.moves import Move, ReceiverRequest, moves_of
 from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.transfer import sender as sender_module
-from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
@@ -34,10 +34,7 @@ from kvferry.protocol.transfer.sender_events import (
     ReceiverLost,
     ReceiverOpened,
     SendDrained,
-    SenderAbortRequested,
-    SenderBroke,
     SenderCommand,
-    SenderTick,
     SendFailed,
     SendFinish,
     TurnCame,
@@ -190,7 +187,7 @@ def test_a_chunk_handed_in_while_earlier_ones_wait_for_a_turn_waits_behind_them(
 def test_chunks_that_wait_for_a_turn_are_dropped_with_the_room():
     sender = machine()
     run(sender, chunk(1), chunk(2, start=1), opened())
-    run(sender, SenderAbortRequested("the client went away"))
+    run(sender, AbortRequested("the client went away"))
     assert run(sender, TurnCame()) == []
     assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
 
@@ -321,7 +318,7 @@ def test_who_opens_a_room_that_is_complete_is_refused():
 @pytest.mark.parametrize("receiver", ["d0", "d1"])
 def test_who_opens_a_room_that_failed_learns_why(receiver: str):
     sender = machine()
-    run(sender, opened(), SenderAbortRequested("the client went away"))
+    run(sender, opened(), AbortRequested("the client went away"))
     refused, drained = run(sender, opened(receiver, generation=9))
     assert isinstance(refused, SendFailed)
     assert refused.error is sender.error
@@ -452,7 +449,7 @@ def test_a_finish_that_cannot_be_told_fails_the_room():
 def test_an_abort_of_our_caller_fails_the_room_for_every_receiver():
     sender = machine()
     run(sender, opened("d0", expected_receivers=2), opened("d1", expected_receivers=2, is_writer=False), chunk(1))
-    commands = run(sender, SenderAbortRequested("the client went away"))
+    commands = run(sender, AbortRequested("the client went away"))
     assert isinstance(sender.error, TransferAbortedError)
     assert failed_of(commands) == [("d0", 1), ("d1", 1)]
     assert drained_of(commands) == [("d1", 1)]
@@ -488,11 +485,11 @@ def test_an_abort_that_crosses_success_is_answered_and_changes_nothing():
 @pytest.mark.parametrize(
     "event",
     [
-        SenderAbortRequested("too late"),
-        SenderBroke(ZeroDivisionError()),
+        AbortRequested("too late"),
+        Broke(ZeroDivisionError()),
         FinishFailed("d0", OSError("said after all")),
         ReceiverLost("d0", OSError("no heartbeat")),
-        SenderTick(),
+        Tick(),
     ],
 )
 def test_what_comes_after_success_changes_nothing(event: Any):
@@ -522,7 +519,7 @@ def test_drained_is_said_once_and_again_to_whom_asks_again():
     sender = machine()
     run(sender, opened(), chunk(1), ReceiverAborted("d0", 1, "timeout"))
     assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
-    for event in (SenderTick(), SenderAbortRequested("late"), SenderBroke(OSError())):
+    for event in (Tick(), AbortRequested("late"), Broke(OSError())):
         assert run(sender, event, now=1000.0) == []
     assert run(sender, ReceiverAborted("d0", 1, "again")) == [SendDrained("d0", 1)]
 
@@ -537,7 +534,7 @@ def test_who_aborts_again_before_the_last_write_ended_is_answered_once_it_has():
 def test_an_unexpected_error_of_ours_fails_the_room_like_any_other():
     sender = machine()
     run(sender, opened(), chunk(1))
-    commands = run(sender, SenderBroke(ZeroDivisionError("division by zero")))
+    commands = run(sender, Broke(ZeroDivisionError("division by zero")))
     assert "ZeroDivisionError: division by zero" in str(sender.error)
     assert failed_of(commands) == [("d0", 1)]
     assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
@@ -571,12 +568,12 @@ def test_a_lost_receiver_that_was_owed_nothing_leaves_the_others_alone():
     assert run(sender, ReceiverLost("d0", OSError())) == []
     run(sender, opened("d1", expected_receivers=2), chunk(1, 2, 3, is_last=True))
     assert run(sender, WriteDone("d1", 0)) == [SendFinish("d1", 1, 1, b"")]
-    assert failed_of(run(sender, SenderAbortRequested("late"))) == [("d1", 1)], "nobody is there to tell"
+    assert failed_of(run(sender, AbortRequested("late"))) == [("d1", 1)], "nobody is there to tell"
 
 
 def test_a_receiver_lost_after_the_failure_is_told_nothing_either():
     sender = machine()
-    run(sender, opened(), chunk(1), SenderAbortRequested("the client went away"))
+    run(sender, opened(), chunk(1), AbortRequested("the client went away"))
     assert run(sender, ReceiverLost("d0", OSError())) == []
     assert isinstance(sender.error, TransferAbortedError)
     assert run(sender, WriteFailed("d0", 0, OSError())) == []
@@ -594,8 +591,8 @@ def test_the_loss_of_a_stranger_or_of_a_served_receiver_changes_nothing():
 
 def test_the_first_failure_is_the_one_that_is_told():
     sender = machine()
-    run(sender, opened(), chunk(1), SenderAbortRequested("first"))
-    run(sender, WriteFailed("d0", 0, OSError("second")), SenderAbortRequested("third"))
+    run(sender, opened(), chunk(1), AbortRequested("first"))
+    run(sender, WriteFailed("d0", 0, OSError("second")), AbortRequested("third"))
     assert "first" in str(sender.error)
 
 
@@ -612,9 +609,9 @@ def test_a_page_that_appears_twice_in_a_chunk_fails_the_room():
 
 def expires(sender: SenderMachine, at: float, message: str) -> list[SenderCommand]:
     assert sender.deadline == at
-    assert sender.handle(SenderTick(), at - 0.001) == []
+    assert sender.handle(Tick(), at - 0.001) == []
     assert not sender.state.is_final
-    commands = sender.handle(SenderTick(), at)
+    commands = sender.handle(Tick(), at)
     assert isinstance(sender.error, TransferTimeoutError)
     assert message in str(sender.error)
     assert "rank 3" in str(sender.error)
@@ -669,7 +666,7 @@ def test_a_write_that_ends_gives_those_behind_it_their_time_anew():
         run(sender, chunk(page, start=page), now=1.0)
     for sequence in range(29):
         now = 1.0 + 4.0 * (sequence + 1)
-        assert run(sender, SenderTick(), WriteDone("d0", sequence), now=now) == []
+        assert run(sender, Tick(), WriteDone("d0", sequence), now=now) == []
     expires(sender, 1.0 + 4.0 * 29 + 5.0, "writes to ['d0'] did not end within 5 s")
 
 
@@ -712,7 +709,7 @@ def test_the_first_write_after_a_pause_has_all_of_its_time():
     expires(sender, 24.0, "writes to ['d0'] did not end within 5 s")
 
 
-@pytest.mark.parametrize("event", [WriteProgressed("d0"), WriteFailed("d1", 99, OSError()), SenderTick()])
+@pytest.mark.parametrize("event", [WriteProgressed("d0"), WriteFailed("d1", 99, OSError()), Tick()])
 def test_what_an_event_costs_does_not_grow_with_the_writes_in_flight(event: Any):
     """Counted in lines that run: no loop over writes."""
 
@@ -782,7 +779,7 @@ def test_a_room_with_a_deferred_write_is_not_complete():
 def test_a_failed_room_forgets_deferred_writes_and_waits_for_those_in_flight():
     sender = machine()
     run(sender, opened(), chunk(1), chunk(2, start=1), WriteDeferred("d0", 1))
-    commands = run(sender, SenderAbortRequested("the client went away"))
+    commands = run(sender, AbortRequested("the client went away"))
     assert drained_of(commands) == []
     assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
     assert sender.is_done
@@ -1065,6 +1062,6 @@ def test_an_error_in_planning_for_one_receiver_leaves_no_write_of_another_behind
     )
     with pytest.raises(MemoryError):
         run(sender, chunk(1, 2, is_last=True))
-    commands = run(sender, SenderBroke(MemoryError("planted")))
+    commands = run(sender, Broke(MemoryError("planted")))
     assert sender.is_drained
     assert sorted(drained_of(commands)) == [("d0", 1), ("d1", 1)]

@@ -10,7 +10,7 @@ import pytest
 from kvferry.errors import ChecksumError, KVFerryError, TransferAbortedError, TransferFailedError, TransferTimeoutError
 from kvferry.plan.requests.chunks import Chunk, ChunkPart
 from kvferry.plan.requests.moves import ReceiverRequest
-from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.both_sides import AbortRequested, Deadlines, Tick
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import (
     Connected,
@@ -19,7 +19,6 @@ from kvferry.protocol.transfer.receiver_events import (
     PartArrived,
     PartPlaced,
     Place,
-    ReceiverAbortRequested,
     ReceiverCommand,
     SendAbort,
     SenderDrained,
@@ -34,7 +33,6 @@ from kvferry.protocol.transfer.sender_events import (
     ReceiverOpened,
     ReceiverVerified,
     SendDrained,
-    SenderTick,
     SendFinish,
 )
 from kvferry.protocol.transfer.states import TransferState
@@ -114,7 +112,7 @@ def test_what_arrives_after_the_end_is_not_verified():
     run(machine, PartArrived(1, 0), PartPlaced(1, 0), Finished(1, 1, b""))
     assert run(machine, PartArrived(1, 0), PartArrived(1, 9)) == [Drop(None)]
     failed = receiver(1)
-    run(failed, ReceiverAbortRequested("enough"))
+    run(failed, AbortRequested("enough"))
     assert run(failed, PartArrived(1, 0)) == [Drop(None)]
 
 
@@ -153,7 +151,7 @@ def test_what_cannot_be_verified_fails_the_room_with_its_cause():
 
 def test_pages_are_not_reusable_while_they_are_read():
     machine = receiver(1)
-    run(machine, PartArrived(1, 0), ReceiverAbortRequested("enough"), SenderDrained(1))
+    run(machine, PartArrived(1, 0), AbortRequested("enough"), SenderDrained(1))
     assert not machine.are_pages_reusable
     assert run(machine, PartPlaced(1, 0, error=WRONG)) == []
     assert isinstance(machine.error, TransferAbortedError), "what was first"
@@ -257,9 +255,9 @@ def test_a_receiver_that_never_says_is_waited_for_until_the_deadline():
     machine = sender("d0")
     machine.handle(last_chunk(), 1.0)
     machine.handle(FinishSent("d0"), 1.0)
-    machine.handle(SenderTick(), 20.9)
+    machine.handle(Tick(), 20.9)
     assert not machine.state.is_final
-    machine.handle(SenderTick(), 21.0)
+    machine.handle(Tick(), 21.0)
     assert isinstance(machine.error, TransferTimeoutError)
     assert "['d0'] did not confirm within 20 s that the digests are right" in str(machine.error)
 

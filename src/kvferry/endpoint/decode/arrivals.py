@@ -13,12 +13,12 @@ from kvferry.endpoint.runtime.platform import Closing
 from kvferry.endpoint.runtime.threads import RunningLoop
 from kvferry.errors import PeerError
 from kvferry.observe.records import PlacedRecord
+from kvferry.protocol.transfer.both_sides import Broke
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.receiver_events import (
     Arrived,
     Finished,
     PartArrived,
-    ReceiverBroke,
     ReceiverEvent,
 )
 from kvferry.protocol.wire import codec, messages, notifications
@@ -84,7 +84,7 @@ class Arrivals:
             if running:
                 log.exception("notifications could not be taken; %d rooms fail", len(running))
             for room in running:
-                self._user.apply(room, ReceiverBroke(error), now)
+                self._user.apply(room, Broke(error), now)
             return
         for peer, data in notifications:
             self._notified(peer, data, now)

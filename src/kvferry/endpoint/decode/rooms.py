@@ -22,16 +22,15 @@ from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import KVFerryError, MessageError, UnknownRoomError
 from kvferry.observe.status import LostPeerStatus, RoomStatus
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
+from kvferry.protocol.transfer.both_sides import Broke, Tick
 from kvferry.protocol.transfer.receiver_events import (
     AwaitArrival,
     ConnectFailed,
     Drop,
     PartArrived,
     Place,
-    ReceiverBroke,
     ReceiverCommand,
     ReceiverEvent,
-    ReceiverTick,
     SendAbort,
     SenderDrained,
     SenderFailed,
@@ -153,7 +152,7 @@ class ReceivingRooms:
             commands = room.machine.handle(event, now)
         except Exception as error:
             log.exception("room %d met an unexpected error", room.room)
-            commands = room.machine.handle(ReceiverBroke(error), now)
+            commands = room.machine.handle(Broke(error), now)
             if isinstance(event, PartArrived):
                 commands.append(Drop(event.work))
         is_open = self.open.get(room.room) is room
@@ -235,7 +234,7 @@ class ReceivingRooms:
         try:
             sends = link.send(rank, message)
         except MessageError as error:
-            self.apply(room, ReceiverBroke(error), now)
+            self.apply(room, Broke(error), now)
         else:
             self.links.execute(link, sends, now)
 
@@ -344,7 +343,7 @@ class ReceivingRooms:
             if room.link is not None and room.waits_for_link:
                 self.apply(room, ConnectFailed(why_not_ready(room.link, self._settings)), now)
             else:
-                self.apply(room, ReceiverTick(), now)
+                self.apply(room, Tick(), now)
 
     def repeat(self, now: float) -> None:
         """Asks again what was not answered: a connection that broke may have lost it, or the answer."""

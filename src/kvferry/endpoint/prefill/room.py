@@ -23,6 +23,7 @@ from kvferry.layout import PageGroup
 from kvferry.observe.records import SenderStats, WriteRecord
 from kvferry.observe.status import RoomStatus
 from kvferry.plan.requests.chunks import ChunkSequence, HandedIn
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
@@ -33,11 +34,8 @@ from kvferry.protocol.transfer.sender_events import (
     ReceiverOpened,
     ReceiverRefused,
     SendDrained,
-    SenderAbortRequested,
-    SenderBroke,
     SenderCommand,
     SenderEvent,
-    SenderTick,
     SendFailed,
     SendFinish,
     TurnCame,
@@ -130,7 +128,7 @@ class SendingRoom(Actor):
             machine.room,
             ChunkSequence(machine.room, context.page_groups),
             self.post if synchronous else partial(run_queue.hand_in, self),
-            lambda reason: self.post(SenderAbortRequested(reason)),
+            lambda reason: self.post(AbortRequested(reason)),
             settle=self._wait_settled if synchronous else None,
             most_waiting=settings.max_waiting_chunks,
             now=context.now,
@@ -250,7 +248,7 @@ class SendingRoom(Actor):
                     self._receivers[event.receiver].post_next(event, worker)
             case StagedPart():
                 self._receivers[event.receiver].landed(event, worker)
-            case SenderTick():
+            case Tick():
                 self._take_over_progress()
                 self.apply(event, worker)
             case _:
@@ -292,7 +290,7 @@ class SendingRoom(Actor):
 
     def broke(self, error: Exception, worker: Worker) -> None:
         """Fails the room with an unexpected error."""
-        self.apply(SenderBroke(error), worker)
+        self.apply(Broke(error), worker)
         self._cancel(worker)
         self._show()
 

@@ -27,12 +27,12 @@ from kvferry.errors import (
 )
 from kvferry.observe.observer import Observer
 from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
+from kvferry.protocol.transfer.both_sides import AbortRequested
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     ReceiverAborted,
     ReceiverLost,
     ReceiverVerified,
-    SenderAbortRequested,
 )
 from kvferry.protocol.wire import field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
@@ -167,7 +167,7 @@ class SendingRooms:
             rooms = list(self.table.rooms.values())
             pending = self.table.close()
         for room in rooms:
-            room.post(SenderAbortRequested("the prefill endpoint was closed"))
+            room.post(AbortRequested("the prefill endpoint was closed"))
         for receiver, message in pending:
             self._fail(receiver, message, EndpointClosedError("the prefill endpoint was closed"))
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.both_sides import Deadlines
 from kvferry.protocol.transfer.states import ReceiverState, SenderState, TransferState
 
 

@@ -15,8 +15,7 @@ from kvferry.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvferry.protocol.transfer.deadlines import Deadlines
-from kvferry.protocol.transfer.failures import caused
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick, caused
 from kvferry.protocol.transfer.receiver_events import (
     Arrived,
     AwaitArrival,
@@ -27,11 +26,8 @@ from kvferry.protocol.transfer.receiver_events import (
     PartArrived,
     PartPlaced,
     Place,
-    ReceiverAbortRequested,
-    ReceiverBroke,
     ReceiverCommand,
     ReceiverEvent,
-    ReceiverTick,
     SendAbort,
     SenderDrained,
     SenderFailed,
@@ -147,7 +143,7 @@ class ReceiverMachine:
 
     @property
     def deadline(self) -> float | None:
-        """When `ReceiverTick` is due at the latest; None where nothing is awaited."""
+        """When `Tick` is due at the latest; None where nothing is awaited."""
         if self.state.is_final:
             return None
         if self.state is TransferState.BOOTSTRAPPING:
@@ -186,11 +182,11 @@ class ReceiverMachine:
             case SenderSettled(rank):
                 self._expected[rank].is_drained = True
                 return []
-            case ReceiverAbortRequested(reason):
+            case AbortRequested(reason):
                 return self._fail(TransferAbortedError(f"room {self.room} was aborted by the decode side: {reason}"))
-            case ReceiverBroke(error):
+            case Broke(error):
                 return self._fail(caused(f"room {self.room} met an unexpected error", error))
-            case ReceiverTick():
+            case Tick():
                 return self._tick(now)
 
     def _move(self, trigger: ReceiverTrigger) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
+
 # ---- events -----------------------------------------------------------------------------------------------------
 
 
@@ -114,25 +116,6 @@ class SenderSettled:
     writer: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiverAbortRequested:
-    """Our caller aborted the room."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverBroke:
-    """An unexpected error arose in this process, not from a message."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverTick:
-    """Time has passed."""
-
-
 ReceiverEvent: TypeAlias = (
     Connected
     | ConnectFailed
@@ -143,9 +126,9 @@ ReceiverEvent: TypeAlias = (
     | SenderFailed
     | SenderDrained
     | SenderSettled
-    | ReceiverAbortRequested
-    | ReceiverBroke
-    | ReceiverTick
+    | AbortRequested
+    | Broke
+    | Tick
 )
 
 # ---- commands ---------------------------------------------------------------------------------------------------

@@ -20,10 +20,8 @@ from kvferry.errors import (
 )
 from kvferry.plan.requests.chunks import Chunk, refuse_impossible
 from kvferry.plan.requests.moves import check_chunk, moves_of
-from kvferry.protocol.transfer.deadlines import Deadlines
-from kvferry.protocol.transfer.failures import caused
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick, caused
 from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
-from kvferry.protocol.transfer.same_request import why_another
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
     ChunkSubmitted,
@@ -35,11 +33,8 @@ from kvferry.protocol.transfer.sender_events import (
     ReceiverRefused,
     ReceiverVerified,
     SendDrained,
-    SenderAbortRequested,
-    SenderBroke,
     SenderCommand,
     SenderEvent,
-    SenderTick,
     SendFailed,
     SendFinish,
     TurnCame,
@@ -50,6 +45,7 @@ from kvferry.protocol.transfer.sender_events import (
     WriteProgressed,
 )
 from kvferry.protocol.transfer.states import SENDER_TRANSITIONS, SenderState, SenderTrigger, TransferState
+from kvferry.protocol.wire.request_conditions import why_different
 
 
 class SenderMachine:
@@ -137,7 +133,7 @@ class SenderMachine:
 
     @property
     def deadline(self) -> float | None:
-        """When `SenderTick` is due at the latest; None where nothing is awaited."""
+        """When `Tick` is due at the latest; None where nothing is awaited."""
         if self.state.is_final:
             return None
         if self.state is TransferState.BOOTSTRAPPING:
@@ -189,13 +185,13 @@ class SenderMachine:
                 commands = self._receiver_verified(name, generation, now)
             case ReceiverLost(name, error):
                 commands = self._receiver_lost(name, error)
-            case SenderAbortRequested(reason):
+            case AbortRequested(reason):
                 commands = self._fail(
                     TransferAbortedError(f"room {self.room} was aborted by the prefill side: {reason}")
                 )
-            case SenderBroke(error):
+            case Broke(error):
                 commands = self._fail(caused(f"room {self.room} met an unexpected error", error))
-            case SenderTick():
+            case Tick():
                 commands = self._tick(now)
         if self.detailed_state is SenderState.DRAINING and self.is_drained:
             self._move(SenderTrigger.WRITES_ENDED)
@@ -234,9 +230,7 @@ class SenderMachine:
                     f"and {len(self._receivers)} have opened it; do two decode engines use the same room number?"
                 )
             )
-        another = why_another(
-            self._tokens, self._depends_on, event.request, room=self.room, rank=self._rank, receiver=event.receiver
-        )
+        another = self._why_another(event)
         if another is not None:
             return self._fail(another)
         self._last_progress = now
@@ -244,6 +238,22 @@ class SenderMachine:
             return []
         self._move(SenderTrigger.ALL_RECEIVERS_OPEN)
         return self._send_next(now)
+
+    def _why_another(self, event: ReceiverOpened) -> KVFerryError | None:
+        """Returns the error of a room whose sides mean different requests; None if they mean the same."""
+        theirs = event.request
+        difference = why_different(self._depends_on, theirs.depends_on)
+        if difference:
+            return IncompatiblePeerError(
+                f"room {self.room}: {difference} (prefill rank {self._rank}, {event.receiver}): "
+                "send both sides the same request"
+            )
+        if self._tokens is not None and theirs.tokens is not None and self._tokens != theirs.tokens:
+            return PageError(
+                f"room {self.room}: the request has {self._tokens} tokens on prefill rank {self._rank}, "
+                f"{theirs.tokens} on {event.receiver}: both sides must count the same tokens"
+            )
+        return None
 
     def _chunk_submitted(self, chunk: Chunk, now: float) -> list[SenderCommand]:
         if self.state.is_final:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from kvferry.plan import Unit
 from kvferry.plan.requests.chunks import Chunk
 from kvferry.plan.requests.moves import Move, ReceiverRequest
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
 from kvferry.protocol.wire.rank_identity import DecodeRank
 
 # ---- events -----------------------------------------------------------------------------------------------------
@@ -145,25 +146,6 @@ class ReceiverLost:
     error: Exception
 
 
-@dataclass(frozen=True, slots=True)
-class SenderAbortRequested:
-    """Our caller aborted the room."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SenderBroke:
-    """An unexpected error arose in this process, from no message and no write."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class SenderTick:
-    """Time has passed."""
-
-
 SenderEvent: TypeAlias = (
     ReceiverOpened
     | ChunkSubmitted
@@ -179,9 +161,9 @@ SenderEvent: TypeAlias = (
     | ReceiverRefused
     | ReceiverVerified
     | ReceiverLost
-    | SenderAbortRequested
-    | SenderBroke
-    | SenderTick
+    | AbortRequested
+    | Broke
+    | Tick
 )
 
 # ---- commands ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from kvferry.layout import RankLayout
 from kvferry.plan import Piece
 from kvferry.protocol.links.link import Link, LinkCommand, LinkKey, LinkState, OpenRooms
 from kvferry.protocol.links.rank_link import Send
+from kvferry.protocol.transfer.both_sides import AbortRequested, Tick
 from kvferry.protocol.transfer.credits import ReadingRing, Span
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import (
@@ -22,9 +23,7 @@ from kvferry.protocol.transfer.receiver_events import (
     PartArrived,
     PartPlaced,
     Place,
-    ReceiverAbortRequested,
     ReceiverEvent,
-    ReceiverTick,
     SendAbort,
     SenderDrained,
     SenderFailed,
@@ -197,9 +196,9 @@ class DecodeNode:
                 if self.is_attached:
                     self._open(out)
             case ("abort",):
-                self._apply(ReceiverAbortRequested("the client left"), out)
+                self._apply(AbortRequested("the client left"), out)
             case ("late",):
-                self._apply(ReceiverTick(), out, now=_LATE)
+                self._apply(Tick(), out, now=_LATE)
             case ("message", prefill, data):
                 try:
                     self._received(prefill, codec.decode_to_decode(data), out)

@@ -15,6 +15,7 @@ from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
+from kvferry.protocol.transfer.both_sides import AbortRequested, Tick
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
@@ -25,9 +26,7 @@ from kvferry.protocol.transfer.sender_events import (
     ReceiverOpened,
     ReceiverRefused,
     SendDrained,
-    SenderAbortRequested,
     SenderEvent,
-    SenderTick,
     SendFailed,
     SendFinish,
     TurnCame,
@@ -153,9 +152,9 @@ class PrefillNode:
                     chunk = Chunk(number=number, parts=(part,), is_last=number == self._chunks - 1, aux=b"t")
                     self._apply(ChunkSubmitted(chunk), out)
             case ("abort",):
-                self._apply(SenderAbortRequested("the client left"), out)
+                self._apply(AbortRequested("the client left"), out)
             case ("late",):
-                self._apply(SenderTick(), out, now=_LATE)
+                self._apply(Tick(), out, now=_LATE)
             case ("message", decode, data):
                 self._received(decode, codec.decode_to_prefill(data), out)
             case ("lost", decode):
