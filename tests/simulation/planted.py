@@ -46,7 +46,6 @@ from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
-    ReceiverAborted,
     ReceiverOpened,
     SenderCommand,
     SenderEvent,
@@ -444,9 +443,9 @@ def _stranger_raises(patch: pytest.MonkeyPatch) -> None:
     """An abort of a receiver, or a generation, that a room does not know is an error of ours."""
     right = SenderMachine._receiver_aborted
 
-    def receiver_aborted(machine: SenderMachine, event: ReceiverAborted) -> list[SenderCommand]:
-        assert machine._receivers[event.receiver].opened.generation == event.generation
-        return right(machine, event)
+    def receiver_aborted(machine: SenderMachine, name: str, message: AbortRoom) -> list[SenderCommand]:
+        assert machine._receivers[name].opened.generation == message.generation
+        return right(machine, name, message)
 
     patch.setattr(SenderMachine, "_receiver_aborted", receiver_aborted)
 

@@ -28,10 +28,9 @@ from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
     ChunkSubmitted,
-    FinishFailed,
     FinishSent,
-    ReceiverAborted,
     ReceiverLost,
+    ReceiverMessage,
     ReceiverOpened,
     SendDrained,
     SenderCommand,
@@ -46,6 +45,7 @@ from kvferry.protocol.transfer.sender_events import (
     WriteProgressed,
 )
 from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.wire.messages import AbortRoom
 
 BOOTSTRAP, WAITING, TRANSFERRING, SUCCESS, FAILED = TransferState
 PAGE_TOKENS = 16
@@ -108,6 +108,10 @@ def opened(
 def chunk(*pages: int, start: int = 0, is_last: bool = False, aux: bytes | None = None) -> ChunkSubmitted:
     part = ChunkPart("kv", start, np.array(pages, np.int64))
     return ChunkSubmitted(Chunk(number=0, parts=(part,), is_last=is_last, aux=aux))
+
+
+def aborted(receiver: str, generation: int, reason: str) -> ReceiverMessage:
+    return ReceiverMessage(receiver, AbortRoom(room=7, generation=generation, reason=reason))
 
 
 def run(sender: SenderMachine, *events: Any, now: float = 0.0) -> list[SenderCommand]:
@@ -413,7 +417,7 @@ def test_a_receiver_is_not_drained_while_what_was_sent_of_a_failed_write_may_arr
     assert failed_of(commands) == [("d0", 1), ("d1", 1)]
     assert drained_of(commands) == [("d1", 1)]
     assert not sender.is_done
-    assert run(sender, ReceiverAborted("d0", 1, "it failed")) == []
+    assert run(sender, aborted("d0", 1, "it failed")) == []
     assert run(sender, WriteFailed("d0", 0, OSError("link down"))) == [SendDrained("d0", 1, after_failure=True)]
     assert sender.is_done
 
@@ -426,8 +430,8 @@ def test_a_receiver_hears_with_every_drained_that_a_write_to_it_failed_and_other
     run(sender, WriteDone("d1", 0), WriteFailed("d0", 0, failed, may_arrive=True), WriteFailed("d0", 0, failed))
     assert run(sender, WriteDone("d0", 1)) == [SendDrained("d0", 1, after_failure=True)]
     assert run(sender, WriteDone("d1", 1)) == [SendDrained("d1", 1)]
-    assert run(sender, ReceiverAborted("d0", 1, "again")) == [SendDrained("d0", 1, after_failure=True)]
-    assert run(sender, ReceiverAborted("d1", 1, "again")) == [SendDrained("d1", 1)]
+    assert run(sender, aborted("d0", 1, "again")) == [SendDrained("d0", 1, after_failure=True)]
+    assert run(sender, aborted("d1", 1, "again")) == [SendDrained("d1", 1)]
 
 
 def test_a_write_of_which_nothing_was_sent_leaves_nothing_to_wait_for():
@@ -440,7 +444,7 @@ def test_a_finish_that_cannot_be_told_fails_the_room():
     sender = machine()
     run(sender, opened("d0", expected_receivers=2, pages=[]), opened("d1", expected_receivers=2, pages=[]))
     run(sender, chunk(is_last=True), FinishSent("d0"))
-    commands = run(sender, FinishFailed("d1", OSError("gone")))
+    commands = run(sender, FinishSent("d1", OSError("gone")))
     assert sender.state is FAILED
     assert failed_of(commands) == drained_of(commands) == [("d0", 1), ("d1", 1)]
     assert run(sender, FinishSent("d1")) == []
@@ -460,7 +464,7 @@ def test_an_abort_of_our_caller_fails_the_room_for_every_receiver():
 def test_a_receiver_that_aborts_is_not_told_of_the_failure_but_when_it_is_drained():
     sender = machine()
     run(sender, opened("d0", expected_receivers=2), opened("d1", expected_receivers=2), chunk(1))
-    commands = run(sender, ReceiverAborted("d0", 1, "timeout"))
+    commands = run(sender, aborted("d0", 1, "timeout"))
     assert isinstance(sender.error, TransferAbortedError)
     assert failed_of(commands) == [("d1", 1)]
     assert drained_of(commands) == []
@@ -471,14 +475,14 @@ def test_a_receiver_that_aborts_is_not_told_of_the_failure_but_when_it_is_draine
 def test_an_abort_before_every_receiver_opened_ends_the_room():
     sender = machine()
     run(sender, chunk(1), opened("d0", expected_receivers=2))
-    assert run(sender, ReceiverAborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
+    assert run(sender, aborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
     assert sender.is_done
 
 
 def test_an_abort_that_crosses_success_is_answered_and_changes_nothing():
     sender = machine()
     run(sender, opened(pages=[]), chunk(is_last=True), FinishSent("d0"))
-    assert run(sender, ReceiverAborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
+    assert run(sender, aborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
     assert sender.state is SUCCESS
 
 
@@ -487,7 +491,7 @@ def test_an_abort_that_crosses_success_is_answered_and_changes_nothing():
     [
         AbortRequested("too late"),
         Broke(ZeroDivisionError()),
-        FinishFailed("d0", OSError("said after all")),
+        FinishSent("d0", OSError("said after all")),
         ReceiverLost("d0", OSError("no heartbeat")),
         Tick(),
     ],
@@ -502,7 +506,7 @@ def test_what_comes_after_success_changes_nothing(event: Any):
 def test_an_abort_between_the_last_write_and_success_fails_the_room():
     sender = machine()
     run(sender, opened(), chunk(1, 2, 3, is_last=True), WriteDone("d0", 0))
-    assert run(sender, ReceiverAborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
+    assert run(sender, aborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
     assert run(sender, FinishSent("d0")) == []
     assert sender.state is FAILED
 
@@ -511,23 +515,23 @@ def test_an_abort_between_the_last_write_and_success_fails_the_room():
 def test_an_abort_of_another_generation_or_receiver_is_answered_and_changes_nothing(receiver: str, generation: int):
     sender = machine()
     run(sender, opened(), chunk(1))
-    assert run(sender, ReceiverAborted(receiver, generation, "late")) == [SendDrained(receiver, generation)]
+    assert run(sender, aborted(receiver, generation, "late")) == [SendDrained(receiver, generation)]
     assert sender.state is TRANSFERRING
 
 
 def test_drained_is_said_once_and_again_to_whom_asks_again():
     sender = machine()
-    run(sender, opened(), chunk(1), ReceiverAborted("d0", 1, "timeout"))
+    run(sender, opened(), chunk(1), aborted("d0", 1, "timeout"))
     assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
     for event in (Tick(), AbortRequested("late"), Broke(OSError())):
         assert run(sender, event, now=1000.0) == []
-    assert run(sender, ReceiverAborted("d0", 1, "again")) == [SendDrained("d0", 1)]
+    assert run(sender, aborted("d0", 1, "again")) == [SendDrained("d0", 1)]
 
 
 def test_who_aborts_again_before_the_last_write_ended_is_answered_once_it_has():
     sender = machine()
-    run(sender, opened(), chunk(1), ReceiverAborted("d0", 1, "timeout"))
-    assert run(sender, ReceiverAborted("d0", 1, "again")) == []
+    run(sender, opened(), chunk(1), aborted("d0", 1, "timeout"))
+    assert run(sender, aborted("d0", 1, "again")) == []
     assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
 
 

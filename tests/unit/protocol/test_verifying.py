@@ -15,7 +15,6 @@ from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import (
     Connected,
     Drop,
-    Finished,
     PartArrived,
     PartPlaced,
     Place,
@@ -28,16 +27,16 @@ from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     ChunkSubmitted,
     FinishSent,
-    ReceiverAborted,
     ReceiverLost,
+    ReceiverMessage,
     ReceiverOpened,
-    ReceiverVerified,
     SendDrained,
     SendFinish,
 )
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire.codec import decode_notification, encode
-from kvferry.protocol.wire.notifications import ChunkArrived
+from kvferry.protocol.wire.messages import AbortRoom, RoomVerified
+from kvferry.protocol.wire.notifications import ChunkArrived, WriterFinished
 
 S = TransferState
 DEADLINES = Deadlines(bootstrap_s=10.0, waiting_s=20.0, write_s=5.0)
@@ -60,6 +59,10 @@ def receiver(*writers: int, ranks: int = 3) -> ReceiverMachine:
     return machine
 
 
+def finished(writer: int, chunks: int, aux: bytes | None) -> WriterFinished:
+    return WriterFinished(room=7, generation=1, writer=writer, chunks=chunks, aux=aux)
+
+
 def run(machine: ReceiverMachine, *events: Any, now: float = 0.0) -> list[ReceiverCommand]:
     """The commands for the last of some events."""
     commands: list[ReceiverCommand] = []
@@ -72,7 +75,7 @@ def test_a_room_succeeds_only_once_everything_is_verified_and_tells_the_writer()
     machine = receiver(1)
     assert run(machine, PartArrived(1, 0, work="its digests")) == [Place("its digests")]
     assert run(machine, PartArrived(1, 1, work="others")) == [Place("others")]
-    assert run(machine, Finished(1, 2, b"")) == []
+    assert run(machine, finished(1, 2, b"")) == []
     assert run(machine, PartPlaced(1, 1)) == []
     assert (machine.state, machine.chunks) == (S.TRANSFERRING, 1)
     assert run(machine, PartPlaced(1, 0)) == [SendVerified(1)]
@@ -82,11 +85,11 @@ def test_a_room_succeeds_only_once_everything_is_verified_and_tells_the_writer()
 
 def test_every_writer_is_told_once_its_own_bytes_are_verified():
     machine = receiver(1, 2)
-    run(machine, PartArrived(1, 0), PartArrived(2, 0), Finished(1, 1, b""))
+    run(machine, PartArrived(1, 0), PartArrived(2, 0), finished(1, 1, b""))
     assert run(machine, PartPlaced(1, 0)) == [SendVerified(1)]
-    assert run(machine, Finished(1, 1, b"")) == []
+    assert run(machine, finished(1, 1, b"")) == []
     assert run(machine, PartPlaced(2, 0)) == []
-    assert run(machine, Finished(2, 1, None)) == [SendVerified(2)]
+    assert run(machine, finished(2, 1, None)) == [SendVerified(2)]
     assert machine.state is S.SUCCESS
 
 
@@ -94,7 +97,7 @@ def test_without_checksums_nobody_is_told():
     machine = ReceiverMachine(7, rank=3, deadlines=DEADLINES, now=0.0)
     one = frozenset([1])
     connected = Connected(ranks=one, writers={1: frozenset({"kv"})}, into_pages=one, aux_writer=1)
-    assert run(machine, connected, Finished(1, 0, b"")) == []
+    assert run(machine, connected, finished(1, 0, b"")) == []
     assert machine.state is S.SUCCESS
 
 
@@ -109,7 +112,7 @@ def test_a_repeated_notification_is_verified_once():
 
 def test_what_arrives_after_the_end_is_not_verified():
     machine = receiver(1)
-    run(machine, PartArrived(1, 0), PartPlaced(1, 0), Finished(1, 1, b""))
+    run(machine, PartArrived(1, 0), PartPlaced(1, 0), finished(1, 1, b""))
     assert run(machine, PartArrived(1, 0), PartArrived(1, 9)) == [Drop(None)]
     failed = receiver(1)
     run(failed, AbortRequested("enough"))
@@ -174,6 +177,14 @@ def opened(name: str, count: int, *, verifies: bool = True) -> ReceiverOpened:
     return ReceiverOpened(name, 1, count, request, sends_aux=True, verifies=verifies)
 
 
+def verified(name: str, generation: int) -> ReceiverMessage:
+    return ReceiverMessage(name, RoomVerified(room=7, generation=generation))
+
+
+def aborted(name: str, generation: int, reason: str, error: str) -> ReceiverMessage:
+    return ReceiverMessage(name, AbortRoom(room=7, generation=generation, reason=reason, error=error))
+
+
 def has_succeeded(machine: SenderMachine) -> bool:
     return machine.state is S.SUCCESS
 
@@ -187,18 +198,18 @@ def test_a_sender_succeeds_once_every_receiver_has_verified():
     assert machine.handle(last_chunk(), 0.0) == [SendFinish("d0", 1, 0, b""), SendFinish("d1", 1, 0, b"")]
     for name in ("d0", "d1"):
         machine.handle(FinishSent(name), 0.0)
-    machine.handle(ReceiverVerified("d0", 1), 0.0)
-    machine.handle(ReceiverVerified("d1", 99), 0.0)
-    machine.handle(ReceiverVerified("d2", 1), 0.0)
+    machine.handle(verified("d0", 1), 0.0)
+    machine.handle(verified("d1", 99), 0.0)
+    machine.handle(verified("d2", 1), 0.0)
     assert not has_succeeded(machine)
-    machine.handle(ReceiverVerified("d1", 1), 0.0)
+    machine.handle(verified("d1", 1), 0.0)
     assert has_succeeded(machine)
 
 
 def test_the_answer_may_come_before_the_question_is_known_to_be_sent():
     machine = sender("d0")
     machine.handle(last_chunk(), 0.0)
-    machine.handle(ReceiverVerified("d0", 1), 0.0)
+    machine.handle(verified("d0", 1), 0.0)
     assert not has_succeeded(machine)
     machine.handle(FinishSent("d0"), 0.0)
     assert has_succeeded(machine)
@@ -206,11 +217,11 @@ def test_the_answer_may_come_before_the_question_is_known_to_be_sent():
 
 def test_one_that_needs_nothing_more_does_not_end_the_room_for_another():
     machine = sender("d0", "d1")
-    machine.handle(ReceiverVerified("d0", 1), 0.0)
+    machine.handle(verified("d0", 1), 0.0)
     assert machine.state is S.WAITING_FOR_INPUT
     machine._last_chunk = last_chunk().chunk  # submitted, and on its way
     machine._receivers["d1"].writes_in_flight.add(0)
-    machine.handle(ReceiverVerified("d0", 1), 0.0)
+    machine.handle(verified("d0", 1), 0.0)
     assert machine.state is S.WAITING_FOR_INPUT
 
 
@@ -230,7 +241,7 @@ def test_wrong_bytes_fail_the_sender_with_the_same_error():
     machine = sender("d0")
     machine.handle(last_chunk(), 0.0)
     machine.handle(FinishSent("d0"), 0.0)
-    commands = machine.handle(ReceiverAborted("d0", 1, "room 7: 'k' in page 5", "ChecksumError"), 0.0)
+    commands = machine.handle(aborted("d0", 1, "room 7: 'k' in page 5", "ChecksumError"), 0.0)
     assert commands == [SendDrained("d0", 1)]
     assert type(failed(machine)) is ChecksumError
     assert str(machine.error) == "d0 found wrong bytes: room 7: 'k' in page 5"
@@ -239,7 +250,7 @@ def test_wrong_bytes_fail_the_sender_with_the_same_error():
 @pytest.mark.parametrize("name", ["", "SystemExit", "SettingsError"])
 def test_any_other_abort_stays_one(name: str):
     machine = sender("d0")
-    machine.handle(ReceiverAborted("d0", 1, "enough", name), 0.0)
+    machine.handle(aborted("d0", 1, "enough", name), 0.0)
     assert type(failed(machine)) is TransferAbortedError
 
 

@@ -33,7 +33,6 @@ from kvferry.protocol.transfer.receiver_events import (
     ReceiverEvent,
     SendAbort,
     SenderDrained,
-    SenderFailed,
     SenderSettled,
     SendOpen,
     SendVerified,
@@ -331,7 +330,7 @@ class ReceivingRooms:
             return
         match message:
             case messages.RoomFailed():
-                self.apply(room, SenderFailed(message.writer, message.error, message.reason), now)
+                self.apply(room, message, now)
             case messages.Drained():
                 self.apply(room, SenderDrained(message.writer, message.after_failure), now)
 

@@ -17,12 +17,10 @@ from kvferry.errors import (
 )
 from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick, caused
 from kvferry.protocol.transfer.receiver_events import (
-    Arrived,
     AwaitArrival,
     Connected,
     ConnectFailed,
     Drop,
-    Finished,
     PartArrived,
     PartPlaced,
     Place,
@@ -30,12 +28,13 @@ from kvferry.protocol.transfer.receiver_events import (
     ReceiverEvent,
     SendAbort,
     SenderDrained,
-    SenderFailed,
     SenderSettled,
     SendOpen,
     SendVerified,
 )
 from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, ReceiverState, ReceiverTrigger, TransferState
+from kvferry.protocol.wire.messages import RoomFailed
+from kvferry.protocol.wire.notifications import ChunkArrived, WriterFinished
 
 
 @dataclass(slots=True)
@@ -166,15 +165,15 @@ class ReceiverMachine:
             case ConnectFailed(error):
                 self._unanswered &= set(self.undrained)  # the others have detached us, or will not answer
                 return self._fail(caused(f"room {self.room}: connecting failed", error))
-            case Arrived(rank, sequence):
+            case ChunkArrived(writer=rank, sequence=sequence):
                 return self._arrived(rank, sequence, now)
             case PartArrived():
                 return self._part_arrived(event, now)
             case PartPlaced():
                 return self._part_placed(event, now)
-            case Finished():
+            case WriterFinished():
                 return self._finished(event, now)
-            case SenderFailed(rank, error_name, reason):
+            case RoomFailed(writer=rank, error=error_name, reason=reason):
                 message = f"room {self.room}: prefill rank {rank} failed with {error_name}: {reason}"
                 return self._fail(TransferFailedError(message))
             case SenderDrained(rank, after_failure):
@@ -246,7 +245,7 @@ class ReceiverMachine:
         del writer.partial[event.sequence]
         return self._arrived(event.writer, event.sequence, now)
 
-    def _finished(self, event: Finished, now: float) -> list[ReceiverCommand]:
+    def _finished(self, event: WriterFinished, now: float) -> list[ReceiverCommand]:
         writer = self._expected.get(event.writer)
         if writer is None or writer.finished_chunks == event.chunks:
             return []

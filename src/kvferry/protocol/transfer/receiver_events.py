@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
+from kvferry.protocol.wire.messages import RoomFailed
+from kvferry.protocol.wire.notifications import ChunkArrived, WriterFinished
 
 # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -36,14 +38,6 @@ class ConnectFailed:
     """The prefill engine could not be reached, or refused."""
 
     error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A notification `ChunkArrived` from the rank that it names."""
-
-    writer: int
-    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +74,6 @@ class PartPlaced:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A notification `WriterFinished` from the rank that it names."""
-
-    writer: int
-    chunks: int
-    aux: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class SenderFailed:
-    """A prefill rank cannot complete the room."""
-
-    writer: int
-    error: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class SenderDrained:
     """A prefill rank will not write for this generation again.
 
@@ -119,17 +95,18 @@ class SenderSettled:
 ReceiverEvent: TypeAlias = (
     Connected
     | ConnectFailed
-    | Arrived
+    | ChunkArrived
     | PartArrived
     | PartPlaced
-    | Finished
-    | SenderFailed
+    | WriterFinished
+    | RoomFailed
     | SenderDrained
     | SenderSettled
     | AbortRequested
     | Broke
     | Tick
 )
+"""What prefill ranks say of the room is an event as it comes; of a `ChunkArrived` with digests, see `PartArrived`."""
 
 # ---- commands ---------------------------------------------------------------------------------------------------
 

@@ -25,13 +25,10 @@ from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
     ChunkSubmitted,
-    FinishFailed,
     FinishSent,
-    ReceiverAborted,
     ReceiverLost,
+    ReceiverMessage,
     ReceiverOpened,
-    ReceiverRefused,
-    ReceiverVerified,
     SendDrained,
     SenderCommand,
     SenderEvent,
@@ -45,6 +42,8 @@ from kvferry.protocol.transfer.sender_events import (
     WriteProgressed,
 )
 from kvferry.protocol.transfer.states import SENDER_TRANSITIONS, SenderState, SenderTrigger, TransferState
+from kvferry.protocol.wire.messages import AbortRoom, RefuseRoom, RoomVerified
+from kvferry.protocol.wire.rank_identity import DecodeRank
 from kvferry.protocol.wire.request_conditions import why_different
 
 
@@ -172,17 +171,17 @@ class SenderMachine:
                 else:
                     self._receivers[name].writes_in_flight.discard(sequence)
                 commands = self._fail(caused(f"writing chunk {sequence} of room {self.room} to {name} failed", error))
-            case FinishSent(name):
+            case FinishSent(name, None):
                 self._receivers[name].finish_sent = True
                 commands = self._maybe_succeed()
-            case FinishFailed(name, error):
+            case FinishSent(name, Exception() as error):
                 commands = self._fail(caused(f"notifying {name} that room {self.room} is complete failed", error))
-            case ReceiverAborted():
-                commands = self._receiver_aborted(event)
-            case ReceiverRefused():
-                commands = self._receiver_refused(event)
-            case ReceiverVerified(name, generation):
-                commands = self._receiver_verified(name, generation, now)
+            case ReceiverMessage(name, AbortRoom() as message):
+                commands = self._receiver_aborted(name, message)
+            case ReceiverMessage(name, RefuseRoom() as message):
+                commands = self._receiver_refused(name, message)
+            case ReceiverMessage(name, RoomVerified() as message):
+                commands = self._receiver_verified(name, message.generation, now)
             case ReceiverLost(name, error):
                 commands = self._receiver_lost(name, error)
             case AbortRequested(reason):
@@ -322,26 +321,27 @@ class SenderMachine:
         self._last_progress = now
         return self._maybe_finish()  # it may have all of its chunks while others have not
 
-    def _receiver_aborted(self, event: ReceiverAborted) -> list[SenderCommand]:
-        name, generation, reason = event.receiver, event.generation, event.reason
+    def _receiver_aborted(self, name: str, message: AbortRoom) -> list[SenderCommand]:
+        generation, reason = message.generation, message.reason
         receiver = self._receivers.get(name)
         is_over = self.state is TransferState.SUCCESS
         if receiver is None or receiver.opened.generation != generation or is_over:
             return [SendDrained(name, generation)]  # nothing of that generation was ever written, or all of it is
         receiver.failure_sent = True  # it ended the room itself
         receiver.drained_sent = False  # every abort is answered, a repeated one again
-        if event.error == ChecksumError.__name__:
+        if message.error == ChecksumError.__name__:
             return self._fail(ChecksumError(f"{name} found wrong bytes: {reason}"))
         return self._fail(TransferAbortedError(f"room {self.room} was aborted by {name}: {reason}"))
 
-    def _receiver_refused(self, event: ReceiverRefused) -> list[SenderCommand]:
+    def _receiver_refused(self, name: str, message: RefuseRoom) -> list[SenderCommand]:
+        rank = DecodeRank(message.engine, message.coordinates)
         known = [receiver.opened.rank for receiver in self._receivers.values()]
-        ranks = [rank for rank in known if rank is not None]
-        is_awaited = self.state is TransferState.BOOTSTRAPPING and event.receiver not in self._receivers
-        if not (is_awaited and event.rank.can_be_beside(ranks)):
+        ranks = [each for each in known if each is not None]
+        is_awaited = self.state is TransferState.BOOTSTRAPPING and name not in self._receivers
+        if not (is_awaited and rank.can_be_beside(ranks)):
             return []
-        who = f"decode rank {event.rank.coordinates.engine_rank} of {event.rank.engine!r}"
-        return self._fail(TransferFailedError(f"room {self.room}: {who} refused it: {event.reason}"))
+        who = f"decode rank {rank.coordinates.engine_rank} of {rank.engine!r}"
+        return self._fail(TransferFailedError(f"room {self.room}: {who} refused it: {message.reason}"))
 
     def _receiver_lost(self, name: str, error: Exception) -> list[SenderCommand]:
         receiver = self._receivers.get(name)

@@ -9,6 +9,7 @@ from kvferry.plan import Unit
 from kvferry.plan.requests.chunks import Chunk
 from kvferry.plan.requests.moves import Move, ReceiverRequest
 from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
+from kvferry.protocol.wire.messages import AbortRoom, RefuseRoom, RoomVerified
 from kvferry.protocol.wire.rank_identity import DecodeRank
 
 # ---- events -----------------------------------------------------------------------------------------------------
@@ -98,44 +99,22 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class FinishSent:
-    """A receiver was notified that this rank has finished."""
+    """A receiver was notified that this rank has finished.
+
+    Attributes:
+        error: why it could not be; None if it was.
+    """
 
     receiver: str
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class FinishFailed:
-    """A receiver could not be notified that this rank has finished."""
+class ReceiverMessage:
+    """A decode rank aborts the room, refuses to open it, or has verified all that came from this rank."""
 
     receiver: str
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverAborted:
-    """A decode rank aborted this generation."""
-
-    receiver: str
-    generation: int
-    reason: str
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverRefused:
-    """A decode rank that has not opened the room never will."""
-
-    receiver: str
-    rank: DecodeRank
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverVerified:
-    """A decode rank has compared all digests of ours, and they are right."""
-
-    receiver: str
-    generation: int
+    message: AbortRoom | RefuseRoom | RoomVerified
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +135,7 @@ SenderEvent: TypeAlias = (
     | WriteProgressed
     | WriteFailed
     | FinishSent
-    | FinishFailed
-    | ReceiverAborted
-    | ReceiverRefused
-    | ReceiverVerified
+    | ReceiverMessage
     | ReceiverLost
     | AbortRequested
     | Broke
@@ -197,7 +173,7 @@ class AwaitTurn:
 
 @dataclass(frozen=True, slots=True)
 class SendFinish:
-    """Notify the receiver that this rank has finished; answer with FinishSent or FinishFailed."""
+    """Notify the receiver that this rank has finished; answer with FinishSent."""
 
     receiver: str
     generation: int

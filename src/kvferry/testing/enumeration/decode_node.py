@@ -15,18 +15,15 @@ from kvferry.protocol.transfer.both_sides import AbortRequested, Tick
 from kvferry.protocol.transfer.credits import ReadingRing, Span
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import (
-    Arrived,
     AwaitArrival,
     ConnectFailed,
     Drop,
-    Finished,
     PartArrived,
     PartPlaced,
     Place,
     ReceiverEvent,
     SendAbort,
     SenderDrained,
-    SenderFailed,
     SenderSettled,
     SendOpen,
 )
@@ -291,7 +288,7 @@ class DecodeNode:
                 for each in taken:
                     match each:
                         case messages.RoomFailed() if each.generation == self.generation:
-                            self._apply(SenderFailed(each.writer, each.error, each.reason), out)
+                            self._apply(each, out)
                         case messages.SpanReleased():
                             self._span_released(prefill, each, out)
                 return
@@ -391,7 +388,5 @@ class DecodeNode:
                     self._apply(PartArrived(message.writer, message.sequence, 0, is_last=True, work=part), out)
                 else:
                     self._give_back(prefill, message.epoch, span, out)
-            case notifications.ChunkArrived() if is_ours:
-                self._apply(Arrived(message.writer, message.sequence), out)
-            case notifications.WriterFinished() if is_ours:
-                self._apply(Finished(message.writer, message.chunks, message.aux), out)
+            case notifications.ChunkArrived() | notifications.WriterFinished() if is_ours:
+                self._apply(message, out)

@@ -21,10 +21,9 @@ from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
     ChunkSubmitted,
     FinishSent,
-    ReceiverAborted,
     ReceiverLost,
+    ReceiverMessage,
     ReceiverOpened,
-    ReceiverRefused,
     SendDrained,
     SenderEvent,
     SendFailed,
@@ -235,10 +234,8 @@ class PrefillNode:
             case messages.OpenRoom():
                 if self._connections.ready(name) is not None:  # else it was lost meanwhile
                     self._opened(room, name, message, out)
-            case messages.AbortRoom():
-                self._apply(ReceiverAborted(name, message.generation, message.reason, message.error), out)
-            case messages.RefuseRoom():
-                self._apply(ReceiverRefused(name, decode_rank(number_of(name), self._decodes), message.reason), out)
+            case messages.AbortRoom() | messages.RefuseRoom():
+                self._apply(ReceiverMessage(name, message), out)
 
     def _opened(self, room: _Room, name: str, message: messages.OpenRoom, out: list[Output]) -> None:
         known = room.generations.get(name)
@@ -277,7 +274,7 @@ class PrefillNode:
             kept = room.next_opens.get(name)
             if kept is not None and kept.generation == message.generation:
                 del room.next_opens[name]
-            self._apply(ReceiverAborted(name, message.generation, message.reason, message.error), out)
+            self._apply(ReceiverMessage(name, message), out)
         if is_unopened:
             self._not_opened(name, self._connections.rank(name), message.generation, out)
 
