@@ -152,7 +152,7 @@ def _arrived_before_the_scatter(patch: pytest.MonkeyPatch) -> None:
     def part_arrived(machine: ReceiverMachine, event: Any, now: float) -> list[Any]:
         commands = right(machine, event, now)
         if commands:
-            right_part_placed(machine, PartPlaced(event.writer, event.sequence, event.part), now)
+            right_part_placed(machine, PartPlaced(event.writer, event.sequence), now)
         return commands
 
     right_part_placed = ReceiverMachine._part_placed

@@ -389,19 +389,19 @@ def test_a_chunk_has_arrived_once_all_its_parts_are_in_their_pages():
     run(receiver, connected(0), finished(0, 1, b"t"))
     for part in (2, 0, 1):  # the last may come first
         run(receiver, PartArrived(0, 0, part, is_last=part == 2))
-    for part in (1, 2):
-        assert run(receiver, PartPlaced(0, 0, part)) == []
+    for _ in range(2):
+        assert run(receiver, PartPlaced(0, 0)) == []
         assert (receiver.state, receiver.chunks) == (WAITING, 0)
-    run(receiver, PartPlaced(0, 0, 0))
+    run(receiver, PartPlaced(0, 0))
     assert (receiver.state, receiver.chunks) == (SUCCESS, 1)
     assert receiver.are_pages_reusable
 
 
 def test_a_chunk_is_not_complete_before_its_last_part_has_come():
     receiver = machine()
-    run(receiver, connected(0), finished(0, 1, b"t"), PartArrived(0, 0, 0, is_last=False), PartPlaced(0, 0, 0))
+    run(receiver, connected(0), finished(0, 1, b"t"), PartArrived(0, 0, 0, is_last=False), PartPlaced(0, 0))
     assert receiver.state is WAITING
-    run(receiver, PartArrived(0, 0, 1, is_last=True), PartPlaced(0, 0, 1))
+    run(receiver, PartArrived(0, 0, 1, is_last=True), PartPlaced(0, 0))
     assert receiver.state is SUCCESS
 
 
@@ -409,9 +409,9 @@ def test_chunks_in_parts_and_chunks_in_one_piece_count_alike():
     receiver = machine()
     run(receiver, connected(0, 1), finished(0, 2, b"t"), finished(1, 1, None))
     run(receiver, arrived(0, 1), PartArrived(0, 0, 0, is_last=True), PartArrived(1, 0, 0, is_last=True))
-    run(receiver, PartPlaced(1, 0, 0))
+    run(receiver, PartPlaced(1, 0))
     assert (receiver.state, receiver.chunks) == (TRANSFERRING, 2)
-    run(receiver, PartPlaced(0, 0, 0))
+    run(receiver, PartPlaced(0, 0))
     assert (receiver.state, receiver.chunks) == (SUCCESS, 3)
 
 
@@ -426,11 +426,11 @@ def test_chunks_in_parts_and_chunks_in_one_piece_count_alike():
 )
 def test_a_part_that_comes_again_or_from_a_stranger_is_not_wanted(event: PartArrived):
     receiver = machine()
-    run(receiver, connected(0), PartArrived(0, 0, 0, is_last=True), PartPlaced(0, 0, 0))
-    run(receiver, PartArrived(0, 1, 0, is_last=False), PartArrived(0, 1, 1, is_last=True), PartPlaced(0, 1, 1))
+    run(receiver, connected(0), PartArrived(0, 0, 0, is_last=True), PartPlaced(0, 0))
+    run(receiver, PartArrived(0, 1, 0, is_last=False), PartArrived(0, 1, 1, is_last=True), PartPlaced(0, 1))
     assert run(receiver, event) == [Drop(None)]
     assert receiver.chunks == 1
-    run(receiver, finished(0, 2, b"t"), PartPlaced(0, 1, 0))
+    run(receiver, finished(0, 2, b"t"), PartPlaced(0, 1))
     assert receiver.state is SUCCESS
 
 
@@ -448,8 +448,8 @@ def test_pages_are_not_reusable_while_a_part_is_on_its_way_into_them():
     run(receiver, connected(0), *parts, AbortRequested("gone"), SenderDrained(0))
     assert (receiver.state, receiver.are_pages_reusable) == (FAILED, False)
     reusable = []
-    for part in range(2):
-        assert run(receiver, PartPlaced(0, 0, part)) == []
+    for _ in range(2):
+        assert run(receiver, PartPlaced(0, 0)) == []
         reusable.append(receiver.are_pages_reusable)
     assert reusable == [False, True]
 
@@ -458,14 +458,14 @@ def test_a_part_that_cannot_be_put_into_its_pages_fails_the_room():
     receiver = machine()
     cause = OSError("an illegal memory access")
     run(receiver, connected(0, ranks=2), PartArrived(0, 0, 0, is_last=False), PartArrived(0, 0, 1, is_last=True))
-    commands = run(receiver, PartPlaced(0, 0, 0, cause, "put into its pages"))
+    commands = run(receiver, PartPlaced(0, 0, cause, "put into its pages"))
     assert [command.rank for command in commands if isinstance(command, SendAbort)] == [0, 1]
     assert receiver.error is not None
     assert receiver.error.__cause__ is cause
     assert "what prefill rank 0 sent could not be put into its pages" in str(receiver.error)
     run(receiver, SenderDrained(0))
     reusable = [receiver.are_pages_reusable]
-    run(receiver, PartPlaced(0, 0, 1))
+    run(receiver, PartPlaced(0, 0))
     assert [*reusable, receiver.are_pages_reusable] == [False, True]
 
 

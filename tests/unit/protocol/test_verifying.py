@@ -141,7 +141,7 @@ def test_a_wrong_digest_fails_the_room_with_its_own_error_and_every_rank_hears_w
 def test_a_part_with_a_wrong_digest_does_the_same():
     machine = receiver(1)
     assert run(machine, PartArrived(1, 0, 0, is_last=True, work="it")) == [Place("it")]
-    run(machine, PartPlaced(1, 0, 0, WRONG))
+    run(machine, PartPlaced(1, 0, WRONG))
     assert type(machine.error) is ChecksumError
 
 

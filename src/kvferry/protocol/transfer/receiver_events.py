@@ -63,12 +63,11 @@ class PartPlaced:
 
     Attributes:
         error: why it does not count; None if it does.
-        purpose: what could not be done then, in words.
+        purpose: what was to be done with it, in words that follow "could not be".
     """
 
     writer: int
     sequence: int
-    part: int = 0
     error: Exception | None = None
     purpose: str = ""
 
