@@ -16,7 +16,7 @@ from kvferry.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvferry.layout import TokenShare
+from kvferry.layout import RankCoordinates, TokenShare
 from kvferry.plan import Demand, Route, Unit
 from kvferry.plan.requests.chunks import Chunk, ChunkPart
 from kvferry.plan.requests.demands import GroupRequest
@@ -46,6 +46,7 @@ from kvferry.protocol.transfer.sender_events import (
 )
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire.messages import AbortRoom
+from kvferry.protocol.wire.rank_identity import DecodeRank
 
 BOOTSTRAP, WAITING, TRANSFERRING, SUCCESS, FAILED = TransferState
 PAGE_TOKENS = 16
@@ -88,6 +89,7 @@ def opened_for(
         expected_receivers=expected_receivers,
         request=ReceiverRequest(tokens=tokens, wanted=wanted, routes=tuple(routes), depends_on=depends_on or {}),
         sends_aux=sends_aux,
+        rank=DecodeRank("decode", RankCoordinates()),
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import ChecksumError, KVFerryError, TransferAbortedError, TransferFailedError, TransferTimeoutError
+from kvferry.layout import RankCoordinates
 from kvferry.plan.requests.chunks import Chunk, ChunkPart
 from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.protocol.transfer.both_sides import AbortRequested, Deadlines, Tick
@@ -37,6 +38,7 @@ from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire.codec import decode_notification, encode
 from kvferry.protocol.wire.messages import AbortRoom, RoomVerified
 from kvferry.protocol.wire.notifications import ChunkArrived, WriterFinished
+from kvferry.protocol.wire.rank_identity import DecodeRank
 
 S = TransferState
 DEADLINES = Deadlines(bootstrap_s=10.0, waiting_s=20.0, write_s=5.0)
@@ -174,7 +176,8 @@ def sender(*receivers: str, verifies: bool = True) -> SenderMachine:
 
 def opened(name: str, count: int, *, verifies: bool = True) -> ReceiverOpened:
     request = ReceiverRequest(tokens=None, wanted={}, routes=())
-    return ReceiverOpened(name, 1, count, request, sends_aux=True, verifies=verifies)
+    rank = DecodeRank("decode", RankCoordinates())
+    return ReceiverOpened(name, 1, count, request, sends_aux=True, rank=rank, verifies=verifies)
 
 
 def verified(name: str, generation: int) -> ReceiverMessage:

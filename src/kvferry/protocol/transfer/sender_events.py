@@ -24,9 +24,9 @@ class ReceiverOpened:
         expected_receivers: how many decode ranks will open it.
         request: what it requests from this rank.
         sends_aux: whether this rank sends it the aux data.
+        rank: which decode rank it is.
         verifies: whether it compares digests, and then sends `RoomVerified`.
         held: tokens at the start of the request that it holds already.
-        rank: which decode rank it is; None where that does not matter.
     """
 
     receiver: str
@@ -34,9 +34,9 @@ class ReceiverOpened:
     expected_receivers: int
     request: ReceiverRequest
     sends_aux: bool
+    rank: DecodeRank
     verifies: bool = False
     held: int = 0
-    rank: DecodeRank | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
