@@ -397,6 +397,14 @@ def test_a_chunk_has_arrived_once_all_its_parts_are_in_their_pages():
     assert receiver.are_pages_reusable
 
 
+def test_a_part_behind_what_its_writer_called_the_last_is_no_error():
+    receiver = machine()
+    run(receiver, connected(0), PartArrived(0, 0, 5, is_last=True), PartArrived(0, 0, 0, is_last=True))
+    run(receiver, PartPlaced(0, 0))
+    assert run(receiver, PartPlaced(0, 0)) == []
+    assert (receiver.state, receiver.chunks) == (TRANSFERRING, 1)
+
+
 def test_a_chunk_is_not_complete_before_its_last_part_has_come():
     receiver = machine()
     run(receiver, connected(0), finished(0, 1, b"t"), PartArrived(0, 0, 0, is_last=False), PartPlaced(0, 0))

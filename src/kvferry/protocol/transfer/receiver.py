@@ -238,7 +238,9 @@ class ReceiverMachine:
             what = f"room {self.room}: what prefill rank {event.writer} sent could not be {event.purpose}"
             return self._fail(caused(what, event.error))
         writer = self._expected[event.writer]
-        parts = writer.partial[event.sequence]
+        parts = writer.partial.get(event.sequence)
+        if parts is None:  # its writer contradicts itself: the chunk was complete without it
+            return []
         parts.placed += 1
         if parts.placed != parts.count:
             return []
