@@ -31,7 +31,7 @@ from kvferry.errors import (
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.links.link import LinkState
-from kvferry.protocol.transfer.sender_events import ReceiverAborted
+from kvferry.protocol.transfer.sender_events import ReceiverMessage
 from kvferry.protocol.wire import codec, field_types, messages
 
 S = TransferState
@@ -546,8 +546,8 @@ def test_wishes_and_aborts_that_reach_a_room_at_its_very_end_are_kept_for_the_ne
         nothing = GroupRequest("kv", held=0, start=0, stop=0, first_page=0, pages=PageNumbers())
         message = messages.OpenRoom(room=1, generation=generation, receivers=1, tokens=None, groups=(nothing,))
         room.post(OpenReceived(attachment, message))
-        room.post(ReceiverAborted(name, generation, "changed its mind"))
         abort = messages.AbortRoom(room=1, generation=generation, reason="changed its mind")
+        room.post(ReceiverMessage(name, abort))
         eventually("both are kept, in order", lambda *both: kept_pending(endpoint, 1) == list(both), message, abort)
     with pytest.raises(TransferAbortedError, match="changed its mind"):
         endpoint.open(1).wait(WAIT_S)

@@ -13,13 +13,10 @@ from kvferry.endpoint.runtime.platform import Closing
 from kvferry.endpoint.runtime.threads import RunningLoop
 from kvferry.errors import PeerError
 from kvferry.observe.records import PlacedRecord
+from kvferry.protocol.transfer.both_sides import Broke
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.receiver_events import (
-    Arrived,
-    ArrivedUnverified,
-    Finished,
     PartArrived,
-    ReceiverBroke,
     ReceiverEvent,
 )
 from kvferry.protocol.wire import codec, messages, notifications
@@ -85,7 +82,7 @@ class Arrivals:
             if running:
                 log.exception("notifications could not be taken; %d rooms fail", len(running))
             for room in running:
-                self._user.apply(room, ReceiverBroke(error), now)
+                self._user.apply(room, Broke(error), now)
             return
         for peer, data in notifications:
             self._notified(peer, data, now)
@@ -104,8 +101,8 @@ class Arrivals:
         match message:
             case _ if room is None:
                 return
-            case notifications.WriterFinished(writer=writer, chunks=chunks, aux=aux):
-                self._user.apply(room, Finished(writer, chunks, aux), now)
+            case notifications.WriterFinished():
+                self._user.apply(room, message, now)
             case notifications.ChunkArrived():
                 self._chunk_arrived(peer, room, message, now)
 
@@ -118,15 +115,15 @@ class Arrivals:
         return None
 
     def _chunk_arrived(self, peer: str, room: ReceivingRoom, message: notifications.ChunkArrived, now: float) -> None:
-        checks, writer, sequence = self._staging.checks, message.writer, message.sequence
+        checks = self._staging.checks
         plan = checks.plan(peer) if checks is not None else None
         if checks is None:
-            self._user.apply(room, Arrived(writer, sequence), now)
+            self._user.apply(room, message, now)
         elif plan is None:
-            log.warning("dropped a notification for room %d: rank %d has nothing to send", message.room, writer)
+            log.warning("dropped a notification for room %d: rank %d has nothing to send", message.room, message.writer)
         else:
             task = VerifyTask(room, now, plan, message, checks.memory)
-            self._user.apply(room, ArrivedUnverified(writer, sequence, task), now)
+            self._user.apply(room, PartArrived(message.writer, message.sequence, work=task), now)
 
     def _part_arrived(self, peer: str, message: notifications.StagedArrived, now: float) -> None:
         """Handles a part of a chunk in staging memory. Its span is given back, whether or not a room takes the part."""

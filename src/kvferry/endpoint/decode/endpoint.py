@@ -26,8 +26,8 @@ from kvferry.plan.requests.demands import demands_of
 from kvferry.plan.requests.placing import UnitPlaces
 from kvferry.protocol.links.link import LinkKey
 from kvferry.protocol.links.proofs import Proof
+from kvferry.protocol.transfer.both_sides import AbortRequested
 from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_events import ReceiverAbortRequested
 from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.protocol.wire.request_conditions import checked_conditions
 from kvferry.settings import Settings
@@ -181,7 +181,7 @@ class DecodeEndpoint(Endpoint):
             generation = self._platform.random_bits(63)
 
             def abort(reason: str) -> None:
-                self._driver.rooms.post_event(number, generation, ReceiverAbortRequested(reason))
+                self._driver.rooms.post_event(number, generation, AbortRequested(reason))
 
             receiver = Receiver(number, abort, now)
             length = None if tokens is None else int(tokens)  # a plain integer, which is what travels

@@ -22,24 +22,20 @@ from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import KVFerryError, MessageError, UnknownRoomError
 from kvferry.observe.status import LostPeerStatus, RoomStatus
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
+from kvferry.protocol.transfer.both_sides import Broke, Tick
 from kvferry.protocol.transfer.receiver_events import (
-    ArrivedUnverified,
     AwaitArrival,
     ConnectFailed,
     Drop,
     PartArrived,
-    ReceiverBroke,
+    Place,
     ReceiverCommand,
     ReceiverEvent,
-    ReceiverTick,
-    Scatter,
     SendAbort,
     SenderDrained,
-    SenderFailed,
     SenderSettled,
     SendOpen,
     SendVerified,
-    Verify,
 )
 from kvferry.protocol.wire import messages
 
@@ -155,8 +151,8 @@ class ReceivingRooms:
             commands = room.machine.handle(event, now)
         except Exception as error:
             log.exception("room %d met an unexpected error", room.room)
-            commands = room.machine.handle(ReceiverBroke(error), now)
-            if isinstance(event, PartArrived | ArrivedUnverified):
+            commands = room.machine.handle(Broke(error), now)
+            if isinstance(event, PartArrived):
                 commands.append(Drop(event.work))
         is_open = self.open.get(room.room) is room
         if is_open and room.machine.is_done:
@@ -211,7 +207,7 @@ class ReceivingRooms:
                 self.links.execute(link, link.send_unnumbered(rank, message), now)
             case SendVerified(rank):
                 self._send(room, link, rank, messages.RoomVerified(room=room.room, generation=room.generation), now)
-            case Scatter(work) | Verify(work):
+            case Place(work):
                 self.arrivals.begin(work)
             case Drop(work):
                 self.arrivals.drop(work)
@@ -237,7 +233,7 @@ class ReceivingRooms:
         try:
             sends = link.send(rank, message)
         except MessageError as error:
-            self.apply(room, ReceiverBroke(error), now)
+            self.apply(room, Broke(error), now)
         else:
             self.links.execute(link, sends, now)
 
@@ -334,7 +330,7 @@ class ReceivingRooms:
             return
         match message:
             case messages.RoomFailed():
-                self.apply(room, SenderFailed(message.writer, message.error, message.reason), now)
+                self.apply(room, message, now)
             case messages.Drained():
                 self.apply(room, SenderDrained(message.writer, message.after_failure), now)
 
@@ -346,7 +342,7 @@ class ReceivingRooms:
             if room.link is not None and room.waits_for_link:
                 self.apply(room, ConnectFailed(why_not_ready(room.link, self._settings)), now)
             else:
-                self.apply(room, ReceiverTick(), now)
+                self.apply(room, Tick(), now)
 
     def repeat(self, now: float) -> None:
         """Asks again what was not answered: a connection that broke may have lost it, or the answer."""

@@ -34,7 +34,7 @@ from kvferry.errors import (
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import StagingStatus
 from kvferry.protocol.time_awake import Lateness
-from kvferry.protocol.transfer.sender_events import SenderTick
+from kvferry.protocol.transfer.both_sides import Tick
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.settings import Settings
@@ -388,7 +388,7 @@ class PrefillDriver(Loop):
     def _tick(self, now: float, *, longest_wait_s: float) -> None:
         self.admission.tick()
         for room in self._timers.due(now):
-            room.post(SenderTick())
+            room.post(Tick())
         self.rooms.look(now)
         late_s = self._lateness.seconds(now, most_apart_s=longest_wait_s + 2 * _TICK_S)
         for peer in self.ranks.peers():

@@ -15,7 +15,7 @@ from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
-from kvferry.endpoint.prefill.room import OpenReceived, RefusalReceived, RoomContext, SendingRoom
+from kvferry.endpoint.prefill.room import OpenReceived, RoomContext, SendingRoom
 from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.endpoint.transfer import Sender
 from kvferry.errors import (
@@ -27,13 +27,9 @@ from kvferry.errors import (
 )
 from kvferry.observe.observer import Observer
 from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
+from kvferry.protocol.transfer.both_sides import AbortRequested
 from kvferry.protocol.transfer.sender import SenderMachine
-from kvferry.protocol.transfer.sender_events import (
-    ReceiverAborted,
-    ReceiverLost,
-    ReceiverVerified,
-    SenderAbortRequested,
-)
+from kvferry.protocol.transfer.sender_events import ReceiverLost, ReceiverMessage
 from kvferry.protocol.wire import field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.settings import Settings
@@ -167,7 +163,7 @@ class SendingRooms:
             rooms = list(self.table.rooms.values())
             pending = self.table.close()
         for room in rooms:
-            room.post(SenderAbortRequested("the prefill endpoint was closed"))
+            room.post(AbortRequested("the prefill endpoint was closed"))
         for receiver, message in pending:
             self._fail(receiver, message, EndpointClosedError("the prefill endpoint was closed"))
 
@@ -218,7 +214,7 @@ class SendingRooms:
         with self._lock:
             room = self.table.refused_by(receiver, message, self._now())
             if room is not None:
-                room.post(RefusalReceived(receiver, message))
+                room.post(ReceiverMessage(receiver, message))
 
     def forget(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
@@ -238,7 +234,7 @@ class SendingRooms:
         with self._lock:
             room = self.table.rooms.get(message.room)
             if room is not None:  # else the room has ended
-                room.post(ReceiverVerified(receiver, message.generation))
+                room.post(ReceiverMessage(receiver, message))
 
     def _refused(self, receiver: str, message: messages.RefuseRoom) -> None:
         with self._lock:
@@ -310,10 +306,8 @@ class SendingRooms:
     def _deliver(self, room: SendingRoom, receiver: str, message: RoomMessage) -> None:
         """Hands a message to its room."""
         match message:
-            case messages.RefuseRoom():
-                room.post(RefusalReceived(receiver, message))
-            case messages.AbortRoom():
-                room.post(ReceiverAborted(receiver, message.generation, message.reason, message.error))
+            case messages.RefuseRoom() | messages.AbortRoom():
+                room.post(ReceiverMessage(receiver, message))
             case messages.OpenRoom():
                 attachment = self._ranks.attachment(receiver)
                 if attachment is not None:  # else it was lost meanwhile, and waits for no answer
