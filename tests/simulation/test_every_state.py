@@ -14,7 +14,7 @@ from kvferry.testing.enumeration.world_states import Shape
 
 QUICK = {SMALL: 94_000}
 FULL = {
-    Shape(prefills=1, decodes=1, chunks=1, faults=2): 580_000,
+    Shape(prefills=1, decodes=1, chunks=1, faults=2): 550_000,
     Shape(prefills=2, decodes=2, chunks=1, faults=0): 700_000,
 }
 LONG = {
