@@ -627,9 +627,8 @@ def _stale_arrivals_counted(patch: pytest.MonkeyPatch) -> None:
     right = Arrivals._notified
 
     def notified(arrivals: Arrivals, peer: str, data: bytes, now: float) -> None:
-        message, rooms = decode_notification(data), arrivals._user
-        assert isinstance(rooms, ReceivingRooms)
-        room = rooms.open.get(message.room)
+        message = decode_notification(data)
+        room = arrivals._rooms.get(message.room)
         its_data = data if room is None else encode(structs.replace(message, generation=room.generation))
         right(arrivals, peer, its_data, now)
 

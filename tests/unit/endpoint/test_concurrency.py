@@ -480,13 +480,13 @@ def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
     time.sleep(0.005)  # the turns that have begun
     turns: collections.Counter[type] = collections.Counter()
     waits_ms: list[int] = []
-    right_wait = decode._driver._end.wait
+    right_wait = decode._driver.context.end.wait
 
     def wait(timeout_ms: int) -> Any:
         waits_ms.append(timeout_ms)
         return right_wait(timeout_ms)
 
-    monkeypatch.setattr(decode._driver._end, "wait", wait)
+    monkeypatch.setattr(decode._driver.context.end, "wait", wait)
     for loop in (Waker, Worker, PrefillDriver):
         right = loop.turn
 

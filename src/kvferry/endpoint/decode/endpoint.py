@@ -8,6 +8,7 @@ from typing import SupportsIndex
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.base import Endpoint
 from kvferry.endpoint.construction import checked_room
+from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.runtime.platform import Closing, Platform
@@ -107,15 +108,16 @@ class DecodeEndpoint(Endpoint):
         except BaseException:
             self.transport.close()
             raise
-        self._driver = DecodeDriver(
-            self._identity,
-            self.transport,
-            self._registry_client,
-            self.settings,
-            staging,
+        context = DecodeContext(
+            identity=self._identity,
+            transport=self.transport,
+            registry=self._registry_client,
+            settings=self.settings,
+            staging=staging,
             platform=self._platform,
             observer=self._telemetry.observer,
         )
+        self._driver = DecodeDriver(context)
         try:
             self._telemetry.start()
         except BaseException:
@@ -267,7 +269,7 @@ class DecodeEndpoint(Endpoint):
         lost = [each.endpoint for each in self._driver.rooms.quarantine(self._platform.now())]
         if endpoint not in lost:
             raise UsageError(f"nothing here waits for the end of {endpoint!r}; lost are: {', '.join(lost) or 'none'}")
-        self._driver.submit(lambda _: self._driver.rooms.links.quarantine.ended(endpoint, Proof.OPERATOR))
+        self._driver.context.submit(lambda _: self._driver.rooms.links.quarantine.ended(endpoint, Proof.OPERATOR))
 
     def status(self) -> EndpointStatus:
         """Returns a snapshot of the endpoint, for people and tools."""

@@ -44,6 +44,10 @@ class ReceivingRoom:
         """Whether its link has not become ready: once that has, it stays so, even if it is given up."""
         return self.link is None or self.link.state is not LinkState.READY
 
+    def is_meant(self, generation: int) -> bool:
+        """Whether a message means this use of the number. None does while the room waits for its link."""
+        return self.generation == generation and not self.waits_for_link
+
     def is_rank(self, engine_rank: int, endpoint: str) -> bool:
         """Whether an endpoint is that rank of the group through which the room is opened."""
         return self.link is not None and self.link.is_rank(engine_rank, endpoint)
