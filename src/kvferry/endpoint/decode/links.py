@@ -16,7 +16,7 @@ from functools import partial
 
 from kvferry.endpoint.decode.connections import Connections
 from kvferry.endpoint.decode.context import DecodeContext
-from kvferry.endpoint.decode.look_ups import LookUp, look_up, why_not_ready
+from kvferry.endpoint.decode.look_ups import look_up, why_not_ready
 from kvferry.endpoint.decode.quarantine import Quarantine
 from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.decode.room import ReceivingRoom
@@ -37,7 +37,7 @@ from kvferry.protocol.links.link import Link, LinkCommand, LinkKey, LinkState, O
 from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.transfer.receiver_events import ConnectFailed, ReceiverEvent, SenderDrained
 from kvferry.protocol.wire import messages
-from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.staging.receiving import ReceivingStaging
 
 log = logging.getLogger(__name__)
@@ -193,24 +193,24 @@ class Links:
     def _look_up(self, link: Link) -> None:
         """Looks a link's engine up, once, on the pool."""
         self._resolver.submit(
-            lambda: self._context.submit(partial(self._looked_up, link, look_up(self._context.registry, link.key)))
+            lambda: self._context.submit(partial(self._looked_up, link, *look_up(self._context.registry, link.key)))
         )
 
-    def _looked_up(self, link: Link, found: LookUp, now: float) -> None:
+    def _looked_up(self, link: Link, view: EngineView | None, problem: KVFerryError | None, now: float) -> None:
         """Takes what the registry says: greets the ranks if they are all there, else asks again some time."""
-        if found.registrations:
-            link.registrations = found.group
+        if view is not None and view.registrations:
+            link.registrations = view.group(link.key.dp_rank)
             self.refusals.link_looked_up(link)
-        if isinstance(found.problem, RegistryAccessError):  # asking again would not help
-            self.fail(link, found.problem, now)
-        elif found.problem is not None:
-            link.problem = found.problem
-            self._missed.missed(link.key.engine, found.problem, now)
+        if isinstance(problem, RegistryAccessError):  # asking again would not help
+            self.fail(link, problem, now)
+        elif problem is not None:
+            link.problem = problem
+            self._missed.missed(link.key.engine, problem, now)
             link.look_up_at = now + link.next_pause_s(self._context.platform.jitter())
         else:
             self._missed.found(link.key.engine)
-            if not link.is_given_up:
-                self._greet(link, found.registrations, now)
+            if view is not None and not link.is_given_up:
+                self._greet(link, view.registrations, now)
 
     def _greet(self, link: Link, registrations: tuple[RankRegistration, ...], now: float) -> None:
         try:

@@ -26,14 +26,20 @@ class ArrivalTask(ABC):
     """Work on data that has arrived for a room, done before the arrival counts.
 
     Attributes:
-        room: the room.
         arrived_at: when the arrival was noticed.
+        message: what said so.
     """
 
     __slots__ = ()
 
     room: ReceivingRoom
     arrived_at: float
+    message: StagedArrived | ChunkArrived
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes of staging memory it puts into pages."""
+        return 0
 
     def run(self, kernels: Kernels) -> Exception | None:
         """Does the work, unless the room has ended; returns the error that it raised."""
@@ -54,27 +60,12 @@ class ArrivalTask(ABC):
         """Does the work; may raise anything."""
 
     @abstractmethod
-    def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
-        """Returns the record of the work."""
-
-    @abstractmethod
     def event(self, error: Exception | None) -> ReceiverEvent:
         """Returns the event for the room once the work is done."""
 
     @abstractmethod
     def give_back(self) -> None:
         """Gives back the memory that the task is about, once it is done or dropped. For the driver's thread."""
-
-
-def _placed(task: ArrivalTask, writer: int, begun_at: float, done_at: float, num_bytes: int) -> PlacedRecord:
-    return PlacedRecord(
-        writer=writer,
-        arrived_at=task.arrived_at,
-        begun_at=begun_at,
-        done_at=done_at,
-        num_bytes=num_bytes,
-        thread=threading.current_thread().name,
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,8 +89,9 @@ class ScatterTask(ArrivalTask):
     def work(self, kernels: Kernels) -> None:
         scatter_part(self.message, self.ring, self.span, self.room.places, kernels, is_verified=self.is_verified)
 
-    def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
-        return _placed(self, self.message.writer, begun_at, done_at, self.span.num_bytes)
+    @property
+    def num_bytes(self) -> int:
+        return self.span.num_bytes
 
     def event(self, error: Exception | None) -> PartScattered:
         return PartScattered(self.message.writer, self.message.sequence, self.message.part, error)
@@ -126,9 +118,6 @@ class VerifyTask(ArrivalTask):
 
     def work(self, kernels: Kernels) -> None:
         verify_chunk(self.message, self.plan, self.room.places, self.memory, is_wanted=self.is_wanted)
-
-    def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
-        return _placed(self, self.message.writer, begun_at, done_at, 0)
 
     def event(self, error: Exception | None) -> Verified:
         return Verified(self.message.writer, self.message.sequence, error)
@@ -198,4 +187,12 @@ class Scatterers:
     def _work(self, task: ArrivalTask) -> None:
         begun_at = self._now()
         error = task.run(self._kernels)
-        self._on_done(task, task.placed(begun_at, self._now()), error)
+        record = PlacedRecord(
+            writer=task.message.writer,
+            arrived_at=task.arrived_at,
+            begun_at=begun_at,
+            done_at=self._now(),
+            num_bytes=task.num_bytes,
+            thread=threading.current_thread().name,
+        )
+        self._on_done(task, record, error)
