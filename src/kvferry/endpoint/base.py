@@ -16,7 +16,6 @@ from kvferry._version import __version__
 from kvferry.control.owning_process import OwningProcess
 from kvferry.endpoint.construction import create_transport, deadlines, endpoint_name
 from kvferry.endpoint.runtime.platform import Closing, Platform, SystemPlatform
-from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.endpoint.telemetry import EndpointTelemetry
 from kvferry.errors import KVFerryError
 from kvferry.layout import RankCoordinates, RankLayout
@@ -109,7 +108,7 @@ class Endpoint(ABC):
 
     @property
     @abstractmethod
-    def health(self) -> tuple[ThreadHealth, ...]:
+    def health(self) -> tuple[ThreadStatus, ...]:
         """Health of every thread of the endpoint."""
 
     @property
@@ -159,15 +158,7 @@ class Endpoint(ABC):
             staging=staging,
             quarantine=tuple(quarantine),
             fingerprint=dict(self.fingerprint),
-            threads=tuple(
-                ThreadStatus(
-                    name=thread.name,
-                    is_alive=thread.is_alive,
-                    failures=thread.failures,
-                    last_failure=thread.last_failure,
-                )
-                for thread in self.health
-            ),
+            threads=self.health,
         )
 
     @contextmanager

@@ -15,9 +15,9 @@ from kvferry.control.ends import Connection
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.runtime.platform import Closing
-from kvferry.endpoint.runtime.threads import Loop, ThreadHealth
+from kvferry.endpoint.runtime.threads import Loop
 from kvferry.errors import KVFerryError, PeerError
-from kvferry.observe.status import StagingStatus
+from kvferry.observe.status import StagingStatus, ThreadStatus
 from kvferry.protocol.links.link import Link
 from kvferry.protocol.wire import codec, messages
 
@@ -59,7 +59,7 @@ class DecodeDriver(Loop):
     # ---- from any thread ----------------------------------------------------------------------------------------
 
     @property
-    def health(self) -> tuple[ThreadHealth, ...]:
+    def health(self) -> tuple[ThreadStatus, ...]:
         """Health of every thread."""
         return tuple(thread.health for thread in (self._thread, *self.rooms.arrivals.threads))
 

@@ -10,9 +10,7 @@ from kvferry.endpoint.base import Endpoint
 from kvferry.endpoint.construction import checked_room
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.driver import DecodeDriver
-from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.runtime.platform import Closing, Platform
-from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import (
     EndpointClosedError,
@@ -20,15 +18,13 @@ from kvferry.errors import (
     UsageError,
 )
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.observe.status import EndpointStatus, Side
+from kvferry.observe.status import EndpointStatus, Side, ThreadStatus
 from kvferry.plan import check_share_tokens
 from kvferry.plan.requests.chunks import AnyPages
 from kvferry.plan.requests.demands import demands_of
-from kvferry.plan.requests.placing import UnitPlaces
 from kvferry.protocol.links.link import LinkKey
 from kvferry.protocol.links.proofs import Proof
 from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_events import ReceiverAbortRequested
 from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.protocol.wire.request_conditions import checked_conditions
 from kvferry.settings import Settings
@@ -178,26 +174,16 @@ class DecodeEndpoint(Endpoint):
             key = _link_key(engine, prefill_dp_rank, where=where)
             groups = demands_of(self.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=where)
             check_share_tokens(self.layout.tokens, tokens, share_tokens, where=where)
-            now = self._platform.now()
-            machine = ReceiverMachine(number, rank=self.engine_rank, deadlines=self._deadlines, now=now)
-            generation = self._platform.random_bits(63)
-
-            def abort(reason: str) -> None:
-                self._driver.rooms.post_event(number, generation, ReceiverAbortRequested(reason))
-
-            receiver = Receiver(number, abort, now)
-            length = None if tokens is None else int(tokens)  # a plain integer, which is what travels
-            opened = ReceivingRoom(
-                machine,
-                generation=generation,
-                groups=groups,
-                tokens=length,
-                depends_on=checked_conditions(depends_on, where=where),
-                receiver=receiver,
-                places=UnitPlaces(self.layout, groups, length),
+            machine = ReceiverMachine(
+                number, rank=self.engine_rank, deadlines=self._deadlines, now=self._platform.now()
             )
-            self._driver.rooms.add(opened, key)
-            return receiver
+            return self._driver.rooms.add(
+                machine,
+                key,
+                groups,
+                tokens=None if tokens is None else int(tokens),  # a plain integer, which is what travels
+                depends_on=checked_conditions(depends_on, where=where),
+            )
 
     def refuse(self, room: SupportsIndex, reason: str, *, engine: str = "prefill", prefill_dp_rank: int = 0) -> None:
         """Tells a prefill engine that this rank will not open a room, for a caller that cannot.
@@ -289,7 +275,7 @@ class DecodeEndpoint(Endpoint):
         return len(self._driver.rooms.open)
 
     @property
-    def health(self) -> tuple[ThreadHealth, ...]:
+    def health(self) -> tuple[ThreadStatus, ...]:
         """Health of every thread of the endpoint."""
         return self._driver.health
 

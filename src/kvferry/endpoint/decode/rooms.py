@@ -20,13 +20,17 @@ from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import MessageError, UnknownRoomError
 from kvferry.observe.status import LostPeerStatus, RoomStatus
+from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan.requests.placing import UnitPlaces
 from kvferry.protocol.links.link import Link, LinkKey
+from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import (
     ArrivedUnverified,
     AwaitArrival,
     ConnectFailed,
     Drop,
     PartArrived,
+    ReceiverAbortRequested,
     ReceiverBroke,
     ReceiverCommand,
     ReceiverEvent,
@@ -75,8 +79,29 @@ class ReceivingRooms:
 
     # ---- for callers --------------------------------------------------------------------------------------------
 
-    def add(self, room: ReceivingRoom, key: LinkKey) -> None:
-        """Opens a room; raises as `DecodeEndpoint.open` does."""
+    def add(
+        self,
+        machine: ReceiverMachine,
+        key: LinkKey,
+        groups: tuple[GroupRequest, ...],
+        *,
+        tokens: int | None,
+        depends_on: dict[str, bytes],
+    ) -> Receiver:
+        """Opens a room with this machine; raises as `DecodeEndpoint.open` does."""
+
+        def abort(reason: str) -> None:
+            self._post_event(room, ReceiverAbortRequested(reason))
+
+        room = ReceivingRoom(
+            machine,
+            generation=self._context.platform.random_bits(63),
+            groups=groups,
+            tokens=tokens,
+            depends_on=depends_on,
+            receiver=Receiver(machine.room, abort, self._context.platform.now()),
+            places=UnitPlaces(self._context.identity.layout, groups, tokens),
+        )
         with self._lock:
             check_may_open(
                 room.room,
@@ -89,6 +114,7 @@ class ReceivingRooms:
             room.trace = self._context.observer.begin_receiving(room.room)
             # Under the lock, so that a close that aborts this room comes behind it.
             self._context.submit(partial(self._take, room, key))
+        return room.receiver
 
     def receiver(self, room: int) -> Receiver:
         """Returns the open transfer of that number.
@@ -211,7 +237,7 @@ class ReceivingRooms:
             case Drop(work):
                 self.arrivals.drop(work)
             case AwaitArrival(rank):
-                self._context.settling.add(partial(self.post_event, room.room, room.generation, SenderSettled(rank)))
+                self._context.settling.add(partial(self._post_event, room, SenderSettled(rank)))
 
     def _open_request(self, room: ReceivingRoom, filled: frozenset[str]) -> messages.OpenRoom:
         return messages.OpenRoom(
@@ -236,13 +262,12 @@ class ReceivingRooms:
         else:
             self.links.execute(link, sends, now)
 
-    def post_event(self, room: int, generation: int, event: ReceiverEvent) -> None:
-        """Queues an event for a room; it is dropped if the room has another generation by then, or has gone."""
+    def _post_event(self, room: ReceivingRoom, event: ReceiverEvent) -> None:
+        """Queues an event for a room; it is dropped if the room is done by then."""
 
         def deliver(now: float) -> None:
-            opened = self.open.get(room)
-            if opened is not None and opened.generation == generation:
-                self.apply(opened, event, now)
+            if self.open.get(room.room) is room:
+                self.apply(room, event, now)
 
         self._context.submit(deliver)
 
