@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from kvferry.control.process_identity import Sight
 from kvferry.endpoint.decode import quarantine, tasks
 from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.driver import DecodeDriver
@@ -26,7 +27,6 @@ from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.peers import DecodePeer
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
-from kvferry.endpoint.runtime.process_identity import Sight
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit

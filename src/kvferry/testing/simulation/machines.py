@@ -11,11 +11,11 @@ import numpy as np
 
 from kvferry.control.ends import ConnectingEnd, ListeningEnd
 from kvferry.control.kubernetes import Orchestrator
+from kvferry.control.process_identity import Sight
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.runtime.calibration import Calibration
 from kvferry.endpoint.runtime.platform import BackgroundExecutor, Platform
-from kvferry.endpoint.runtime.process_identity import Sight
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop
 from kvferry.errors import RegistryUnreachableError
 from kvferry.layout import Device, RankLayout, Region
