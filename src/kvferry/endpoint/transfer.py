@@ -31,8 +31,9 @@ class Transfer:
         state: where it stands.
     """
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, abort: Callable[[str], None]) -> None:
         self.room = room
+        self._abort = abort
         self.state = TransferState.BOOTSTRAPPING
         self._error: KVFerryError | None = None
         self._ended: Future[None] = Future()
@@ -74,6 +75,13 @@ class Transfer:
     def wait_pages_reusable(self, timeout_s: float | None = None) -> bool:
         """Waits until the pages may be reused; False if they may not after timeout_s."""
         return self._reusable.wait(timeout_s)
+
+    def abort(self, reason: str = "no reason given") -> None:
+        """Aborts the transfer on both sides. Returns at once; a transfer that has ended stays as it is.
+
+        The pages may be reused only once `pages_reusable` is True: a write may still be in flight.
+        """
+        self._abort(reason)
 
     def add_change_callback(self, callback: Callable[[], None]) -> None:
         """Has a callable called after every change of `state` and `pages_reusable`, so that nobody need poll them.
@@ -150,12 +158,11 @@ class Sender(Transfer):
             now: the time.
             report: records how long the caller is busy here.
         """
-        super().__init__(room)
+        super().__init__(room, abort)
         # Guards the order of chunks: they are handed on in the order of their numbers, whichever threads submit.
         self._lock = threading.Lock()
         self._chunks = chunks
         self._hand_in = hand_in
-        self._abort = abort
         self._settle = settle
         self._now = now
         self._observer = observer
@@ -234,10 +241,6 @@ class Sender(Transfer):
         """Whether all pages that were handed in so far have been read. False again once another chunk is submitted."""
         return self._through == self._chunks.submitted
 
-    def abort(self, reason: str = "no reason given") -> None:
-        """Aborts the transfer on both sides. Returns at once; a transfer that has ended stays as it is."""
-        self._abort(reason)
-
     def _proceed(self, handled: int, *, waiting: int, is_drained: bool) -> None:
         """Takes over the room's progress. Called in the room's turns only.
 
@@ -267,8 +270,7 @@ class Receiver(Transfer):
 
     def __init__(self, room: int, abort: Callable[[str], None], now: float) -> None:
         """Made by `DecodeEndpoint.open`."""
-        super().__init__(room)
-        self._abort = abort
+        super().__init__(room, abort)
         self._aux: bytes | None = None
         self.stats = ReceiverStats(opened_at=now, first_arrival_at=None, ended_at=None, chunks=0)
 
@@ -276,10 +278,3 @@ class Receiver(Transfer):
     def aux(self) -> bytes:
         """The request's aux data: b"" before it has come, and where the prefill side gave none."""
         return self._aux or b""
-
-    def abort(self, reason: str = "no reason given") -> None:
-        """Aborts the transfer on both sides. Returns at once.
-
-        The pages may be reused only once `pages_reusable` is True: a write may still be in flight.
-        """
-        self._abort(reason)

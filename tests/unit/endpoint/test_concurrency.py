@@ -21,8 +21,7 @@ from tests.unit.endpoint.test_life_of_a_room import nothing_left
 
 from kvferry import Sender, Settings
 from kvferry.endpoint.prefill.driver import PrefillDriver
-from kvferry.endpoint.runtime.actors import Actor
-from kvferry.endpoint.runtime.run_queue import Runnable, RunQueue, Waker
+from kvferry.endpoint.runtime.run_queue import Actor, RunQueue, Waker
 from kvferry.endpoint.runtime.threads import SupervisedThread
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import ChunkError
@@ -292,7 +291,7 @@ def test_waiting_for_a_few_microseconds_has_an_end():
         assert not thread.is_alive() or rounds > before
 
 
-def take_all(run_queue: RunQueue, timeout_s: float | None, use: Callable[[Runnable], None]) -> None:
+def take_all(run_queue: RunQueue, timeout_s: float | None, use: Callable[[Actor], None]) -> None:
     """Takes actors as workers do, until told to stop."""
     while True:
         try:

@@ -771,7 +771,7 @@ def test_every_change_of_either_side_calls_back_and_a_callback_that_raises_chang
 
 
 def test_pages_that_come_back_after_a_failure_call_back():
-    transfer = Transfer(1)
+    transfer = Transfer(1, lambda reason: None)
     seen: list[tuple[TransferState, bool]] = []
     transfer.add_change_callback(lambda: seen.append((transfer.state, transfer.pages_reusable)))
     error = TransferFailedError("it failed")

@@ -164,16 +164,11 @@ class _ThreadExecutor(BackgroundExecutor):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _machine_name() -> str:
-    """Returns a name that tells this machine from others, and two containers on it apart."""
-    return f"{platform.node()}-{uuid.getnode():x}"
-
-
 class SystemPlatform(Platform):
     """This machine."""
 
     def __init__(self) -> None:
-        self.name = _machine_name()
+        self.name = f"{platform.node()}-{uuid.getnode():x}"  # tells two containers on it apart
         self.process = this_process()
         self.staging = MachineResources()
 
