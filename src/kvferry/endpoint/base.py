@@ -40,17 +40,22 @@ EndpointT = TypeVar("EndpointT", bound="Endpoint")
 
 
 class Endpoint(ABC):
-    """One rank of an engine. A context manager; its methods may be called from any thread.
+    """One rank of an engine. A context manager; its methods may be called from any thread."""
 
-    Attributes:
-        layout: what this rank caches and where.
-        engine: the engine's name.
-        coordinates: this rank's place in the engine.
-        engine_rank: its number among all ranks of the engine.
-        fingerprint: what its caches are beyond their layout.
-        settings: what it was made with.
-        transport: moves its bytes.
-    """
+    layout: RankLayout
+    """What this rank caches and where."""
+    engine: str
+    """The engine's name."""
+    coordinates: RankCoordinates
+    """This rank's place in the engine."""
+    engine_rank: int
+    """Its number among all ranks of the engine."""
+    fingerprint: Mapping[str, str]
+    """What its caches are beyond their layout."""
+    settings: Settings
+    """What it was made with."""
+    transport: Transport
+    """Moves its bytes."""
 
     _side: Side
 

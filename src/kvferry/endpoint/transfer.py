@@ -21,15 +21,13 @@ log = logging.getLogger(__name__)
 
 
 class Transfer:
-    """One transfer, as its caller sees it.
+    """One transfer, as its caller sees it. Methods may be called from any thread."""
 
-    `state` and `pages_reusable` are plain reads: a scheduler may poll them in every step, or be called back when they
-    change. `wait` and `completed` are for scripts. Methods may be called from any thread.
-
-    Attributes:
-        room: the transfer's number.
-        state: where it stands.
-    """
+    room: int
+    """The transfer's number."""
+    state: TransferState
+    """Where it stands. This and `pages_reusable` are plain reads: a scheduler may poll them in every step, or be called
+    back when they change."""
 
     def __init__(self, room: int, abort: Callable[[str], None]) -> None:
         self.room = room
@@ -54,7 +52,7 @@ class Transfer:
         return self._reusable.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for the end of the transfer.
+        """Waits for the end of the transfer. Like `completed` it is for scripts.
 
         Args:
             timeout_s: the longest wait; None relies on the transfer's own deadlines, which always end it.
@@ -125,11 +123,7 @@ class Transfer:
 class Sender(Transfer):
     """One request's transfer from this prefill rank, as its caller sees it.
 
-    `state` and `pages_reusable` are plain reads: a scheduler may poll them in every step.
-
     Attributes:
-        room: the transfer's number.
-        state: where it stands.
         stats: what it took: bytes, writes and times.
         prefix_tokens: tokens at the start of the request that every decode rank holds already, and that need not be
             handed in. None while `state` is BOOTSTRAPPING.
@@ -260,11 +254,7 @@ class Sender(Transfer):
 class Receiver(Transfer):
     """One request's transfer to this decode rank, as its caller sees it.
 
-    `state` and `pages_reusable` are plain reads: a scheduler may poll them in every step.
-
     Attributes:
-        room: the transfer's number.
-        state: where it stands.
         stats: what it took: chunks and times.
     """
 

@@ -15,7 +15,6 @@ from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import (
     EndpointClosedError,
     LayoutError,
-    UsageError,
 )
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side, ThreadStatus
@@ -23,7 +22,6 @@ from kvferry.plan import check_share_tokens
 from kvferry.plan.requests.chunks import AnyPages
 from kvferry.plan.requests.demands import demands_of
 from kvferry.protocol.links.link import LinkKey
-from kvferry.protocol.links.proofs import Proof
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.protocol.wire.request_conditions import checked_conditions
@@ -39,15 +37,6 @@ class DecodeEndpoint(Endpoint):
 
     A thread of its own does all I/O; `open` and reading a state never do any. The object is a context manager, and its
     methods may be called from any thread.
-
-    Attributes:
-        layout: what this rank caches and where.
-        engine: the engine's name.
-        coordinates: this rank's place in the engine.
-        engine_rank: its number among all ranks of the engine.
-        fingerprint: what its caches are beyond their layout.
-        settings: what it was made with.
-        transport: moves its bytes.
     """
 
     _side = Side.DECODE
@@ -138,9 +127,7 @@ class DecodeEndpoint(Endpoint):
         `pages_reusable`.
 
         Args:
-            room: the request's number on both sides, below 2**63. It may be used again once the transfer has ended on
-                every rank of both sides, and not before: it is the only thing that says which request is meant. If the
-                transfer failed before every decode rank had opened it, the number rests for bootstrap_timeout_s more.
+            room: the request's number on both sides. `PrefillEndpoint.open` says when it may be used again.
             pages: page numbers in this rank's pool for the part of the request that is missing here, in order. Empty
                 if nothing is missing: then only aux data and completion come. With several groups a mapping from every
                 group's name to page numbers, or to `GroupPages` that say with which page of the request they start. A
@@ -250,12 +237,7 @@ class DecodeEndpoint(Endpoint):
             UsageError: if nothing waits for the end of such a rank, or an operator's word does not count here
                 (end_proofs).
         """
-        if Proof.OPERATOR not in self.settings.proofs:
-            raise UsageError("an operator's word does not count here: add operator to end_proofs (KVFERRY_END_PROOFS)")
-        lost = [each.endpoint for each in self._driver.rooms.quarantine(self._platform.now())]
-        if endpoint not in lost:
-            raise UsageError(f"nothing here waits for the end of {endpoint!r}; lost are: {', '.join(lost) or 'none'}")
-        self._driver.context.submit(lambda _: self._driver.rooms.links.quarantine.ended(endpoint, Proof.OPERATOR))
+        self._driver.rooms.links.quarantine.take_word(endpoint)
 
     def status(self) -> EndpointStatus:
         """Returns a snapshot of the endpoint, for people and tools."""

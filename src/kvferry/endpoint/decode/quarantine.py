@@ -13,7 +13,7 @@ from functools import partial
 
 from kvferry.control.kubernetes import Orchestrator
 from kvferry.endpoint.decode.context import DecodeContext
-from kvferry.errors import KVFerryError, OrchestratorError
+from kvferry.errors import KVFerryError, OrchestratorError, UsageError
 from kvferry.observe.status import LostPeerStatus
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.links.link import Link
@@ -144,6 +144,15 @@ class Quarantine:
         """Takes a proof that a lost rank has ended; what it might have written to is given back a while later."""
         log.warning("prefill endpoint %s has ended, proof: %s", endpoint, proof.value)
         self._lost.ended(endpoint, proof)
+
+    def take_word(self, endpoint: str) -> None:
+        """Takes an operator's word that a lost rank has ended; raises as `DecodeEndpoint.release`. From any thread."""
+        if Proof.OPERATOR not in self._context.settings.proofs:
+            raise UsageError("an operator's word does not count here: add operator to end_proofs (KVFERRY_END_PROOFS)")
+        lost = [each for each, _ in self._lost.all]
+        if endpoint not in lost:
+            raise UsageError(f"nothing here waits for the end of {endpoint!r}; lost are: {', '.join(lost) or 'none'}")
+        self._context.submit(lambda _: self.ended(endpoint, Proof.OPERATOR))
 
     def take_settled(self, with_rooms: Iterable[Link], now: float) -> list[str]:
         """Returns and forgets the ranks that are proved not to write again.

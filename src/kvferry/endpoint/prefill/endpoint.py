@@ -33,13 +33,6 @@ class PrefillEndpoint(Endpoint):
     a context manager, and its methods may be called from any thread.
 
     Attributes:
-        layout: what this rank caches and where.
-        engine: the engine's name.
-        coordinates: this rank's place in the engine.
-        engine_rank: its number among all ranks of the engine.
-        fingerprint: what its caches are beyond their layout.
-        settings: what it was made with.
-        transport: moves its bytes.
         control_address: where decode ranks reach it.
         registry_url: where the registry is that it announces itself to: its own, if it runs one.
     """
