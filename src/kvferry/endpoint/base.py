@@ -135,12 +135,7 @@ class Endpoint(ABC):
         staging: StagingStatus,
         quarantine: Sequence[LostPeerStatus] = (),
     ) -> EndpointStatus:
-        """Builds the status.
-
-        Args:
-            problem: what is wrong with the endpoint; empty if nothing is.
-            rooms: all that are open.
-        """
+        """Builds the status; its problem is empty if nothing is wrong with the endpoint."""
         oldest = sorted(rooms, key=lambda room: -room.age_s)
         return EndpointStatus(
             side=self._side,

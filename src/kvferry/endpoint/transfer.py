@@ -28,20 +28,17 @@ class Transfer:
     state: TransferState
     """Where it stands. This and `pages_reusable` are plain reads: a scheduler may poll them in every step, or be called
     back when they change."""
+    error: KVFerryError | None
+    """Why the transfer failed; None unless `state` is FAILED. `__cause__` is the original exception, if any."""
 
     def __init__(self, room: int, abort: Callable[[str], None]) -> None:
         self.room = room
         self._abort = abort
         self.state = TransferState.BOOTSTRAPPING
-        self._error: KVFerryError | None = None
+        self.error = None
         self._ended: Future[None] = Future()
         self._reusable = threading.Event()
         self._change_callbacks: tuple[Callable[[], None], ...] = ()
-
-    @property
-    def error(self) -> KVFerryError | None:
-        """Why the transfer failed; None unless `state` is FAILED. `__cause__` is the original exception, if any."""
-        return self._error
 
     @property
     def pages_reusable(self) -> bool:
@@ -107,7 +104,7 @@ class Transfer:
         is_released = pages_reusable and not self.pages_reusable
         if has_changed:
             log.debug("room %d: %s", self.room, state.value, extra={"room": self.room, "state": state.value})
-            self._error = error
+            self.error = error
             self.state = state
         if is_released:
             self._reusable.set()
@@ -149,7 +146,6 @@ class Sender(Transfer):
             abort: passes on that the caller gives up, and why.
             settle: in synchronous mode, waits until the chunk of that number is written.
             most_waiting: how many chunks may wait to be written.
-            now: the time.
             report: records how long the caller is busy here.
         """
         super().__init__(room, abort)
@@ -256,15 +252,11 @@ class Receiver(Transfer):
 
     Attributes:
         stats: what it took: chunks and times.
+        aux: the request's aux data: b"" before it has come, and where the prefill side gave none.
     """
 
     def __init__(self, room: int, abort: Callable[[str], None], now: float) -> None:
         """Made by `DecodeEndpoint.open`."""
         super().__init__(room, abort)
-        self._aux: bytes | None = None
+        self.aux = b""
         self.stats = ReceiverStats(opened_at=now, first_arrival_at=None, ended_at=None, chunks=0)
-
-    @property
-    def aux(self) -> bytes:
-        """The request's aux data: b"" before it has come, and where the prefill side gave none."""
-        return self._aux or b""

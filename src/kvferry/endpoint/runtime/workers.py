@@ -32,8 +32,6 @@ class Worker(Loop):
         """Takes a queue; the worker runs nothing before its thread does.
 
         Args:
-            run_queue: whose actors it runs.
-            transport: polls the writes.
             settling: the writes that failed, until they settle.
             memory: staging memory of its own, if it gathers.
         """
