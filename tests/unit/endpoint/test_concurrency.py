@@ -357,7 +357,7 @@ def takers() -> Iterator[Callable[[RunQueue, float | None], threading.Thread]]:
 
     def start(run_queue: RunQueue, timeout_s: float | None) -> threading.Thread:
         def take_turn(actor: Actor) -> None:
-            actor.take_turn(None)  # type: ignore[arg-type]
+            actor.take_turn(None)
 
         thread = threading.Thread(target=take_all, args=(run_queue, timeout_s, take_turn))
         thread.start()

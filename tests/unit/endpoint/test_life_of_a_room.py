@@ -152,9 +152,9 @@ def test_the_end_is_published_in_an_order_that_never_misleads():
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
             if name == "state" and hasattr(self, "_reusable"):
-                seen.append(("state", self.pages_reusable, self._ended.done(), self._error))
+                seen.append(("state", self.pages_reusable, self._ended.done(), self.error))
 
-    transfer = Watched(1)
+    transfer = Watched(1, lambda reason: None)
     transfer._ended.add_done_callback(lambda _: seen.append(("ended", transfer.pages_reusable, transfer.state, None)))
     transfer._update(S.SUCCESS, None, pages_reusable=True)
     assert seen == [("state", False, False, None), ("ended", True, S.SUCCESS, None)]
