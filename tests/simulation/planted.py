@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from kvferry.control.process_identity import Sight
 from kvferry.endpoint.decode import quarantine, tasks
 from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.driver import DecodeDriver
@@ -26,7 +27,6 @@ from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.peers import DecodePeer
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
-from kvferry.endpoint.runtime.process_identity import Sight
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
@@ -626,9 +626,8 @@ def _stale_arrivals_counted(patch: pytest.MonkeyPatch) -> None:
     right = Arrivals._notified
 
     def notified(arrivals: Arrivals, peer: str, data: bytes, now: float) -> None:
-        message, rooms = decode_notification(data), arrivals._user
-        assert isinstance(rooms, ReceivingRooms)
-        room = rooms.open.get(message.room)
+        message = decode_notification(data)
+        room = arrivals._rooms.get(message.room)
         its_data = data if room is None else encode(structs.replace(message, generation=room.generation))
         right(arrivals, peer, its_data, now)
 

@@ -27,9 +27,8 @@ class ArrivalTask(ABC):
     """Work on data that has arrived for a room, done before the arrival counts.
 
     Attributes:
-        room: the room.
         arrived_at: when the arrival was noticed.
-        message: what has arrived.
+        message: what said so.
         purpose: what is done with it, in words.
     """
 
@@ -42,7 +41,7 @@ class ArrivalTask(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in staging memory."""
+        """How many bytes of staging memory it puts into pages."""
         return 0
 
     def run(self, kernels: Kernels) -> Exception | None:
@@ -62,17 +61,6 @@ class ArrivalTask(ABC):
     @abstractmethod
     def work(self, kernels: Kernels) -> None:
         """Does the work; may raise anything."""
-
-    def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
-        """Returns the record of the work."""
-        return PlacedRecord(
-            writer=self.message.writer,
-            arrived_at=self.arrived_at,
-            begun_at=begun_at,
-            done_at=done_at,
-            num_bytes=self.num_bytes,
-            thread=threading.current_thread().name,
-        )
 
     def event(self, error: Exception | None) -> PartPlaced:
         """Returns the event for the room once the work is done."""
@@ -196,4 +184,12 @@ class Scatterers:
     def _work(self, task: ArrivalTask) -> None:
         begun_at = self._now()
         error = task.run(self._kernels)
-        self._on_done(task, task.placed(begun_at, self._now()), error)
+        record = PlacedRecord(
+            writer=task.message.writer,
+            arrived_at=task.arrived_at,
+            begun_at=begun_at,
+            done_at=self._now(),
+            num_bytes=task.num_bytes,
+            thread=threading.current_thread().name,
+        )
+        self._on_done(task, record, error)

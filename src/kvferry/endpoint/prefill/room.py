@@ -14,8 +14,7 @@ from kvferry.endpoint.prefill.receiver_writes import ReceiverWrites
 from kvferry.endpoint.prefill.room_write import Target, WriteContext
 from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart
 from kvferry.endpoint.reporting import RoomReport
-from kvferry.endpoint.runtime.actors import Actor
-from kvferry.endpoint.runtime.run_queue import RunQueue
+from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 from kvferry.endpoint.runtime.workers import Worker, WorkerPool
 from kvferry.endpoint.transfer import Sender
 from kvferry.errors import KVFerryError, TransferFailedError

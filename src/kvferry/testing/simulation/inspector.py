@@ -248,7 +248,7 @@ class Inspector:
                     f"{_owner_name(owner)}",
                 )
         elif isinstance(about, StagedArrived) and isinstance(target.endpoint, DecodeEndpoint):
-            ring = target.endpoint._driver._staging.ring(transfer.source.endpoint_name, about.epoch)
+            ring = target.endpoint._driver.context.staging.ring(transfer.source.endpoint_name, about.epoch)
             demand(
                 ring is None or ring._reading.can_hold(Span(about.start, about.begin, about.stop)),
                 Law.NO_WRITE_AFTER_RELEASE,
