@@ -208,7 +208,7 @@ class ReceivingRooms:
                     epoch=link.attempt if number else 0,
                     number=number,
                 )
-                self.links.execute(link, link.send_unnumbered(rank, message), now)
+                self.links.send_all(link.send_unnumbered(rank, message))
             case SendVerified(rank):
                 self._send(room, link, rank, messages.RoomVerified(room=room.room, generation=room.generation), now)
             case Scatter(work) | Verify(work):
@@ -239,7 +239,7 @@ class ReceivingRooms:
         except MessageError as error:
             self.apply(room, ReceiverBroke(error), now)
         else:
-            self.links.execute(link, sends, now)
+            self.links.send_all(sends)
 
     def post_event(self, room: int, generation: int, event: ReceiverEvent) -> None:
         """Queues an event for a room; it is dropped if the room has another generation by then, or has gone."""
