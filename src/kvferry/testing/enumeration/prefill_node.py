@@ -223,7 +223,7 @@ class PrefillNode:
                 raise PeerDisconnectedError(f"{name} must attach before it opens rooms")
             room = self._table.open_request(name, message, 0.0, rank=self._connections.rank(name))
         except KVFerryError as error:
-            self._table.refused(name, message, error, 0.0)
+            self._table.ended(name, message.room, message.generation, error, 0.0)
             self._fail(name, message, error, out)
             if isinstance(error, PeerDisconnectedError):
                 self._not_opened(name, self._connections.rank(name), message.generation, out)
