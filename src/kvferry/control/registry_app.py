@@ -115,11 +115,14 @@ def registry_app(
         name = request.path_params["engine"]
         view = registrations.engine(name, clock())
         if not view.registrations:
-            others, count = registrations.others(name, clock())
             message = f"no rank of an engine named {name!r} is registered"
-            return _answered(
-                404, Problem(error=UNKNOWN_ENGINE, message=message[:LONGEST_PROBLEM], others=others, num_others=count)
+            problem = Problem(
+                error=UNKNOWN_ENGINE,
+                message=message[:LONGEST_PROBLEM],
+                others=view.others,
+                num_others=view.num_others,
             )
+            return _answered(404, problem)
         return _json(view)
 
     async def get_engines(_request: Request) -> Response:

@@ -116,10 +116,8 @@ def test_without_a_word_in_its_message_no_start_is_known_from_another():
 
 def test_a_node_counts_only_once_the_api_has_put_the_pod_there():
     known = KnownPods()
-    known.saw(POD, None)
-    known.saw(POD, pod(uid="u-2"))
-    known.saw(POD, pod(node=None))
-    assert known.node_of(POD) is None
-    known.saw(POD, pod())
-    known.saw(POD, None)
-    assert known.node_of(POD) == "n-1"
+    assert known.node_of(POD, None) is None
+    assert known.node_of(POD, pod(uid="u-2")) is None
+    assert known.node_of(POD, pod(node=None)) is None
+    assert known.node_of(POD, pod()) == "n-1"
+    assert known.node_of(POD, None) == "n-1"

@@ -386,7 +386,8 @@ def test_who_is_not_registered_hears_who_is_the_nearest_first():
     registrations = Registrations(LEASE_S)
     for name in ("decode", *(f"other-{number:02}" for number in range(12)), "Prefill-1", "prefill-2"):
         registrations.register(rank(engine=name), now=100.0)
-    names, count = registrations.others("prefill-1", now=101.0)
-    assert names[:2] == ("Prefill-1", "prefill-2")
-    assert (len(names), count) == (8, 15)
-    assert registrations.others("prefill-1", now=100.0 + LEASE_S) == ((), 0)
+    view = registrations.engine("prefill-1", now=101.0)
+    assert view.others[:2] == ("Prefill-1", "prefill-2")
+    assert (len(view.others), view.num_others) == (8, 15)
+    view = registrations.engine("prefill-1", now=100.0 + LEASE_S)
+    assert (view.others, view.num_others) == ((), 0)

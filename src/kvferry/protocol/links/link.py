@@ -69,11 +69,9 @@ class Link:
     """A link to one group of ranks: takes what has happened, and returns what to send. It waits for nothing.
 
     Attributes:
-        key: the group that it goes to.
         attempt: the latest attempt to attach; distinguishes its answers from those to earlier ones, of any link.
         is_given_up: whether no room can be opened through it any more; aborts still go to ranks that may write.
         tolerated: what differs from the prefill engine because an operator lets it, a sentence each.
-        state: how far it has come.
         deadline: when it must be ready.
         registrations: ranks of the group that the registry has named, all or some; by an earlier look-up, if another is
             on its way.
@@ -96,7 +94,6 @@ class Link:
         Args:
             next_attempt: returns a number that is higher than all before.
             can_prove_end: whether a source is in reach that could prove a process's end.
-            deadline: when it must be ready.
         """
         self.key = key
         self.attempt = next_attempt()

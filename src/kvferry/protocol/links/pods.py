@@ -152,14 +152,11 @@ class KnownPods:
     def __init__(self) -> None:
         self._nodes: dict[str, str] = {}  # by the pod's UID
 
-    def saw(self, pod: PodIdentity, found: PodObject | None) -> None:
-        """Takes what the API says of a pod."""
+    def node_of(self, pod: PodIdentity, found: PodObject | None) -> str | None:
+        """Takes what the API says of a pod. Returns the node that it was ever seen on: a pod never moves."""
         if found is not None and found.metadata.uid == pod.uid and found.spec.node_name:
             self._nodes[pod.uid] = found.spec.node_name
             forget_oldest(self._nodes, _MOST_KNOWN)
-
-    def node_of(self, pod: PodIdentity) -> str | None:
-        """Returns the node that a pod was seen on; None if it was seen on none. A pod never moves."""
         return self._nodes.get(pod.uid)
 
 

@@ -32,6 +32,7 @@ import msgspec
 
 from kvferry.errors import RegistrationRefusedError, SettingsError
 from kvferry.layout.parallel import RankCoordinates
+from kvferry.protocol.bounded import remember
 
 _ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _VISIBLE_ASCII = re.compile(r"[!-~]+")
@@ -192,10 +193,7 @@ class Registrations:
                         f"{lease.registration.control_address}: if it has really ended, its lease runs out within "
                         f"{self._lease_s:g} s; try again then"
                     )
-        self._released.pop(incarnation, None)
-        self._released[incarnation] = None
-        while len(self._released) > MOST_RELEASED:
-            del self._released[next(iter(self._released))]
+        remember(self._released, incarnation, None, MOST_RELEASED)
 
     def released(self) -> tuple[str, ...]:
         """Returns the starts of ranks that operators have released."""
@@ -218,7 +216,12 @@ class Registrations:
         if held is not None:
             replaced = held.replaced_incarnations
             if registration.incarnation in replaced:
-                raise RegistrationRefusedError(_replaced_sentence(registration, held.registration))
+                raise RegistrationRefusedError(
+                    f"{_named(registration)} at {registration.control_address} (incarnation "
+                    f"{registration.incarnation!r}) was replaced by a newer start at "
+                    f"{held.registration.control_address} (incarnation {held.registration.incarnation!r}): if both "
+                    "are meant to run, give the engines different names"
+                )
             if registration.incarnation != held.registration.incarnation:
                 replaced = (*replaced, held.registration.incarnation)[-_REPLACED_REMEMBERED:]
         # The live others agree with one another, so to agree with one of them is to agree with all.
@@ -249,14 +252,14 @@ class Registrations:
         return True
 
     def engine(self, name: str, now: float) -> EngineView:
-        """Returns the live ranks of one engine; a view without any if there are none."""
-        return _view(name, self._live_leases(name, now).values())
-
-    def others(self, name: str, now: float) -> tuple[tuple[str, ...], int]:
-        """Returns the names of engines that are like an unknown one, the nearest first, and how many there are."""
+        """Returns the live ranks of one engine; a view without any, and with others' names, if there are none."""
+        leases = self._live_leases(name, now)
+        if leases:
+            return _view(name, leases.values())
         self._drop_expired(now)
         names = tuple(sorted(self._leases_by_engine))
-        return _nearest(name, names), len(names)
+        others, count = _nearest(name, names), len(names)
+        return EngineView(engine=name, registrations=(), world_size=0, complete=False, others=others, num_others=count)
 
     def engines(self, now: float) -> tuple[EngineView, ...]:
         """Returns every engine that has a live rank, by name."""
@@ -323,27 +326,15 @@ def _compared(ours: RankRegistration, theirs: RankRegistration) -> Iterable[tupl
     yield "protocol_version", ours.protocol_version, theirs.protocol_version
 
 
-def _replaced_sentence(registration: RankRegistration, successor: RankRegistration) -> str:
-    return (
-        f"{_named(registration)} at {registration.control_address} (incarnation "
-        f"{registration.incarnation!r}) was replaced by a newer start at {successor.control_address} "
-        f"(incarnation {successor.incarnation!r}): if both are meant to run, give the engines different names"
-    )
-
-
 def _named(registration: RankRegistration) -> str:
     return f"rank {registration.engine_rank} of engine {registration.engine!r}"
 
 
 def _view(engine: str, leases: Iterable[_Lease]) -> EngineView:
     registrations = tuple(sorted((lease.registration for lease in leases), key=lambda one: one.engine_rank))
-    world_size = registrations[0].world_size if registrations else 0
-    return EngineView(
-        engine=engine,
-        registrations=registrations,
-        world_size=world_size,
-        complete=bool(registrations) and len(registrations) == world_size,
-    )
+    world_size = registrations[0].world_size
+    complete = len(registrations) == world_size
+    return EngineView(engine=engine, registrations=registrations, world_size=world_size, complete=complete)
 
 
 @lru_cache(maxsize=64)  # whoever asks for an unknown engine asks again, and comparing a thousand names takes 10 ms
