@@ -193,8 +193,8 @@ CATALOGUE = (
     PlantedFault(
         "a missing pod proves its end",
         "protocol/links/pods.py",
-        'if node is None:\n        return ""',
-        'if node is None:\n        return "" if found is not None else "it is not there"',
+        'if node_name is None:\n        return ""',
+        'if node_name is None:\n        return "" if found is not None else "it is not there"',
         "tests/unit/protocol/test_pods.py",
     ),
     PlantedFault(

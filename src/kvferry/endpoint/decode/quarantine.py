@@ -18,7 +18,7 @@ from kvferry.observe.status import LostPeerStatus
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.links.link import Link
 from kvferry.protocol.links.lost_ranks import LostRanks
-from kvferry.protocol.links.pods import KnownPods, NodeAnswer, why_ended
+from kvferry.protocol.links.pods import KnownPods, why_ended
 from kvferry.protocol.links.proofs import Proof, Reach
 from kvferry.protocol.wire.field_types import PodIdentity, ProcessIdentity
 from kvferry.protocol.wire.messages import Attached, Welcome
@@ -228,8 +228,8 @@ class Quarantine:
         found = self._orchestrator.pod(pod)
         with self._lock:
             name = self._known.node_of(pod, found)
-        node = NodeAnswer(name, self._orchestrator.node(name)) if name is not None else None
-        return why_ended(pod, found, node)
+        node = self._orchestrator.node(name) if name is not None else None
+        return why_ended(pod, found, name, node)
 
     def _failed(self, error: Exception) -> None:
         problem = str(error) if isinstance(error, OrchestratorError) else f"{type(error).__name__}: {error}"
