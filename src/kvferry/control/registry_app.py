@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry._version import __version__
+from kvferry.control.leases import Leases
 from kvferry.control.registry_messages import (
     API_VERSION,
     LARGEST_BODY_BYTES,
@@ -34,7 +35,7 @@ from kvferry.control.registry_messages import (
     Removal,
 )
 from kvferry.errors import ConfigurationError, MessageError, RegistrationRefusedError, RegistryAccessError, quoted
-from kvferry.protocol.wire.registrations import RankRegistration, Registrations
+from kvferry.protocol.wire.registrations import RankRegistration
 
 _REGISTRATION = msgspec.json.Decoder(RankRegistration)
 
@@ -77,7 +78,7 @@ class _TokenRequired:
 
 
 def registry_app(
-    registrations: Registrations,
+    registrations: Leases,
     clock: Callable[[], float],
     *,
     token: str | None = None,
