@@ -20,7 +20,7 @@ from kvferry.engines.fingerprint import (
     request_conditions,
     short_text,
 )
-from kvferry.protocol.wire.fingerprint import MAY_BE_UNSAID, MAY_DIFFER, checked_fingerprint
+from kvferry.plan.fingerprint import MAY_BE_UNSAID, MAY_DIFFER, checked_fingerprint
 from kvferry.protocol.wire.request_conditions import checked_conditions, why_different
 
 IDENTITY = CacheIdentity(

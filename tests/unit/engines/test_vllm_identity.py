@@ -24,7 +24,7 @@ from kvferry.engines.vllm.identity import (
     scales,
 )
 from kvferry.errors import IncompatiblePeerError
-from kvferry.protocol.wire.fingerprint import check_same_fingerprint
+from kvferry.plan.fingerprint import check_same_fingerprint
 from kvferry.protocol.wire.request_conditions import why_different
 
 

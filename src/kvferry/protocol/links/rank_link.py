@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from kvferry.errors import IncompatiblePeerError, PeerDisconnectedError, PeerError
 from kvferry.plan import check_exchangeable, check_token_share
+from kvferry.plan.fingerprint import check_same_fingerprint
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.wire import field_types, messages
-from kvferry.protocol.wire.fingerprint import check_same_fingerprint
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 

@@ -14,6 +14,7 @@ import msgspec
 
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import ElectedRoute, Piece, TransferPath
+from kvferry.plan.fingerprint import FingerprintFields
 from kvferry.plan.requests.demands import GroupRequest, Position, wanted_groups
 from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.protocol.wire.field_types import (
@@ -30,7 +31,6 @@ from kvferry.protocol.wire.field_types import (
     ShortText,
     shorten,
 )
-from kvferry.protocol.wire.fingerprint import FingerprintFields
 from kvferry.protocol.wire.request_conditions import RequestConditions
 
 
@@ -79,7 +79,7 @@ class Welcome(Message, frozen=True):
 
     Attributes:
         endpoint: new at every start of the rank.
-        fingerprint: what its caches are beyond their layout; see `protocol.wire.fingerprint`.
+        fingerprint: what its caches are beyond their layout; see `plan.fingerprint`.
     """
 
     endpoint: EndpointName
