@@ -25,7 +25,7 @@ from kvferry.engines.vllm.identity import (
 )
 from kvferry.errors import IncompatiblePeerError
 from kvferry.plan.fingerprint import check_same_fingerprint
-from kvferry.protocol.wire.request_conditions import why_different
+from kvferry.plan.requests.conditions import why_different
 
 
 def spec(**changes: Any) -> Any:

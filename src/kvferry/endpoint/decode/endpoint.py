@@ -22,6 +22,7 @@ from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
 from kvferry.plan import check_share_tokens
 from kvferry.plan.requests.chunks import AnyPages
+from kvferry.plan.requests.conditions import checked_conditions
 from kvferry.plan.requests.demands import demands_of
 from kvferry.plan.requests.placing import UnitPlaces
 from kvferry.protocol.links.link import LinkKey
@@ -29,7 +30,6 @@ from kvferry.protocol.links.proofs import Proof
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import ReceiverAbortRequested
 from kvferry.protocol.wire.registrations import check_engine_name
-from kvferry.protocol.wire.request_conditions import checked_conditions
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvferry.errors import IncompatiblePeerError, KVFerryError, PageError
+from kvferry.plan.requests.conditions import why_different
 from kvferry.plan.requests.moves import ReceiverRequest
-from kvferry.protocol.wire.request_conditions import why_different
 
 
 def why_another(
