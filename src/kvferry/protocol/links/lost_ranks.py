@@ -22,7 +22,6 @@ class LostRank:
 
     Attributes:
         process: which process it is, or was.
-        since: when it was lost.
         proof: what has proved that the process has ended; None as long as it may run.
     """
 

@@ -26,7 +26,6 @@ class RankStatus:
     """What a decode rank has observed of a prefill rank.
 
     Attributes:
-        rank: its number.
         endpoint: its name; empty until it has answered for the first time.
         silent_s: for how long an answer has been due.
     """
@@ -46,7 +45,6 @@ class RankLink:
         welcome: its answer to `Hello`.
         request: the `Attach` that it was sent.
         channel: numbered messages either way, since it was asked to attach.
-        is_attached: whether it has.
         only_staged: whether it writes to staging memory alone.
     """
 

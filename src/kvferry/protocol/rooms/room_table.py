@@ -52,7 +52,6 @@ class _FailedAlone:
     """A room that failed before every decode rank had opened it: the others are refused when they do.
 
     Attributes:
-        error: why it failed.
         receivers: those that were notified already; a later open request of theirs is for the next transfer.
     """
 
@@ -62,11 +61,7 @@ class _FailedAlone:
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """A finished use of a number.
-
-    Attributes:
-        error: why it failed, if it did.
-    """
+    """A finished use of a number, and why it failed if it did."""
 
     generation: int
     error: KVFerryError | None

@@ -100,7 +100,6 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An engine as the registry has it at one moment.
 
     Attributes:
-        engine: the engine's name.
         registrations: the live ranks, by engine rank. Empty if no rank of this name is live.
         world_size: how many ranks the engine has, live or not; 0 if none is live.
         complete: whether every rank of the engine is live.
