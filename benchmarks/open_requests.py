@@ -89,10 +89,10 @@ def ready_link(receiver: RankCoordinates, layout: RankLayout, sources: dict[Rank
             transport="none",
             process=PROCESS,
         )
-        link.received(address, welcome, 0.0)
+        link.received(address, welcome)
     for place, address in addresses.items():
         attached = messages.Attached(endpoint=f"p{place.engine_rank}", attempt=link.attempt, only_staged=False)
-        link.received(address, attached, 0.0)
+        link.received(address, attached)
     return link
 
 

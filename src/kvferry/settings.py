@@ -19,8 +19,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from kvferry.cpus import usable_cpus
 from kvferry.errors import SettingsError
 from kvferry.plan.cost import TransferPath
+from kvferry.plan.fingerprint import parse_field_names
 from kvferry.protocol.links.proofs import Proof, names_of, parse_proofs
-from kvferry.protocol.wire.fingerprint import parse_field_names
 
 PREFIX = "KVFERRY_"
 SHORTEST_SECRET = 16

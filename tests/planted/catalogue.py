@@ -194,8 +194,8 @@ CATALOGUE = (
     PlantedFault(
         "a missing pod proves its end",
         "protocol/links/pods.py",
-        'if node is None:\n        return ""',
-        'if node is None:\n        return "" if found is not None else "it is not there"',
+        'if node_name is None:\n        return ""',
+        'if node_name is None:\n        return "" if found is not None else "it is not there"',
         "tests/unit/protocol/test_pods.py",
     ),
     PlantedFault(
@@ -474,17 +474,17 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a field that one side does not say is not compared",
-        "protocol/wire/fingerprint.py",
+        "plan/fingerprint.py",
         "return prefill.get(name) != decode.get(name)",
         "return is_said_by_both and prefill.get(name) != decode.get(name)",
-        "tests/unit/protocol/test_fingerprint.py tests/unit/endpoint/test_same_caches.py",
+        "tests/unit/plan/test_fingerprint.py tests/unit/endpoint/test_same_caches.py",
     ),
     PlantedFault(
         "servers connect without a look at their fingerprints",
-        "protocol/wire/fingerprint.py",
+        "plan/fingerprint.py",
         "    if refused:\n",
         "    if refused and not may_differ:\n",
-        "tests/unit/protocol/test_fingerprint.py tests/unit/endpoint/test_same_caches.py",
+        "tests/unit/plan/test_fingerprint.py tests/unit/endpoint/test_same_caches.py",
     ),
     PlantedFault(
         "vLLM: K of all heads and then V counts as K and V of every head",

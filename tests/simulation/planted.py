@@ -229,8 +229,8 @@ def _missing_pod_is_dead(patch: pytest.MonkeyPatch) -> None:
     """A pod whose object was deleted is taken for one that has ended."""
     right = pods.why_ended
 
-    def why_ended(pod: PodIdentity, found: pods.PodObject | None, node: pods.NodeAnswer | None) -> str:
-        return right(pod, found, node) if found is not None else "there is no such pod"
+    def why_ended(pod: PodIdentity, found: pods.PodObject | None, *node: Any) -> str:
+        return right(pod, found, *node) if found is not None else "there is no such pod"
 
     patch.setattr(quarantine, "why_ended", why_ended)
 

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry._version import __version__
+from kvferry.control.leases import Leases
 from kvferry.control.registry_messages import (
     API_VERSION,
     LARGEST_BODY_BYTES,
@@ -34,7 +35,7 @@ from kvferry.control.registry_messages import (
     Removal,
 )
 from kvferry.errors import ConfigurationError, MessageError, RegistrationRefusedError, RegistryAccessError, quoted
-from kvferry.protocol.wire.registrations import RankRegistration, Registrations
+from kvferry.protocol.wire.registrations import RankRegistration
 
 _REGISTRATION = msgspec.json.Decoder(RankRegistration)
 
@@ -77,7 +78,7 @@ class _TokenRequired:
 
 
 def registry_app(
-    registrations: Registrations,
+    registrations: Leases,
     clock: Callable[[], float],
     *,
     token: str | None = None,
@@ -115,11 +116,14 @@ def registry_app(
         name = request.path_params["engine"]
         view = registrations.engine(name, clock())
         if not view.registrations:
-            others, count = registrations.others(name, clock())
             message = f"no rank of an engine named {name!r} is registered"
-            return _answered(
-                404, Problem(error=UNKNOWN_ENGINE, message=message[:LONGEST_PROBLEM], others=others, num_others=count)
+            problem = Problem(
+                error=UNKNOWN_ENGINE,
+                message=message[:LONGEST_PROBLEM],
+                others=view.others,
+                num_others=view.num_others,
             )
+            return _answered(404, problem)
         return _json(view)
 
     async def get_engines(_request: Request) -> Response:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from kvferry.control.credentials import ServerCertificate
 from kvferry.control.http_server import HttpServer
+from kvferry.control.leases import Leases
 from kvferry.control.registry_messages import LONGEST_LEASE_S
 from kvferry.errors import RegistryError, SettingsError
-from kvferry.protocol.wire.registrations import Registrations
 from kvferry.settings import is_loopback
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class RegistryServer(HttpServer):
         super().__init__(host, port, tls=None if certificate is None else certificate.context())
         if lease_s > LONGEST_LEASE_S:
             raise SettingsError(f"lease_s is {lease_s}: a lease lasts at most {LONGEST_LEASE_S:g} s")
-        self._registrations = Registrations(lease_s)
+        self._registrations = Leases(lease_s)
         self._token = token
         if token is not None and certificate is None and not is_loopback(host):
             logging.getLogger(__name__).warning(

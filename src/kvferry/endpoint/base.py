@@ -30,7 +30,7 @@ from kvferry.observe.status import (
     ThreadStatus,
 )
 from kvferry.plan import check_token_share
-from kvferry.protocol.wire.fingerprint import checked_fingerprint
+from kvferry.plan.fingerprint import checked_fingerprint
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.settings import Settings

@@ -3,7 +3,8 @@
 `pieces` intersects the boxes of both sides and elects one writer for what several ranks hold, `routes` says which
 tokens travel and where they lie in pages of either size, `lowering` turns a piece into byte runs, `descriptors` into
 rows that a transport prepares once and page numbers select, `pair` puts these together for two ranks, `cost`
-estimates which path is faster, `compatibility` says why two sides cannot exchange caches, and `proof` checks all of it.
+estimates which path is faster, `compatibility` and `fingerprint` say why two sides cannot exchange caches, and `proof`
+checks all of it.
 """
 
 from kvferry.plan.compatibility import check_exchangeable, check_share_tokens, check_token_share

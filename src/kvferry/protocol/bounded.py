@@ -57,7 +57,9 @@ class ForAWhile(Generic[KeyT, ValueT]):
         entry = self._entries.pop(key, None)
         return entry[1] if entry is not None else None
 
-    def forget_old(self, now: float) -> None:
-        """Drops the entries whose time is over."""
+    def forget_old(self, now: float) -> list[ValueT]:
+        """Drops the entries whose time is over. Returns their values."""
+        old = []
         while self._entries and now >= next(iter(self._entries.values()))[0]:
-            del self._entries[next(iter(self._entries))]
+            old.append(self._entries.pop(next(iter(self._entries)))[1])
+        return old

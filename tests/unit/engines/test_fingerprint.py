@@ -20,8 +20,8 @@ from kvferry.engines.fingerprint import (
     request_conditions,
     short_text,
 )
-from kvferry.protocol.wire.fingerprint import MAY_BE_UNSAID, MAY_DIFFER, checked_fingerprint
-from kvferry.protocol.wire.request_conditions import checked_conditions, why_different
+from kvferry.plan.fingerprint import MAY_BE_UNSAID, MAY_DIFFER, checked_fingerprint
+from kvferry.plan.requests.conditions import checked_conditions, why_different
 
 IDENTITY = CacheIdentity(
     engine="vllm 0.32.0",

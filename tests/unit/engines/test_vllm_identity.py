@@ -24,8 +24,8 @@ from kvferry.engines.vllm.identity import (
     scales,
 )
 from kvferry.errors import IncompatiblePeerError
-from kvferry.protocol.wire.fingerprint import check_same_fingerprint
-from kvferry.protocol.wire.request_conditions import why_different
+from kvferry.plan.fingerprint import check_same_fingerprint
+from kvferry.plan.requests.conditions import why_different
 
 
 def spec(**changes: Any) -> Any:

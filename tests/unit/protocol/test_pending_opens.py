@@ -12,7 +12,7 @@ from kvferry import Settings
 from kvferry.errors import QueueFullError
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
-from kvferry.protocol.rooms.pending_opens import PendingOpen, PendingOpens
+from kvferry.protocol.rooms.pending_messages import PendingOpen, PendingOpens
 from kvferry.protocol.wire.messages import AbortRoom, OpenRoom
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.protocol.links.pods import KnownPods, NodeAnswer, NodeObject, PodObject, why_ended
+from kvferry.protocol.links.pods import KnownPods, NodeObject, PodObject, why_ended
 from kvferry.protocol.wire.field_types import PodIdentity
 
 POD = PodIdentity(uid="u-1", name="prefill-0", namespace="serving", container="3f2a")
@@ -29,13 +29,13 @@ def container(state: dict[str, Any], last: dict[str, Any] | None = None, name: s
     return {"name": name, "state": state, "lastState": last or {}, "ready": False, "restartCount": 1}
 
 
-def node(*taints: str, ready: str = "Unknown") -> NodeAnswer:
+def node(*taints: str, ready: str = "Unknown") -> tuple[str, NodeObject]:
     found = {
         "metadata": {"name": "n-1", "uid": "n-u"},
         "spec": {"taints": [{"key": key, "effect": "NoExecute"} for key in taints]} if taints else {},
         "status": {"conditions": [{"type": "MemoryPressure", "status": "False"}, {"type": "Ready", "status": ready}]},
     }
-    return NodeAnswer("n-1", msgspec.convert(found, NodeObject))
+    return "n-1", msgspec.convert(found, NodeObject)
 
 
 def message(text: str) -> dict[str, Any]:
@@ -53,8 +53,8 @@ PROVED = {
         pod(containerStatuses=[container(message("kvferry container 3f2a\n"))]),
         None,
     ),
-    "its node does not exist any more, nor does its object": (None, NodeAnswer("n-1", None)),
-    "its node does not exist any more": (pod(containerStatuses=[container(RUNNING)]), NodeAnswer("n-1", None)),
+    "its node does not exist any more, nor does its object": (None, ("n-1", None)),
+    "its node does not exist any more": (pod(containerStatuses=[container(RUNNING)]), ("n-1", None)),
     "its node is out of service, and it was deleted by force": (
         None,
         node("node.kubernetes.io/unreachable", "node.kubernetes.io/out-of-service"),
@@ -99,27 +99,29 @@ UNPROVED = {
 }
 
 
+def proof(found: PodObject | None, node: tuple[str, NodeObject | None] | None) -> str:
+    return why_ended(POD, found, *(node or (None, None)))
+
+
 @pytest.mark.parametrize("case", PROVED)
 def test_it_has_ended(case: str):
-    assert why_ended(POD, *PROVED[case])
+    assert proof(*PROVED[case])
 
 
 @pytest.mark.parametrize("case", UNPROVED)
 def test_it_may_run(case: str):
-    assert not why_ended(POD, *UNPROVED[case])
+    assert not proof(*UNPROVED[case])
 
 
 def test_without_a_word_in_its_message_no_start_is_known_from_another():
     status = [container(RUNNING, message("CUDA error"))]
-    assert not why_ended(msgspec.structs.replace(POD, container=""), pod(containerStatuses=status), None)
+    assert not why_ended(msgspec.structs.replace(POD, container=""), pod(containerStatuses=status), None, None)
 
 
 def test_a_node_counts_only_once_the_api_has_put_the_pod_there():
     known = KnownPods()
-    known.saw(POD, None)
-    known.saw(POD, pod(uid="u-2"))
-    known.saw(POD, pod(node=None))
-    assert known.node_of(POD) is None
-    known.saw(POD, pod())
-    known.saw(POD, None)
-    assert known.node_of(POD) == "n-1"
+    assert known.node_of(POD, None) is None
+    assert known.node_of(POD, pod(uid="u-2")) is None
+    assert known.node_of(POD, pod(node=None)) is None
+    assert known.node_of(POD, pod()) == "n-1"
+    assert known.node_of(POD, None) == "n-1"

@@ -253,7 +253,7 @@ def test_a_dropped_open_request_is_remembered_for_as_long_as_it_would_have_waite
 
 def test_a_open_request_that_was_refused_is_refused_for_the_same_reason():
     rooms = table()
-    rooms.refused("d0", open_request(), QueueFullError("too many"))
+    rooms.ended("d0", 1, 7, QueueFullError("too many"))
     with pytest.raises(QueueFullError, match="too many"):
         rooms.open_request("d0", open_request(), now=1.0)
 

@@ -18,9 +18,9 @@ from kvferry.errors import IncompatiblePeerError, KVFerryError, OrchestratorErro
 from kvferry.findings import Finding, error, good, warning
 from kvferry.observe.logs import clock_time
 from kvferry.observe.status import EndpointStatus, Side
+from kvferry.plan.fingerprint import check_same_fingerprint
 from kvferry.protocol.links.proofs import Proof
 from kvferry.protocol.wire.field_types import PodIdentity
-from kvferry.protocol.wire.fingerprint import check_same_fingerprint
 from kvferry.settings import Settings
 
 _MOST_SKEW_S = 1.0

@@ -148,7 +148,7 @@ class DecodeDriver(Loop):
             case messages.Drained():
                 self.rooms.received(address, message, now)
             case messages.Numbered():
-                for each in self._links.take(address, message, now):
+                for each in self._links.take(address, message):
                     match each:
                         case messages.RoomFailed():
                             self.rooms.received(address, each, now)

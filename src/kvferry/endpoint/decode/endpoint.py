@@ -20,11 +20,11 @@ from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side, ThreadStatus
 from kvferry.plan import check_share_tokens
 from kvferry.plan.requests.chunks import AnyPages
+from kvferry.plan.requests.conditions import checked_conditions
 from kvferry.plan.requests.demands import demands_of
 from kvferry.protocol.links.link import LinkKey
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.wire.registrations import check_engine_name
-from kvferry.protocol.wire.request_conditions import checked_conditions
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport

@@ -42,7 +42,7 @@ class Heartbeats:
                         f"prefill rank {silent[0]} of {link.key.engine!r} has been silent for {silent[1]:.1f} s "
                         "(KVFERRY_PEER_TIMEOUT_S)"
                     )
-                self._links.execute(link, link.ask(now), now)
+                self._links.send_all(link.ask(now))
             except KVFerryError as error:
                 self._links.fail(link, error, now)
 
@@ -54,7 +54,7 @@ class Heartbeats:
         try:
             self._check_processes(link, now)
             if link.rank_at(address) is not None:
-                self._links.execute(link, link.broke(address, now), now)
+                self._links.send_all(link.broke(address, now))
         except KVFerryError as error:
             self._links.fail(link, error, now)
 

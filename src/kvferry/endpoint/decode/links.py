@@ -33,7 +33,7 @@ from kvferry.layout import RankLayout
 from kvferry.observe.observer import Retry
 from kvferry.observe.status import PeerStatus
 from kvferry.plan import Piece
-from kvferry.protocol.links.link import Link, LinkCommand, LinkKey, LinkState, OpenRooms
+from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.transfer.receiver_events import ConnectFailed, ReceiverEvent, SenderDrained
 from kvferry.protocol.wire import messages
@@ -160,17 +160,13 @@ class Links:
         for link in self._current.values():
             rank = link.rank_of(endpoint)
             if rank is not None:
-                self.execute(link, link.send(rank, message), self._context.platform.now())
+                self.send_all(link.send(rank, message))
                 return
 
-    def execute(self, link: Link, commands: Iterable[LinkCommand], now: float) -> None:
-        """Executes a link's commands."""
-        for command in commands:
-            match command:
-                case Send(address, message):
-                    self.connections.send(address, message)
-                case OpenRooms():
-                    self._ready(link, now)
+    def send_all(self, sends: Iterable[Send]) -> None:
+        """Sends what a link says is to be sent."""
+        for each in sends:
+            self.connections.send(each.address, each.message)
 
     # ---- the life of a link -------------------------------------------------------------------------------------
 
@@ -216,7 +212,7 @@ class Links:
         try:
             greetings = link.resolved(registrations, now)
             self.connections.open(link)
-            self.execute(link, greetings, now)
+            self.send_all(greetings)
         except KVFerryError as error:
             self.fail(link, error, now)
         except Exception as error:  # else it would stay half greeted
@@ -247,16 +243,19 @@ class Links:
                     self.quarantine.settle(message, partial(self._settled, address, message))
             case messages.Welcome(endpoint) if {each.address_of(endpoint) for each in self._all} - {address, None}:
                 raise PeerError(f"at {address} somebody answers under the name of another prefill rank")
+            case messages.Welcome() if link is not None and link.is_restarted(address, message):
+                self.start_over(link, now)
             case _ if link is not None:
-                self.execute(link, link.received(address, message, now), now)
-                if link.state is LinkState.RESOLVING:
-                    self._started_over(link, now)
+                was_ready = link.state is LinkState.READY
+                self.send_all(link.received(address, message))
+                if link.state is LinkState.READY and not was_ready:
+                    self._ready(link, now)
 
     def _settled(self, address: str, message: messages.Attached) -> None:
         """Takes a rank for attached: nothing can arrive any more of what its failed writes had sent."""
         self.received(address, self.connections.behind(address), message, self._context.platform.now())
 
-    def take(self, address: str, message: messages.Numbered, now: float) -> list[messages.NumberedToDecode]:
+    def take(self, address: str, message: messages.Numbered) -> list[messages.NumberedToDecode]:
         """Takes a numbered message. Returns what counts of it.
 
         Raises:
@@ -265,7 +264,7 @@ class Links:
         for link in self.connections.through(address):
             if link.attempt == message.epoch:
                 taken, sends = link.take(address, message)
-                self.execute(link, sends, now)
+                self.send_all(sends)
                 return taken
         return []
 
@@ -280,15 +279,9 @@ class Links:
             self._apply(room, link.connected(room.room), now)
 
     def start_over(self, link: Link, now: float) -> None:
-        """Looks a link's ranks up again: those that it has may be of an earlier start."""
-        link.start_over(now)
-        self._started_over(link, now)
-
-    def _started_over(self, link: Link, now: float) -> None:
-        """Counts the ranks that a link had before as lost: they may write until they connect anew, or have ended."""
+        """Looks a link's ranks up again: those that it has may be of an earlier start, and count as lost."""
         self._context.observer.retried(Retry.CONNECT)
-        self.quarantine.add(link.left_behind, now)
-        link.left_behind.clear()
+        self.quarantine.add(link.start_over(now), now)
         self.connections.leave(link)
 
     def fail(self, link: Link, error: KVFerryError, now: float) -> None:
@@ -298,7 +291,7 @@ class Links:
         log.error("the link to prefill engine %r is down: %s", link.key.engine, error)
         self._context.observer.peer_lost(f"{link.key.engine}/dp{link.key.dp_rank}", error)
         del self._current[link.key]
-        link.give_up()
+        link.is_given_up = True
         self.retired.append(link)
         self.quarantine.add(link.peers, now)
         for caller in self._waiting(link):
@@ -373,7 +366,7 @@ class Links:
         doubtful, processes = self.quarantine.ask()
         for process in processes:
             for link in self._all:
-                self.execute(link, link.ask_whether_gone(process), now)
+                self.send_all(link.ask_whether_gone(process))
         # The rank in its place may know what became of it; a rank that lives gives its old ring up for a new one.
         for link in self.retired:
             if link.key not in self._current and any(link.rank_of(endpoint) is not None for endpoint in doubtful):

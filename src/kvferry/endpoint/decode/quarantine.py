@@ -18,7 +18,7 @@ from kvferry.observe.status import LostPeerStatus
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.links.link import Link
 from kvferry.protocol.links.lost_ranks import LostRanks
-from kvferry.protocol.links.pods import KnownPods, NodeAnswer, why_ended
+from kvferry.protocol.links.pods import KnownPods, why_ended
 from kvferry.protocol.links.proofs import Proof, Reach
 from kvferry.protocol.wire.field_types import PodIdentity, ProcessIdentity
 from kvferry.protocol.wire.messages import Attached, Welcome
@@ -138,7 +138,7 @@ class Quarantine:
     def gone(self, process: ProcessIdentity) -> None:
         """Takes a rank's word that a process on its machine has ended."""
         if Proof.RANK in self._reach.declared:
-            self._lost.gone(process, Proof.RANK)
+            self._lost.look(lambda each: each == process, Proof.RANK)
 
     def ended(self, endpoint: str, proof: Proof) -> None:
         """Takes a proof that a lost rank has ended; what it might have written to is given back a while later."""
@@ -164,7 +164,7 @@ class Quarantine:
             return []
         at_stake = {peer.endpoint for link in with_rooms for peer in link.peers}
         self._lost.keep_only(at_stake | self._context.staging.writers)
-        self._lost.look(self.is_gone)
+        self._lost.look(self.is_gone, Proof.PROCESS)
         return self._lost.take_settled(now)
 
     def ask(self) -> tuple[list[str], list[ProcessIdentity]]:
@@ -232,10 +232,9 @@ class Quarantine:
         assert self._orchestrator is not None
         found = self._orchestrator.pod(pod)
         with self._lock:
-            self._known.saw(pod, found)
-            name = self._known.node_of(pod)
-        node = NodeAnswer(name, self._orchestrator.node(name)) if name is not None else None
-        return why_ended(pod, found, node)
+            name = self._known.node_of(pod, found)
+        node = self._orchestrator.node(name) if name is not None else None
+        return why_ended(pod, found, name, node)
 
     def _failed(self, error: Exception) -> None:
         problem = str(error) if isinstance(error, OrchestratorError) else f"{type(error).__name__}: {error}"

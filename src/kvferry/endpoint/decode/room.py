@@ -53,7 +53,7 @@ class ReceivingRoom:
 
     def is_rank(self, engine_rank: int, endpoint: str) -> bool:
         """Whether an endpoint is that rank of the group through which the room is opened."""
-        return self.link is not None and self.link.is_rank(engine_rank, endpoint)
+        return self.link is not None and self.link.endpoint_of(engine_rank) == endpoint
 
     def placed(self, record: PlacedRecord) -> None:
         """Records what was put into the room's pages, or verified there."""

@@ -224,7 +224,7 @@ class ReceivingRooms:
                     epoch=link.attempt if number else 0,
                     number=number,
                 )
-                self.links.execute(link, link.send_unnumbered(rank, message), now)
+                self.links.send_all(link.send_unnumbered(rank, message))
             case SendVerified(rank):
                 self._send(room, link, rank, messages.RoomVerified(room=room.room, generation=room.generation), now)
             case Place(work):
@@ -255,7 +255,7 @@ class ReceivingRooms:
         except MessageError as error:
             self.apply(room, Broke(error), now)
         else:
-            self.links.execute(link, sends, now)
+            self.links.send_all(sends)
 
     def _post_event(self, room: ReceivingRoom, event: ReceiverEvent) -> None:
         """Queues an event for a room; it is dropped if the room is done by then."""

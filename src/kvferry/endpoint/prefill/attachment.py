@@ -23,8 +23,8 @@ from kvferry.plan import (
     selectors,
 )
 from kvferry.plan.descriptors import MERGED_BYTES, DescriptorIndices, PieceNumbers
+from kvferry.plan.fingerprint import check_same_fingerprint
 from kvferry.plan.requests.moves import Move
-from kvferry.protocol.wire.fingerprint import check_same_fingerprint
 from kvferry.protocol.wire.messages import Attach
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.staging.digests import DigestMemory

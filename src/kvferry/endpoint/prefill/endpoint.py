@@ -16,10 +16,10 @@ from kvferry.errors import UsageError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side, ThreadStatus
 from kvferry.plan import check_share_tokens
+from kvferry.plan.requests.conditions import checked_conditions
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.wire import codec
 from kvferry.protocol.wire.registrations import RankRegistration
-from kvferry.protocol.wire.request_conditions import checked_conditions
 from kvferry.settings import Settings, bracketed
 from kvferry.transport import Transport
 

@@ -315,7 +315,7 @@ class SendingRooms:
 
     def _refuse_request(self, receiver: str, message: messages.OpenRoom, error: KVFerryError) -> None:
         with self._lock:
-            self.table.refused(receiver, message, error)
+            self.table.ended(receiver, message.room, message.generation, error)
         self._fail(receiver, message, error)
 
     def _fail(self, receiver: str, message: messages.OpenRoom, error: KVFerryError) -> None:

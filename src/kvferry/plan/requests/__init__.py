@@ -1,1 +1,1 @@
-"""What one request moves: its pages, what a decode rank asks for, and the blocks that follow from both."""
+"""What one request moves: its pages, what is asked for, the blocks that follow, and what its cache depends on."""

@@ -14,11 +14,7 @@ class DecodeChannels:
     """Channels by decode rank: of those that have attached, and closed ones, of those that had. The oldest go first."""
 
     def __init__(self, endpoint: str) -> None:
-        """Begins with none.
-
-        Args:
-            endpoint: this rank's name.
-        """
+        """Begins with none; `endpoint` is this rank's name."""
         self._endpoint = endpoint
         self._channels: dict[str, ReliableChannel] = {}  # the latest stand last
         # Of the channels before each: their epochs, and what was received; the latest stand last.

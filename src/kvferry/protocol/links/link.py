@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import msgspec
 
@@ -27,14 +27,6 @@ from kvferry.protocol.wire.registrations import RankRegistration
 
 _SHORTEST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class OpenRooms:
-    """The link has become ready: rooms can be opened through it."""
-
-
-LinkCommand: TypeAlias = Send | OpenRooms
 
 
 class RingOffers(Protocol):
@@ -74,15 +66,12 @@ class LinkKey:
 
 
 class Link:
-    """A link to one group of ranks: takes what has happened, and returns what to do. It waits for nothing.
+    """A link to one group of ranks: takes what has happened, and returns what to send. It waits for nothing.
 
     Attributes:
-        key: the group that it goes to.
         attempt: the latest attempt to attach; distinguishes its answers from those to earlier ones, of any link.
         is_given_up: whether no room can be opened through it any more; aborts still go to ranks that may write.
-        left_behind: ranks that had answered before it started over; the link's owner takes them out.
         tolerated: what differs from the prefill engine because an operator lets it, a sentence each.
-        state: how far it has come.
         deadline: when it must be ready.
         registrations: ranks of the group that the registry has named, all or some; by an earlier look-up, if another is
             on its way.
@@ -105,12 +94,10 @@ class Link:
         Args:
             next_attempt: returns a number that is higher than all before.
             can_prove_end: whether a source is in reach that could prove a process's end.
-            deadline: when it must be ready.
         """
         self.key = key
         self.attempt = next_attempt()
         self.is_given_up = False
-        self.left_behind: list[messages.Welcome] = []
         self.tolerated: tuple[str, ...] = ()
         self._next_attempt = next_attempt
         self._can_prove_end = can_prove_end
@@ -150,7 +137,7 @@ class Link:
         number = self.rank_of(endpoint)
         return None if number is None else self._ranks[number].address
 
-    def resolved(self, registrations: tuple[RankRegistration, ...], now: float) -> list[LinkCommand]:
+    def resolved(self, registrations: tuple[RankRegistration, ...], now: float) -> list[Send]:
         """Greets the ranks that the registry named.
 
         Raises:
@@ -175,8 +162,12 @@ class Link:
             self._at.setdefault(rank.address, rank)
         return self.ask(now)
 
-    def received(self, address: str, message: messages.ToDecode, now: float) -> list[LinkCommand]:
-        """Handles a message about the link itself, from the rank at an address.
+    def is_restarted(self, address: str, message: messages.Welcome) -> bool:
+        """Whether the rank at an address has restarted meanwhile, and will not answer its predecessor's messages."""
+        return self.state is LinkState.ATTACHING and self._at[address].endpoint != message.endpoint
+
+    def received(self, address: str, message: messages.ToDecode) -> list[Send]:
+        """Handles a message about the link itself, from the rank at an address. It may become ready by it.
 
         Raises:
             IncompatiblePeerError: if the caches cannot be exchanged, from our side or the prefill rank's.
@@ -192,11 +183,6 @@ class Link:
                     return self._attach()
             case messages.Attached() | messages.Refused() if message.attempt != self.attempt:
                 pass  # an answer to another attempt
-            case messages.Welcome() if self.state is LinkState.ATTACHING and rank.endpoint not in (
-                None,
-                message.endpoint,
-            ):
-                self.start_over(now)  # it was restarted, and will not answer its predecessor's messages
             case messages.Attached() if rank.endpoint != message.endpoint:
                 pass  # of an earlier start
             case messages.Attached() if self.state is LinkState.ATTACHING:
@@ -205,7 +191,6 @@ class Link:
                 self._staging.attached(message.endpoint)
                 if all(each.is_attached for each in self._ranks.values()):
                     self.state = LinkState.READY
-                    return [OpenRooms()]
             case messages.Refused():
                 kind = getattr(errors, message.error, IncompatiblePeerError)
                 is_ours = isinstance(kind, type) and issubclass(kind, KVFerryError)
@@ -213,7 +198,7 @@ class Link:
                     f"prefill rank {rank.number} of {self.key.engine!r} refused: {message.reason}"
                 )
             case messages.Pong() if self.state is LinkState.READY:
-                return [*rank.answered(message)]
+                return rank.answered(message)
         return []
 
     def take(self, address: str, message: messages.Numbered) -> tuple[list[messages.NumberedToDecode], list[Send]]:
@@ -229,7 +214,7 @@ class Link:
         is_due = rank.channel.owes_acknowledgement and not self.is_given_up
         return taken, [rank.ping()] if is_due else []
 
-    def _attach(self) -> list[LinkCommand]:
+    def _attach(self) -> list[Send]:
         layouts = {
             rank.registration.coordinates.group_rank: rank.welcome.layout
             for rank in self._ranks.values()
@@ -243,7 +228,7 @@ class Link:
         self.state = LinkState.ATTACHING
         offers = {number: self._offer(rank, pieces) for number, rank in self._ranks.items()}
         metadata = self._staging.metadata()  # with the memory of all offers
-        commands: list[LinkCommand] = []
+        sends = []
         for number, rank in self._ranks.items():
             rank.channel = ReliableChannel(self.attempt)
             rank.request = messages.Attach(
@@ -260,8 +245,8 @@ class Link:
                 checksums=self._identity.checksums,
                 fingerprint=dict(self._identity.fingerprint),
             )
-            commands.append(Send(rank.address, rank.request))
-        return commands
+            sends.append(Send(rank.address, rank.request))
+        return sends
 
     def _offer(self, rank: RankLink, pieces: tuple[Piece, ...]) -> messages.Staging:
         welcome = rank.welcome
@@ -308,15 +293,10 @@ class Link:
         channel = self._ranks[engine_rank].channel
         return channel.last_number if channel is not None else 0
 
-    def broke(self, address: str, now: float) -> list[LinkCommand]:
+    def broke(self, address: str, now: float) -> list[Send]:
         """A connection broke: what was on its way may be lost, either way."""
-        commands = self.ask(now)
-        rank = self._at[address]
-        return [*commands, *rank.broke()] if self.state is LinkState.READY else commands
-
-    def give_up(self) -> None:
-        """Opens no more rooms."""
-        self.is_given_up = True
+        sends = self.ask(now)
+        return [*sends, *self._at[address].broke()] if self.state is LinkState.READY else sends
 
     def rank_of(self, endpoint: str) -> int | None:
         """Returns the engine rank of an endpoint; None if it is not one of the group's."""
@@ -326,10 +306,6 @@ class Link:
         """Returns the endpoint of an engine rank; None if it is not one of the group's, or has not answered."""
         rank = self._ranks.get(engine_rank)
         return rank.endpoint if rank is not None else None
-
-    def is_rank(self, engine_rank: int, endpoint: str) -> bool:
-        """Returns whether an endpoint is the rank that it claims to be."""
-        return self.endpoint_of(engine_rank) == endpoint
 
     @property
     def peers(self) -> list[messages.Welcome]:
@@ -356,20 +332,20 @@ class Link:
         """Records that a message came from the rank at an address, which is therefore alive."""
         self._at[address].asked_at = None
 
-    def ask(self, now: float) -> list[LinkCommand]:
+    def ask(self, now: float) -> list[Send]:
         """Sends every rank a heartbeat that it must answer.
 
         Until the link is ready this is `Hello`, which a rank answers whether this endpoint is attached or not.
         """
         is_ready = self.state is LinkState.READY
-        commands: list[LinkCommand] = []
+        sends = []
         for rank in self._ranks.values():
             if rank.asked_at is None:
                 rank.asked_at = now
-            commands.append(rank.ping() if is_ready else Send(rank.address, messages.Hello()))
+            sends.append(rank.ping() if is_ready else Send(rank.address, messages.Hello()))
             if rank.request is not None and not rank.is_attached:  # a connection that broke may have lost it
-                commands.append(Send(rank.address, rank.request))
-        return commands
+                sends.append(Send(rank.address, rank.request))
+        return sends
 
     def forgive(self, seconds: float, now: float) -> None:
         """Takes so many seconds off the ranks' silence, for example because this side was not listening."""
@@ -384,11 +360,16 @@ class Link:
                 return number, now - rank.asked_at
         return None
 
-    def start_over(self, now: float) -> None:
-        """Forgets the ranks, to look them up again: those that were registered may be of an earlier start."""
+    def start_over(self, now: float) -> list[messages.Welcome]:
+        """Forgets the ranks, to look them up again: those that were registered may be of an earlier start.
+
+        Returns:
+            Those that had answered.
+        """
+        left_behind = self.peers
         self.state = LinkState.RESOLVING
         self.attempt = self._next_attempt()  # a live rank might still answer the earlier one
         self.look_up_at = now
-        self.left_behind += self.peers
         self._ranks.clear()
         self._at.clear()
+        return left_behind

@@ -22,7 +22,6 @@ class LostRank:
 
     Attributes:
         process: which process it is, or was.
-        since: when it was lost.
         proof: what has proved that the process has ended; None as long as it may run.
     """
 
@@ -74,10 +73,10 @@ class LostRanks:
         """The ranks whose processes may still run."""
         return [(endpoint, lost.process) for endpoint, lost in self._lost.items() if lost.proof is None]
 
-    def gone(self, process: ProcessIdentity, proof: Proof) -> None:
-        """Records that a process has ended."""
-        for endpoint, its_process in self.doubtful:
-            if its_process == process:
+    def look(self, is_gone: Callable[[ProcessIdentity], bool], proof: Proof) -> None:
+        """Records which of the ranks' processes have ended, by somebody who can tell."""
+        for endpoint, process in self.doubtful:
+            if is_gone(process):
                 self.ended(endpoint, proof)
 
     def ended(self, endpoint: str, proof: Proof) -> None:
@@ -104,9 +103,3 @@ class LostRanks:
         for endpoint in settled:
             del self._lost[endpoint]
         return settled
-
-    def look(self, is_gone: Callable[[ProcessIdentity], bool]) -> None:
-        """Checks for every doubtful rank whether its process has ended, where this machine can tell."""
-        for endpoint, process in self.doubtful:
-            if is_gone(process):
-                self.ended(endpoint, Proof.PROCESS)

@@ -11,8 +11,6 @@ The types are the parts of the API's objects that matter, named as they are ther
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from kvferry.protocol.bounded import forget_oldest
@@ -133,56 +131,41 @@ class NodeObject(msgspec.Struct, frozen=True):
         return any(each.type == "Ready" and each.status == "True" for each in self.status.conditions or ())
 
 
-@dataclass(frozen=True, slots=True)
-class NodeAnswer:
-    """What the API says of a node.
-
-    Attributes:
-        name: the node's.
-        found: its object; None if there is none of that name.
-    """
-
-    name: str
-    found: NodeObject | None
-
-
 class KnownPods:
     """Where pods were seen to run: a node can prove the end of a pod only if the API itself has put the pod there."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, str] = {}  # by the pod's UID
 
-    def saw(self, pod: PodIdentity, found: PodObject | None) -> None:
-        """Takes what the API says of a pod."""
+    def node_of(self, pod: PodIdentity, found: PodObject | None) -> str | None:
+        """Takes what the API says of a pod. Returns the node that it was ever seen on: a pod never moves."""
         if found is not None and found.metadata.uid == pod.uid and found.spec.node_name:
             self._nodes[pod.uid] = found.spec.node_name
             forget_oldest(self._nodes, _MOST_KNOWN)
-
-    def node_of(self, pod: PodIdentity) -> str | None:
-        """Returns the node that a pod was seen on; None if it was seen on none. A pod never moves."""
         return self._nodes.get(pod.uid)
 
 
-def why_ended(pod: PodIdentity, found: PodObject | None, node: NodeAnswer | None) -> str:
+def why_ended(pod: PodIdentity, found: PodObject | None, node_name: str | None, node: NodeObject | None) -> str:
     """Returns what proves that a process in a pod has ended, a sentence; empty if nothing does.
 
     Args:
         pod: the pod, and the start of its container.
         found: the object of the pod's name; None if there is none.
-        node: the node that the pod was seen on; None if that is not known.
+        node_name: the node that the pod was seen on; None if that is not known.
+        node: its object; None if there is none.
     """
     if found is not None and found.metadata.uid == pod.uid:
         if found.status.phase in _FINAL and _all_terminated(found):
             return f"every container of pod {pod.namespace}/{pod.name} has terminated"
         if pod.container and any(_was(status, pod.container) for status in found.status.all):
             return f"its container in pod {pod.namespace}/{pod.name} has terminated"
-    if node is None:
+    if node_name is None:
         return ""
-    if node.found is None:
-        return f"node {node.name} of pod {pod.namespace}/{pod.name} does not exist any more"
-    is_out = any(taint.key == OUT_OF_SERVICE for taint in node.found.spec.taints or ())
-    if is_out and not node.found.is_ready:
-        return f"node {node.name} of pod {pod.namespace}/{pod.name} is out of service"
+    if node is None:
+        return f"node {node_name} of pod {pod.namespace}/{pod.name} does not exist any more"
+    is_out = any(taint.key == OUT_OF_SERVICE for taint in node.spec.taints or ())
+    if is_out and not node.is_ready:
+        return f"node {node_name} of pod {pod.namespace}/{pod.name} is out of service"
     return ""
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from kvferry.errors import IncompatiblePeerError, PeerDisconnectedError, PeerError
 from kvferry.plan import check_exchangeable, check_token_share
+from kvferry.plan.fingerprint import check_same_fingerprint
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.wire import field_types, messages
-from kvferry.protocol.wire.fingerprint import check_same_fingerprint
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 
@@ -26,7 +26,6 @@ class RankStatus:
     """What a decode rank has observed of a prefill rank.
 
     Attributes:
-        rank: its number.
         endpoint: its name; empty until it has answered for the first time.
         silent_s: for how long an answer has been due.
     """
@@ -46,7 +45,6 @@ class RankLink:
         welcome: its answer to `Hello`.
         request: the `Attach` that it was sent.
         channel: numbered messages either way, since it was asked to attach.
-        is_attached: whether it has.
         only_staged: whether it writes to staging memory alone.
     """
 

@@ -34,6 +34,7 @@ class ReliableChannel:
 
     Attributes:
         epoch: the attempt to attach that it belongs to.
+        last_number: of the message that was handed in last; 0 if there was none.
         received: the number of the last message that has come; none before it is missing.
         is_closed: whether nothing is sent or taken any more.
     """
@@ -41,23 +42,18 @@ class ReliableChannel:
     def __init__(self, epoch: int) -> None:
         """Begins with nothing sent or received."""
         self.epoch = epoch
+        self.last_number = 0
         self.received = 0
         self.is_closed = False
-        self._last = 0  # the number of the last message
         self._kept: deque[tuple[int, msgspec.Raw]] = deque()  # messages that were not acknowledged, by number
         self._on_way = 0  # how many of them were sent; the others wait for the window
         self._acknowledged = 0  # what the other end was told to have been received
         self._taken_back: set[int] = set()  # of messages that have not come
 
     @property
-    def last_number(self) -> int:
-        """The number of the message that was handed in last; 0 if there was none."""
-        return self._last
-
-    @property
     def sent(self) -> int:
         """The number of the last message that was sent; 0 if there was none."""
-        return self._last - (len(self._kept) - self._on_way)
+        return self.last_number - (len(self._kept) - self._on_way)
 
     @property
     def has_unacknowledged(self) -> bool:
@@ -68,8 +64,8 @@ class ReliableChannel:
         """Takes a message to send. Returns it with its number, or nothing while it must wait."""
         if self.is_closed:
             return []
-        self._last += 1
-        self._kept.append((self._last, body))
+        self.last_number += 1
+        self._kept.append((self.last_number, body))
         return self._sendable()
 
     def receive(self, message: Numbered) -> list[msgspec.Raw]:

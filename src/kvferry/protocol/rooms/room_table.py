@@ -12,8 +12,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from kvferry.errors import EndpointClosedError, KVFerryError, TransferAbortedError, TransferFailedError
 from kvferry.protocol.bounded import ForAWhile, remember
-from kvferry.protocol.rooms.pending_messages import PendingMessages
-from kvferry.protocol.rooms.pending_opens import PendingOpens
+from kvferry.protocol.rooms.pending_messages import PendingMessages, PendingOpens
 from kvferry.protocol.wire.messages import AbortRoom, OpenRoom, RefuseRoom
 from kvferry.protocol.wire.rank_identity import DecodeRank
 
@@ -53,7 +52,6 @@ class _FailedAlone:
     """A room that failed before every decode rank had opened it: the others are refused when they do.
 
     Attributes:
-        error: why it failed.
         receivers: those that were notified already; a later open request of theirs is for the next transfer.
     """
 
@@ -63,11 +61,7 @@ class _FailedAlone:
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """A finished use of a number.
-
-    Attributes:
-        error: why it failed, if it did.
-    """
+    """A finished use of a number, and why it failed if it did."""
 
     generation: int
     error: KVFerryError | None
@@ -156,10 +150,6 @@ class RoomTable(Generic[RoomT]):
             remember(self._refusals_received, key, None, REMEMBERED)
         return is_new
 
-    def refused(self, receiver: str, message: OpenRoom, error: KVFerryError) -> None:
-        """Records that an open request was refused."""
-        self._is_over(receiver, message.room, message.generation, error)
-
     def open_request(
         self, receiver: str, message: OpenRoom, now: float, *, rank: DecodeRank | None = None
     ) -> RoomT | None:
@@ -189,12 +179,14 @@ class RoomTable(Generic[RoomT]):
         failed = self._failed_alone.get(message.room)
         if failed is not None and receiver not in failed.receivers:
             failed.receivers.add(receiver)
-            self._is_over(receiver, message.room, message.generation, failed.error)
+            self.ended(receiver, message.room, message.generation, failed.error)
             raise failed.error
         self._refusals.pop(receiver, message.room)  # it opens the room after all
         for refusal in self._refusals.of(message.room).values():
             if rank is not None and rank.can_be_beside([DecodeRank(refusal.engine, refusal.coordinates)]):
-                raise _refused_by(refusal)
+                raise TransferFailedError(
+                    f"decode rank {refusal.coordinates.engine_rank} of {refusal.engine!r} refused it: {refusal.reason}"
+                )
         self._pending.keep(receiver, message, now)
         return None
 
@@ -212,7 +204,7 @@ class RoomTable(Generic[RoomT]):
         pending = self._pending.take(room)
         self._refusals.take(room)
         for receiver, opened in pending.items():
-            self._is_over(receiver, room, opened.request.generation, error)
+            self.ended(receiver, room, opened.request.generation, error)
         self._fail_alone(room, error, set(pending), now)
         return [(receiver, opened.request) for receiver, opened in pending.items()]
 
@@ -247,7 +239,7 @@ class RoomTable(Generic[RoomT]):
         over = self._over.get((receiver, message.room))
         is_repeated = over is not None and over.generation == message.generation
         gave_up = TransferAbortedError(f"room {message.room} was aborted by {receiver}: {message.reason}")
-        self._is_over(receiver, message.room, message.generation, gave_up)
+        self.ended(receiver, message.room, message.generation, gave_up)
         failed = self._failed_alone.get(message.room)
         if failed is not None and is_unopened and not is_repeated:
             failed.receivers.add(receiver)  # it need not be refused, as it must be in a use that came after this one
@@ -264,7 +256,7 @@ class RoomTable(Generic[RoomT]):
         given = self._given.pop(room.room)
         self._most_receivers = max(self._most_receivers, len(room.generations))
         for receiver, generation in room.generations.items():
-            self._is_over(receiver, room.room, generation, room.error)
+            self.ended(receiver, room.room, generation, room.error)
         refused = self._refused_next.pop(room.room, None)
         if refused is not None:
             self._fail_alone(room.room, refused, set(), now)
@@ -275,7 +267,8 @@ class RoomTable(Generic[RoomT]):
     def _fail_alone(self, room: int, error: KVFerryError, receivers: set[str], now: float) -> None:
         self._failed_alone.put(room, _FailedAlone(error, receivers), now, limit=self._max_pending)
 
-    def _is_over(self, receiver: str, room: int, generation: int, error: KVFerryError | None) -> None:
+    def ended(self, receiver: str, room: int, generation: int, error: KVFerryError | None) -> None:
+        """Records that a use of a number is over for a decode rank: it ended well, or by an error."""
         remember(self._over, (receiver, room), _Over(generation, error), REMEMBERED * self._most_receivers)
 
     def forget_receiver(self, receiver: str, now: float) -> tuple[list[RoomT], list[AbortRoom]]:
@@ -297,8 +290,7 @@ class RoomTable(Generic[RoomT]):
         """Drops the pending opens that our caller did not match in time. Returns them, to be refused."""
         self._failed_alone.forget_old(now)
         self._dropped.forget_old(now)
-        for _ in self._refusals.expired(now):
-            pass  # nobody waits for an answer
+        self._refusals.expired(now)  # nobody waits for an answer
         return self._expired_opens(now)
 
     def close(self) -> list[tuple[str, OpenRoom]]:
@@ -309,9 +301,3 @@ class RoomTable(Generic[RoomT]):
     def _expired_opens(self, now: float) -> list[tuple[str, OpenRoom]]:
         """Drops pending opens that are too old. Returns those that were not taken back."""
         return [(receiver, opened.request) for receiver, opened in self._pending.expired(now) if opened.abort is None]
-
-
-def _refused_by(refusal: RefuseRoom) -> KVFerryError:
-    return TransferFailedError(
-        f"decode rank {refusal.coordinates.engine_rank} of {refusal.engine!r} refused it: {refusal.reason}"
-    )

@@ -19,6 +19,7 @@ from kvferry.errors import (
     TransferTimeoutError,
 )
 from kvferry.plan.requests.chunks import Chunk, refuse_impossible
+from kvferry.plan.requests.conditions import why_different
 from kvferry.plan.requests.moves import check_chunk, moves_of
 from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick, caused
 from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
@@ -43,7 +44,6 @@ from kvferry.protocol.transfer.sender_events import (
 from kvferry.protocol.transfer.states import SENDER_TRANSITIONS, SenderState, SenderTrigger, TransferState
 from kvferry.protocol.wire.messages import AbortRoom, RefuseRoom, RoomVerified
 from kvferry.protocol.wire.rank_identity import DecodeRank
-from kvferry.protocol.wire.request_conditions import why_different
 
 
 class SenderMachine:

@@ -75,10 +75,6 @@ def _body(data: bytes) -> memoryview:
     return memoryview(data)[_HEADER.size :]
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_Body], data: bytes, what: str) -> _Body:
-    return _decoded(decoder, _body(data), what)
-
-
 def _decoded(decoder: msgspec.msgpack.Decoder[_Body], body: memoryview | msgspec.Raw, what: str) -> _Body:
     try:
         return decoder.decode(body)
@@ -93,12 +89,12 @@ def decode_to_prefill(data: bytes) -> ToPrefill:
         MessageError: if the bytes are no such message, or describe an impossible layout.
         VersionError: if they are of another protocol version.
     """
-    return _decode(_to_prefill, data, "message to a prefill rank")
+    return _decoded(_to_prefill, _body(data), "message to a prefill rank")
 
 
 def decode_to_decode(data: bytes) -> ToDecode:
     """Decodes a message from a prefill rank; errors as in `decode_to_prefill`."""
-    return _decode(_to_decode, data, "message to a decode rank")
+    return _decoded(_to_decode, _body(data), "message to a decode rank")
 
 
 def decode_numbered_to_prefill(body: msgspec.Raw) -> NumberedToPrefill:
@@ -113,4 +109,4 @@ def decode_numbered_to_decode(body: msgspec.Raw) -> NumberedToDecode:
 
 def decode_notification(data: bytes) -> Notification:
     """Decodes a notification that came with the bytes; errors as in `decode_to_prefill`."""
-    return _decode(_notification, data, "notification")
+    return _decoded(_notification, _body(data), "notification")

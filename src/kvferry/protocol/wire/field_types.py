@@ -67,12 +67,9 @@ class AboutRoom(Message, frozen=True):
 
 
 class PodIdentity(msgspec.Struct, frozen=True):
-    """Identifies a Kubernetes pod, and one start of a container in it.
+    """Identifies a Kubernetes pod, by a UID that is never used again, and one start of a container in it.
 
     Attributes:
-        uid: the pod's; never used again.
-        name: the pod's.
-        namespace: the pod's.
         container: in the termination message of the container that the process runs in, once that has ended; empty
             where nothing was put there.
     """
@@ -88,7 +85,6 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
     Attributes:
         machine: identifies its machine, and the namespace of process numbers there.
-        pid: its number.
         started: when it was started, in whatever unit the machine counts.
         pod: the pod that it runs in, if it does and says so.
     """

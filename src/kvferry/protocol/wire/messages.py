@@ -14,6 +14,8 @@ import msgspec
 
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import ElectedRoute, Piece, TransferPath
+from kvferry.plan.fingerprint import FingerprintFields
+from kvferry.plan.requests.conditions import RequestConditions
 from kvferry.plan.requests.demands import GroupRequest, Position, wanted_groups
 from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.protocol.wire.field_types import (
@@ -30,8 +32,6 @@ from kvferry.protocol.wire.field_types import (
     ShortText,
     shorten,
 )
-from kvferry.protocol.wire.fingerprint import FingerprintFields
-from kvferry.protocol.wire.request_conditions import RequestConditions
 
 
 class StagingRing(msgspec.Struct, frozen=True):
@@ -39,7 +39,6 @@ class StagingRing(msgspec.Struct, frozen=True):
 
     Attributes:
         address: of its first byte.
-        num_bytes: its size.
         epoch: random; distinguishes credits for this ring from those for an earlier one.
     """
 
@@ -79,7 +78,7 @@ class Welcome(Message, frozen=True):
 
     Attributes:
         endpoint: new at every start of the rank.
-        fingerprint: what its caches are beyond their layout; see `protocol.wire.fingerprint`.
+        fingerprint: what its caches are beyond their layout; see `plan.fingerprint`.
     """
 
     endpoint: EndpointName
@@ -99,7 +98,6 @@ class Attach(Message, frozen=True):
         pieces: the receiver's whole plan; the prefill rank prepares those that list its group rank as a holder.
         transport: the transport's name, `transport_metadata` what it needs to connect.
         host: identifies the decode rank's machine.
-        staging: what the decode rank offers for staged transfers.
         checksums: whether the prefill rank must digest what it sends.
         fingerprint: what the decode rank's caches are beyond their layout, as in `Welcome`.
     """
@@ -240,7 +238,7 @@ class OpenRoom(AboutRoom, frozen=True, omit_defaults=True):
         trace: the decode side's trace context, as W3C's `traceparent`; empty without tracing.
         held: tokens at the start of the request that this decode rank holds already, in groups that this prefill rank
             does not fill as well.
-        depends_on: what the request's cache depends on; see `protocol.wire.request_conditions`.
+        depends_on: what the request's cache depends on; see `plan.requests.conditions`.
     """
 
     receivers: Annotated[int, msgspec.Meta(le=2**31)]
@@ -292,8 +290,7 @@ class RefuseRoom(WillNotSucceed, frozen=True):
 
     Attributes:
         endpoint: the start of the prefill rank that it is for; no other is concerned.
-        engine: the decode rank's.
-        coordinates: its place there.
+        engine: the decode rank's, as `coordinates` are.
         holder: the generation of another transfer that has the number on the decode rank, and is not refused; None if
             there is none. The refusal is for the use of the number that follows that one.
     """

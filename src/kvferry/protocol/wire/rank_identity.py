@@ -14,10 +14,6 @@ class Identity:
 
     Attributes:
         endpoint: its name, new at every start.
-        engine: its engine's name.
-        coordinates: its place in its engine.
-        layout: what it caches and where.
-        transport: the transport's name.
         host: its machine's name.
         checksums: whether what arrives is verified.
         fingerprint: what its caches are beyond their layout.
@@ -37,21 +33,17 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRank:
-    """A decode rank's place, by its own word.
-
-    Attributes:
-        engine: its engine's name.
-        coordinates: its place there.
-    """
+    """A decode rank's engine, and its place there, by its own word."""
 
     engine: str
     coordinates: RankCoordinates
 
     def can_be_beside(self, others: Iterable[DecodeRank]) -> bool:
         """Returns whether it can be one of the group that others belong to, and is none of them."""
-        return all(self.engine == other.engine and self._is_beside(other.coordinates) for other in others)
+        return all(self._group == other._group and self.coordinates != other.coordinates for other in others)
 
-    def _is_beside(self, other: RankCoordinates) -> bool:
+    @property
+    def _group(self) -> tuple[str, int, int, int, int, int]:
+        """What all ranks of its data-parallel group have in common."""
         mine = self.coordinates
-        sizes = [(each.tp_size, each.cp_size, each.pp_size, each.dp_size, each.dp_rank) for each in (mine, other)]
-        return sizes[0] == sizes[1] and mine != other
+        return self.engine, mine.tp_size, mine.cp_size, mine.pp_size, mine.dp_size, mine.dp_rank

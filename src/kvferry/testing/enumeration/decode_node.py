@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvferry.errors import KVFerryError, PeerDisconnectedError
 from kvferry.layout import RankLayout
 from kvferry.plan import Piece
-from kvferry.protocol.links.link import Link, LinkCommand, LinkKey, LinkState, OpenRooms
+from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.transfer.both_sides import AbortRequested, Tick
 from kvferry.protocol.transfer.credits import ReadingRing, Span
@@ -209,10 +209,10 @@ class DecodeNode:
             case ("settled", prefill):
                 self._settled(prefill, out)
             case ("broke", prefill):
-                self._execute(self.link.broke(prefill_name(prefill), 0.0), out, only=prefill)
+                self._send(self.link.broke(prefill_name(prefill), 0.0), out, only=prefill)
                 self._repeat_abort(prefill, out)
             case ("heartbeat", prefill):
-                self._execute(self.link.ask(0.0), out, only=prefill)
+                self._send(self.link.ask(0.0), out, only=prefill)
                 self._repeat_abort(prefill, out)
             case ("give up",):
                 self._give_up(PeerDisconnectedError("silent for too long"), out)
@@ -244,28 +244,23 @@ class DecodeNode:
         self.link.resolved(tuple(registration(each, self._prefills) for each in range(self._prefills)), 0.0)
         for prefill in range(self._prefills):
             answer = welcome(prefill, self._prefills)
-            self._execute(self.link.received(prefill_name(prefill), answer, 0.0), out)
+            self._send(self.link.received(prefill_name(prefill), answer), out)
 
     def _give_up(self, error: KVFerryError, out: list[Output]) -> None:
         """Gives the link up, with every room that relies on it, and attaches anew."""
-        self.link.give_up()
+        self.link.is_given_up = True
         if self._room_link is self.link:
             self._apply(ConnectFailed(error), out)
         self.link = self._new_link()
         self._settling_attached = {}
         self._attach(out)
 
-    def _execute(self, commands: Iterable[LinkCommand], out: list[Output], *, only: int | None = None) -> None:
-        """Executes a link's commands, or those for one rank. Time is not counted, and so no silence either."""
-        for command in commands:
-            match command:
-                case Send(address, message):
-                    self.link.record_answer(address)
-                    if only in (None, number_of(address)) and not isinstance(message, messages.Hello):
-                        out.append(("up", number_of(address), codec.encode(message)))
-                case OpenRooms():
-                    if self._machine is not None and not self._machine.state.is_final and self._room_link is None:
-                        self._open(out)
+    def _send(self, sends: Iterable[Send], out: list[Output], *, only: int | None = None) -> None:
+        """Sends what a link says, or that for one rank. Time is not counted, and so no silence either."""
+        for each in sends:
+            self.link.record_answer(each.address)
+            if only in (None, number_of(each.address)) and not isinstance(each.message, messages.Hello):
+                out.append(("up", number_of(each.address), codec.encode(each.message)))
 
     def _received(self, prefill: int, message: messages.ToDecode, out: list[Output]) -> None:
         address = prefill_name(prefill)
@@ -278,13 +273,16 @@ class DecodeNode:
             case messages.Attached() if message.last_failure > self._waited_for.get(prefill, 0):
                 self._settling_attached[prefill] = message
             case _:
-                self._execute(self.link.received(address, message, 0.0), out)
+                self._send(self.link.received(address, message), out)
+                is_waiting = self._machine is not None and not self._machine.state.is_final
+                if self.is_attached and is_waiting and self._room_link is None:
+                    self._open(out)
 
     def _take(self, address: str, prefill: int, message: messages.Numbered, out: list[Output]) -> None:
         for link in filter(None, (self.link, self._room_link)):
             if link.attempt == message.epoch:
                 taken, sends = link.take(address, message)
-                self._execute(sends, out)
+                self._send(sends, out)
                 for each in taken:
                     match each:
                         case messages.RoomFailed() if each.generation == self.generation:
@@ -315,7 +313,7 @@ class DecodeNode:
             epoch=link.attempt if number else 0,
             number=number,
         )
-        self._execute(link.send_unnumbered(command.rank, abort), out)
+        self._send(link.send_unnumbered(command.rank, abort), out)
 
     def _apply(self, event: ReceiverEvent, out: list[Output], now: float = 0.0) -> None:
         machine, link = self._machine, self._room_link
@@ -327,7 +325,7 @@ class DecodeNode:
                     opened = messages.OpenRoom(
                         room=ROOM, generation=self.generation, receivers=self._decodes, tokens=None, groups=()
                     )
-                    self._execute(link.send(rank, opened), out)
+                    self._send(link.send(rank, opened), out)
                     self._open_numbers[rank] = link.last_number(rank)
                 case SendAbort():
                     self._abort(command, out)
@@ -365,7 +363,7 @@ class DecodeNode:
         if ring.reading.position != before:
             position = ring.reading.position
             credit = messages.Credit(epoch=epoch, position=position)
-            self._execute(self.link.send(prefill, credit), out)
+            self._send(self.link.send(prefill, credit), out)
 
     def _span_released(self, prefill: int, message: messages.SpanReleased, out: list[Output]) -> None:
         ring, span = self._rings.by_rank[prefill], Span(message.start, message.begin, message.stop)

@@ -221,7 +221,7 @@ class PrefillNode:
                 raise PeerDisconnectedError(f"{name} must attach before it opens rooms")
             room = self._table.open_request(name, message, 0.0, rank=self._connections.rank(name))
         except KVFerryError as error:
-            self._table.refused(name, message, error)
+            self._table.ended(name, message.room, message.generation, error)
             self._fail(name, message, error, out)
             if isinstance(error, PeerDisconnectedError):
                 self._not_opened(name, self._connections.rank(name), message.generation, out)

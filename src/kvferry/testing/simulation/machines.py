@@ -11,6 +11,7 @@ import numpy as np
 
 from kvferry.control.ends import ConnectingEnd, ListeningEnd
 from kvferry.control.kubernetes import Orchestrator
+from kvferry.control.leases import Leases
 from kvferry.control.process_identity import Sight
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
@@ -25,7 +26,7 @@ from kvferry.plan.blocks import BlockShape
 from kvferry.plan.packing import PackedSide
 from kvferry.protocol.links.pods import NodeObject, PodObject
 from kvferry.protocol.wire.field_types import PodIdentity, ProcessIdentity
-from kvferry.protocol.wire.registrations import EngineView, RankRegistration, Registrations
+from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.addressing import array_at, spread
@@ -143,7 +144,7 @@ class RegistryProcess:
         self._lease_s = lease_s
         self.is_alive = True
         self.is_frozen = False
-        self._registrations = Registrations(lease_s)
+        self._registrations = Leases(lease_s)
 
     @property
     def answers(self) -> bool:
@@ -152,10 +153,10 @@ class RegistryProcess:
 
     def restart(self) -> None:
         """Starts anew, and knows nothing."""
-        self._registrations = Registrations(self._lease_s)
+        self._registrations = Leases(self._lease_s)
         self.is_alive, self.is_frozen = True, False
 
-    def ask(self) -> Registrations:
+    def ask(self) -> Leases:
         """Returns the registrations, as a client of the registry gets them.
 
         Raises:

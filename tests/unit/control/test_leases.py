@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.support.tiers import examples
 
+from kvferry.control.leases import Leases
 from kvferry.errors import LayoutError, RegistrationRefusedError, SettingsError
 from kvferry.layout.parallel import RankCoordinates
-from kvferry.protocol.wire.registrations import EngineView, RankRegistration, Registrations
+from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 
 LEASE_S = 10.0
 
@@ -35,7 +36,7 @@ def live_ranks(view: EngineView) -> list[int]:
 
 
 def test_an_engine_is_complete_once_every_rank_has_registered():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     assert registrations.register(rank(1), now=0.0) == LEASE_S
     partial = registrations.engine("prefill", now=0.0)
     assert (live_ranks(partial), partial.world_size, partial.complete) == ([1], 2, False)
@@ -46,7 +47,7 @@ def test_an_engine_is_complete_once_every_rank_has_registered():
 
 
 def test_the_rank_follows_from_all_three_coordinates():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     coordinates = RankCoordinates(tp_rank=1, tp_size=2, pp_rank=1, pp_size=2, dp_rank=1, dp_size=2)
     registrations.register(rank(coordinates=coordinates), now=0.0)
     view = registrations.engine("prefill", now=0.0)
@@ -54,7 +55,7 @@ def test_the_rank_follows_from_all_three_coordinates():
 
 
 def test_a_lease_runs_out_at_its_end_and_not_before():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     registrations.register(rank(0), now=100.0)
     assert live_ranks(registrations.engine("prefill", now=109.999)) == [0]
     assert registrations.engine("prefill", now=110.0) == EngineView(
@@ -64,7 +65,7 @@ def test_a_lease_runs_out_at_its_end_and_not_before():
 
 
 def test_a_renewal_counts_from_when_it_came():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     registrations.register(rank(0), now=0.0)
     registrations.register(rank(1), now=0.0)
     registrations.register(rank(0), now=6.0)
@@ -72,7 +73,7 @@ def test_a_renewal_counts_from_when_it_came():
 
 
 def test_engines_are_listed_by_name_and_apart():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     registrations.register(rank(engine="b", layout_digest="one"), now=0.0)
     registrations.register(rank(engine="a", layout_digest="another"), now=5.0)
     assert [view.engine for view in registrations.engines(now=6.0)] == ["a", "b"]
@@ -80,7 +81,7 @@ def test_engines_are_listed_by_name_and_apart():
 
 
 def test_a_new_incarnation_replaces_the_old_one_at_once():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     registrations.register(rank(0, incarnation="old"), now=0.0)
     restarted = rank(0, incarnation="new", control_address="tcp://127.0.0.1:50000")
     registrations.register(restarted, now=0.1)
@@ -88,7 +89,7 @@ def test_a_new_incarnation_replaces_the_old_one_at_once():
 
 
 def test_a_late_removal_by_the_old_incarnation_leaves_the_new_one_alone():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     registrations.register(rank(0, incarnation="old"), now=0.0)
     registrations.register(rank(0, incarnation="new"), now=0.1)
     assert not registrations.remove("prefill", 0, "old")
@@ -100,14 +101,14 @@ def test_a_late_removal_by_the_old_incarnation_leaves_the_new_one_alone():
 
 @pytest.mark.parametrize("arguments", [("other", 0, "first"), ("prefill", 1, "first"), ("prefill", -1, "first")])
 def test_removing_what_is_not_there_changes_nothing(arguments: tuple[str, int, str]):
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     registrations.register(rank(0), now=0.0)
     assert not registrations.remove(*arguments)
     assert live_ranks(registrations.engine("prefill", now=0.0)) == [0]
 
 
 def test_a_replaced_incarnation_cannot_take_the_rank_back_while_its_successor_lives():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     registrations.register(rank(0, incarnation="older"), now=0.0)
     registrations.register(rank(0, incarnation="newer"), now=1.0)
     with pytest.raises(RegistrationRefusedError, match=r"'older'.*replaced.*'newer'.*different names"):
@@ -119,7 +120,7 @@ def test_a_replaced_incarnation_cannot_take_the_rank_back_while_its_successor_li
 
 
 def test_a_replaced_incarnation_may_return_once_its_successor_left():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     registrations.register(rank(0, incarnation="older"), now=0.0)
     registrations.register(rank(0, incarnation="mistaken"), now=1.0)
     assert registrations.remove("prefill", 0, "mistaken")
@@ -144,7 +145,7 @@ def test_a_replaced_incarnation_may_return_once_its_successor_left():
 def test_a_rank_that_differs_from_a_live_rank_is_refused_with_both_values(
     changes: dict[str, Any], both_values: list[str]
 ):
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     registrations.register(rank(0), now=0.0)
     with pytest.raises(RegistrationRefusedError) as refusal:
         registrations.register(rank(1, **changes), now=1.0)
@@ -155,7 +156,7 @@ def test_a_rank_that_differs_from_a_live_rank_is_refused_with_both_values(
 
 
 def test_a_refused_restart_neither_renews_nor_replaces_its_own_old_rank():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     registrations.register(rank(0), now=0.0)
     registrations.register(rank(1), now=5.0)
     with pytest.raises(RegistrationRefusedError):
@@ -165,7 +166,7 @@ def test_a_refused_restart_neither_renews_nor_replaces_its_own_old_rank():
 
 
 def test_an_engine_that_died_restarts_with_another_layout_within_one_lease():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     for number in range(4):
         registrations.register(rank(number, tp_size=4), now=float(number))
     second_start = [rank(number, tp_size=2, incarnation="second") for number in range(2)]
@@ -181,7 +182,7 @@ def test_an_engine_that_died_restarts_with_another_layout_within_one_lease():
 
 
 def test_an_engine_that_was_closed_restarts_with_another_layout_at_once():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     for number in range(2):
         registrations.register(rank(number), now=0.0)
     for number in range(2):
@@ -191,7 +192,7 @@ def test_an_engine_that_was_closed_restarts_with_another_layout_at_once():
 
 
 def test_a_lone_rank_restarts_with_another_layout_at_once():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     registrations.register(rank(0, tp_size=1), now=0.0)
     registrations.register(rank(0, tp_size=2, incarnation="second"), now=0.1)
     registrations.register(rank(1, tp_size=2, incarnation="second"), now=0.1)
@@ -199,7 +200,7 @@ def test_a_lone_rank_restarts_with_another_layout_at_once():
 
 
 def test_full_of_engines_refuses_a_new_one_but_not_a_renewal_and_makes_room_when_leases_end():
-    registrations = Registrations(LEASE_S, max_engines=2)
+    registrations = Leases(LEASE_S, max_engines=2)
     registrations.register(rank(engine="a"), now=0.0)
     registrations.register(rank(engine="b"), now=5.0)
     with pytest.raises(RegistrationRefusedError, match=r"no room .* 2 engines of at most 2"):
@@ -211,7 +212,7 @@ def test_full_of_engines_refuses_a_new_one_but_not_a_renewal_and_makes_room_when
 
 
 def test_full_of_ranks_refuses_a_new_one_but_not_a_renewal_or_a_restart():
-    registrations = Registrations(LEASE_S, max_ranks=2)
+    registrations = Leases(LEASE_S, max_ranks=2)
     registrations.register(rank(engine="a"), now=0.0)
     registrations.register(rank(engine="b"), now=0.0)
     with pytest.raises(RegistrationRefusedError, match="2 live ranks of at most 2"):
@@ -223,19 +224,19 @@ def test_full_of_ranks_refuses_a_new_one_but_not_a_renewal_or_a_restart():
 
 def test_a_world_that_can_never_fit_is_refused_at_its_first_rank():
     with pytest.raises(RegistrationRefusedError, match=r"17 ranks.*16"):
-        Registrations(LEASE_S, max_ranks=16).register(rank(tp_size=17), now=0.0)
+        Leases(LEASE_S, max_ranks=16).register(rank(tp_size=17), now=0.0)
 
 
 @pytest.mark.parametrize("lease_s", [0.0, -1.0, float("inf"), float("nan")])
 def test_an_impossible_lease_is_refused(lease_s: float):
     with pytest.raises(SettingsError, match="lease_s"):
-        Registrations(lease_s)
+        Leases(lease_s)
 
 
 @pytest.mark.parametrize("limit", ["max_engines", "max_ranks"])
 def test_an_impossible_limit_is_refused(limit: str):
     with pytest.raises(SettingsError, match=limit):
-        Registrations(LEASE_S, **{limit: 0})
+        Leases(LEASE_S, **{limit: 0})
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "-a", "a b", "a\n", "é", "x" * 129, "a?b"])
@@ -272,7 +273,7 @@ def test_a_rank_outside_the_world_cannot_even_be_decoded():
 
 
 def test_registrations_and_views_survive_json():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     registrations.register(rank(0), now=0.0)
     view = registrations.engine("prefill", now=0.0)
     assert msgspec.json.decode(msgspec.json.encode(view), type=EngineView) == view
@@ -286,7 +287,7 @@ class RegistryRules(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.registrations = Registrations(LEASE_S, max_engines=2, max_ranks=self.MAX_RANKS)
+        self.registrations = Leases(LEASE_S, max_engines=2, max_ranks=self.MAX_RANKS)
         # What was granted and when, in order; a removal ends a rank's history.
         self.granted: dict[tuple[str, int], list[tuple[RankRegistration, float]]] = {}
 
@@ -383,10 +384,11 @@ TestRegistryRules = RegistryRules.TestCase
 
 
 def test_who_is_not_registered_hears_who_is_the_nearest_first():
-    registrations = Registrations(LEASE_S)
+    registrations = Leases(LEASE_S)
     for name in ("decode", *(f"other-{number:02}" for number in range(12)), "Prefill-1", "prefill-2"):
         registrations.register(rank(engine=name), now=100.0)
-    names, count = registrations.others("prefill-1", now=101.0)
-    assert names[:2] == ("Prefill-1", "prefill-2")
-    assert (len(names), count) == (8, 15)
-    assert registrations.others("prefill-1", now=100.0 + LEASE_S) == ((), 0)
+    view = registrations.engine("prefill-1", now=101.0)
+    assert view.others[:2] == ("Prefill-1", "prefill-2")
+    assert (len(view.others), view.num_others) == (8, 15)
+    view = registrations.engine("prefill-1", now=100.0 + LEASE_S)
+    assert (view.others, view.num_others) == ((), 0)

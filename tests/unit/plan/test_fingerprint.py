@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import IncompatiblePeerError, LayoutError
-from kvferry.protocol.wire.fingerprint import check_same_fingerprint, checked_fingerprint, parse_field_names
+from kvferry.plan.fingerprint import check_same_fingerprint, checked_fingerprint, parse_field_names
 
 MINE = {"weights": "3f9a", "cache_dtype": "float8_e4m3fn", "rope": "theta 10000"}
 

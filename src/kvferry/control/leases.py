@@ -1,0 +1,242 @@
+"""Which ranks of which engines are alive: the registry's whole state, as leases.
+
+Nothing here does I/O, reads a clock or takes a lock: the time is an argument, in seconds of any clock that
+never goes back, and there is one caller at a time.
+
+The rules:
+
+1. A rank registers and gets a lease. It registers again to renew it. A lease that is not renewed runs out.
+2. Live ranks of one engine agree on the parallel sizes, the layout and the protocol version. A registration
+   is compared with the live *other* ranks of its engine, never with its own rank's earlier ones. A refusal
+   changes nothing.
+3. A new incarnation of a rank replaces the one before at once: the process restarted. The replaced
+   incarnation can neither remove nor replace its successor for as long as the successor's lease lives. So
+   when two engines carry one name by mistake the older is refused, instead of the two taking turns.
+4. An engine that restarts with another layout is refused while other ranks of the earlier start hold leases.
+   A rank that was closed removed its own; a rank that died cannot renew. So after one lease at most the new
+   start is accepted, if it keeps trying. Refusals that last longer mean that the earlier start is still
+   running, and they name its address.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import lru_cache
+
+from kvferry.errors import RegistrationRefusedError, SettingsError
+from kvferry.protocol.bounded import remember
+from kvferry.protocol.wire.registrations import (
+    LONGEST_INCARNATION,
+    MOST_ENGINES,
+    MOST_NAMED,
+    MOST_RANKS,
+    MOST_RELEASED,
+    EngineView,
+    RankRegistration,
+    check_text,
+)
+
+_REPLACED_REMEMBERED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    registration: RankRegistration
+    expires_at: float
+    replaced_incarnations: tuple[str, ...]
+
+
+class Leases:
+    """The leases of all ranks of all engines.
+
+    Args:
+        lease_s: how long a registration lasts without being renewed, in seconds.
+        max_engines: how many engines may be live at once.
+        max_ranks: how many ranks may be live at once, over all engines.
+
+    Raises:
+        SettingsError: if the lease is not a positive, finite time, or a limit is not positive.
+    """
+
+    def __init__(self, lease_s: float, *, max_engines: int = MOST_ENGINES, max_ranks: int = MOST_RANKS) -> None:
+        if not (math.isfinite(lease_s) and lease_s > 0):
+            raise SettingsError(f"lease_s is {lease_s}: a lease lasts a positive, finite number of seconds")
+        for name, limit in (("max_engines", max_engines), ("max_ranks", max_ranks)):
+            if limit < 1:
+                raise SettingsError(f"{name} is {limit}: it must be at least 1")
+        self._lease_s = lease_s
+        self._max_engines = max_engines
+        self._max_ranks = max_ranks
+        self._leases_by_engine: dict[str, dict[int, _Lease]] = {}
+        self._released: dict[str, None] = {}  # in the order in which they were
+
+    def release(self, incarnation: str, now: float) -> None:
+        """Keeps an operator's word that this start of a rank has ended, whatever became of it.
+
+        Raises:
+            RegistrationRefusedError: if it holds a lease: it lives, or has died just now.
+            SettingsError: if no endpoint can have that name.
+        """
+        check_text("the endpoint", incarnation, LONGEST_INCARNATION)
+        self._drop_expired(now)
+        for leases in self._leases_by_engine.values():
+            for lease in leases.values():
+                if lease.registration.incarnation == incarnation:
+                    raise RegistrationRefusedError(
+                        f"{incarnation!r} is registered, as {_named(lease.registration)} at "
+                        f"{lease.registration.control_address}: if it has really ended, its lease runs out within "
+                        f"{self._lease_s:g} s; try again then"
+                    )
+        remember(self._released, incarnation, None, MOST_RELEASED)
+
+    def released(self) -> tuple[str, ...]:
+        """Returns the starts of ranks that operators have released."""
+        return tuple(self._released)
+
+    def register(self, registration: RankRegistration, now: float) -> float:
+        """Grants or renews a rank's lease.
+
+        Returns:
+            How long the lease lasts from `now`, in seconds.
+
+        Raises:
+            RegistrationRefusedError: if the rank disagrees with live ranks of its engine, was replaced by a
+                newer start of the same rank, or there is no room. The registrations are as they were before.
+        """
+        engine, rank = registration.engine, registration.engine_rank
+        leases = self._live_leases(engine, now)
+        held = leases.get(rank)
+        replaced: tuple[str, ...] = ()
+        if held is not None:
+            replaced = held.replaced_incarnations
+            if registration.incarnation in replaced:
+                raise RegistrationRefusedError(
+                    f"{_named(registration)} at {registration.control_address} (incarnation "
+                    f"{registration.incarnation!r}) was replaced by a newer start at "
+                    f"{held.registration.control_address} (incarnation {held.registration.incarnation!r}): if both "
+                    "are meant to run, give the engines different names"
+                )
+            if registration.incarnation != held.registration.incarnation:
+                replaced = (*replaced, held.registration.incarnation)[-_REPLACED_REMEMBERED:]
+        # The live others agree with one another, so to agree with one of them is to agree with all.
+        other = next((lease.registration for number, lease in leases.items() if number != rank), None)
+        if other is not None:
+            self._check_agreement(registration, other)
+        if held is None:
+            self._check_room(registration, now)
+        lease = _Lease(registration, now + self._lease_s, replaced)
+        self._leases_by_engine.setdefault(engine, {})[rank] = lease
+        return self._lease_s
+
+    def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
+        """Ends a rank's lease, if this incarnation holds it.
+
+        A removal that arrives late, after the rank restarted, leaves the new incarnation alone.
+
+        Returns:
+            Whether a lease was ended.
+        """
+        leases = self._leases_by_engine.get(engine, {})
+        held = leases.get(engine_rank)
+        if held is None or held.registration.incarnation != incarnation:
+            return False
+        del leases[engine_rank]
+        if not leases:
+            del self._leases_by_engine[engine]
+        return True
+
+    def engine(self, name: str, now: float) -> EngineView:
+        """Returns the live ranks of one engine; a view without any, and with others' names, if there are none."""
+        leases = self._live_leases(name, now)
+        if leases:
+            return _view(name, leases.values())
+        self._drop_expired(now)
+        names = tuple(sorted(self._leases_by_engine))
+        others, count = _nearest(name, names), len(names)
+        return EngineView(engine=name, registrations=(), world_size=0, complete=False, others=others, num_others=count)
+
+    def engines(self, now: float) -> tuple[EngineView, ...]:
+        """Returns every engine that has a live rank, by name."""
+        self._drop_expired(now)
+        return tuple(_view(name, leases.values()) for name, leases in sorted(self._leases_by_engine.items()))
+
+    def _live_leases(self, engine: str, now: float) -> dict[int, _Lease]:
+        leases = self._leases_by_engine.get(engine, {})
+        for rank in [rank for rank, lease in leases.items() if lease.expires_at <= now]:
+            del leases[rank]
+        if not leases:
+            self._leases_by_engine.pop(engine, None)
+        return leases
+
+    def _drop_expired(self, now: float) -> None:
+        for engine in list(self._leases_by_engine):
+            self._live_leases(engine, now)
+
+    def _check_agreement(self, registration: RankRegistration, other: RankRegistration) -> None:
+        differences = [
+            f"{name} is {ours!r} here and {theirs!r} there"
+            for name, ours, theirs in _compared(registration, other)
+            if ours != theirs
+        ]
+        if differences:
+            raise RegistrationRefusedError(
+                f"{_named(registration)} at {registration.control_address} differs from the live rank "
+                f"{other.engine_rank} at {other.control_address}: {'; '.join(differences)}. If that one is "
+                f"left over from an earlier start its lease runs out within {self._lease_s:g} s; if it is "
+                "running, stop it or give one of the two engines another name"
+            )
+
+    def _check_room(self, registration: RankRegistration, now: float) -> None:
+        if registration.world_size > self._max_ranks:
+            raise RegistrationRefusedError(
+                f"engine {registration.engine!r} has {registration.world_size} ranks, and this registry has "
+                f"room for {self._max_ranks} in all"
+            )
+        if not self._is_full_for(registration.engine):
+            return
+        self._drop_expired(now)
+        if self._is_full_for(registration.engine):
+            raise RegistrationRefusedError(
+                f"there is no room for {_named(registration)}: the registry holds {self._rank_count()} live "
+                f"ranks of at most {self._max_ranks}, in {len(self._leases_by_engine)} engines of at most "
+                f"{self._max_engines}"
+            )
+
+    def _is_full_for(self, engine: str) -> bool:
+        is_new_engine = engine not in self._leases_by_engine
+        if is_new_engine and len(self._leases_by_engine) >= self._max_engines:
+            return True
+        return self._rank_count() >= self._max_ranks
+
+    def _rank_count(self) -> int:
+        return sum(map(len, self._leases_by_engine.values()))
+
+
+def _compared(ours: RankRegistration, theirs: RankRegistration) -> Iterable[tuple[str, object, object]]:
+    yield "world_size", ours.world_size, theirs.world_size
+    for name in ("tp_size", "cp_size", "pp_size", "dp_size"):
+        yield name, getattr(ours.coordinates, name), getattr(theirs.coordinates, name)
+    yield "layout_digest", ours.layout_digest, theirs.layout_digest
+    yield "protocol_version", ours.protocol_version, theirs.protocol_version
+
+
+def _named(registration: RankRegistration) -> str:
+    return f"rank {registration.engine_rank} of engine {registration.engine!r}"
+
+
+def _view(engine: str, leases: Iterable[_Lease]) -> EngineView:
+    registrations = tuple(sorted((lease.registration for lease in leases), key=lambda one: one.engine_rank))
+    world_size = registrations[0].world_size
+    complete = len(registrations) == world_size
+    return EngineView(engine=engine, registrations=registrations, world_size=world_size, complete=complete)
+
+
+@lru_cache(maxsize=64)  # whoever asks for an unknown engine asks again, and comparing a thousand names takes 10 ms
+def _nearest(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    def likeness(other: str) -> float:
+        return SequenceMatcher(None, name.casefold(), other.casefold()).ratio()
+
+    return tuple(sorted(names, key=likeness, reverse=True)[:MOST_NAMED])
