@@ -13,15 +13,14 @@ from collections import deque
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
+from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.prefill.peers import refused
-from kvferry.endpoint.prefill.room import SendingRoom
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.run_queue import Waker
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop, ThreadHealth
-from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.errors import (
     EndpointClosedError,
@@ -34,7 +33,6 @@ from kvferry.errors import (
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import StagingStatus
 from kvferry.protocol.time_awake import Lateness
-from kvferry.protocol.transfer.sender_events import SenderTick
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.settings import Settings
@@ -100,9 +98,25 @@ class PrefillDriver(Loop):
             process=platform.identity(settings),
             fingerprint=dict(identity.fingerprint),
         )
+        self.admission = Admission(
+            most_bytes=int(settings.direct_mib * 2**20),
+            most_bytes_of_one=int(settings.direct_receiver_mib * 2**20),
+            stalls_after_s=settings.write_timeout_s / 2,
+            now=platform.now,
+        )
+        self._context = PrefillContext(
+            identity=identity,
+            transport=transport,
+            settings=settings,
+            staging=staging,
+            admission=self.admission,
+            observer=observer,
+            now=platform.now,
+            send=self.send,
+            write_failed=self._write_failed,
+        )
         self._outbox: deque[tuple[str, field_types.Message]] = deque()
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
-        self._timers: Timers[SendingRoom] = Timers()
         self._is_closing_down = False  # rooms are not waited for any more
         self._is_lingering = False  # closed, with writes still in flight
         self._release_error: Exception | None = None
@@ -129,35 +143,8 @@ class PrefillDriver(Loop):
                 f"prefill rank {identity.coordinates.engine_rank} of {identity.engine!r}",
                 f"Does the decode side look for an engine named {identity.engine!r}, at the registry {registry_url}?",
             )
-            self.ranks = DecodeRanks(
-                identity,
-                transport,
-                staging,
-                most_given_up=settings.max_decode_ranks,
-                queue_of=self.workers.queue_of,
-                observer=observer,
-                send=self.send,
-            )
-            self.admission = Admission(
-                most_bytes=int(settings.direct_mib * 2**20),
-                most_bytes_of_one=int(settings.direct_receiver_mib * 2**20),
-                stalls_after_s=settings.write_timeout_s / 2,
-                now=self._now,
-            )
-            self.rooms = SendingRooms(
-                identity,
-                settings,
-                self.ranks,
-                self.workers,
-                transport=transport,
-                admission=self.admission,
-                observer=observer,
-                unasked=unasked,
-                now=self._now,
-                send=self.send,
-                write_failed=self._write_failed,
-                set_deadline=self._timers.set,
-            )
+            self.ranks = DecodeRanks(self._context, queue_of=self.workers.queue_of)
+            self.rooms = SendingRooms(self._context, self.ranks, self.workers, unasked)
             self._waker = Waker(self.workers.queues)
             undo.callback(self._waker.stop)
             waker = platform.start(f"{name}-waker", self._waker)
@@ -229,7 +216,7 @@ class PrefillDriver(Loop):
         if self.workers.running:
             return False
         for receiver in self.ranks.all:
-            after_failure = self.ranks.was_broken_off(receiver)
+            after_failure = receiver in self._context.broken_off
             self.send(receiver, messages.Closed(endpoint=self._identity.endpoint, after_failure=after_failure))
         self._flush()
         self._waker.stop()
@@ -387,8 +374,6 @@ class PrefillDriver(Loop):
 
     def _tick(self, now: float, *, longest_wait_s: float) -> None:
         self.admission.tick()
-        for room in self._timers.due(now):
-            room.post(SenderTick())
         self.rooms.look(now)
         late_s = self._lateness.seconds(now, most_apart_s=longest_wait_s + 2 * _TICK_S)
         for peer in self.ranks.peers():

@@ -13,14 +13,10 @@ from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.endpoint.transfer import Sender
-from kvferry.errors import UsageError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
-from kvferry.plan import check_share_tokens
-from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.wire import codec
 from kvferry.protocol.wire.registrations import RankRegistration
-from kvferry.protocol.wire.request_conditions import checked_conditions
 from kvferry.settings import Settings, bracketed
 from kvferry.transport import Transport
 
@@ -199,26 +195,7 @@ class PrefillEndpoint(Endpoint):
         """
         self._owning_process.check(_OWNED)
         with self._refusals_observed():
-            return self._open(checked_room(room), tokens, share_tokens, depends_on)
-
-    def _open(
-        self, room: int, tokens: int | None, share_tokens: int | None, depends_on: Mapping[str, bytes] | None
-    ) -> Sender:
-        if tokens is None and self.layout.tokens.partition.depends_on_length:
-            raise UsageError(
-                f"room {room}: this rank's share of a request depends on its length ({self.layout.tokens.partition}): "
-                "say how many tokens it has (tokens=...)"
-            )
-        check_share_tokens(self.layout.tokens, tokens, share_tokens, where=f"room {room}")
-        machine = SenderMachine(
-            room,
-            rank=self.engine_rank,
-            deadlines=self._deadlines,
-            now=self._platform.now(),
-            tokens=tokens,
-            depends_on=checked_conditions(depends_on, where=f"room {room}"),
-        )
-        return self._driver.rooms.open(machine)
+            return self._driver.rooms.open(checked_room(room), tokens, share_tokens, depends_on)
 
     def refuse(self, room: SupportsIndex, reason: str) -> None:
         """Tells decode ranks that this rank will not send a request's cache, for a caller that cannot open its room.

@@ -10,20 +10,17 @@ from functools import partial
 from typing import TypeAlias
 
 from kvferry.endpoint.prefill.attachment import Attachment, attach
-from kvferry.endpoint.prefill.paths import SendingStaging
+from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.runtime.actors import Actor
 from kvferry.endpoint.runtime.calibration import WriteHangsError
 from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import TransportError
 from kvferry.observe.logs import report_silence
-from kvferry.observe.observer import Observer
 from kvferry.observe.status import PeerStatus
 from kvferry.plan import TransferPath
-from kvferry.protocol.wire.field_types import Message
 from kvferry.protocol.wire.messages import Attach, Attached, Refused
-from kvferry.protocol.wire.rank_identity import Identity
-from kvferry.transport import TransferHandle, TransferReport, Transport
+from kvferry.transport import TransferHandle, TransferReport
 
 log = logging.getLogger(__name__)
 
@@ -85,29 +82,6 @@ class _HangingWrite:
 PeerEvent: TypeAlias = Attach | DetachRequested | EarlierUndone | HangingWriteEnded
 
 
-@dataclass(frozen=True, slots=True)
-class PeerContext:
-    """What connections have of their endpoint. All of it may be called from any worker.
-
-    Attributes:
-        identity: who the endpoint is.
-        transport: moves the bytes.
-        staging: what the endpoint has for staged writes.
-        observer: is told what happens.
-        send: sends a control message to a decode rank.
-        broken_off: is told of a decode rank that a write to it failed of which something had been sent.
-        last_failure_to: returns the number of the last such write to a decode rank.
-    """
-
-    identity: Identity
-    transport: Transport
-    staging: SendingStaging
-    observer: Observer
-    send: Callable[[str, Message], None]
-    broken_off: Callable[[str], None]
-    last_failure_to: Callable[[str], int]
-
-
 def refused(attempt: int, error: Exception) -> Refused:
     """Makes the answer to an attempt to attach that fails."""
     return Refused(attempt=attempt, error=type(error).__name__, reason=str(error))
@@ -129,7 +103,7 @@ class DecodePeer(Actor):
         self,
         name: str,
         run_queue: RunQueue,
-        context: PeerContext,
+        context: PrefillContext,
         *,
         attempt: int,
         earlier: DecodePeer | None,
@@ -223,12 +197,12 @@ class DecodePeer(Actor):
                 mine=context.identity,
                 transport=context.transport,
                 staging=context.staging,
-                broken_off=partial(context.broken_off, self.name),
+                broken_off=partial(context.broken_off.add, self.name),
             )
         except WriteHangsError as error:
             self._hanging = TransportError(str(error))
             ended = HangingWriteEnded(message)
-            worker.watch(_HangingWrite(self.name, error.transfer, partial(self.post, ended), context.broken_off))
+            worker.watch(_HangingWrite(self.name, error.transfer, partial(self.post, ended), context.broken_off.add))
             log.warning("decode rank %s has to wait: %s", self.name, error)
         except Exception as error:
             self._refuse(error)
@@ -240,7 +214,7 @@ class DecodePeer(Actor):
             endpoint=self._context.identity.endpoint,
             attempt=self.attempt,
             only_staged=attachment.paths.forced is TransferPath.STAGED,
-            last_failure=self._context.last_failure_to(self.name),
+            last_failure=self._context.broken_off.last_failure_to(self.name),
         )
         self._context.send(self.name, attached)
 
