@@ -35,7 +35,7 @@ from kvferry.observe.status import StagingStatus
 from kvferry.protocol.time_awake import Lateness
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
-from kvferry.settings import Settings
+from kvferry.settings import Settings, bracketed
 from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class PrefillDriver(Loop):
 
     Attributes:
         port: on which it listens for decode ranks.
+        control_address: where they reach it.
         rooms: all rooms.
         ranks: decode ranks, and the connections to them.
         admission: says when a direct write may be posted.
@@ -66,13 +67,12 @@ class PrefillDriver(Loop):
         identity: Identity,
         transport: Transport,
         settings: Settings,
-        staging: SendingStaging,
         *,
         platform: Platform,
         observer: Observer,
         registry_url: str,
     ) -> None:
-        """Listens for decode ranks and starts the threads.
+        """Registers the memory, listens for decode ranks and starts the threads.
 
         Args:
             transport: moves the bytes; closed by the control thread, once nothing is on its way any more.
@@ -81,8 +81,11 @@ class PrefillDriver(Loop):
             registry_url: where decode ranks find this one.
 
         Raises:
-            SettingsError: if the port is taken.
+            SettingsError: if the port is taken, or a setting is impossible.
+            TransportError: if the memory cannot be registered.
         """
+        staging = SendingStaging(settings, identity.layout, transport, platform)
+        transport.register(identity.layout.regions(), identity.layout.device)
         self._identity = identity
         self._transport = transport
         self._settings = settings
@@ -125,6 +128,8 @@ class PrefillDriver(Loop):
         self._lateness = Lateness()
         self._channel = platform.listen(settings)
         self.port = self._channel.port
+        host, port = settings.advertise_host or settings.host, settings.advertise_port or self.port
+        self.control_address = f"tcp://{bracketed(host)}:{port}"
         name = f"kvferry-prefill-{identity.coordinates.engine_rank}"
         self._threads: tuple[RunningLoop, ...] = ()
         with contextlib.ExitStack() as undo:
@@ -203,10 +208,11 @@ class PrefillDriver(Loop):
         else:
             yield lambda: not any(thread.is_alive for thread in self._threads), float("inf")
 
-    def take_release_error(self) -> Exception | None:
-        """Returns, once, what went wrong when memory was given back."""
+    def raise_release_error(self) -> None:
+        """Raises, once, what went wrong when memory was given back."""
         error, self._release_error = self._release_error, None
-        return error
+        if error is not None:
+            raise error
 
     def _has_closed(self) -> bool:
         """Closes everything once no write is in flight. Returns True when it has."""
