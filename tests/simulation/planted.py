@@ -166,7 +166,15 @@ def _peer_added_without_removal(patch: pytest.MonkeyPatch) -> None:
     def connect(ranks: Any, message: Attach, now: float) -> None:
         name = message.endpoint
         queue = ranks._queue_of(name.encode())
-        made = DecodePeer(name, queue, ranks._context, attempt=message.attempt, earlier=None, now=now)
+        made = DecodePeer(
+            name,
+            queue,
+            ranks._context,
+            attempt=message.attempt,
+            must_wait=False,
+            on_undone=ranks._undone,
+            now=now,
+        )
         ranks._peers[name] = made
         made.post(message)
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import PrefillContext
-from kvferry.endpoint.prefill.peers import DecodePeer, DetachRequested
+from kvferry.endpoint.prefill.peers import DecodePeer, DetachRequested, EarlierUndone
 from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.errors import KVFerryError
 from kvferry.protocol.bounded import remember
@@ -100,8 +99,17 @@ class DecodeRanks:
             self._disconnect(name)
             with self._lock:
                 earlier = self._detaching.get(name)
-                queue = self._queue_of(name.encode())
-                known = DecodePeer(name, queue, self._context, attempt=attempt, earlier=earlier, now=now)
+                known = DecodePeer(
+                    name,
+                    self._queue_of(name.encode()),
+                    self._context,
+                    attempt=attempt,
+                    must_wait=earlier is not None,
+                    on_undone=self._undone,
+                    now=now,
+                )
+                if earlier is not None:
+                    earlier.later = known
                 self._peers[name] = known
         known.post(message)
 
@@ -113,12 +121,15 @@ class DecodeRanks:
                 return
             self._detaching[name] = peer
         peer.post(DetachRequested())
-        peer.when_undone(partial(self._forget, peer))
 
-    def _forget(self, peer: DecodePeer) -> None:
+    def _undone(self, peer: DecodePeer) -> None:
+        """Forgets a connection that is undone; the one that waits for that goes on."""
         with self._lock:
             if self._detaching.get(peer.name) is peer:
                 del self._detaching[peer.name]
+            later = peer.later
+        if later is not None:
+            later.post(EarlierUndone())
 
     # ---- who they are, and were ---------------------------------------------------------------------------------
 

@@ -29,11 +29,6 @@ class DirectWrite(RoomWrite):
     _part: Callable[..., PartRecord]
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes that it moves."""
-        return self.target.attachment.bytes_of(self.command.unit, self.target.elected, self.command.moves)
-
-    @property
     def receiver(self) -> str:
         """Whose memory is written."""
         return self.command.receiver
@@ -164,4 +159,6 @@ class DirectWrites:
         return self._admission.moved_at(self._target.receiver) or 0.0
 
     def _apply(self, write: DirectWrite) -> Admitted | None:
-        return self._admission.admit(write.receiver, write.num_bytes, self)
+        command, target = write.command, self._target
+        num_bytes = target.attachment.bytes_of(command.unit, target.elected, command.moves)
+        return self._admission.admit(target.receiver, num_bytes, self)

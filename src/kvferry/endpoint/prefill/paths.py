@@ -145,13 +145,7 @@ class SendingStaging:
             self._problem = str(error)
 
     def _take_memory(self) -> None:
-        """Allocates what every worker that gathers begins with, and what calibrations need.
-
-        Raises:
-            TransportUnavailableError: if what copies is not installed.
-            SettingsError: if this is more than may be taken, or than there is.
-            TransportError: if it cannot be registered.
-        """
+        """Allocates what every worker that gathers begins with, and what calibrations need. Raises as `__init__`."""
         settings, layout = self._settings, self._layout
         sizes = [min(self._ring_bytes, CALIBRATION_BYTES), *[self._ring_bytes] * settings.gather_workers]
         if sum(sizes) > settings.staging_memory_mib * 2**20:
@@ -182,12 +176,7 @@ class SendingStaging:
             return None
 
     def _registered(self, num_bytes: int) -> StagingMemory:
-        """Allocates staging memory and registers it.
-
-        Raises:
-            SettingsError: if there is not so much memory.
-            TransportError: if it cannot be registered.
-        """
+        """Allocates staging memory and registers it. Raises as `__init__`."""
         memory = self._platform.staging.allocate(num_bytes, self._layout.device)
         self._transport.register([memory.region], self._layout.device)
         return memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,47 +38,39 @@ class EarlierUndone:
     """The connection before this one is undone."""
 
 
-@dataclass(frozen=True, slots=True)
-class HangingWriteEnded:
-    """The write that hung while the decode rank attached is over.
+@dataclass(frozen=True, slots=True, eq=False)
+class HangingWrite:
+    """A write that measures, and did not end in time. Once it is over the connection gets it as an event.
 
     Attributes:
-        request: the attempt to attach, which can go on.
+        peer: the connection that is measured.
+        transfer: the transport's handle.
+        request: the attempt to attach, which can go on when the write is over.
     """
 
+    peer: DecodePeer
+    transfer: TransferHandle
     request: Attach
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _HangingWrite:
-    """A write that measures, and did not end in time.
-
-    Attributes:
-        receiver: whose memory is written.
-        transfer: the transport's handle.
-        ended: called once it is over.
-        broken_off: is told that what was sent of it may arrive yet; so it counts as hanging.
-    """
-
-    receiver: str
-    transfer: TransferHandle
-    ended: Callable[[], None]
-    broken_off: Callable[[str], None]
+    @property
+    def receiver(self) -> str:
+        """Whose memory is written."""
+        return self.peer.name
 
     def done(self, _: TransferReport) -> None:
-        self.ended()
+        self.peer.post(self)
 
     def failed(self, _: Exception) -> None:
-        self.broken_off(self.receiver)
+        self.peer.broken_off()  # what was sent of it may arrive yet, so that it counts as hanging
 
     def settled(self, _: Exception) -> None:
-        self.ended()
+        self.peer.post(self)
 
     def broke(self, _: Exception) -> None:
         """Does nothing: the write may not have ended, so that it counts as hanging."""
 
 
-PeerEvent: TypeAlias = Attach | DetachRequested | EarlierUndone | HangingWriteEnded
+PeerEvent: TypeAlias = Attach | DetachRequested | EarlierUndone | HangingWrite
 
 
 def refused(attempt: int, error: Exception) -> Refused:
@@ -97,6 +88,7 @@ class DecodePeer(Actor):
         attempt: the number that the decode rank gave this connection.
         last_message_at: when the control thread last received a message from it; only that thread writes it.
         attachment: what was prepared, once it is.
+        later: the next connection to the same decode rank, which waits until this one is undone.
     """
 
     def __init__(
@@ -106,27 +98,30 @@ class DecodePeer(Actor):
         context: PrefillContext,
         *,
         attempt: int,
-        earlier: DecodePeer | None,
+        must_wait: bool,
+        on_undone: Callable[[DecodePeer], None],
         now: float,
     ) -> None:
+        """Begins with nothing prepared.
+
+        Args:
+            must_wait: whether an earlier connection to the same decode rank is still to be undone.
+            on_undone: called once this connection is undone, from the thread that undoes it.
+        """
         super().__init__(run_queue)
         self.name = name
         self.attempt = attempt
         self.last_message_at = now
         self.attachment: Attachment | None = None
-        self._must_wait = earlier is not None
+        self.later: DecodePeer | None = None
+        self._must_wait = must_wait
+        self._on_undone = on_undone
         self._hanging: TransportError | None = None  # set while a write hangs: as long the rank must stay connected
         self._asked = 0  # how often it asked meanwhile
         self._is_detaching = False
         self._waiting: list[PeerEvent] = []
         self._context = context
         self._is_silence_reported = False
-        # Guards the two below: a caller of `when_undone` must not miss the end.
-        self._end_lock = threading.Lock()
-        self._is_undone = False
-        self._when_undone: list[Callable[[], None]] = []
-        if earlier is not None:
-            earlier.when_undone(partial(self.post, EarlierUndone()))
 
     def status(self, now: float) -> PeerStatus:
         """Returns the status of this peer. May be called from any thread."""
@@ -142,13 +137,9 @@ class DecodePeer(Actor):
             report_silence(f"decode rank {self.name}", self.name, silence_s)
         self._is_silence_reported = is_silent
 
-    def when_undone(self, call: Callable[[], None]) -> None:
-        """Calls back once the connection is undone, from the thread that undoes it; at once if it is undone already."""
-        with self._end_lock:
-            if not self._is_undone:
-                self._when_undone.append(call)
-                return
-        call()
+    def broken_off(self) -> None:
+        """A write to the decode rank failed of which something had been sent."""
+        self._context.broken_off.add(self.name)
 
     def handle(self, event: PeerEvent, worker: Worker) -> None:
         """Connects or disconnects, once the earlier connection is undone."""
@@ -168,14 +159,14 @@ class DecodePeer(Actor):
                     if dropped is not None:
                         dropped.retire(partial(self._detach, dropped))
                     elif self._hanging is None:
-                        self._undone()
-                case HangingWriteEnded():
+                        self._on_undone(self)
+                case HangingWrite(request=request):
                     self._hanging = None
-                    self._disconnect(lambda: self._context.transport.disconnect(self.name))
+                    self._disconnect(partial(self._context.transport.disconnect, self.name))
                     if self._is_detaching:
-                        self._undone()
+                        self._on_undone(self)
                     elif self._asked <= _MOST_ASKED:
-                        self._attach(each.request, worker)
+                        self._attach(request, worker)
 
     def broke(self, error: Exception, worker: Worker) -> None:
         """Logs the error. Errors of connecting and disconnecting are handled where they occur."""
@@ -197,12 +188,11 @@ class DecodePeer(Actor):
                 mine=context.identity,
                 transport=context.transport,
                 staging=context.staging,
-                broken_off=partial(context.broken_off.add, self.name),
+                broken_off=self.broken_off,
             )
         except WriteHangsError as error:
             self._hanging = TransportError(str(error))
-            ended = HangingWriteEnded(message)
-            worker.watch(_HangingWrite(self.name, error.transfer, partial(self.post, ended), context.broken_off.add))
+            worker.watch(HangingWrite(self, error.transfer, message))
             log.warning("decode rank %s has to wait: %s", self.name, error)
         except Exception as error:
             self._refuse(error)
@@ -225,17 +215,10 @@ class DecodePeer(Actor):
 
     def _detach(self, dropped: Attachment) -> None:
         self._disconnect(dropped.release)
-        self._undone()
+        self._on_undone(self)
 
     def _disconnect(self, how: Callable[[], None]) -> None:
         try:
             how()
         except Exception as error:
             log.warning("the connection to decode rank %s could not be undone: %s", self.name, error)
-
-    def _undone(self) -> None:
-        with self._end_lock:
-            self._is_undone = True
-            waiting, self._when_undone = self._when_undone, []
-        for call in waiting:
-            call()

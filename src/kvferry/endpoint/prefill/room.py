@@ -51,12 +51,7 @@ from kvferry.protocol.wire.rank_identity import DecodeRank
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenReceived:
-    """A decode rank's open request for the room.
-
-    Attributes:
-        attachment: the decode rank.
-        message: its open request.
-    """
+    """A decode rank's open request for the room."""
 
     attachment: Attachment
     message: messages.OpenRoom
@@ -64,12 +59,7 @@ class OpenReceived:
 
 @dataclass(frozen=True, slots=True)
 class RefusalReceived:
-    """A decode rank's refusal to open the room.
-
-    Attributes:
-        receiver: the decode rank.
-        message: its refusal.
-    """
+    """A decode rank's refusal to open the room."""
 
     receiver: str
     message: messages.RefuseRoom

@@ -77,12 +77,7 @@ class RoomWrite:
     """
 
     def __init__(self, command: Write, target: Target, choice: Choice, *, submitted_at: float, begun_at: float) -> None:
-        """Begins with nothing posted.
-
-        Args:
-            submitted_at: when its chunk was handed in.
-            begun_at: when this was begun.
-        """
+        """Begins with nothing posted, of a chunk that was handed in at `submitted_at`."""
         self.command = command
         self.target = target
         self.choice = choice

@@ -6,7 +6,6 @@ knows (`protocol.rooms.room_table`).
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
 
@@ -39,8 +38,6 @@ from kvferry.protocol.transfer.sender_events import (
 from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.rank_identity import DecodeRank
 from kvferry.protocol.wire.request_conditions import checked_conditions
-
-log = logging.getLogger(__name__)
 
 
 class SendingRooms:
