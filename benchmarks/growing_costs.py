@@ -26,9 +26,8 @@ import numpy as np
 
 import kvferry as kf
 from kvferry.control.ends import ConnectingEnd, Connection, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
-from kvferry.endpoint.runtime.actors import Actor
-from kvferry.endpoint.runtime.process_identity import Sight
-from kvferry.endpoint.runtime.run_queue import RunQueue
+from kvferry.control.process_identity import Sight
+from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.endpoint.runtime.threads import Loop
 from kvferry.endpoint.runtime.workers import Worker

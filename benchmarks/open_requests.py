@@ -18,7 +18,7 @@ from kvferry.layout.component import attention_components
 from kvferry.plan import Piece
 from kvferry.plan.requests.demands import demands_of
 from kvferry.protocol.links.link import Link, LinkKey
-from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.both_sides import Deadlines
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import SendOpen
 from kvferry.protocol.wire import codec, field_types, messages

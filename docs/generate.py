@@ -8,7 +8,9 @@ those of docs/caches.md from the plug-ins. A test checks that none has fallen be
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,9 +22,8 @@ from kvferry.engines.vllm import cache_kinds as vllm
 from kvferry.errors import UsageError
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.status import EndpointStatus, PeerStatus, Side, StagingStatus
-from kvferry.protocol.transfer import holding
-from kvferry.protocol.transfer.holding import Waits
-from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, mermaid
+from kvferry.protocol.transfer.holding import HOLDINGS, Waits
+from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, SenderState, TransferState
 from kvferry.settings import PREFIX, Settings
 
 DOCS = Path(__file__).parent
@@ -44,7 +45,7 @@ def reliability_page() -> str:
     )
     text = (DOCS / "reliability.md").read_text()
     tables = {
-        "holding": holding.markdown(waits),
+        "holding": holding_table(waits),
         "enumerated": enumerated.markdown(),
         "planted": pins.markdown(pins.pinned()),
     }
@@ -53,6 +54,30 @@ def reliability_page() -> str:
         _, after = rest.split(f"<!-- /{mark} -->")
         text = f"{before}<!-- {mark} -->\n{table}\n<!-- /{mark} -->{after}"
     return text
+
+
+def holding_table(waits: Waits) -> str:
+    """What holds pages, until when, and for how long at most with these settings."""
+    lines = [
+        "| whose pages | while the transfer is | until | longest without progress | unless |",
+        "|---|---|---|---|---|",
+    ]
+    for row in HOLDINGS:
+        side = "prefill" if isinstance(row.state, SenderState) else "decode"
+        terms = " + ".join(f"`{term}`" for term in row.terms) or "0"
+        seconds = f"{terms} = {row.longest_s(waits):g} s" if row.terms else "0 s"
+        lines.append(f"| {side} | {row.state.value} | {row.until} | {seconds} | {row.unless or '-'} |")
+    return "\n".join(lines)
+
+
+def mermaid(table: Mapping[Any, Mapping[Any, Any]]) -> str:
+    """A transition table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {TransferState.BOOTSTRAPPING.name}"]
+    for state, moves in table.items():
+        lines += [f"    {state.name} --> {target.name}: {trigger.value}" for trigger, target in moves.items()]
+        if not moves:
+            lines.append(f"    {state.name} --> [*]")
+    return "\n".join(lines)
 
 
 def protocol_page() -> str:

@@ -168,21 +168,22 @@ CATALOGUE = (
         "    if segment.digests is None:\n        return\n        raise ChecksumError(",
         "tests/unit/endpoint/test_checksums.py",
     ),
-    # ---- endpoint
+    # ---- control
     PlantedFault(
         "a process number in use again counts as the process that had it",
-        "endpoint/runtime/process_identity.py",
+        "control/process_identity.py",
         "return self.has_ended or self.started != process.started",
         "return self.has_ended",
-        "tests/unit/endpoint/test_process_identity.py",
+        "tests/unit/control/test_process_identity.py",
     ),
     PlantedFault(
         "a process that is hidden counts as gone",
-        "endpoint/runtime/process_identity.py",
+        "control/process_identity.py",
         "if self.started is None or not process.started:\n            return False",
         "if self.started is None or not process.started:\n            return True",
-        "tests/unit/endpoint/test_process_identity.py",
+        "tests/unit/control/test_process_identity.py",
     ),
+    # ---- endpoint
     PlantedFault(
         "without a proof in reach bytes go directly",
         "endpoint/prefill/paths.py",

@@ -38,8 +38,8 @@ from kvferry.plan.packing import SEGMENT_ALIGNMENT, PackedPiece, PackedSide, Seg
 from kvferry.plan.requests import moved_blocks, placing
 from kvferry.plan.requests.moves import Move
 from kvferry.plan.requests.placing import UnitPlaces
+from kvferry.protocol.transfer.both_sides import Deadlines
 from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
-from kvferry.protocol.transfer.deadlines import Deadlines
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.sender_events import Write
 from kvferry.protocol.wire import codec, messages, notifications

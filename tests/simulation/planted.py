@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from kvferry.control.process_identity import Sight
 from kvferry.endpoint.decode import quarantine, tasks
 from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.driver import DecodeDriver
@@ -27,7 +28,6 @@ from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.peers import DecodePeer
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
-from kvferry.endpoint.runtime.process_identity import Sight
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
@@ -39,15 +39,14 @@ from kvferry.protocol.links.lost_ranks import LostRanks
 from kvferry.protocol.links.rank_link import RankLink
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.rooms.room_table import RoomTable
-from kvferry.protocol.transfer import receiver, same_request, sender, sender_events
+from kvferry.protocol.transfer import receiver, sender, sender_events
 from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
 from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_events import ConnectFailed, PartScattered, ReceiverCommand, ReceiverEvent
+from kvferry.protocol.transfer.receiver_events import ConnectFailed, PartPlaced, ReceiverCommand, ReceiverEvent
 from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
-    ReceiverAborted,
     ReceiverOpened,
     SenderCommand,
     SenderEvent,
@@ -154,12 +153,12 @@ def _arrived_before_the_scatter(patch: pytest.MonkeyPatch) -> None:
     def part_arrived(machine: ReceiverMachine, event: Any, now: float) -> list[Any]:
         commands = right(machine, event, now)
         if commands:
-            right_part_scattered(machine, PartScattered(event.writer, event.sequence, event.part), now)
+            right_part_placed(machine, PartPlaced(event.writer, event.sequence), now)
         return commands
 
-    right_part_scattered = ReceiverMachine._part_scattered
+    right_part_placed = ReceiverMachine._part_placed
     patch.setattr(ReceiverMachine, "_part_arrived", part_arrived)
-    patch.setattr(ReceiverMachine, "_part_scattered", lambda machine, event, now: [])
+    patch.setattr(ReceiverMachine, "_part_placed", lambda machine, event, now: [])
 
 
 def _peer_added_without_removal(patch: pytest.MonkeyPatch) -> None:
@@ -453,9 +452,9 @@ def _stranger_raises(patch: pytest.MonkeyPatch) -> None:
     """An abort of a receiver, or a generation, that a room does not know is an error of ours."""
     right = SenderMachine._receiver_aborted
 
-    def receiver_aborted(machine: SenderMachine, event: ReceiverAborted) -> list[SenderCommand]:
-        assert machine._receivers[event.receiver].opened.generation == event.generation
-        return right(machine, event)
+    def receiver_aborted(machine: SenderMachine, name: str, message: AbortRoom) -> list[SenderCommand]:
+        assert machine._receivers[name].opened.generation == message.generation
+        return right(machine, name, message)
 
     patch.setattr(SenderMachine, "_receiver_aborted", receiver_aborted)
 
@@ -593,9 +592,9 @@ def _parts_by(change: Callable[[Any], None]) -> Plant:
     """What is known of a chunk's parts changes before one more counts. Those behind a complete chunk do not count."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        right = ReceiverMachine._part_scattered
+        right = ReceiverMachine._part_placed
 
-        def part_scattered(machine: ReceiverMachine, event: PartScattered, now: float) -> list[ReceiverCommand]:
+        def part_placed(machine: ReceiverMachine, event: PartPlaced, now: float) -> list[ReceiverCommand]:
             parts = machine._expected[event.writer].partial.get(event.sequence)
             if parts is None:
                 machine._at_pages -= 1
@@ -603,7 +602,7 @@ def _parts_by(change: Callable[[Any], None]) -> Plant:
             change(parts)
             return right(machine, event, now)
 
-        patch.setattr(ReceiverMachine, "_part_scattered", part_scattered)
+        patch.setattr(ReceiverMachine, "_part_placed", part_placed)
 
     return plant
 
@@ -619,10 +618,10 @@ def _counted_twice(parts: Any) -> None:
 
 def _scattered_or_not(patch: pytest.MonkeyPatch) -> None:
     """A part counts although it could not be put into its pages."""
-    right = ReceiverMachine._part_scattered
+    right = ReceiverMachine._part_placed
     patch.setattr(
         ReceiverMachine,
-        "_part_scattered",
+        "_part_placed",
         lambda machine, event, now: right(machine, replace(event, error=None), now),
     )
 
@@ -636,9 +635,8 @@ def _stale_arrivals_counted(patch: pytest.MonkeyPatch) -> None:
     right = Arrivals._notified
 
     def notified(arrivals: Arrivals, peer: str, data: bytes, now: float) -> None:
-        message, rooms = decode_notification(data), arrivals._user
-        assert isinstance(rooms, ReceivingRooms)
-        room = rooms.open.get(message.room)
+        message = decode_notification(data)
+        room = arrivals._rooms.get(message.room)
         its_data = data if room is None else encode(structs.replace(message, generation=room.generation))
         right(arrivals, peer, its_data, now)
 
@@ -795,7 +793,7 @@ def _late_receivers_not_told(patch: pytest.MonkeyPatch) -> None:
 
 def _any_prompt_will_do(patch: pytest.MonkeyPatch) -> None:
     """What a request's cache depends on is not compared."""
-    patch.setattr(same_request, "why_different", lambda prefill, decode: "")
+    patch.setattr(sender, "why_different", lambda prefill, decode: "")
 
 
 # ---- rooms that are refused ------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import pytest
 from tests.simulation.planted import PLANTED
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, Receiver, Sender, Settings
+from kvferry.control.process_identity import Sight
 from kvferry.endpoint.prefill.room import SendingRoom
-from kvferry.endpoint.runtime.process_identity import Sight
 from kvferry.errors import KVFerryError
 from kvferry.layout import (
     RankCoordinates,

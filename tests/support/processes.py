@@ -268,7 +268,7 @@ class Rank:
         """Changes the first byte of a page's keys in layer 0, as soon as it has arrived and before it is compared."""
         assert isinstance(self.endpoint, DecodeEndpoint)
         assert self.pool is not None
-        checks = self.endpoint._driver._staging.checks
+        checks = self.endpoint._driver.context.staging.checks
         assert checks is not None
         kernels, element = checks.memory.kernels, self.pool.elements(self.pool.layout.shards[0], 0)[page]
         gather = kernels.gather

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.clones import ROOT, blocks, docs_program
@@ -17,6 +18,7 @@ from kvferry.control.registry_messages import LARGEST_BODY_BYTES
 from kvferry.layout.component import LONGEST_NAME
 from kvferry.plan.pieces import MOST_HOLDERS
 from kvferry.plan.requests.page_numbers import MAX_PAGES
+from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS
 from kvferry.protocol.wire import codec, field_types
 from kvferry.protocol.wire.registrations import MOST_ENGINES, MOST_RANKS
 from kvferry.transport.base import MOST_REGIONS
@@ -24,6 +26,30 @@ from kvferry.transport.base import MOST_REGIONS
 
 def python_blocks(document: str) -> list[str]:
     return blocks((ROOT / document).read_text(), "python")
+
+
+def test_a_state_diagram_draws_every_move_once():
+    assert docs_program("generate").mermaid(SENDER_TRANSITIONS).splitlines() == [
+        "stateDiagram-v2",
+        "    [*] --> BOOTSTRAPPING",
+        "    BOOTSTRAPPING --> WAITING_FOR_INPUT: every receiver has opened the room",
+        "    BOOTSTRAPPING --> DRAINING: abort, deadline or error",
+        "    WAITING_FOR_INPUT --> TRANSFERRING: a chunk is written",
+        "    WAITING_FOR_INPUT --> SUCCEEDED: the last chunk is sent and every receiver notified",
+        "    WAITING_FOR_INPUT --> DRAINING: abort, deadline or error",
+        "    TRANSFERRING --> TRANSFERRING: a chunk is written",
+        "    TRANSFERRING --> SUCCEEDED: the last chunk is sent and every receiver notified",
+        "    TRANSFERRING --> DRAINING: abort, deadline or error",
+        "    SUCCEEDED --> [*]",
+        "    DRAINING --> FAILED: no write is on its way",
+        "    FAILED --> [*]",
+    ]
+
+
+@pytest.mark.parametrize("table", [SENDER_TRANSITIONS, RECEIVER_TRANSITIONS])
+def test_a_state_diagram_holds_as_many_arrows_as_the_table(table: Any):
+    arrows = [line for line in docs_program("generate").mermaid(table).splitlines() if "-->" in line]
+    assert len(arrows) == 1 + sum(len(moves) for moves in table.values()) + 2
 
 
 def test_the_state_diagrams_are_those_of_the_tables():

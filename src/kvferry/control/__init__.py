@@ -1,1 +1,1 @@
-"""How endpoints find one another and exchange messages: the registry (HTTP) and the channel between peers."""
+"""How endpoints find one another (HTTP), exchange messages (ZMQ), and know which processes have ended."""

@@ -16,7 +16,6 @@ from kvferry._version import __version__
 from kvferry.control.owning_process import OwningProcess
 from kvferry.endpoint.construction import create_transport, deadlines, endpoint_name
 from kvferry.endpoint.runtime.platform import Closing, Platform, SystemPlatform
-from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.endpoint.telemetry import EndpointTelemetry
 from kvferry.errors import KVFerryError
 from kvferry.layout import RankCoordinates, RankLayout
@@ -41,17 +40,22 @@ EndpointT = TypeVar("EndpointT", bound="Endpoint")
 
 
 class Endpoint(ABC):
-    """One rank of an engine. A context manager; its methods may be called from any thread.
+    """One rank of an engine. A context manager; its methods may be called from any thread."""
 
-    Attributes:
-        layout: what this rank caches and where.
-        engine: the engine's name.
-        coordinates: this rank's place in the engine.
-        engine_rank: its number among all ranks of the engine.
-        fingerprint: what its caches are beyond their layout.
-        settings: what it was made with.
-        transport: moves its bytes.
-    """
+    layout: RankLayout
+    """What this rank caches and where."""
+    engine: str
+    """The engine's name."""
+    coordinates: RankCoordinates
+    """This rank's place in the engine."""
+    engine_rank: int
+    """Its number among all ranks of the engine."""
+    fingerprint: Mapping[str, str]
+    """What its caches are beyond their layout."""
+    settings: Settings
+    """What it was made with."""
+    transport: Transport
+    """Moves its bytes."""
 
     _side: Side
 
@@ -108,7 +112,7 @@ class Endpoint(ABC):
 
     @property
     @abstractmethod
-    def health(self) -> tuple[ThreadHealth, ...]:
+    def health(self) -> tuple[ThreadStatus, ...]:
         """Health of every thread of the endpoint."""
 
     @property
@@ -130,12 +134,7 @@ class Endpoint(ABC):
         staging: StagingStatus,
         quarantine: Sequence[LostPeerStatus] = (),
     ) -> EndpointStatus:
-        """Builds the status.
-
-        Args:
-            problem: what is wrong with the endpoint; empty if nothing is.
-            rooms: all that are open.
-        """
+        """Builds the status; its problem is empty if nothing is wrong with the endpoint."""
         oldest = sorted(rooms, key=lambda room: -room.age_s)
         return EndpointStatus(
             side=self._side,
@@ -158,15 +157,7 @@ class Endpoint(ABC):
             staging=staging,
             quarantine=tuple(quarantine),
             fingerprint=dict(self.fingerprint),
-            threads=tuple(
-                ThreadStatus(
-                    name=thread.name,
-                    is_alive=thread.is_alive,
-                    failures=thread.failures,
-                    last_failure=thread.last_failure,
-                )
-                for thread in self.health
-            ),
+            threads=self.health,
         )
 
     def _check_process(self) -> None:

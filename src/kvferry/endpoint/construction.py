@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import SupportsIndex
 
 from kvferry.errors import EndpointClosedError, QueueFullError, RoomExistsError, UsageError
-from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.both_sides import Deadlines
 from kvferry.settings import Settings
 from kvferry.transport import Transport
 from kvferry.transport.chosen import transport_class

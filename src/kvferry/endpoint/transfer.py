@@ -21,28 +21,24 @@ log = logging.getLogger(__name__)
 
 
 class Transfer:
-    """One transfer, as its caller sees it.
+    """One transfer, as its caller sees it. Methods may be called from any thread."""
 
-    `state` and `pages_reusable` are plain reads: a scheduler may poll them in every step, or be called back when they
-    change. `wait` and `completed` are for scripts. Methods may be called from any thread.
+    room: int
+    """The transfer's number."""
+    state: TransferState
+    """Where it stands. This and `pages_reusable` are plain reads: a scheduler may poll them in every step, or be called
+    back when they change."""
+    error: KVFerryError | None
+    """Why the transfer failed; None unless `state` is FAILED. `__cause__` is the original exception, if any."""
 
-    Attributes:
-        room: the transfer's number.
-        state: where it stands.
-    """
-
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, abort: Callable[[str], None]) -> None:
         self.room = room
+        self._abort = abort
         self.state = TransferState.BOOTSTRAPPING
-        self._error: KVFerryError | None = None
+        self.error = None
         self._ended: Future[None] = Future()
         self._reusable = threading.Event()
         self._change_callbacks: tuple[Callable[[], None], ...] = ()
-
-    @property
-    def error(self) -> KVFerryError | None:
-        """Why the transfer failed; None unless `state` is FAILED. `__cause__` is the original exception, if any."""
-        return self._error
 
     @property
     def pages_reusable(self) -> bool:
@@ -53,7 +49,7 @@ class Transfer:
         return self._reusable.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for the end of the transfer.
+        """Waits for the end of the transfer. Like `completed` it is for scripts.
 
         Args:
             timeout_s: the longest wait; None relies on the transfer's own deadlines, which always end it.
@@ -74,6 +70,13 @@ class Transfer:
     def wait_pages_reusable(self, timeout_s: float | None = None) -> bool:
         """Waits until the pages may be reused; False if they may not after timeout_s."""
         return self._reusable.wait(timeout_s)
+
+    def abort(self, reason: str = "no reason given") -> None:
+        """Aborts the transfer on both sides. Returns at once; a transfer that has ended stays as it is.
+
+        The pages may be reused only once `pages_reusable` is True: a write may still be in flight.
+        """
+        self._abort(reason)
 
     def add_change_callback(self, callback: Callable[[], None]) -> None:
         """Has a callable called after every change of `state` and `pages_reusable`, so that nobody need poll them.
@@ -101,7 +104,7 @@ class Transfer:
         is_released = pages_reusable and not self.pages_reusable
         if has_changed:
             log.debug("room %d: %s", self.room, state.value, extra={"room": self.room, "state": state.value})
-            self._error = error
+            self.error = error
             self.state = state
         if is_released:
             self._reusable.set()
@@ -117,11 +120,7 @@ class Transfer:
 class Sender(Transfer):
     """One request's transfer from this prefill rank, as its caller sees it.
 
-    `state` and `pages_reusable` are plain reads: a scheduler may poll them in every step.
-
     Attributes:
-        room: the transfer's number.
-        state: where it stands.
         stats: what it took: bytes, writes and times.
         prefix_tokens: tokens at the start of the request that every decode rank holds already, and that need not be
             handed in. None while `state` is BOOTSTRAPPING.
@@ -147,15 +146,13 @@ class Sender(Transfer):
             abort: passes on that the caller gives up, and why.
             settle: in synchronous mode, waits until the chunk of that number is written.
             most_waiting: how many chunks may wait to be written.
-            now: the time.
             report: records how long the caller is busy here.
         """
-        super().__init__(room)
+        super().__init__(room, abort)
         # Guards the order of chunks: they are handed on in the order of their numbers, whichever threads submit.
         self._lock = threading.Lock()
         self._chunks = chunks
         self._hand_in = hand_in
-        self._abort = abort
         self._settle = settle
         self._now = now
         self._observer = observer
@@ -234,10 +231,6 @@ class Sender(Transfer):
         """Whether all pages that were handed in so far have been read. False again once another chunk is submitted."""
         return self._through == self._chunks.submitted
 
-    def abort(self, reason: str = "no reason given") -> None:
-        """Aborts the transfer on both sides. Returns at once; a transfer that has ended stays as it is."""
-        self._abort(reason)
-
     def _proceed(self, handled: int, *, waiting: int, is_drained: bool) -> None:
         """Takes over the room's progress. Called in the room's turns only.
 
@@ -257,29 +250,13 @@ class Sender(Transfer):
 class Receiver(Transfer):
     """One request's transfer to this decode rank, as its caller sees it.
 
-    `state` and `pages_reusable` are plain reads: a scheduler may poll them in every step.
-
     Attributes:
-        room: the transfer's number.
-        state: where it stands.
         stats: what it took: chunks and times.
+        aux: the request's aux data: b"" before it has come, and where the prefill side gave none.
     """
 
     def __init__(self, room: int, abort: Callable[[str], None], now: float) -> None:
         """Made by `DecodeEndpoint.open`."""
-        super().__init__(room)
-        self._abort = abort
-        self._aux: bytes | None = None
+        super().__init__(room, abort)
+        self.aux = b""
         self.stats = ReceiverStats(opened_at=now, first_arrival_at=None, ended_at=None, chunks=0)
-
-    @property
-    def aux(self) -> bytes:
-        """The request's aux data: b"" before it has come, and where the prefill side gave none."""
-        return self._aux or b""
-
-    def abort(self, reason: str = "no reason given") -> None:
-        """Aborts the transfer on both sides. Returns at once.
-
-        The pages may be reused only once `pages_reusable` is True: a write may still be in flight.
-        """
-        self._abort(reason)

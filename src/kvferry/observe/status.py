@@ -100,7 +100,12 @@ class StagingStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThreadStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A thread; see `ThreadHealth`."""
+    """The health of a thread of an endpoint.
+
+    Attributes:
+        failures: turns that raised an exception, which none should.
+        last_failure: the last of them, in words; empty if there was none.
+    """
 
     name: str
     is_alive: bool

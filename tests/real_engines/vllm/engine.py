@@ -365,9 +365,9 @@ class Faults:
         self._replace(WorkerSide, "_pages", dropped)
 
     def _compare_nothing(self) -> None:
-        from kvferry.protocol.transfer import same_request
+        from kvferry.protocol.transfer import sender
 
-        self._replace(same_request, "why_different", lambda prefill, decode: "")
+        self._replace(sender, "why_different", lambda prefill, decode: "")
 
     def _skip_last(self) -> None:
         from kvferry.engines.vllm.outgoing import OutgoingRequests

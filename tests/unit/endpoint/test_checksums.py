@@ -265,7 +265,7 @@ def submitted(requests: Requests, room: int, pages: int = 6, **options: Any) -> 
 
 
 def decode_kernels(requests: Requests, rank: int = 0) -> Any:
-    checks = requests.decode.endpoints[rank]._driver._staging.checks
+    checks = requests.decode.endpoints[rank]._driver.context.staging.checks
     assert checks is not None
     return checks.memory.kernels
 
@@ -382,7 +382,7 @@ def test_what_the_wire_changes_is_found(pair: Callable[..., Requests], monkeypat
         if isinstance(message, ChunkArrived):
             flip(pool, 0, 0, page, 0, 0, 0)
         elif isinstance(message, StagedArrived):
-            ring = driver._staging.ring(sender, message.epoch)
+            ring = driver.context.staging.ring(sender, message.epoch)
             assert ring is not None
             flip_at(ring.address(Span(message.start, message.begin, message.stop)))
 

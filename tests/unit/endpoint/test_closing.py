@@ -284,7 +284,7 @@ def test_a_decode_rank_that_was_given_up_for_its_silence_is_told_of_the_end_too(
     def freeze(now: float) -> None:
         thawed.wait()
 
-    case.driver.submit(freeze)
+    case.driver.context.submit(freeze)
     eventually("it is given up", lambda: not case.prefill._driver.ranks.peers())
     case.prefill.close()
     case.transport.held = False
@@ -301,9 +301,9 @@ def test_staging_memory_comes_back_when_what_hung_has_ended(hanging: Callable[..
     case.wait_until_not_relied_on()
     assert case.request.receivers[0].wait_pages_reusable(WAIT_S), "nobody writes to pages but the decode rank"
     time.sleep(0.5)  # several heartbeats, in which the connection might be closed as unused
-    assert name in case.driver._staging.rings, "it may still be written to"
+    assert name in case.driver.context.staging.rings, "it may still be written to"
     case.ends()
-    eventually("the ring came back", lambda: name not in case.driver._staging.rings)
+    eventually("the ring came back", lambda: name not in case.driver.context.staging.rings)
     eventually("nobody is in doubt", lambda: len(case.driver.rooms.links.quarantine._lost) == 0)
 
 

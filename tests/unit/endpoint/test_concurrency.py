@@ -21,8 +21,7 @@ from tests.unit.endpoint.test_life_of_a_room import nothing_left
 
 from kvferry import Sender, Settings
 from kvferry.endpoint.prefill.driver import PrefillDriver
-from kvferry.endpoint.runtime.actors import Actor
-from kvferry.endpoint.runtime.run_queue import Runnable, RunQueue, Waker
+from kvferry.endpoint.runtime.run_queue import Actor, RunQueue, Waker
 from kvferry.endpoint.runtime.threads import SupervisedThread
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import ChunkError
@@ -292,7 +291,7 @@ def test_waiting_for_a_few_microseconds_has_an_end():
         assert not thread.is_alive() or rounds > before
 
 
-def take_all(run_queue: RunQueue, timeout_s: float | None, use: Callable[[Runnable], None]) -> None:
+def take_all(run_queue: RunQueue, timeout_s: float | None, use: Callable[[Actor], None]) -> None:
     """Takes actors as workers do, until told to stop."""
     while True:
         try:
@@ -358,7 +357,7 @@ def takers() -> Iterator[Callable[[RunQueue, float | None], threading.Thread]]:
 
     def start(run_queue: RunQueue, timeout_s: float | None) -> threading.Thread:
         def take_turn(actor: Actor) -> None:
-            actor.take_turn(None)  # type: ignore[arg-type]
+            actor.take_turn(None)
 
         thread = threading.Thread(target=take_all, args=(run_queue, timeout_s, take_turn))
         thread.start()
@@ -480,13 +479,13 @@ def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
     time.sleep(0.005)  # the turns that have begun
     turns: collections.Counter[type] = collections.Counter()
     waits_ms: list[int] = []
-    right_wait = decode._driver._end.wait
+    right_wait = decode._driver.context.end.wait
 
     def wait(timeout_ms: int) -> Any:
         waits_ms.append(timeout_ms)
         return right_wait(timeout_ms)
 
-    monkeypatch.setattr(decode._driver._end, "wait", wait)
+    monkeypatch.setattr(decode._driver.context.end, "wait", wait)
     for loop in (Waker, Worker, PrefillDriver):
         right = loop.turn
 

@@ -328,7 +328,7 @@ def test_a_rank_to_which_a_write_failed_connects_anew_once_what_was_sent_has_had
     requests.run(1)
 
     waits: list[object] = []
-    monkeypatch.setattr(driver._settling, "add", waits.append)
+    monkeypatch.setattr(driver.context.settling, "add", waits.append)
     endpoint._driver.send(
         decode_name(requests), messages.Attached(endpoint="another", attempt=1, only_staged=False, last_failure=9)
     )
@@ -439,7 +439,7 @@ def test_an_unexpected_error_over_one_message_costs_no_other(
 def test_a_stranger_cannot_end_the_connection_of_another(pair: Callable[..., Requests]):
     requests = pair()
     requests.connect()
-    identity = requests.decode.endpoints[0]._driver.rooms._identity
+    identity = requests.decode.endpoints[0]._driver.context.identity
     attach = messages.Attach(
         endpoint="stranger",
         attempt=1,

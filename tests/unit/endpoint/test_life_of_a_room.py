@@ -31,7 +31,7 @@ from kvferry.errors import (
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.links.link import LinkState
-from kvferry.protocol.transfer.sender_events import ReceiverAborted
+from kvferry.protocol.transfer.sender_events import ReceiverMessage
 from kvferry.protocol.wire import codec, field_types, messages
 
 S = TransferState
@@ -43,7 +43,7 @@ def nothing_left(requests: Requests) -> bool:
         endpoint.open_rooms == 0 and len(endpoint._driver.rooms.table._pending) == 0
         for endpoint in requests.prefill.endpoints
     ) and all(
-        endpoint.open_rooms == 0 and not endpoint._driver.rooms.open and not endpoint._driver.rooms._rooms_of
+        endpoint.open_rooms == 0 and not endpoint._driver.rooms.open and not endpoint._driver.rooms.links.rooms_of
         for endpoint in requests.decode.endpoints
     )
 
@@ -152,9 +152,9 @@ def test_the_end_is_published_in_an_order_that_never_misleads():
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
             if name == "state" and hasattr(self, "_reusable"):
-                seen.append(("state", self.pages_reusable, self._ended.done(), self._error))
+                seen.append(("state", self.pages_reusable, self._ended.done(), self.error))
 
-    transfer = Watched(1)
+    transfer = Watched(1, lambda reason: None)
     transfer._ended.add_done_callback(lambda _: seen.append(("ended", transfer.pages_reusable, transfer.state, None)))
     transfer._update(S.SUCCESS, None, pages_reusable=True)
     assert seen == [("state", False, False, None), ("ended", True, S.SUCCESS, None)]
@@ -546,8 +546,8 @@ def test_wishes_and_aborts_that_reach_a_room_at_its_very_end_are_kept_for_the_ne
         nothing = GroupRequest("kv", held=0, start=0, stop=0, first_page=0, pages=PageNumbers())
         message = messages.OpenRoom(room=1, generation=generation, receivers=1, tokens=None, groups=(nothing,))
         room.post(OpenReceived(attachment, message))
-        room.post(ReceiverAborted(name, generation, "changed its mind"))
         abort = messages.AbortRoom(room=1, generation=generation, reason="changed its mind")
+        room.post(ReceiverMessage(name, abort))
         eventually("both are kept, in order", lambda *both: kept_pending(endpoint, 1) == list(both), message, abort)
     with pytest.raises(TransferAbortedError, match="changed its mind"):
         endpoint.open(1).wait(WAIT_S)
@@ -710,7 +710,7 @@ def test_a_close_message_through_an_old_connection_ends_no_new_one(
         driver.rooms.links.connections._close(address)
         closed.set()
 
-    driver.submit(close)
+    driver.context.submit(close)
     assert closed.wait(WAIT_S)
     assert said == [messages.Detach(endpoint=peer.name, attempt=peer.attempt)]
 
@@ -721,7 +721,7 @@ def test_a_ring_that_a_living_rank_was_lost_with_is_given_up_for_a_new_one(pair:
     requests.run(1)
     driver = requests.decode.endpoints[0]._driver
     (lost,) = driver.rooms.links.current
-    driver.submit(lambda now: driver.rooms.links.fail(lost, PeerDisconnectedError("its queue was full"), now))
+    driver.context.submit(lambda now: driver.rooms.links.fail(lost, PeerDisconnectedError("its queue was full"), now))
     eventually("it was lost", lambda: lost not in driver.rooms.links.current)
     eventually("it is connected anew", lambda: [link.state for link in driver.rooms.links.current] == [LinkState.READY])
     eventually("nobody is in doubt", lambda: len(driver.rooms.links.quarantine._lost) == 0)
@@ -771,7 +771,7 @@ def test_every_change_of_either_side_calls_back_and_a_callback_that_raises_chang
 
 
 def test_pages_that_come_back_after_a_failure_call_back():
-    transfer = Transfer(1)
+    transfer = Transfer(1, lambda reason: None)
     seen: list[tuple[TransferState, bool]] = []
     transfer.add_change_callback(lambda: seen.append((transfer.state, transfer.pages_reusable)))
     error = TransferFailedError("it failed")

@@ -274,7 +274,7 @@ def test_a_peer_whose_layout_holds_other_tokens_than_its_place_is_refused(pair: 
         layout = msgspec.structs.replace(driver._welcome.layout, tokens=other)
         driver._welcome = msgspec.structs.replace(driver._welcome, layout=layout)
     else:
-        identity = requests.decode.endpoints[0]._driver.rooms._identity
+        identity = requests.decode.endpoints[0]._driver.context.identity
         object.__setattr__(identity, "layout", msgspec.structs.replace(identity.layout, tokens=other))
     with pytest.raises(LayoutError, match="part 1 of 2 parts of every request's tokens, but the rank has cp_rank 0 of"):
         requests.connect()
@@ -517,7 +517,7 @@ def test_a_room_that_a_decode_rank_opened_early_and_has_given_up_ends_on_the_pre
     if how == "connects anew":  # its queues were full: it could take nothing back
         monkeypatch.setattr(prefill._driver.rooms, "take_abort", lambda receiver, message, is_unopened: None)
         (link,) = driver.rooms.links.current
-        driver.submit(lambda now: driver.rooms.links.fail(link, error, now))
+        driver.context.submit(lambda now: driver.rooms.links.fail(link, error, now))
         eventually("it was given up", lambda: not driver.rooms.links.current)
         requests.connect()
         eventually("it has given it up", lambda: not len(prefill._driver.rooms.table._pending))

@@ -50,7 +50,7 @@ def wait_told(*endpoints: DecodeEndpoint) -> None:
         def take(_: float, taken: threading.Event = is_taken) -> None:
             taken.set()
 
-        each._driver.submit(take)  # behind what was queued before
+        each._driver.context.submit(take)  # behind what was queued before
         assert is_taken.wait(WAIT_S)
     eventually(
         "all was told",

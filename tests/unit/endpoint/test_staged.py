@@ -57,7 +57,7 @@ def all_rings_are_free(requests: Requests) -> bool:
 
 
 def decode_kernels(requests: Requests) -> Kernels:
-    kernels = requests.decode.endpoints[0]._driver._staging.kernels
+    kernels = requests.decode.endpoints[0]._driver.context.staging.kernels
     assert kernels is not None
     return kernels
 

@@ -59,7 +59,7 @@ def test_a_prefill_rank_that_refuses_again_and_again_takes_no_more_memory(engine
         with pytest.raises(IncompatiblePeerError, match="path"):
             Requests(refuses, decode).connect()
     Requests(serves, decode).run(1)
-    assert decode.endpoints[0]._driver._staging._taken_bytes == 2 << 20, "a ring for each of the two"
+    assert decode.endpoints[0]._driver.context.staging._taken_bytes == 2 << 20, "a ring for each of the two"
 
 
 @pytest.mark.parametrize("after_failure", [False, True])
@@ -71,7 +71,7 @@ def test_a_span_that_is_released_after_a_failed_write_is_kept_until_what_had_bee
     requests.connect()
     driver = requests.decode.endpoints[0]._driver
     name = requests.prefill.transports[0].endpoint_name
-    ring = driver._staging.rings[name]
+    ring = driver.context.staging.rings[name]
     released = messages.SpanReleased(
         endpoint=name, epoch=ring.epoch, start=0, begin=0, stop=64, after_failure=after_failure
     )
@@ -82,7 +82,7 @@ def test_a_span_that_is_released_after_a_failed_write_is_kept_until_what_had_bee
         driver.rooms.arrivals.span_released(released)
         positions.append(ring._reading.position)
 
-    driver.submit(take)
+    driver.context.submit(take)
     eventually("it has come", lambda: positions)
     assert positions == [0 if after_failure else 64]
     eventually("it is given back", lambda: ring._reading.position == 64)

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.watched import Watched
 
-from kvferry.endpoint.runtime.actors import Actor
-from kvferry.endpoint.runtime.run_queue import RunQueue
+from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.endpoint.runtime.writes import LOOKS_AROUND, MOST_POLLS, WritesInFlight

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry import errors
 from kvferry.observe.outcomes import Outcome, outcome_of
-from kvferry.protocol.transfer.failures import caused
+from kvferry.protocol.transfer.both_sides import caused
 
 
 @pytest.mark.parametrize(

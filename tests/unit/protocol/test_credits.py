@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from kvferry.plan.packing import SEGMENT_ALIGNMENT
-from kvferry.protocol.transfer.credits import ReadingRing, Span, Watermark, WritingRing
+from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
 
 LINE = SEGMENT_ALIGNMENT
 
@@ -156,12 +156,6 @@ def test_what_was_left_out_at_the_end_is_read_with_the_span_behind_it():
     ring.release(Span(0, 0, 70))
     ring.release(Span(70, 100, 150))
     assert ring.position == 150
-    assert ring.watermark == Watermark(round=1, tail=50)
-
-
-@pytest.mark.parametrize(("position", "watermark"), [(0, (0, 0)), (99, (0, 99)), (100, (1, 0)), (12_345, (123, 45))])
-def test_a_watermark_is_a_round_and_a_place(position: int, watermark: tuple[int, int]):
-    assert ReadingRing(100, position).watermark == Watermark(*watermark)
 
 
 @pytest.mark.parametrize(
@@ -281,9 +275,6 @@ class RingsAgainstTheNaiveModel(RuleBasedStateMachine):
     def everything_before_the_position_was_read_and_what_follows_was_not(self) -> None:
         unread = [span.start for span in self.handed_out if span not in self.read]
         assert self.reading.position == min(unread, default=self.naive.next)
-        mark = self.reading.watermark
-        assert mark.round * self.size + mark.tail == self.reading.position
-        assert 0 <= mark.tail < self.size
 
     def teardown(self) -> None:
         """Once all is read and heard of, the ring is as free as a new one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.protocol.transfer.holding import HOLDINGS, Side, Waits, longest_s
+from kvferry.protocol.transfer.holding import HOLDINGS, Waits, longest_s
 from kvferry.protocol.transfer.states import ReceiverState, SenderState, TransferState
 
 WAITS = Waits(bootstrap_s=1, waiting_s=10, write_s=100, peer_s=1000, heartbeat_s=10_000, quarantine_s=100_000)
@@ -18,7 +18,7 @@ def test_every_state_of_either_side_has_one_row(state: SenderState | ReceiverSta
 
 
 def test_the_terms_add_up():
-    assert longest_s(Side.DECODE, TransferState.BOOTSTRAPPING, WAITS) == 1
-    assert longest_s(Side.PREFILL, TransferState.TRANSFERRING, WAITS) == 110
-    assert longest_s(Side.DECODE, TransferState.FAILED, WAITS) == 100 + 1000 + 20_000 + 2 * 100_000
-    assert longest_s(Side.DECODE, TransferState.SUCCESS, WAITS) == 0
+    assert longest_s(ReceiverState, TransferState.BOOTSTRAPPING, WAITS) == 1
+    assert longest_s(SenderState, TransferState.TRANSFERRING, WAITS) == 110
+    assert longest_s(ReceiverState, TransferState.FAILED, WAITS) == 100 + 1000 + 20_000 + 2 * 100_000
+    assert longest_s(ReceiverState, TransferState.SUCCESS, WAITS) == 0

@@ -16,28 +16,24 @@ from kvferry.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvferry.layout import TokenShare
+from kvferry.layout import RankCoordinates, TokenShare
 from kvferry.plan import Demand, Route, Unit
 from kvferry.plan.requests.chunks import Chunk, ChunkPart
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.moves import Move, ReceiverRequest, moves_of
 from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.transfer import sender as sender_module
-from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
     ChunkSubmitted,
-    FinishFailed,
     FinishSent,
-    ReceiverAborted,
     ReceiverLost,
+    ReceiverMessage,
     ReceiverOpened,
     SendDrained,
-    SenderAbortRequested,
-    SenderBroke,
     SenderCommand,
-    SenderTick,
     SendFailed,
     SendFinish,
     TurnCame,
@@ -49,6 +45,8 @@ from kvferry.protocol.transfer.sender_events import (
     WriteProgressed,
 )
 from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.wire.messages import AbortRoom
+from kvferry.protocol.wire.rank_identity import DecodeRank
 
 BOOTSTRAP, WAITING, TRANSFERRING, SUCCESS, FAILED = TransferState
 PAGE_TOKENS = 16
@@ -91,6 +89,7 @@ def opened_for(
         expected_receivers=expected_receivers,
         request=ReceiverRequest(tokens=tokens, wanted=wanted, routes=tuple(routes), depends_on=depends_on or {}),
         sends_aux=sends_aux,
+        rank=DecodeRank("decode", RankCoordinates()),
     )
 
 
@@ -111,6 +110,10 @@ def opened(
 def chunk(*pages: int, start: int = 0, is_last: bool = False, aux: bytes | None = None) -> ChunkSubmitted:
     part = ChunkPart("kv", start, np.array(pages, np.int64))
     return ChunkSubmitted(Chunk(number=0, parts=(part,), is_last=is_last, aux=aux))
+
+
+def aborted(receiver: str, generation: int, reason: str) -> ReceiverMessage:
+    return ReceiverMessage(receiver, AbortRoom(room=7, generation=generation, reason=reason))
 
 
 def run(sender: SenderMachine, *events: Any, now: float = 0.0) -> list[SenderCommand]:
@@ -190,7 +193,7 @@ def test_a_chunk_handed_in_while_earlier_ones_wait_for_a_turn_waits_behind_them(
 def test_chunks_that_wait_for_a_turn_are_dropped_with_the_room():
     sender = machine()
     run(sender, chunk(1), chunk(2, start=1), opened())
-    run(sender, SenderAbortRequested("the client went away"))
+    run(sender, AbortRequested("the client went away"))
     assert run(sender, TurnCame()) == []
     assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
 
@@ -321,7 +324,7 @@ def test_who_opens_a_room_that_is_complete_is_refused():
 @pytest.mark.parametrize("receiver", ["d0", "d1"])
 def test_who_opens_a_room_that_failed_learns_why(receiver: str):
     sender = machine()
-    run(sender, opened(), SenderAbortRequested("the client went away"))
+    run(sender, opened(), AbortRequested("the client went away"))
     refused, drained = run(sender, opened(receiver, generation=9))
     assert isinstance(refused, SendFailed)
     assert refused.error is sender.error
@@ -416,7 +419,7 @@ def test_a_receiver_is_not_drained_while_what_was_sent_of_a_failed_write_may_arr
     assert failed_of(commands) == [("d0", 1), ("d1", 1)]
     assert drained_of(commands) == [("d1", 1)]
     assert not sender.is_done
-    assert run(sender, ReceiverAborted("d0", 1, "it failed")) == []
+    assert run(sender, aborted("d0", 1, "it failed")) == []
     assert run(sender, WriteFailed("d0", 0, OSError("link down"))) == [SendDrained("d0", 1, after_failure=True)]
     assert sender.is_done
 
@@ -429,8 +432,8 @@ def test_a_receiver_hears_with_every_drained_that_a_write_to_it_failed_and_other
     run(sender, WriteDone("d1", 0), WriteFailed("d0", 0, failed, may_arrive=True), WriteFailed("d0", 0, failed))
     assert run(sender, WriteDone("d0", 1)) == [SendDrained("d0", 1, after_failure=True)]
     assert run(sender, WriteDone("d1", 1)) == [SendDrained("d1", 1)]
-    assert run(sender, ReceiverAborted("d0", 1, "again")) == [SendDrained("d0", 1, after_failure=True)]
-    assert run(sender, ReceiverAborted("d1", 1, "again")) == [SendDrained("d1", 1)]
+    assert run(sender, aborted("d0", 1, "again")) == [SendDrained("d0", 1, after_failure=True)]
+    assert run(sender, aborted("d1", 1, "again")) == [SendDrained("d1", 1)]
 
 
 def test_a_write_of_which_nothing_was_sent_leaves_nothing_to_wait_for():
@@ -443,7 +446,7 @@ def test_a_finish_that_cannot_be_told_fails_the_room():
     sender = machine()
     run(sender, opened("d0", expected_receivers=2, pages=[]), opened("d1", expected_receivers=2, pages=[]))
     run(sender, chunk(is_last=True), FinishSent("d0"))
-    commands = run(sender, FinishFailed("d1", OSError("gone")))
+    commands = run(sender, FinishSent("d1", OSError("gone")))
     assert sender.state is FAILED
     assert failed_of(commands) == drained_of(commands) == [("d0", 1), ("d1", 1)]
     assert run(sender, FinishSent("d1")) == []
@@ -452,7 +455,7 @@ def test_a_finish_that_cannot_be_told_fails_the_room():
 def test_an_abort_of_our_caller_fails_the_room_for_every_receiver():
     sender = machine()
     run(sender, opened("d0", expected_receivers=2), opened("d1", expected_receivers=2, is_writer=False), chunk(1))
-    commands = run(sender, SenderAbortRequested("the client went away"))
+    commands = run(sender, AbortRequested("the client went away"))
     assert isinstance(sender.error, TransferAbortedError)
     assert failed_of(commands) == [("d0", 1), ("d1", 1)]
     assert drained_of(commands) == [("d1", 1)]
@@ -463,7 +466,7 @@ def test_an_abort_of_our_caller_fails_the_room_for_every_receiver():
 def test_a_receiver_that_aborts_is_not_told_of_the_failure_but_when_it_is_drained():
     sender = machine()
     run(sender, opened("d0", expected_receivers=2), opened("d1", expected_receivers=2), chunk(1))
-    commands = run(sender, ReceiverAborted("d0", 1, "timeout"))
+    commands = run(sender, aborted("d0", 1, "timeout"))
     assert isinstance(sender.error, TransferAbortedError)
     assert failed_of(commands) == [("d1", 1)]
     assert drained_of(commands) == []
@@ -474,25 +477,25 @@ def test_a_receiver_that_aborts_is_not_told_of_the_failure_but_when_it_is_draine
 def test_an_abort_before_every_receiver_opened_ends_the_room():
     sender = machine()
     run(sender, chunk(1), opened("d0", expected_receivers=2))
-    assert run(sender, ReceiverAborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
+    assert run(sender, aborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
     assert sender.is_done
 
 
 def test_an_abort_that_crosses_success_is_answered_and_changes_nothing():
     sender = machine()
     run(sender, opened(pages=[]), chunk(is_last=True), FinishSent("d0"))
-    assert run(sender, ReceiverAborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
+    assert run(sender, aborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
     assert sender.state is SUCCESS
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        SenderAbortRequested("too late"),
-        SenderBroke(ZeroDivisionError()),
-        FinishFailed("d0", OSError("said after all")),
+        AbortRequested("too late"),
+        Broke(ZeroDivisionError()),
+        FinishSent("d0", OSError("said after all")),
         ReceiverLost("d0", OSError("no heartbeat")),
-        SenderTick(),
+        Tick(),
     ],
 )
 def test_what_comes_after_success_changes_nothing(event: Any):
@@ -505,7 +508,7 @@ def test_what_comes_after_success_changes_nothing(event: Any):
 def test_an_abort_between_the_last_write_and_success_fails_the_room():
     sender = machine()
     run(sender, opened(), chunk(1, 2, 3, is_last=True), WriteDone("d0", 0))
-    assert run(sender, ReceiverAborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
+    assert run(sender, aborted("d0", 1, "timeout")) == [SendDrained("d0", 1)]
     assert run(sender, FinishSent("d0")) == []
     assert sender.state is FAILED
 
@@ -514,30 +517,30 @@ def test_an_abort_between_the_last_write_and_success_fails_the_room():
 def test_an_abort_of_another_generation_or_receiver_is_answered_and_changes_nothing(receiver: str, generation: int):
     sender = machine()
     run(sender, opened(), chunk(1))
-    assert run(sender, ReceiverAborted(receiver, generation, "late")) == [SendDrained(receiver, generation)]
+    assert run(sender, aborted(receiver, generation, "late")) == [SendDrained(receiver, generation)]
     assert sender.state is TRANSFERRING
 
 
 def test_drained_is_said_once_and_again_to_whom_asks_again():
     sender = machine()
-    run(sender, opened(), chunk(1), ReceiverAborted("d0", 1, "timeout"))
+    run(sender, opened(), chunk(1), aborted("d0", 1, "timeout"))
     assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
-    for event in (SenderTick(), SenderAbortRequested("late"), SenderBroke(OSError())):
+    for event in (Tick(), AbortRequested("late"), Broke(OSError())):
         assert run(sender, event, now=1000.0) == []
-    assert run(sender, ReceiverAborted("d0", 1, "again")) == [SendDrained("d0", 1)]
+    assert run(sender, aborted("d0", 1, "again")) == [SendDrained("d0", 1)]
 
 
 def test_who_aborts_again_before_the_last_write_ended_is_answered_once_it_has():
     sender = machine()
-    run(sender, opened(), chunk(1), ReceiverAborted("d0", 1, "timeout"))
-    assert run(sender, ReceiverAborted("d0", 1, "again")) == []
+    run(sender, opened(), chunk(1), aborted("d0", 1, "timeout"))
+    assert run(sender, aborted("d0", 1, "again")) == []
     assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
 
 
 def test_an_unexpected_error_of_ours_fails_the_room_like_any_other():
     sender = machine()
     run(sender, opened(), chunk(1))
-    commands = run(sender, SenderBroke(ZeroDivisionError("division by zero")))
+    commands = run(sender, Broke(ZeroDivisionError("division by zero")))
     assert "ZeroDivisionError: division by zero" in str(sender.error)
     assert failed_of(commands) == [("d0", 1)]
     assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
@@ -571,12 +574,12 @@ def test_a_lost_receiver_that_was_owed_nothing_leaves_the_others_alone():
     assert run(sender, ReceiverLost("d0", OSError())) == []
     run(sender, opened("d1", expected_receivers=2), chunk(1, 2, 3, is_last=True))
     assert run(sender, WriteDone("d1", 0)) == [SendFinish("d1", 1, 1, b"")]
-    assert failed_of(run(sender, SenderAbortRequested("late"))) == [("d1", 1)], "nobody is there to tell"
+    assert failed_of(run(sender, AbortRequested("late"))) == [("d1", 1)], "nobody is there to tell"
 
 
 def test_a_receiver_lost_after_the_failure_is_told_nothing_either():
     sender = machine()
-    run(sender, opened(), chunk(1), SenderAbortRequested("the client went away"))
+    run(sender, opened(), chunk(1), AbortRequested("the client went away"))
     assert run(sender, ReceiverLost("d0", OSError())) == []
     assert isinstance(sender.error, TransferAbortedError)
     assert run(sender, WriteFailed("d0", 0, OSError())) == []
@@ -594,8 +597,8 @@ def test_the_loss_of_a_stranger_or_of_a_served_receiver_changes_nothing():
 
 def test_the_first_failure_is_the_one_that_is_told():
     sender = machine()
-    run(sender, opened(), chunk(1), SenderAbortRequested("first"))
-    run(sender, WriteFailed("d0", 0, OSError("second")), SenderAbortRequested("third"))
+    run(sender, opened(), chunk(1), AbortRequested("first"))
+    run(sender, WriteFailed("d0", 0, OSError("second")), AbortRequested("third"))
     assert "first" in str(sender.error)
 
 
@@ -612,9 +615,9 @@ def test_a_page_that_appears_twice_in_a_chunk_fails_the_room():
 
 def expires(sender: SenderMachine, at: float, message: str) -> list[SenderCommand]:
     assert sender.deadline == at
-    assert sender.handle(SenderTick(), at - 0.001) == []
+    assert sender.handle(Tick(), at - 0.001) == []
     assert not sender.state.is_final
-    commands = sender.handle(SenderTick(), at)
+    commands = sender.handle(Tick(), at)
     assert isinstance(sender.error, TransferTimeoutError)
     assert message in str(sender.error)
     assert "rank 3" in str(sender.error)
@@ -669,7 +672,7 @@ def test_a_write_that_ends_gives_those_behind_it_their_time_anew():
         run(sender, chunk(page, start=page), now=1.0)
     for sequence in range(29):
         now = 1.0 + 4.0 * (sequence + 1)
-        assert run(sender, SenderTick(), WriteDone("d0", sequence), now=now) == []
+        assert run(sender, Tick(), WriteDone("d0", sequence), now=now) == []
     expires(sender, 1.0 + 4.0 * 29 + 5.0, "writes to ['d0'] did not end within 5 s")
 
 
@@ -712,7 +715,7 @@ def test_the_first_write_after_a_pause_has_all_of_its_time():
     expires(sender, 24.0, "writes to ['d0'] did not end within 5 s")
 
 
-@pytest.mark.parametrize("event", [WriteProgressed("d0"), WriteFailed("d1", 99, OSError()), SenderTick()])
+@pytest.mark.parametrize("event", [WriteProgressed("d0"), WriteFailed("d1", 99, OSError()), Tick()])
 def test_what_an_event_costs_does_not_grow_with_the_writes_in_flight(event: Any):
     """Counted in lines that run: no loop over writes."""
 
@@ -782,7 +785,7 @@ def test_a_room_with_a_deferred_write_is_not_complete():
 def test_a_failed_room_forgets_deferred_writes_and_waits_for_those_in_flight():
     sender = machine()
     run(sender, opened(), chunk(1), chunk(2, start=1), WriteDeferred("d0", 1))
-    commands = run(sender, SenderAbortRequested("the client went away"))
+    commands = run(sender, AbortRequested("the client went away"))
     assert drained_of(commands) == []
     assert run(sender, WriteDone("d0", 0)) == [SendDrained("d0", 1)]
     assert sender.is_done
@@ -1065,6 +1068,6 @@ def test_an_error_in_planning_for_one_receiver_leaves_no_write_of_another_behind
     )
     with pytest.raises(MemoryError):
         run(sender, chunk(1, 2, is_last=True))
-    commands = run(sender, SenderBroke(MemoryError("planted")))
+    commands = run(sender, Broke(MemoryError("planted")))
     assert sender.is_drained
     assert sorted(drained_of(commands)) == [("d0", 1), ("d1", 1)]

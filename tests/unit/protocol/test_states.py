@@ -18,7 +18,6 @@ from kvferry.protocol.transfer.states import (
     SenderState,
     SenderTrigger,
     TransferState,
-    mermaid,
 )
 
 TABLES: list[Any] = [
@@ -67,30 +66,6 @@ def test_nothing_leads_back_to_an_earlier_state(table: Table, states: Any, trigg
 def test_the_tables_cannot_be_changed(table: Any, states: Any, triggers: Any):
     with pytest.raises(TypeError):
         table[states.SUCCEEDED] = {}
-
-
-def test_the_diagram_draws_every_move_once():
-    assert mermaid(SENDER_TRANSITIONS).splitlines() == [
-        "stateDiagram-v2",
-        "    [*] --> BOOTSTRAPPING",
-        "    BOOTSTRAPPING --> WAITING_FOR_INPUT: every receiver has opened the room",
-        "    BOOTSTRAPPING --> DRAINING: abort, deadline or error",
-        "    WAITING_FOR_INPUT --> TRANSFERRING: a chunk is written",
-        "    WAITING_FOR_INPUT --> SUCCEEDED: the last chunk is sent and every receiver notified",
-        "    WAITING_FOR_INPUT --> DRAINING: abort, deadline or error",
-        "    TRANSFERRING --> TRANSFERRING: a chunk is written",
-        "    TRANSFERRING --> SUCCEEDED: the last chunk is sent and every receiver notified",
-        "    TRANSFERRING --> DRAINING: abort, deadline or error",
-        "    SUCCEEDED --> [*]",
-        "    DRAINING --> FAILED: no write is on its way",
-        "    FAILED --> [*]",
-    ]
-
-
-@pytest.mark.parametrize(("table", "states", "triggers"), TABLES)
-def test_the_diagram_holds_as_many_arrows_as_the_table(table: Any, states: Any, triggers: Any):
-    arrows = [line for line in mermaid(table).splitlines() if "-->" in line]
-    assert len(arrows) == 1 + sum(len(moves) for moves in table.values()) + 2
 
 
 @pytest.mark.parametrize("module", [sender, receiver])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
 
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.room import ReceivingRoom
@@ -13,13 +13,10 @@ from kvferry.endpoint.runtime.platform import Closing
 from kvferry.endpoint.runtime.threads import RunningLoop
 from kvferry.errors import PeerError
 from kvferry.observe.records import PlacedRecord
+from kvferry.protocol.transfer.both_sides import Broke
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.receiver_events import (
-    Arrived,
-    ArrivedUnverified,
-    Finished,
     PartArrived,
-    ReceiverBroke,
     ReceiverEvent,
 )
 from kvferry.protocol.wire import codec, messages, notifications
@@ -27,34 +24,24 @@ from kvferry.protocol.wire import codec, messages, notifications
 log = logging.getLogger(__name__)
 
 
-class ArrivalUser(Protocol):
-    """The owner of the rooms in which something arrives. Called on the endpoint's thread."""
-
-    def running(self) -> list[ReceivingRoom]:
-        """Returns the rooms that have not ended."""
-
-    def find(self, room: int, generation: int) -> ReceivingRoom | None:
-        """Returns a room; None if it is over, waits for its link, or is another use of the number."""
-
-    def apply(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
-        """Passes an event to a room's machine, and executes its commands."""
-
-
 class Arrivals:
     """Takes notifications, and has what they tell of scattered or verified. For the endpoint's thread."""
 
-    def __init__(self, context: DecodeContext, user: ArrivalUser) -> None:
+    def __init__(
+        self,
+        context: DecodeContext,
+        rooms: Mapping[int, ReceivingRoom],
+        apply: Callable[[ReceivingRoom, ReceiverEvent, float], None],
+    ) -> None:
         """Starts the threads that scatter and verify, if the settings ask for any.
 
         Args:
-            user: whose rooms they are.
+            rooms: those that are open.
+            apply: passes an event to a room.
         """
-        self._transport = context.transport
-        self._staging = context.staging
-        self._settling = context.settling
-        self._submit = context.submit
-        self._now = context.platform.now
-        self._user = user
+        self._context = context
+        self._rooms = rooms
+        self._apply = apply
         self._scatterers: Scatterers | None = None
         checks = context.staging.checks
         kernels = checks.memory.kernels if checks is not None else context.staging.kernels
@@ -79,13 +66,13 @@ class Arrivals:
     def take(self, now: float) -> None:
         """Handles the transport's notifications."""
         try:
-            notifications = self._transport.take_notifications()
+            notifications = self._context.transport.take_notifications()
         except Exception as error:
-            running = self._user.running()
+            running = [room for room in list(self._rooms.values()) if not room.machine.state.is_final]
             if running:
                 log.exception("notifications could not be taken; %d rooms fail", len(running))
             for room in running:
-                self._user.apply(room, ReceiverBroke(error), now)
+                self._apply(room, Broke(error), now)
             return
         for peer, data in notifications:
             self._notified(peer, data, now)
@@ -104,34 +91,36 @@ class Arrivals:
         match message:
             case _ if room is None:
                 return
-            case notifications.WriterFinished(writer=writer, chunks=chunks, aux=aux):
-                self._user.apply(room, Finished(writer, chunks, aux), now)
+            case notifications.WriterFinished():
+                self._apply(room, message, now)
             case notifications.ChunkArrived():
                 self._chunk_arrived(peer, room, message, now)
 
     def _room_of(self, peer: str, message: notifications.Notification) -> ReceivingRoom | None:
         """Returns the room that a notification is for; None if it is over, or the notification is not its sender's."""
-        room = self._user.find(message.room, message.generation)
-        if room is None or room.is_rank(message.writer, peer):
+        room = self._rooms.get(message.room)
+        if room is None or not room.is_meant(message.generation):
+            return None
+        if room.is_rank(message.writer, peer):
             return room
         log.warning("dropped a notification for room %d: %s is not rank %d", message.room, peer, message.writer)
         return None
 
     def _chunk_arrived(self, peer: str, room: ReceivingRoom, message: notifications.ChunkArrived, now: float) -> None:
-        checks, writer, sequence = self._staging.checks, message.writer, message.sequence
+        checks = self._context.staging.checks
         plan = checks.plan(peer) if checks is not None else None
         if checks is None:
-            self._user.apply(room, Arrived(writer, sequence), now)
+            self._apply(room, message, now)
         elif plan is None:
-            log.warning("dropped a notification for room %d: rank %d has nothing to send", message.room, writer)
+            log.warning("dropped a notification for room %d: rank %d has nothing to send", message.room, message.writer)
         else:
             task = VerifyTask(room, now, plan, message, checks.memory)
-            self._user.apply(room, ArrivedUnverified(writer, sequence, task), now)
+            self._apply(room, PartArrived(message.writer, message.sequence, work=task), now)
 
     def _part_arrived(self, peer: str, message: notifications.StagedArrived, now: float) -> None:
         """Handles a part of a chunk in staging memory. Its span is given back, whether or not a room takes the part."""
         span = Span(message.start, message.begin, message.stop)
-        ring = self._staging.ring(peer, message.epoch)
+        ring = self._context.staging.ring(peer, message.epoch)
         if ring is None or not ring.take(span):
             log.warning("dropped a notification from %s: it has no such part of a ring: %s", peer, span)
             return
@@ -139,8 +128,8 @@ class Arrivals:
         if room is None:
             ring.give_back(span)
             return
-        task = ScatterTask(room, now, ring, span, message, is_verified=self._staging.checks is not None)
-        self._user.apply(room, PartArrived(message.writer, message.sequence, message.part, message.is_last, task), now)
+        task = ScatterTask(room, now, ring, span, message, is_verified=self._context.staging.checks is not None)
+        self._apply(room, PartArrived(message.writer, message.sequence, message.part, message.is_last, task), now)
 
     def begin(self, work: object) -> None:
         """Has what has arrived for a room scattered, or verified."""
@@ -156,22 +145,22 @@ class Arrivals:
     def _on_done(self, task: ArrivalTask, record: PlacedRecord, error: Exception | None) -> None:
         """Takes a task's result: on the thread that ran it, which is this one where no others scatter and verify."""
         if self.threads:
-            self._submit(partial(self._done, task, record, error))
+            self._context.submit(partial(self._done, task, record, error))
         else:
-            self._done(task, record, error, self._now())
+            self._done(task, record, error, self._context.platform.now())
 
     def _done(self, task: ArrivalTask, record: PlacedRecord, error: Exception | None, now: float) -> None:
         task.give_back()
         task.room.placed(record)
-        self._user.apply(task.room, task.event(error), now)
+        self._apply(task.room, task.event(error), now)
 
     def span_released(self, message: messages.SpanReleased) -> None:
         """Gives back a span that its writer has released: nothing arrived in it, or will, but of a failed write."""
-        ring = self._staging.ring(message.endpoint, message.epoch)
+        ring = self._context.staging.ring(message.endpoint, message.epoch)
         span = Span(message.start, message.begin, message.stop)
         if ring is None or not ring.take(span):  # the same again
             return
         if message.after_failure:
-            self._settling.add(partial(ring.give_back, span))
+            self._context.settling.add(partial(ring.give_back, span))
         else:
             ring.give_back(span)

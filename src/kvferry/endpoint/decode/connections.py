@@ -36,12 +36,7 @@ class Connections:
     """
 
     def __init__(self, end: ConnectingEnd, endpoint: str) -> None:
-        """Begins with none.
-
-        Args:
-            end: what they are made with; it stays the caller's.
-            endpoint: our own name.
-        """
+        """Begins with none. What they are made with stays the caller's; `endpoint` is our own name."""
         self._end = end
         self._endpoint = endpoint
         self.lines: dict[str, Line] = {}

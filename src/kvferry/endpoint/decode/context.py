@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.control.ends import ConnectingEnd
 from kvferry.control.registry_client import RegistryClient
@@ -15,22 +16,23 @@ from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport
 
+_MOST_AWAKE_S = 0.5
+"""Of the time between two looks at what settles: more than there is even where nothing happens."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(kw_only=True, eq=False, slots=True)
 class DecodeContext:
-    """What a decode endpoint was made with, and what its driver has for the rest.
+    """What a decode endpoint was made with, its end of the peer channel, and the way to its thread.
 
     Attributes:
         identity: who it is, to its peers.
         transport: takes what arrives.
         registry: where prefill engines are looked up.
-        settings: what it was made with.
         staging: the memory that prefill ranks write to.
+        observer: notified of what happens.
         end: what connections are made with.
         settling: counts the time in which what failed writes had sent may arrive here.
-        platform: the machine.
-        observer: notified of what happens.
-        submit: runs work soon, on the endpoint's thread, with the time as its argument. From any thread.
+        inbox: work for the endpoint's thread, which calls it with the time.
     """
 
     identity: Identity
@@ -38,13 +40,24 @@ class DecodeContext:
     registry: RegistryClient
     settings: Settings
     staging: ReceivingStaging
-    end: ConnectingEnd
-    settling: Settling
     platform: Platform
     observer: Observer
-    submit: Callable[[Callable[[float], None]], None]
+    end: ConnectingEnd = field(init=False)
+    settling: Settling = field(init=False)
+    inbox: deque[Callable[[float], None]] = field(init=False, default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.end = self.platform.connect_as(self.identity.endpoint, self.settings)
+        # What a freeze right after a look adds must be less than what is waited for.
+        most_at_once_s = min(_MOST_AWAKE_S, self.settings.quarantine_s / 4)
+        self.settling = Settling(self.settings.quarantine_s, self.platform.now, most_at_once_s=most_at_once_s)
 
     @property
     def thread_name(self) -> str:
         """The name of the endpoint's thread, with which those of the others begin."""
         return f"kvferry-decode-{self.identity.coordinates.engine_rank}"
+
+    def submit(self, work: Callable[[float], None]) -> None:
+        """Runs work soon, on the endpoint's thread, with the time as its argument. May be called from any thread."""
+        self.inbox.append(work)
+        self.end.wake()

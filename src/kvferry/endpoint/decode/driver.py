@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from kvferry.control.ends import Connection
-from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.rooms import ReceivingRooms
-from kvferry.endpoint.runtime.platform import Closing, Platform
-from kvferry.endpoint.runtime.settling import Settling
-from kvferry.endpoint.runtime.threads import Loop, ThreadHealth
+from kvferry.endpoint.runtime.platform import Closing
+from kvferry.endpoint.runtime.threads import Loop
 from kvferry.errors import KVFerryError, PeerError
-from kvferry.observe.observer import Observer
-from kvferry.observe.status import StagingStatus
+from kvferry.observe.status import StagingStatus, ThreadStatus
 from kvferry.protocol.links.link import Link
 from kvferry.protocol.wire import codec, messages
-from kvferry.protocol.wire.rank_identity import Identity
-from kvferry.settings import Settings
-from kvferry.staging.receiving import ReceivingStaging
-from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -39,56 +31,22 @@ _MESSAGES_S = 1e-3
 _LINKS_OPEN_MS = 50
 _IDLE_MS = 500
 _TICK_S = 0.1
-_MOST_AWAKE_S = 0.5
-"""Of the time between two ticks: more than there is even where nothing happens."""
 
 
 class DecodeDriver(Loop):
     """Runs a decode endpoint.
 
     Attributes:
+        context: what its parts share.
         rooms: all rooms, and what they rely on.
     """
 
     reads_input = True
 
-    def __init__(
-        self,
-        identity: Identity,
-        transport: Transport,
-        registry: RegistryClient,
-        settings: Settings,
-        staging: ReceivingStaging,
-        *,
-        platform: Platform,
-        observer: Observer,
-    ) -> None:
-        """Starts the thread.
-
-        Args:
-            platform: the machine.
-            observer: notified of what happens.
-        """
-        self._heartbeat_interval_s = settings.heartbeat_interval_s
-        self._platform = platform
-        self._end = platform.connect_as(identity.endpoint, settings)
-        self._inbox: deque[Callable[[float], None]] = deque()
-        # What a freeze right after a look adds must be less than what is waited for.
-        most_at_once_s = min(_MOST_AWAKE_S, settings.quarantine_s / 4)
-        self._settling = Settling(settings.quarantine_s, platform.now, most_at_once_s=most_at_once_s)
-        self._staging = staging
-        context = DecodeContext(
-            identity=identity,
-            transport=transport,
-            registry=registry,
-            settings=settings,
-            staging=staging,
-            end=self._end,
-            settling=self._settling,
-            platform=platform,
-            observer=observer,
-            submit=self.submit,
-        )
+    def __init__(self, context: DecodeContext) -> None:
+        """Starts the thread."""
+        self.context = context
+        self._now = context.platform.now
         self.rooms = ReceivingRooms(context)
         self._links = self.rooms.links
         self._connections = self.rooms.links.connections
@@ -96,19 +54,19 @@ class DecodeDriver(Loop):
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
         self._is_stopping = threading.Event()
-        self._thread = platform.start(context.thread_name, self)
+        self._thread = context.platform.start(context.thread_name, self)
 
     # ---- from any thread ----------------------------------------------------------------------------------------
 
     @property
-    def health(self) -> tuple[ThreadHealth, ...]:
+    def health(self) -> tuple[ThreadStatus, ...]:
         """Health of every thread."""
         return tuple(thread.health for thread in (self._thread, *self.rooms.arrivals.threads))
 
     @property
     def staging(self) -> StagingStatus:
         """How much memory this rank's rings have, and how much of it is in use."""
-        rings = list(self._staging.rings.values())
+        rings = list(self.context.staging.rings.values())
         return StagingStatus(
             total_bytes=sum(ring.memory.num_bytes for ring in rings), used_bytes=sum(ring.held_bytes for ring in rings)
         )
@@ -116,28 +74,23 @@ class DecodeDriver(Loop):
     def closing(self) -> Closing:
         """Ends the threads and closes every link, step by step: yields what to wait for, and until when."""
         self._is_stopping.set()
-        self._end.wake()
+        self.context.end.wake()
         yield lambda: not self._thread.is_alive, float("inf")
-        self._work_inbox(self._platform.now())
+        self._work_inbox(self._now())
         yield from self.rooms.arrivals.closing()
         self._links.close()
-        self._end.close()
-
-    def submit(self, work: Callable[[float], None]) -> None:
-        """Runs work soon, on the thread, with the time as its argument."""
-        self._inbox.append(work)
-        self._end.wake()
+        self.context.end.close()
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self._inbox) or self._is_stopping.is_set() or self._platform.now() >= self._next_tick_at
+        return bool(self.context.inbox) or self._is_stopping.is_set() or self._now() >= self._next_tick_at
 
     def turn(self, *, may_wait: bool) -> bool:
         if self._is_stopping.is_set():
             return False
-        ready = self._wait() if may_wait else self._end.wait(0)
-        now = self._platform.now()
+        ready = self._wait() if may_wait else self.context.end.wait(0)
+        now = self._now()
         self._work_inbox(now)
         if self.rooms.open:  # before messages: a peer's close must not discard what has arrived from it
             self.rooms.arrivals.take(now)
@@ -152,20 +105,20 @@ class DecodeDriver(Loop):
     def _wait(self) -> Collection[Connection]:
         """Waits for what there is to do; returns the connections that have news."""
         if not self.rooms.open:
-            return self._end.wait(_LINKS_OPEN_MS if self._links.are_awaited else _IDLE_MS)
-        now = self._platform.now()
+            return self.context.end.wait(_LINKS_OPEN_MS if self._links.are_awaited else _IDLE_MS)
+        now = self._now()
         sleep_s = min(max(_SHORTEST_SLEEP_S, (now - self.rooms.last_news_at) * _SLEEP_OF_QUIET), _LONGEST_SLEEP_S)
         if sleep_s < _MESSAGES_S and now < self._next_messages_at:
-            if not self._inbox:
-                self._platform.pause(sleep_s)
+            if not self.context.inbox:
+                self.context.platform.pause(sleep_s)
             return ()
         # Each call to the system hands the interpreter to others, which may keep it: messages come seldom, and wait.
         self._next_messages_at = now + _MESSAGES_S
-        return self._end.wait(int(sleep_s / _MESSAGES_S))
+        return self.context.end.wait(int(sleep_s / _MESSAGES_S))
 
     def _work_inbox(self, now: float) -> None:
-        while self._inbox:
-            self._inbox.popleft()(now)
+        while self.context.inbox:
+            self.context.inbox.popleft()(now)
 
     # ---- messages -----------------------------------------------------------------------------------------------
 
@@ -209,11 +162,11 @@ class DecodeDriver(Loop):
 
     def _tick(self, now: float) -> None:
         self._links.tick(now)
-        self._settling.look()
+        self.context.settling.look()
         self.rooms.look_at_deadlines(now)
         self._links.release_settled_ranks(now)
         if now >= self._next_ping_at:
-            self._next_ping_at = now + self._heartbeat_interval_s
+            self._next_ping_at = now + self.context.settings.heartbeat_interval_s
             self.rooms.heartbeats.send(now, longest_sleep_s=_IDLE_MS / 1000)
             if not self.rooms.open:  # what arrives for rooms that are over holds staging memory until it is taken
                 self.rooms.arrivals.take(now)

@@ -8,26 +8,21 @@ from typing import SupportsIndex
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.base import Endpoint
 from kvferry.endpoint.construction import checked_room
+from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.driver import DecodeDriver
-from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.runtime.platform import Closing, Platform
-from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import (
     EndpointClosedError,
     LayoutError,
-    UsageError,
 )
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.observe.status import EndpointStatus, Side
+from kvferry.observe.status import EndpointStatus, Side, ThreadStatus
 from kvferry.plan import check_share_tokens
 from kvferry.plan.requests.chunks import AnyPages
 from kvferry.plan.requests.demands import demands_of
-from kvferry.plan.requests.placing import UnitPlaces
 from kvferry.protocol.links.link import LinkKey
-from kvferry.protocol.links.proofs import Proof
 from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_events import ReceiverAbortRequested
 from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.protocol.wire.request_conditions import checked_conditions
 from kvferry.settings import Settings
@@ -42,15 +37,6 @@ class DecodeEndpoint(Endpoint):
 
     A thread of its own does all I/O; `open` and reading a state never do any. The object is a context manager, and its
     methods may be called from any thread.
-
-    Attributes:
-        layout: what this rank caches and where.
-        engine: the engine's name.
-        coordinates: this rank's place in the engine.
-        engine_rank: its number among all ranks of the engine.
-        fingerprint: what its caches are beyond their layout.
-        settings: what it was made with.
-        transport: moves its bytes.
     """
 
     _side = Side.DECODE
@@ -107,15 +93,16 @@ class DecodeEndpoint(Endpoint):
         except BaseException:
             self.transport.close()
             raise
-        self._driver = DecodeDriver(
-            self._identity,
-            self.transport,
-            self._registry_client,
-            self.settings,
-            staging,
+        context = DecodeContext(
+            identity=self._identity,
+            transport=self.transport,
+            registry=self._registry_client,
+            settings=self.settings,
+            staging=staging,
             platform=self._platform,
             observer=self._telemetry.observer,
         )
+        self._driver = DecodeDriver(context)
         try:
             self._telemetry.start()
         except BaseException:
@@ -140,9 +127,7 @@ class DecodeEndpoint(Endpoint):
         `pages_reusable`.
 
         Args:
-            room: the request's number on both sides, below 2**63. It may be used again once the transfer has ended on
-                every rank of both sides, and not before: it is the only thing that says which request is meant. If the
-                transfer failed before every decode rank had opened it, the number rests for bootstrap_timeout_s more.
+            room: the request's number on both sides. `PrefillEndpoint.open` says when it may be used again.
             pages: page numbers in this rank's pool for the part of the request that is missing here, in order. Empty
                 if nothing is missing: then only aux data and completion come. With several groups a mapping from every
                 group's name to page numbers, or to `GroupPages` that say with which page of the request they start. A
@@ -176,26 +161,16 @@ class DecodeEndpoint(Endpoint):
             key = _link_key(engine, prefill_dp_rank, where=where)
             groups = demands_of(self.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=where)
             check_share_tokens(self.layout.tokens, tokens, share_tokens, where=where)
-            now = self._platform.now()
-            machine = ReceiverMachine(number, rank=self.engine_rank, deadlines=self._deadlines, now=now)
-            generation = self._platform.random_bits(63)
-
-            def abort(reason: str) -> None:
-                self._driver.rooms.post_event(number, generation, ReceiverAbortRequested(reason))
-
-            receiver = Receiver(number, abort, now)
-            length = None if tokens is None else int(tokens)  # a plain integer, which is what travels
-            opened = ReceivingRoom(
-                machine,
-                generation=generation,
-                groups=groups,
-                tokens=length,
-                depends_on=checked_conditions(depends_on, where=where),
-                receiver=receiver,
-                places=UnitPlaces(self.layout, groups, length),
+            machine = ReceiverMachine(
+                number, rank=self.engine_rank, deadlines=self._deadlines, now=self._platform.now()
             )
-            self._driver.rooms.add(opened, key)
-            return receiver
+            return self._driver.rooms.add(
+                machine,
+                key,
+                groups,
+                tokens=None if tokens is None else int(tokens),  # a plain integer, which is what travels
+                depends_on=checked_conditions(depends_on, where=where),
+            )
 
     def refuse(self, room: SupportsIndex, reason: str, *, engine: str = "prefill", prefill_dp_rank: int = 0) -> None:
         """Tells a prefill engine that this rank will not open a room, for a caller that cannot.
@@ -262,12 +237,7 @@ class DecodeEndpoint(Endpoint):
             UsageError: if nothing waits for the end of such a rank, or an operator's word does not count here
                 (end_proofs).
         """
-        if Proof.OPERATOR not in self.settings.proofs:
-            raise UsageError("an operator's word does not count here: add operator to end_proofs (KVFERRY_END_PROOFS)")
-        lost = [each.endpoint for each in self._driver.rooms.quarantine(self._platform.now())]
-        if endpoint not in lost:
-            raise UsageError(f"nothing here waits for the end of {endpoint!r}; lost are: {', '.join(lost) or 'none'}")
-        self._driver.submit(lambda _: self._driver.rooms.links.quarantine.ended(endpoint, Proof.OPERATOR))
+        self._driver.rooms.links.quarantine.take_word(endpoint)
 
     def status(self) -> EndpointStatus:
         """Returns a snapshot of the endpoint, for people and tools."""
@@ -287,7 +257,7 @@ class DecodeEndpoint(Endpoint):
         return len(self._driver.rooms.open)
 
     @property
-    def health(self) -> tuple[ThreadHealth, ...]:
+    def health(self) -> tuple[ThreadStatus, ...]:
         """Health of every thread of the endpoint."""
         return self._driver.health
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from kvferry.endpoint.decode.connections import Connections
 from kvferry.endpoint.decode.context import DecodeContext
-from kvferry.endpoint.decode.look_ups import LookUp, look_up, why_not_ready
+from kvferry.endpoint.decode.look_ups import look_up, why_not_ready
 from kvferry.endpoint.decode.quarantine import Quarantine
+from kvferry.endpoint.decode.refused_rooms import Refusals
+from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.early_warnings import MissedEngines
 from kvferry.errors import (
     EndpointClosedError,
@@ -34,34 +35,12 @@ from kvferry.observe.status import PeerStatus
 from kvferry.plan import Piece
 from kvferry.protocol.links.link import Link, LinkCommand, LinkKey, LinkState, OpenRooms
 from kvferry.protocol.links.rank_link import Send
+from kvferry.protocol.transfer.receiver_events import ConnectFailed, ReceiverEvent, SenderDrained
 from kvferry.protocol.wire import messages
-from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.staging.receiving import ReceivingStaging
 
 log = logging.getLogger(__name__)
-
-
-class LinkUser(Protocol):
-    """The owner of the rooms that rely on links. Called on the endpoint's thread."""
-
-    @property
-    def links_with_rooms(self) -> Collection[Link]:
-        """Links through which rooms are open."""
-
-    def relies_on(self, link: Link) -> bool:
-        """Whether rooms are open through a link, or its ranks are still to hear of rooms that were refused."""
-
-    def link_looked_up(self, link: Link) -> None:
-        """Called when the registry has named ranks of a link's group, all or some."""
-
-    def link_ready(self, link: Link, now: float) -> None:
-        """Called when rooms can be opened through a link."""
-
-    def link_failed(self, link: Link, error: KVFerryError, now: float) -> None:
-        """Called when a link was given up, and with it every room that relies on it."""
-
-    def rank_settled(self, endpoint: str, now: float) -> None:
-        """Called when a prefill rank will not write again."""
 
 
 class _Offers:
@@ -96,28 +75,26 @@ class Links:
     Attributes:
         retired: those that were given up, and that messages may still have to pass through.
         connections: what they go through.
-        quarantine: ranks that were lost with them, and may still write.
+        rooms_of: the rooms that are open through each.
+        refusals: of rooms that will not be opened, which ranks are still to hear of.
+        quarantine: ranks that were lost, and may still write.
     """
 
-    def __init__(self, context: DecodeContext, user: LinkUser) -> None:
+    def __init__(self, context: DecodeContext, apply: Callable[[ReceivingRoom, ReceiverEvent, float], None]) -> None:
         """Begins with no link; the first room that asks for an engine makes one.
 
         Args:
-            user: whose rooms rely on the links.
+            apply: passes an event to a room.
         """
-        self._identity = context.identity
-        self._registry = context.registry
-        self._settings = context.settings
-        self._platform = context.platform
-        self._observer = context.observer
-        self._settling = context.settling
-        self._submit = context.submit
-        self._user = user
+        self._context = context
+        self._apply = apply
         self._resolver = context.platform.background_executor("kvferry-decode-resolver")
         self._missed = MissedEngines(context.settings.bootstrap_timeout_s)
         self.connections = Connections(context.end, context.identity.endpoint)
         self.quarantine = Quarantine(context)
+        self.refusals = Refusals(context, self.connections)
         self._offers = _Offers(context.staging, self.send)
+        self.rooms_of: dict[Link, dict[ReceivingRoom, None]] = {}
         self._current: dict[LinkKey, Link] = {}
         self.retired: list[Link] = []
         self._callers: list[_Caller] = []
@@ -156,7 +133,7 @@ class Links:
         try:
             if self._is_closed:  # `close` answers whoever had been added before
                 raise EndpointClosedError("the endpoint was closed")
-            self._submit(partial(self._take_caller, caller, key))
+            self._context.submit(partial(self._take_caller, caller, key))
             caller.ready.result(timeout_s)
             return
         except FutureTimeoutError:
@@ -165,11 +142,11 @@ class Links:
             self._callers.remove(caller)
         raise TransferTimeoutError(
             f"prefill engine {key.engine!r} was not connected within {timeout_s:g} s; is it running, and "
-            f"registered at the same registry, {self._registry.url_for(key.engine)}? {problem or ''}"
+            f"registered at the same registry, {self._context.registry.url_for(key.engine)}? {problem or ''}"
         ) from problem
 
     def _take_caller(self, caller: _Caller, key: LinkKey, now: float) -> None:
-        caller.link = self.to(key, now + self._settings.bootstrap_timeout_s)
+        caller.link = self.to(key, now + self._context.settings.bootstrap_timeout_s)
         if caller.link.state is LinkState.READY:
             caller.ready.set_result(None)
 
@@ -183,7 +160,7 @@ class Links:
         for link in self._current.values():
             rank = link.rank_of(endpoint)
             if rank is not None:
-                self.execute(link, link.send(rank, message), self._platform.now())
+                self.execute(link, link.send(rank, message), self._context.platform.now())
                 return
 
     def execute(self, link: Link, commands: Iterable[LinkCommand], now: float) -> None:
@@ -203,7 +180,7 @@ class Links:
         if link is None:
             link = self._current[key] = Link(
                 key,
-                self._identity,
+                self._context.identity,
                 self._offers,
                 next_attempt=self._next_attempt,
                 can_prove_end=self.quarantine.can_prove_end,
@@ -215,23 +192,25 @@ class Links:
 
     def _look_up(self, link: Link) -> None:
         """Looks a link's engine up, once, on the pool."""
-        self._resolver.submit(lambda: self._submit(partial(self._looked_up, link, look_up(self._registry, link.key))))
+        self._resolver.submit(
+            lambda: self._context.submit(partial(self._looked_up, link, *look_up(self._context.registry, link.key)))
+        )
 
-    def _looked_up(self, link: Link, found: LookUp, now: float) -> None:
+    def _looked_up(self, link: Link, view: EngineView | None, problem: KVFerryError | None, now: float) -> None:
         """Takes what the registry says: greets the ranks if they are all there, else asks again some time."""
-        if found.registrations:
-            link.registrations = found.group
-            self._user.link_looked_up(link)
-        if isinstance(found.problem, RegistryAccessError):  # asking again would not help
-            self.fail(link, found.problem, now)
-        elif found.problem is not None:
-            link.problem = found.problem
-            self._missed.missed(link.key.engine, found.problem, now)
-            link.look_up_at = now + link.next_pause_s(self._platform.jitter())
+        if view is not None and view.registrations:
+            link.registrations = view.group(link.key.dp_rank)
+            self.refusals.link_looked_up(link)
+        if isinstance(problem, RegistryAccessError):  # asking again would not help
+            self.fail(link, problem, now)
+        elif problem is not None:
+            link.problem = problem
+            self._missed.missed(link.key.engine, problem, now)
+            link.look_up_at = now + link.next_pause_s(self._context.platform.jitter())
         else:
             self._missed.found(link.key.engine)
-            if not link.is_given_up:
-                self._greet(link, found.registrations, now)
+            if view is not None and not link.is_given_up:
+                self._greet(link, view.registrations, now)
 
     def _greet(self, link: Link, registrations: tuple[RankRegistration, ...], now: float) -> None:
         try:
@@ -275,7 +254,7 @@ class Links:
 
     def _settled(self, address: str, message: messages.Attached) -> None:
         """Takes a rank for attached: nothing can arrive any more of what its failed writes had sent."""
-        self.received(address, self.connections.behind(address), message, self._platform.now())
+        self.received(address, self.connections.behind(address), message, self._context.platform.now())
 
     def take(self, address: str, message: messages.Numbered, now: float) -> list[messages.NumberedToDecode]:
         """Takes a numbered message. Returns what counts of it.
@@ -297,7 +276,8 @@ class Links:
             self.quarantine.connected(peer)
         for caller in self._waiting(link):
             caller.ready.set_result(None)
-        self._user.link_ready(link, now)
+        for room in list(self.rooms_of.get(link, ())):
+            self._apply(room, link.connected(room.room), now)
 
     def start_over(self, link: Link, now: float) -> None:
         """Looks a link's ranks up again: those that it has may be of an earlier start."""
@@ -306,7 +286,7 @@ class Links:
 
     def _started_over(self, link: Link, now: float) -> None:
         """Counts the ranks that a link had before as lost: they may write until they connect anew, or have ended."""
-        self._observer.retried(Retry.CONNECT)
+        self._context.observer.retried(Retry.CONNECT)
         self.quarantine.add(link.left_behind, now)
         link.left_behind.clear()
         self.connections.leave(link)
@@ -316,14 +296,15 @@ class Links:
         if link.is_given_up:
             return
         log.error("the link to prefill engine %r is down: %s", link.key.engine, error)
-        self._observer.peer_lost(f"{link.key.engine}/dp{link.key.dp_rank}", error)
+        self._context.observer.peer_lost(f"{link.key.engine}/dp{link.key.dp_rank}", error)
         del self._current[link.key]
         link.give_up()
         self.retired.append(link)
         self.quarantine.add(link.peers, now)
         for caller in self._waiting(link):
             caller.ready.set_exception(error)
-        self._user.link_failed(link, error, now)
+        for room in list(self.rooms_of.get(link, ())):
+            self._apply(room, ConnectFailed(error), now)
         self.close_retired()
 
     def _rank_closed(self, endpoint: str, now: float, *, after_failure: bool) -> None:
@@ -334,14 +315,15 @@ class Links:
                 problem = PeerDisconnectedError(f"prefill rank {rank} of {link.key.engine!r} was closed")
                 self.fail(link, problem, now)
         if after_failure:  # the link was given up: what it may still write to is kept as for any rank that was lost
-            self._settling.add(lambda: self._will_not_write(endpoint, self._platform.now()))
+            self._context.settling.add(lambda: self._will_not_write(endpoint, self._context.platform.now()))
         else:
             self._will_not_write(endpoint, now)
 
     def close_retired(self) -> None:
         """Drops the retired links through which no message can come that matters, and closes their connections."""
         for link in list(self.retired):
-            if not (self._user.relies_on(link) or self.quarantine.has_ring_of(link)):
+            is_used = link in self.rooms_of or self.refusals.are_told_through(link)
+            if not (is_used or self.quarantine.has_ring_of(link)):
                 self.retired.remove(link)
                 self.connections.leave(link)
 
@@ -350,7 +332,7 @@ class Links:
         self._resolver.close()
         self.quarantine.close()
         ready = [link for link in self.current if link.state is LinkState.READY]
-        unused = set(ready) - set(self._user.links_with_rooms)
+        unused = set(ready) - set(self._with_rooms)
         self.quarantine.keep_for_good({peer.endpoint for link in unused for peer in link.peers})
         self.connections.close()
         self._is_closed = True
@@ -362,6 +344,11 @@ class Links:
     def _all(self) -> tuple[Link, ...]:
         return *self._current.values(), *self.retired
 
+    @property
+    def _with_rooms(self) -> list[Link]:
+        """Links through which rooms are open."""
+        return [link for link in self.rooms_of if link.state is LinkState.READY]
+
     # ---- time ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
@@ -369,16 +356,16 @@ class Links:
         for link in [link for link in self._current.values() if link.state is not LinkState.READY]:
             if link.look_up_at is not None and link.look_up_at <= now < link.deadline:
                 link.look_up_at = None
-                self._observer.retried(Retry.LOOK_UP)
+                self._context.observer.retried(Retry.LOOK_UP)
                 self._look_up(link)
             elif now >= link.deadline:
-                self.fail(link, why_not_ready(link, self._settings), now)
+                self.fail(link, why_not_ready(link, self._context.settings), now)
 
     # ---- ranks that were lost -----------------------------------------------------------------------------------
 
     def release_settled_ranks(self, now: float) -> None:
         """Gives back what lost ranks might have written to, once they are proved not to write again."""
-        for endpoint in self.quarantine.take_settled(self._user.links_with_rooms, now):
+        for endpoint in self.quarantine.take_settled(self._with_rooms, now):
             self._will_not_write(endpoint, now)
 
     def ask_about_lost_ranks(self, now: float) -> None:
@@ -390,10 +377,14 @@ class Links:
         # The rank in its place may know what became of it; a rank that lives gives its old ring up for a new one.
         for link in self.retired:
             if link.key not in self._current and any(link.rank_of(endpoint) is not None for endpoint in doubtful):
-                self.to(link.key, now + self._settings.bootstrap_timeout_s)
+                self.to(link.key, now + self._context.settings.bootstrap_timeout_s)
 
     def _will_not_write(self, endpoint: str, now: float) -> None:
         """Gives back the rings, and drains the rooms, of a prefill rank that will not write again."""
         self.quarantine.release(endpoint)
-        self._user.rank_settled(endpoint, now)
+        for link in self._with_rooms:
+            rank = link.rank_of(endpoint)
+            if rank is not None:
+                for room in list(self.rooms_of.get(link, ())):
+                    self._apply(room, SenderDrained(rank), now)
         self.close_retired()

@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvferry.control.credentials import secret_hint
 from kvferry.control.registry_client import RegistryClient
 from kvferry.errors import KVFerryError, PeerDisconnectedError, RegistryError
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
-from kvferry.protocol.wire.registrations import EngineView, RankRegistration
+from kvferry.protocol.wire.registrations import EngineView
 from kvferry.settings import Settings
 
 
-@dataclass(frozen=True, slots=True)
-class LookUp:
-    """What the registry says of an engine.
+def look_up(registry: RegistryClient, key: LinkKey) -> tuple[EngineView | None, KVFerryError | None]:
+    """Looks a group of ranks up, once. Blocks, and never raises.
 
-    Attributes:
-        registrations: its ranks that are live.
-        group: those of them that were asked for, one data-parallel group's.
-        problem: why they are not all there; None if they are, or if the engine has no such group.
+    Returns:
+        What the registry says of the engine, None if it does not answer; and why ranks of the group are missing, None
+        if all are there or the engine has no such group.
     """
-
-    registrations: tuple[RankRegistration, ...] = ()
-    group: tuple[RankRegistration, ...] = ()
-    problem: KVFerryError | None = None
-
-
-def look_up(registry: RegistryClient, key: LinkKey) -> LookUp:
-    """Looks a group of ranks up, once. Blocks, and never raises."""
     try:
         view = registry.engine(key.engine)
         missing = _missing(view, key.dp_rank)
-        problem = None
-        if missing is not None:
-            problem = PeerDisconnectedError(f"the registry at {registry.url_for(key.engine)} knows {missing}")
-        return LookUp(view.registrations, view.group(key.dp_rank), problem)
+        if missing is None:
+            return view, None
+        return view, PeerDisconnectedError(f"the registry at {registry.url_for(key.engine)} knows {missing}")
     except RegistryError as error:
-        return LookUp(problem=error)
+        return None, error
     except Exception as error:
         unexpected = RegistryError(f"looking up {key.engine!r} failed: {type(error).__name__}: {error}")
         unexpected.__cause__ = error
-        return LookUp(problem=unexpected)
+        return None, unexpected
 
 
 def why_not_ready(link: Link, settings: Settings) -> KVFerryError:

@@ -13,7 +13,7 @@ from functools import partial
 
 from kvferry.control.kubernetes import Orchestrator
 from kvferry.endpoint.decode.context import DecodeContext
-from kvferry.errors import KVFerryError, OrchestratorError
+from kvferry.errors import KVFerryError, OrchestratorError, UsageError
 from kvferry.observe.status import LostPeerStatus
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.links.link import Link
@@ -37,11 +37,7 @@ class Quarantine:
     def __init__(self, context: DecodeContext) -> None:
         """Begins with no lost ranks, and asks nobody yet."""
         settings, platform = context.settings, context.platform
-        self._platform = platform
-        self._registry = context.registry
-        self._staging = context.staging
-        self._settling = context.settling
-        self._submit = context.submit
+        self._context = context
         self._lost = LostRanks(settle_s=settings.quarantine_s)
         # By endpoint the number of its last failed write, and whether all that was sent of it can only have arrived.
         self._failures: dict[str, tuple[int, bool]] = {}
@@ -70,7 +66,7 @@ class Quarantine:
                 endpoint=endpoint,
                 lost_for_s=max(0.0, now - lost.since),
                 pages=pages.get(endpoint, 0),
-                ring_bytes=self._staging.bytes_of(endpoint),
+                ring_bytes=self._context.staging.bytes_of(endpoint),
                 proof=lost.proof.value if lost.proof is not None else "",
                 frees=self._reach.how(lost.process, endpoint) if lost.proof is None else (),
                 problem=self._problem if lost.proof is None else "",
@@ -94,11 +90,11 @@ class Quarantine:
     def release(self, endpoint: str) -> None:
         """Gives back the rings of a rank that will not write again."""
         self._lost.discard(endpoint)
-        self._staging.closed(endpoint)
+        self._context.staging.closed(endpoint)
 
     def has_ring_of(self, link: Link) -> bool:
         """Whether a lost rank may still write into staging memory; its close message may yet come."""
-        return any(peer.endpoint in self._staging.rings and peer.endpoint in self._lost for peer in link.peers)
+        return any(peer.endpoint in self._context.staging.rings and peer.endpoint in self._lost for peer in link.peers)
 
     def keep_for_good(self, settled: Collection[str]) -> None:
         """Keeps staging memory for good that a rank may still write to: nothing here could stop that.
@@ -106,7 +102,7 @@ class Quarantine:
         Args:
             settled: ranks that have no write to this one in flight.
         """
-        kept = self._staging.keep_for_good(settled)
+        kept = self._context.staging.keep_for_good(settled)
         if kept:
             log.warning("%d bytes of staging memory are kept for good: prefill ranks may still write to them", kept)
 
@@ -122,7 +118,7 @@ class Quarantine:
         endpoint, number = message.endpoint, message.last_failure
         if number > self._failures.get(endpoint, (0, True))[0]:
             remember(self._failures, endpoint, (number, False), _MOST_WAITED_FOR)
-            self._settling.add(partial(self._settled, endpoint, number, settled))
+            self._context.settling.add(partial(self._settled, endpoint, number, settled))
 
     def _settled(self, endpoint: str, number: int, settled: Callable[[], None]) -> None:
         if self._failures.get(endpoint) == (number, False):
@@ -137,7 +133,7 @@ class Quarantine:
 
     def is_gone(self, process: ProcessIdentity) -> bool:
         """Whether this machine shows that a process has ended. Returns at once."""
-        return Proof.PROCESS in self._reach.declared and self._platform.is_gone(process)
+        return Proof.PROCESS in self._reach.declared and self._context.platform.is_gone(process)
 
     def gone(self, process: ProcessIdentity) -> None:
         """Takes a rank's word that a process on its machine has ended."""
@@ -149,6 +145,15 @@ class Quarantine:
         log.warning("prefill endpoint %s has ended, proof: %s", endpoint, proof.value)
         self._lost.ended(endpoint, proof)
 
+    def take_word(self, endpoint: str) -> None:
+        """Takes an operator's word that a lost rank has ended; raises as `DecodeEndpoint.release`. From any thread."""
+        if Proof.OPERATOR not in self._context.settings.proofs:
+            raise UsageError("an operator's word does not count here: add operator to end_proofs (KVFERRY_END_PROOFS)")
+        lost = [each for each, _ in self._lost.all]
+        if endpoint not in lost:
+            raise UsageError(f"nothing here waits for the end of {endpoint!r}; lost are: {', '.join(lost) or 'none'}")
+        self._context.submit(lambda _: self.ended(endpoint, Proof.OPERATOR))
+
     def take_settled(self, with_rooms: Iterable[Link], now: float) -> list[str]:
         """Returns and forgets the ranks that are proved not to write again.
 
@@ -158,7 +163,7 @@ class Quarantine:
         if not len(self._lost):
             return []
         at_stake = {peer.endpoint for link in with_rooms for peer in link.peers}
-        self._lost.keep_only(at_stake | self._staging.writers)
+        self._lost.keep_only(at_stake | self._context.staging.writers)
         self._lost.look(self.is_gone)
         return self._lost.take_settled(now)
 
@@ -202,7 +207,7 @@ class Quarantine:
             self._problem = ""
         except Exception as error:
             self._failed(error)
-        self._submit(partial(self._asked, proved))
+        self._context.submit(partial(self._asked, proved))
 
     def _asked(self, proved: list[tuple[str, Proof]], now: float) -> None:
         self._is_asking = False
@@ -212,7 +217,7 @@ class Quarantine:
     def _released(self, doubtful: Sequence[tuple[str, ProcessIdentity]]) -> list[tuple[str, Proof]]:
         """Returns those that an operator has released at the registry."""
         try:
-            released = set(self._registry.released())
+            released = set(self._context.registry.released())
         except KVFerryError as error:
             log.debug("the registry does not say whom operators have released: %s", error)
             return []

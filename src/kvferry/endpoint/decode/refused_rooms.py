@@ -71,10 +71,6 @@ class Refusals:
         """Whether ranks of a link are still to hear of any."""
         return link in self._count_of
 
-    def holds(self, room: int) -> bool:
-        """Whether a prefill rank may still be told that a room was refused."""
-        return room in self._refusals
-
     def add(
         self, room: int, link: Link, *, generation: int, reason: str, now: float, holder: int | None = None
     ) -> None:

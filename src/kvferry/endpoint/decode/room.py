@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from kvferry.endpoint.transfer import Receiver
 from kvferry.observe.records import PlacedRecord, ReceiverStats
 from kvferry.observe.status import RoomStatus
@@ -12,37 +14,42 @@ from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.states import ReceiverState
 
 
+@dataclass(eq=False, slots=True)
 class ReceivingRoom:
-    """A room's state machine and what belongs to it. Owned by the driver thread."""
+    """A room's state machine and what belongs to it. Owned by the driver thread.
 
-    def __init__(
-        self,
-        machine: ReceiverMachine,
-        *,
-        generation: int,
-        groups: tuple[GroupRequest, ...],
-        tokens: int | None,
-        depends_on: dict[str, bytes],
-        receiver: Receiver,
-        places: UnitPlaces,
-    ) -> None:
-        self.room = machine.room
-        self.generation = generation
-        self.groups = groups
-        self.tokens = tokens
-        self.depends_on = depends_on
-        self.receiver = receiver
-        self.machine = machine
-        self.places = places
-        self.link: Link | None = None  # through which it is opened; None until the driver thread has taken the room
-        self.trace = ""  # the context that travels with its open request
-        self.open_numbers: dict[int, int] = {}  # of its open requests in the ranks' channels, by engine rank
-        self._placed: list[PlacedRecord] = []
+    Attributes:
+        places: where in its pages what arrives belongs.
+        link: through which it is opened; None until the driver thread has taken the room.
+        trace: the context that travels with its open request.
+        open_numbers: of its open requests in the ranks' channels, by engine rank.
+    """
+
+    machine: ReceiverMachine
+    generation: int
+    groups: tuple[GroupRequest, ...]
+    tokens: int | None
+    depends_on: dict[str, bytes]
+    receiver: Receiver
+    places: UnitPlaces
+    link: Link | None = None
+    trace: str = ""
+    open_numbers: dict[int, int] = field(default_factory=dict)
+    _placed: list[PlacedRecord] = field(default_factory=list)
+
+    @property
+    def room(self) -> int:
+        """Its number."""
+        return self.machine.room
 
     @property
     def waits_for_link(self) -> bool:
         """Whether its link has not become ready: once that has, it stays so, even if it is given up."""
         return self.link is None or self.link.state is not LinkState.READY
+
+    def is_meant(self, generation: int) -> bool:
+        """Whether a message means this use of the number. None does while the room waits for its link."""
+        return self.generation == generation and not self.waits_for_link
 
     def is_rank(self, engine_rank: int, endpoint: str) -> bool:
         """Whether an endpoint is that rank of the group through which the room is opened."""
@@ -89,5 +96,5 @@ class ReceivingRoom:
             chunks=chunks,
             placed=tuple(self._placed) if self.machine.state.is_final else (),
         )
-        self.receiver._aux = self.machine.aux
+        self.receiver.aux = self.machine.aux or b""
         self.receiver._update(self.machine.state, self.machine.error, pages_reusable=self.machine.are_pages_reusable)

@@ -15,31 +15,29 @@ from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.heartbeats import Heartbeats
 from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.look_ups import why_not_ready
-from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.transfer import Receiver
-from kvferry.errors import KVFerryError, MessageError, UnknownRoomError
+from kvferry.errors import MessageError, UnknownRoomError
 from kvferry.observe.status import LostPeerStatus, RoomStatus
-from kvferry.protocol.links.link import Link, LinkKey, LinkState
+from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan.requests.placing import UnitPlaces
+from kvferry.protocol.links.link import Link, LinkKey
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
+from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import (
-    ArrivedUnverified,
     AwaitArrival,
     ConnectFailed,
     Drop,
     PartArrived,
-    ReceiverBroke,
+    Place,
     ReceiverCommand,
     ReceiverEvent,
-    ReceiverTick,
-    Scatter,
     SendAbort,
     SenderDrained,
-    SenderFailed,
     SenderSettled,
     SendOpen,
     SendVerified,
-    Verify,
 )
 from kvferry.protocol.wire import messages
 
@@ -61,41 +59,57 @@ class ReceivingRooms:
 
     def __init__(self, context: DecodeContext) -> None:
         """Begins with none; the threads that scatter and verify are started."""
-        self._identity = context.identity
-        self._settings = context.settings
-        self._platform = context.platform
-        self._observer = context.observer
-        self._settling = context.settling
-        self._submit = context.submit
+        self._context = context
         # Guards that rooms are opened one at a time, and none behind the close.
         self._lock = threading.Lock()
         self.is_closed = False
-        self.links = Links(context, self)
+        self.links = Links(context, self.apply)
         self.heartbeats = Heartbeats(context, self.links)
-        self.refusals = Refusals(context, self.links.connections)
+        self.refusals = self.links.refusals
         self.open: dict[int, ReceivingRoom] = {}
-        self._rooms_of: dict[Link, dict[ReceivingRoom, None]] = {}
         self._unanswered: dict[ReceivingRoom, None] = {}  # that are over here, and may not be everywhere
         self._timers: Timers[ReceivingRoom] = Timers()
         self.last_news_at = 0.0
-        self.arrivals = Arrivals(context, self)
+        self.arrivals = Arrivals(context, self.open, self.apply)
 
     # ---- for callers --------------------------------------------------------------------------------------------
 
-    def add(self, room: ReceivingRoom, key: LinkKey) -> None:
-        """Opens a room; raises as `DecodeEndpoint.open` does."""
+    def add(
+        self,
+        machine: ReceiverMachine,
+        key: LinkKey,
+        groups: tuple[GroupRequest, ...],
+        *,
+        tokens: int | None,
+        depends_on: dict[str, bytes],
+    ) -> Receiver:
+        """Opens a room with this machine; raises as `DecodeEndpoint.open` does."""
+
+        def abort(reason: str) -> None:
+            self._post_event(room, AbortRequested(reason))
+
+        room = ReceivingRoom(
+            machine,
+            generation=self._context.platform.random_bits(63),
+            groups=groups,
+            tokens=tokens,
+            depends_on=depends_on,
+            receiver=Receiver(machine.room, abort, self._context.platform.now()),
+            places=UnitPlaces(self._context.identity.layout, groups, tokens),
+        )
         with self._lock:
             check_may_open(
                 room.room,
                 self.open,
-                most=self._settings.max_rooms,
-                who=f"decode rank {self._identity.coordinates.engine_rank}",
+                most=self._context.settings.max_rooms,
+                who=f"decode rank {self._context.identity.coordinates.engine_rank}",
                 is_closed=self.is_closed,
             )
             self.open[room.room] = room
-            room.trace = self._observer.begin_receiving(room.room)
+            room.trace = self._context.observer.begin_receiving(room.room)
             # Under the lock, so that a close that aborts this room comes behind it.
-            self._submit(partial(self._take, room, key))
+            self._context.submit(partial(self._take, room, key))
+        return room.receiver
 
     def receiver(self, room: int) -> Receiver:
         """Returns the open transfer of that number.
@@ -105,14 +119,16 @@ class ReceivingRooms:
         """
         found = self.open.get(room)
         if found is None:
-            raise UnknownRoomError(f"room {room} is not open on decode rank {self._identity.coordinates.engine_rank}")
+            raise UnknownRoomError(
+                f"room {room} is not open on decode rank {self._context.identity.coordinates.engine_rank}"
+            )
         return found.receiver
 
     def refuse(self, room: int, key: LinkKey, reason: str) -> None:
         """Tells a prefill engine, soon, that a room will not be opened; see `DecodeEndpoint.refuse`."""
         with self._lock:
             if not self.is_closed:
-                self._submit(partial(self._refuse, room, key, reason))
+                self._context.submit(partial(self._refuse, room, key, reason))
 
     def close(self) -> None:
         """Aborts all rooms and opens no more. May be called again."""
@@ -142,7 +158,7 @@ class ReceivingRooms:
         """Takes a new room: connects it, or has it wait for its link."""
         self.refusals.forget(room.room)
         link = room.link = self.links.to(key, room.machine.deadline or now)
-        self._rooms_of.setdefault(link, {})[room] = None
+        self.links.rooms_of.setdefault(link, {})[room] = None
         if room.waits_for_link:
             self._timers.set(room, room.machine.deadline)
         else:
@@ -155,8 +171,8 @@ class ReceivingRooms:
             commands = room.machine.handle(event, now)
         except Exception as error:
             log.exception("room %d met an unexpected error", room.room)
-            commands = room.machine.handle(ReceiverBroke(error), now)
-            if isinstance(event, PartArrived | ArrivedUnverified):
+            commands = room.machine.handle(Broke(error), now)
+            if isinstance(event, PartArrived):
                 commands.append(Drop(event.work))
         is_open = self.open.get(room.room) is room
         if is_open and room.machine.is_done:
@@ -168,7 +184,7 @@ class ReceivingRooms:
         had_ended = room.receiver.stats.ended_at is not None
         room.show(now)
         if room.machine.state.is_final and not had_ended:
-            self._observer.received(room.room, room.receiver.stats, room.machine.error)
+            self._context.observer.received(room.room, room.receiver.stats, room.machine.error)
         for command in commands:
             # A room that could not be opened at one rank has failed, and its aborts were sent already.
             if not (isinstance(command, SendOpen) and room.machine.state.is_final):
@@ -181,10 +197,10 @@ class ReceivingRooms:
         self._unanswered.pop(room, None)
         if room.link is None:
             return
-        rooms = self._rooms_of[room.link]
+        rooms = self.links.rooms_of[room.link]
         del rooms[room]
         if not rooms:
-            del self._rooms_of[room.link]
+            del self.links.rooms_of[room.link]
         if room.waits_for_link and room.machine.error is not None:
             error = room.machine.error
             cause = error.__cause__
@@ -211,18 +227,18 @@ class ReceivingRooms:
                 self.links.execute(link, link.send_unnumbered(rank, message), now)
             case SendVerified(rank):
                 self._send(room, link, rank, messages.RoomVerified(room=room.room, generation=room.generation), now)
-            case Scatter(work) | Verify(work):
+            case Place(work):
                 self.arrivals.begin(work)
             case Drop(work):
                 self.arrivals.drop(work)
             case AwaitArrival(rank):
-                self._settling.add(partial(self.post_event, room.room, room.generation, SenderSettled(rank)))
+                self._context.settling.add(partial(self._post_event, room, SenderSettled(rank)))
 
     def _open_request(self, room: ReceivingRoom, filled: frozenset[str]) -> messages.OpenRoom:
         return messages.OpenRoom(
             room=room.room,
             generation=room.generation,
-            receivers=self._identity.coordinates.group_size,
+            receivers=self._context.identity.coordinates.group_size,
             tokens=room.tokens,
             groups=tuple(group for group in room.groups if group.name in filled),
             trace=room.trace,
@@ -237,19 +253,18 @@ class ReceivingRooms:
         try:
             sends = link.send(rank, message)
         except MessageError as error:
-            self.apply(room, ReceiverBroke(error), now)
+            self.apply(room, Broke(error), now)
         else:
             self.links.execute(link, sends, now)
 
-    def post_event(self, room: int, generation: int, event: ReceiverEvent) -> None:
-        """Queues an event for a room; it is dropped if the room has another generation by then, or has gone."""
+    def _post_event(self, room: ReceivingRoom, event: ReceiverEvent) -> None:
+        """Queues an event for a room; it is dropped if the room is done by then."""
 
         def deliver(now: float) -> None:
-            opened = self.open.get(room)
-            if opened is not None and opened.generation == generation:
-                self.apply(opened, event, now)
+            if self.open.get(room.room) is room:
+                self.apply(room, event, now)
 
-        self._submit(deliver)
+        self._context.submit(deliver)
 
     def _refuse(self, room: int, key: LinkKey, reason: str, now: float) -> None:
         """Tells a prefill engine that a room will not be opened."""
@@ -258,57 +273,14 @@ class ReceivingRooms:
             holder = None  # our caller has opened it since
         self.refusals.add(
             room,
-            self.links.to(key, now + self._settings.bootstrap_timeout_s),
-            generation=self._platform.random_bits(63),
+            self.links.to(key, now + self._context.settings.bootstrap_timeout_s),
+            generation=self._context.platform.random_bits(63),
             reason=reason,
             now=now,
             holder=holder.generation if holder is not None else None,
         )
 
-    # ---- for arrivals -------------------------------------------------------------------------------------------
-
-    def running(self) -> list[ReceivingRoom]:
-        """Returns the rooms that have not ended."""
-        return [room for room in list(self.open.values()) if not room.machine.state.is_final]
-
-    def find(self, room: int, generation: int) -> ReceivingRoom | None:
-        """Returns a room; None if it is over, waits for its link, or is another use of the number."""
-        found = self.open.get(room)
-        is_meant = found is not None and found.generation == generation and not found.waits_for_link
-        return found if is_meant else None
-
-    # ---- for links ----------------------------------------------------------------------------------------------
-
-    @property
-    def links_with_rooms(self) -> list[Link]:
-        """Links through which rooms are open."""
-        return [link for link in self._rooms_of if link.state is LinkState.READY]
-
-    def relies_on(self, link: Link) -> bool:
-        """Whether rooms are open through a link, or its ranks are still to hear of rooms that were refused."""
-        return link in self._rooms_of or self.refusals.are_told_through(link)
-
-    def link_looked_up(self, link: Link) -> None:
-        """Tells the ranks that were found of rooms that were refused."""
-        self.refusals.link_looked_up(link)
-
-    def link_ready(self, link: Link, now: float) -> None:
-        """Opens the rooms that waited for a link."""
-        for room in list(self._rooms_of.get(link, ())):
-            self.apply(room, link.connected(room.room), now)
-
-    def link_failed(self, link: Link, error: KVFerryError, now: float) -> None:
-        """Fails the rooms that rely on a link."""
-        for room in list(self._rooms_of.get(link, ())):
-            self.apply(room, ConnectFailed(error), now)
-
-    def rank_settled(self, endpoint: str, now: float) -> None:
-        """Marks a prefill rank that will not write again as drained in every room."""
-        for link in self.links_with_rooms:
-            rank = link.rank_of(endpoint)
-            if rank is not None:
-                for room in list(self._rooms_of.get(link, ())):
-                    self.apply(room, SenderDrained(rank), now)
+    # ---- messages -----------------------------------------------------------------------------------------------
 
     def broke(self, address: str, now: float) -> None:
         """A connection broke: asks again what may be lost of it, or the answer."""
@@ -318,14 +290,12 @@ class ReceivingRooms:
         for room in [room for room in self._unanswered if room.link in links]:
             self._ask_to_stop(room, now)
 
-    # ---- messages -----------------------------------------------------------------------------------------------
-
     def received(self, address: str, message: messages.RoomFailed | messages.Drained, now: float) -> None:
         """Takes what the prefill rank at an address says of a room."""
         if isinstance(message, messages.Drained) and self.refusals.take_answer(address, message):
             self.links.close_retired()  # nobody needs them for that any more
-        room = self.find(message.room, message.generation)
-        if room is None or room.link is None:
+        room = self.open.get(message.room)
+        if room is None or room.link is None or not room.is_meant(message.generation):
             return
         if isinstance(message, messages.Drained) and not room.is_rank(message.writer, message.endpoint):
             return  # from a later start of the rank, which proves nothing about the earlier one's writes
@@ -334,7 +304,7 @@ class ReceivingRooms:
             return
         match message:
             case messages.RoomFailed():
-                self.apply(room, SenderFailed(message.writer, message.error, message.reason), now)
+                self.apply(room, message, now)
             case messages.Drained():
                 self.apply(room, SenderDrained(message.writer, message.after_failure), now)
 
@@ -344,9 +314,9 @@ class ReceivingRooms:
         """Notifies the rooms whose deadlines have passed; those that wait for a link hear why it is not ready."""
         for room in self._timers.due(now):
             if room.link is not None and room.waits_for_link:
-                self.apply(room, ConnectFailed(why_not_ready(room.link, self._settings)), now)
+                self.apply(room, ConnectFailed(why_not_ready(room.link, self._context.settings)), now)
             else:
-                self.apply(room, ReceiverTick(), now)
+                self.apply(room, Tick(), now)
 
     def repeat(self, now: float) -> None:
         """Asks again what was not answered: a connection that broke may have lost it, or the answer."""

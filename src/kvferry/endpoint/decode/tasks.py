@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.runtime.platform import Platform
@@ -14,7 +15,7 @@ from kvferry.endpoint.runtime.threads import Loop
 from kvferry.observe.records import PlacedRecord
 from kvferry.plan import PairPlan
 from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.receiver_events import PartScattered, ReceiverEvent, Verified
+from kvferry.protocol.transfer.receiver_events import PartPlaced
 from kvferry.protocol.wire.notifications import ChunkArrived, StagedArrived
 from kvferry.staging import Kernels
 from kvferry.staging.digests import DigestMemory, verify_chunk
@@ -26,14 +27,22 @@ class ArrivalTask(ABC):
     """Work on data that has arrived for a room, done before the arrival counts.
 
     Attributes:
-        room: the room.
         arrived_at: when the arrival was noticed.
+        message: what said so.
+        purpose: what is done with it, in words.
     """
 
     __slots__ = ()
 
     room: ReceivingRoom
     arrived_at: float
+    message: StagedArrived | ChunkArrived
+    purpose: ClassVar[str]
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes of staging memory it puts into pages."""
+        return 0
 
     def run(self, kernels: Kernels) -> Exception | None:
         """Does the work, unless the room has ended; returns the error that it raised."""
@@ -53,28 +62,13 @@ class ArrivalTask(ABC):
     def work(self, kernels: Kernels) -> None:
         """Does the work; may raise anything."""
 
-    @abstractmethod
-    def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
-        """Returns the record of the work."""
-
-    @abstractmethod
-    def event(self, error: Exception | None) -> ReceiverEvent:
+    def event(self, error: Exception | None) -> PartPlaced:
         """Returns the event for the room once the work is done."""
+        return PartPlaced(self.message.writer, self.message.sequence, error, self.purpose)
 
     @abstractmethod
     def give_back(self) -> None:
         """Gives back the memory that the task is about, once it is done or dropped. For the driver's thread."""
-
-
-def _placed(task: ArrivalTask, writer: int, begun_at: float, done_at: float, num_bytes: int) -> PlacedRecord:
-    return PlacedRecord(
-        writer=writer,
-        arrived_at=task.arrived_at,
-        begun_at=begun_at,
-        done_at=done_at,
-        num_bytes=num_bytes,
-        thread=threading.current_thread().name,
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +78,6 @@ class ScatterTask(ArrivalTask):
     Attributes:
         ring: the ring that it is in.
         span: where in the ring.
-        message: what it is.
         is_verified: whether its digests are to be compared.
     """
 
@@ -94,15 +87,14 @@ class ScatterTask(ArrivalTask):
     span: Span
     message: StagedArrived
     is_verified: bool = False
+    purpose: ClassVar[str] = "put into its pages"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.span.num_bytes
 
     def work(self, kernels: Kernels) -> None:
         scatter_part(self.message, self.ring, self.span, self.room.places, kernels, is_verified=self.is_verified)
-
-    def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
-        return _placed(self, self.message.writer, begun_at, done_at, self.span.num_bytes)
-
-    def event(self, error: Exception | None) -> PartScattered:
-        return PartScattered(self.message.writer, self.message.sequence, self.message.part, error)
 
     def give_back(self) -> None:
         self.ring.give_back(self.span)
@@ -114,7 +106,6 @@ class VerifyTask(ArrivalTask):
 
     Attributes:
         plan: what its writer may send.
-        message: what it is.
         memory: what digests of the pages are computed with.
     """
 
@@ -123,15 +114,10 @@ class VerifyTask(ArrivalTask):
     plan: PairPlan
     message: ChunkArrived
     memory: DigestMemory
+    purpose: ClassVar[str] = "verified"
 
     def work(self, kernels: Kernels) -> None:
         verify_chunk(self.message, self.plan, self.room.places, self.memory, is_wanted=self.is_wanted)
-
-    def placed(self, begun_at: float, done_at: float) -> PlacedRecord:
-        return _placed(self, self.message.writer, begun_at, done_at, 0)
-
-    def event(self, error: Exception | None) -> Verified:
-        return Verified(self.message.writer, self.message.sequence, error)
 
     def give_back(self) -> None:
         pass
@@ -198,4 +184,12 @@ class Scatterers:
     def _work(self, task: ArrivalTask) -> None:
         begun_at = self._now()
         error = task.run(self._kernels)
-        self._on_done(task, task.placed(begun_at, self._now()), error)
+        record = PlacedRecord(
+            writer=task.message.writer,
+            arrived_at=task.arrived_at,
+            begun_at=begun_at,
+            done_at=self._now(),
+            num_bytes=task.num_bytes,
+            thread=threading.current_thread().name,
+        )
+        self._on_done(task, record, error)

@@ -12,7 +12,8 @@ from kvferry.endpoint.prefill.room_write import RoomWrite, Target
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.observe.records import PartRecord
 from kvferry.plan import Unit
-from kvferry.protocol.transfer.sender_events import SenderBroke, WriteAdmitted, WriteDeferred
+from kvferry.protocol.transfer.both_sides import Broke
+from kvferry.protocol.transfer.sender_events import WriteAdmitted, WriteDeferred
 from kvferry.protocol.wire import codec, notifications
 from kvferry.transport import TransferHandle, TransferReport
 
@@ -82,7 +83,7 @@ class DirectWrite(RoomWrite):
 
     def broke(self, error: Exception) -> None:
         """Fails the room: whether the write has ended is not known."""
-        self.target.room.post(SenderBroke(error))
+        self.target.room.post(Broke(error))
 
     def _end(self, error: Exception | None) -> None:
         if (event := self.end(error)) is not None:

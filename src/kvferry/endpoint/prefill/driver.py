@@ -20,7 +20,7 @@ from kvferry.endpoint.prefill.peers import refused
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.run_queue import Waker
-from kvferry.endpoint.runtime.threads import Loop, RunningLoop, ThreadHealth
+from kvferry.endpoint.runtime.threads import Loop, RunningLoop
 from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.errors import (
     EndpointClosedError,
@@ -31,7 +31,7 @@ from kvferry.errors import (
     VersionError,
 )
 from kvferry.observe.observer import Observer
-from kvferry.observe.status import StagingStatus
+from kvferry.observe.status import StagingStatus, ThreadStatus
 from kvferry.protocol.time_awake import Lateness
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
@@ -159,7 +159,7 @@ class PrefillDriver(Loop):
     # ---- from any thread ----------------------------------------------------------------------------------------
 
     @property
-    def health(self) -> tuple[ThreadHealth, ...]:
+    def health(self) -> tuple[ThreadStatus, ...]:
         """Health of every thread."""
         return tuple(thread.health for thread in (*self._threads, *self.workers.threads))
 

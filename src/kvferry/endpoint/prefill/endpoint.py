@@ -11,10 +11,9 @@ from kvferry.endpoint.construction import checked_room
 from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.runtime.platform import Closing, Platform
-from kvferry.endpoint.runtime.threads import ThreadHealth
 from kvferry.endpoint.transfer import Sender
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.observe.status import EndpointStatus, Side
+from kvferry.observe.status import EndpointStatus, Side, ThreadStatus
 from kvferry.settings import Settings
 from kvferry.transport import Transport
 
@@ -26,13 +25,6 @@ class PrefillEndpoint(Endpoint):
     a context manager, and its methods may be called from any thread.
 
     Attributes:
-        layout: what this rank caches and where.
-        engine: the engine's name.
-        coordinates: this rank's place in the engine.
-        engine_rank: its number among all ranks of the engine.
-        fingerprint: what its caches are beyond their layout.
-        settings: what it was made with.
-        transport: moves its bytes.
         control_address: where decode ranks reach it.
         registry_url: where the registry is that it announces itself to: its own, if it runs one.
     """
@@ -106,7 +98,7 @@ class PrefillEndpoint(Endpoint):
         return self._registration.error
 
     @property
-    def health(self) -> tuple[ThreadHealth, ...]:
+    def health(self) -> tuple[ThreadStatus, ...]:
         """Health of every thread of the endpoint."""
         return self._driver.health
 

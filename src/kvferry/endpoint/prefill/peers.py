@@ -10,9 +10,8 @@ from typing import TypeAlias
 
 from kvferry.endpoint.prefill.attachment import Attachment, attach
 from kvferry.endpoint.prefill.context import PrefillContext
-from kvferry.endpoint.runtime.actors import Actor
 from kvferry.endpoint.runtime.calibration import WriteHangsError
-from kvferry.endpoint.runtime.run_queue import RunQueue
+from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import TransportError
 from kvferry.observe.logs import report_silence

@@ -15,8 +15,7 @@ from kvferry.endpoint.prefill.receiver_writes import ReceiverWrites
 from kvferry.endpoint.prefill.room_write import Target
 from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart
 from kvferry.endpoint.reporting import RoomReport
-from kvferry.endpoint.runtime.actors import Actor
-from kvferry.endpoint.runtime.run_queue import RunQueue
+from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 from kvferry.endpoint.runtime.workers import Worker, WorkerPool
 from kvferry.endpoint.transfer import Sender
 from kvferry.errors import KVFerryError, TransferFailedError
@@ -24,20 +23,16 @@ from kvferry.observe.records import SenderStats, WriteRecord
 from kvferry.observe.status import RoomStatus
 from kvferry.plan.requests.chunks import ChunkSequence, HandedIn
 from kvferry.protocol.rooms.room_table import RoomMessage
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
     ChunkSubmitted,
-    FinishFailed,
     FinishSent,
-    ReceiverAborted,
+    ReceiverMessage,
     ReceiverOpened,
-    ReceiverRefused,
     SendDrained,
-    SenderAbortRequested,
-    SenderBroke,
     SenderEvent,
-    SenderTick,
     SendFailed,
     SendFinish,
     TurnCame,
@@ -46,7 +41,6 @@ from kvferry.protocol.transfer.sender_events import (
 )
 from kvferry.protocol.transfer.states import SenderState, TransferState
 from kvferry.protocol.wire import codec, messages, notifications
-from kvferry.protocol.wire.rank_identity import DecodeRank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,15 +51,7 @@ class OpenReceived:
     message: messages.OpenRoom
 
 
-@dataclass(frozen=True, slots=True)
-class RefusalReceived:
-    """A decode rank's refusal to open the room."""
-
-    receiver: str
-    message: messages.RefuseRoom
-
-
-RoomEvent: TypeAlias = SenderEvent | HandedIn | OpenReceived | RefusalReceived | PostNextPart | StagedPart | Admitted
+RoomEvent: TypeAlias = SenderEvent | HandedIn | OpenReceived | PostNextPart | StagedPart | Admitted
 
 
 class SendingRoom(Actor):
@@ -114,7 +100,7 @@ class SendingRoom(Actor):
             machine.room,
             ChunkSequence(machine.room, context.identity.layout.groups),
             self.post if synchronous else partial(run_queue.hand_in, self),
-            lambda reason: self.post(SenderAbortRequested(reason)),
+            lambda reason: self.post(AbortRequested(reason)),
             settle=self._wait_settled if synchronous else None,
             most_waiting=context.settings.max_waiting_chunks,
             now=context.now,
@@ -216,10 +202,10 @@ class SendingRoom(Actor):
                     self._next_opens[event.attachment.receiver] = event.message
                 else:
                     self.apply(self._opened(event), worker)
-            case ReceiverAborted():
-                self._aborted(event, worker)
-            case RefusalReceived():
-                self._refused(event, worker)
+            case ReceiverMessage(receiver, messages.AbortRoom() as message):
+                self._aborted(receiver, message, worker)
+            case ReceiverMessage(receiver, messages.RefuseRoom() as message):
+                self._refused(receiver, message, worker)
             case HandedIn():
                 self._submitted_at[event.number] = event.submitted_at
                 if event.is_last:
@@ -235,7 +221,7 @@ class SendingRoom(Actor):
                     self._receivers[event.receiver].staged.post_next(worker)
             case StagedPart():
                 self._receivers[event.receiver].staged.landed(event, worker)
-            case SenderTick():
+            case Tick():
                 self._take_over_progress()
                 self.apply(event, worker)
             case _:
@@ -244,25 +230,21 @@ class SendingRoom(Actor):
             self._cancel(worker)
         self._show()
 
-    def _aborted(self, event: ReceiverAborted, worker: Worker) -> None:
-        receiver, generation = event.receiver, event.generation
-        if self._machine.is_done and self._generations.get(receiver) != generation:
+    def _aborted(self, receiver: str, message: messages.AbortRoom, worker: Worker) -> None:
+        if self._machine.is_done and self._generations.get(receiver) != message.generation:
             # Came while this room ended. The open request that it aborts was passed on already; so is the abort.
-            message = messages.AbortRoom(room=self.room, generation=generation, reason=event.reason, error=event.error)
             self._pass_on(receiver, message)
             return
         kept = self._next_opens.get(receiver)
-        if kept is not None and kept.generation == generation:
+        if kept is not None and kept.generation == message.generation:
             del self._next_opens[receiver]
-        self.apply(event, worker)
+        self.apply(ReceiverMessage(receiver, message), worker)
 
-    def _refused(self, event: RefusalReceived, worker: Worker) -> None:
-        receiver, message = event.receiver, event.message
+    def _refused(self, receiver: str, message: messages.RefuseRoom, worker: Worker) -> None:
         if self._machine.is_done:  # came while this room ended, and may be for the next one
             self._pass_on(receiver, message)
             return
-        rank = DecodeRank(message.engine, message.coordinates)
-        self.apply(ReceiverRefused(receiver, rank, message.reason), worker)
+        self.apply(ReceiverMessage(receiver, message), worker)
         if self._machine.state is TransferState.FAILED:  # it is not to be notified: the next that it opens is another
             self._generations.setdefault(receiver, message.generation)
 
@@ -291,7 +273,7 @@ class SendingRoom(Actor):
 
     def broke(self, error: Exception, worker: Worker) -> None:
         """Fails the room with an unexpected error."""
-        self.apply(SenderBroke(error), worker)
+        self.apply(Broke(error), worker)
         self._cancel(worker)
         self._show()
 
@@ -353,6 +335,6 @@ class SendingRoom(Actor):
         try:
             self._context.transport.notify(command.receiver, codec.encode(message))
         except Exception as error:
-            self.post(FinishFailed(command.receiver, error))
+            self.post(FinishSent(command.receiver, error))
         else:
             self.post(FinishSent(command.receiver))

@@ -13,7 +13,7 @@ from kvferry.endpoint.construction import check_may_open, deadlines
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
-from kvferry.endpoint.prefill.room import OpenReceived, RefusalReceived, SendingRoom
+from kvferry.endpoint.prefill.room import OpenReceived, SendingRoom
 from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.endpoint.transfer import Sender
@@ -27,14 +27,9 @@ from kvferry.errors import (
 )
 from kvferry.plan import check_share_tokens
 from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
+from kvferry.protocol.transfer.both_sides import AbortRequested, Tick
 from kvferry.protocol.transfer.sender import SenderMachine
-from kvferry.protocol.transfer.sender_events import (
-    ReceiverAborted,
-    ReceiverLost,
-    ReceiverVerified,
-    SenderAbortRequested,
-    SenderTick,
-)
+from kvferry.protocol.transfer.sender_events import ReceiverLost, ReceiverMessage
 from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.rank_identity import DecodeRank
 from kvferry.protocol.wire.request_conditions import checked_conditions
@@ -155,7 +150,7 @@ class SendingRooms:
             rooms = list(self.table.rooms.values())
             pending = self.table.close()
         for room in rooms:
-            room.post(SenderAbortRequested("the prefill endpoint was closed"))
+            room.post(AbortRequested("the prefill endpoint was closed"))
         for receiver, message in pending:
             self._fail(receiver, message, EndpointClosedError("the prefill endpoint was closed"))
 
@@ -206,7 +201,7 @@ class SendingRooms:
         with self._lock:
             room = self.table.refused_by(receiver, message, self._now())
             if room is not None:
-                self._deliver(room, receiver, message)
+                room.post(ReceiverMessage(receiver, message))
 
     def _pass_on(self, receiver: str, message: RoomMessage) -> None:
         """Takes what came to a room while it ended: for whoever has the number now, or will have it."""
@@ -236,7 +231,7 @@ class SendingRooms:
         with self._lock:
             room = self.table.rooms.get(message.room)
             if room is not None:  # else the room has ended
-                room.post(ReceiverVerified(receiver, message.generation))
+                room.post(ReceiverMessage(receiver, message))
 
     def _refused(self, receiver: str, message: messages.RefuseRoom) -> None:
         with self._lock:
@@ -290,7 +285,7 @@ class SendingRooms:
         ago to be opened here.
         """
         for room in self._timers.due(now):
-            room.post(SenderTick())
+            room.post(Tick())
         self._unasked.look(now, is_unasked=self._is_unasked, connected=self._ranks.connected)
         with self._lock:
             expired = self.table.expired(now)
@@ -312,10 +307,8 @@ class SendingRooms:
     def _deliver(self, room: SendingRoom, receiver: str, message: RoomMessage) -> None:
         """Hands a message to its room."""
         match message:
-            case messages.RefuseRoom():
-                room.post(RefusalReceived(receiver, message))
-            case messages.AbortRoom():
-                room.post(ReceiverAborted(receiver, message.generation, message.reason, message.error))
+            case messages.RefuseRoom() | messages.AbortRoom():
+                room.post(ReceiverMessage(receiver, message))
             case messages.OpenRoom():
                 attachment = self._ranks.attachment(receiver)
                 if attachment is not None:  # else it was lost meanwhile, and waits for no answer
@@ -323,7 +316,7 @@ class SendingRooms:
 
     def _refuse_request(self, receiver: str, message: messages.OpenRoom, error: KVFerryError) -> None:
         with self._lock:
-            self.table.refused(receiver, message, error, self._now())
+            self.table.refused(receiver, message, error)
         self._fail(receiver, message, error)
 
     def _fail(self, receiver: str, message: messages.OpenRoom, error: KVFerryError) -> None:

@@ -18,8 +18,9 @@ from kvferry.errors import KVFerryError
 from kvferry.layout import Region
 from kvferry.observe.records import PartRecord
 from kvferry.plan import Choice
+from kvferry.protocol.transfer.both_sides import Broke
 from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.sender_events import SenderBroke, Write, WriteProgressed
+from kvferry.protocol.transfer.sender_events import Write, WriteProgressed
 from kvferry.protocol.wire import codec, messages
 from kvferry.staging.gathering import Gathering
 from kvferry.staging.rings import SharedRing
@@ -86,7 +87,7 @@ class StagedPart:
 
     def broke(self, error: Exception) -> None:
         """Fails the room: whether the write has ended is not known."""
-        self.write.target.room.post(SenderBroke(error))
+        self.write.target.room.post(Broke(error))
 
     def _land(self, result: TransferReport | Exception) -> None:
         self.landed_at, self.result = self.write.target.context.now(), result

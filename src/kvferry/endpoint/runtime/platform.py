@@ -23,11 +23,11 @@ from kvferry.control.channel import most_connections
 from kvferry.control.construction import create_registry, create_registry_client, credentials_of
 from kvferry.control.ends import ConnectingEnd, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
 from kvferry.control.kubernetes import Orchestrator, create_kubernetes_client
+from kvferry.control.pod_identity import pod_of
+from kvferry.control.process_identity import is_gone, this_process
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.runtime.calibration import Calibration
-from kvferry.endpoint.runtime.pod_identity import pod_of
-from kvferry.endpoint.runtime.process_identity import is_gone, this_process
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop, SupervisedThread
 from kvferry.layout import RankLayout
 from kvferry.protocol.wire.field_types import ProcessIdentity
@@ -164,16 +164,11 @@ class _ThreadExecutor(BackgroundExecutor):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _machine_name() -> str:
-    """Returns a name that tells this machine from others, and two containers on it apart."""
-    return f"{platform.node()}-{uuid.getnode():x}"
-
-
 class SystemPlatform(Platform):
     """This machine."""
 
     def __init__(self) -> None:
-        self.name = _machine_name()
+        self.name = f"{platform.node()}-{uuid.getnode():x}"  # tells two containers on it apart
         self.process = this_process()
         self.staging = MachineResources()
 

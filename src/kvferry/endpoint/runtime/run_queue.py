@@ -1,13 +1,19 @@
-"""Queues of those that want a turn on a worker, and the thread that wakes a worker so that callers need not."""
+"""Actors, the queues in which they wait for a turn on a worker, and the thread that wakes workers for callers.
+
+Rooms and peers are actors: each handles its events one at a time, on whichever worker is free. What an actor owns needs
+no lock, because no two workers ever run it at once. It takes one event per turn and then queues behind the others, so
+that a request of many chunks delays a small one by a chunk at most.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvferry.endpoint.runtime.threads import Loop
 
@@ -15,14 +21,50 @@ _LOOK_S = 1e-3
 _LINGER_S = 0.01  # chunks often follow each other, and to end the rest takes the caller's time
 
 
-class Runnable(Protocol):
-    """Whoever waits in a run queue for a turn on a worker."""
+class Actor(ABC):
+    """Handles events one at a time, in the order in which they were posted."""
+
+    def __init__(self, run_queue: RunQueue) -> None:
+        self._run_queue = run_queue
+        self._events: deque[Any] = deque()
+        # Guards the decision whether the actor is in its run queue, which several threads make.
+        self._lock = threading.Lock()
+        self._is_queued = False
 
     def post(self, event: Any) -> None:
-        """Queues an event for its next turns. From any thread."""
+        """Queues an event for this actor. Returns at once; may be called from any thread."""
+        with self._lock:
+            self._events.append(event)
+            if self._is_queued:
+                return
+            self._is_queued = True
+        self._queue_for(event).put(self)
+
+    def _queue_for(self, event: Any) -> RunQueue:
+        """Returns the run queue in which the actor waits to handle an event, the first of those it has."""
+        return self._run_queue
 
     def take_turn(self, worker: Any) -> None:
-        """Handles one event, on this worker."""
+        """Handles the first event. For workers only."""
+        event = self._events.popleft()
+        try:
+            self.handle(event, worker)
+        except Exception as error:
+            self.broke(error, worker)
+        finally:
+            with self._lock:
+                self._is_queued = bool(self._events)
+                again = self._is_queued
+            if again:
+                self._queue_for(self._events[0]).put(self)
+
+    @abstractmethod
+    def handle(self, event: Any, worker: Any) -> None:
+        """Handles one event."""
+
+    @abstractmethod
+    def broke(self, error: Exception, worker: Any) -> None:
+        """Called after `handle` has raised, which it should not. Must not raise."""
 
 
 class RunQueue:
@@ -34,19 +76,19 @@ class RunQueue:
 
     def __init__(self) -> None:
         # Each is changed by single calls that no thread interrupts, so that a worker that is held up delays no `put`.
-        self._actors: deque[Runnable | None] = deque()
-        self._handed_in: deque[tuple[Runnable, Any]] = deque()
+        self._actors: deque[Actor | None] = deque()
+        self._handed_in: deque[tuple[Actor, Any]] = deque()
         self._waiting: deque[threading.Lock] = deque()  # a held lock per waiting worker: releasing wakes it
         # Keeps handed-in events in order while several workers take them.
         self._hand_out = threading.Lock()
         self._waker: Waker | None = None
 
-    def put(self, actor: Runnable | None) -> None:
+    def put(self, actor: Actor | None) -> None:
         """Appends an actor. May be called from any thread."""
         self._actors.append(actor)
         self._wake_one()
 
-    def hand_in(self, actor: Runnable, event: Any) -> None:
+    def hand_in(self, actor: Actor, event: Any) -> None:
         """Queues an event for an actor without waking a worker: for callers to whom waking would cost too much.
 
         Waking a thread takes longer than the rest of the call, and may cost the caller its processor. The next worker
@@ -65,7 +107,7 @@ class RunQueue:
         if self._handed_in:
             self._wake_one()
 
-    def take(self, timeout_s: float | None) -> Runnable | None:
+    def take(self, timeout_s: float | None) -> Actor | None:
         """Removes and returns the first item, waiting up to timeout_s, or for ever if that is None.
 
         Raises:

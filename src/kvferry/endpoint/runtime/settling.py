@@ -26,7 +26,6 @@ class Settling:
 
         Args:
             settle_s: how long what was sent may take to arrive.
-            now: the time, in seconds of a steady clock.
             most_at_once_s: the most that counts between two looks; longer than they are apart while all is well.
         """
         self._settle_s = settle_s

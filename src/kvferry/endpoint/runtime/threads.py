@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+
+from kvferry.observe.status import ThreadStatus
 
 log = logging.getLogger(__name__)
 
@@ -40,29 +41,12 @@ class Loop(ABC):
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadHealth:
-    """The health of a thread.
-
-    Attributes:
-        name: the thread's.
-        is_alive: whether it runs.
-        failures: turns that raised an exception, which none should.
-        last_failure: the last of them, in words; empty if there was none.
-    """
-
-    name: str
-    is_alive: bool
-    failures: int
-    last_failure: str
-
-
 class RunningLoop(ABC):
     """A loop that has a thread."""
 
     @property
     @abstractmethod
-    def health(self) -> ThreadHealth:
+    def health(self) -> ThreadStatus:
         """The health of the thread. May be read from any thread."""
 
     @property
@@ -88,8 +72,13 @@ class SupervisedThread(RunningLoop):
         self._thread.start()
 
     @property
-    def health(self) -> ThreadHealth:
-        return ThreadHealth(self._name, self._thread.is_alive(), self._failures, self._last_failure)
+    def health(self) -> ThreadStatus:
+        return ThreadStatus(
+            name=self._name,
+            is_alive=self._thread.is_alive(),
+            failures=self._failures,
+            last_failure=self._last_failure,
+        )
 
     def _run(self) -> None:
         pause_s = _SHORTEST_PAUSE_S

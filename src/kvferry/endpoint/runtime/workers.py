@@ -32,8 +32,6 @@ class Worker(Loop):
         """Takes a queue; the worker runs nothing before its thread does.
 
         Args:
-            run_queue: whose actors it runs.
-            transport: polls the writes.
             settling: the writes that failed, until they settle.
             memory: staging memory of its own, if it gathers.
         """
@@ -134,18 +132,17 @@ class WorkerPool:
         """
         self.queues = tuple(RunQueue() for _ in range(num_queues))
         self.gathering = RunQueue()
-        queues = [self.queues[index % num_queues] for index in range(count)]
+        workers: list[tuple[str, RunQueue, SourceMemory | None]] = [
+            (f"{name}-worker-{index}", self.queues[index % num_queues], None) for index in range(count)
+        ]
+        workers += [(f"{name}-gather-{index}", self.gathering, memory) for index, memory in enumerate(memories)]
         self._stops: list[RunQueue] = []
         threads: list[RunningLoop] = []
         try:
-            for index, run_queue in enumerate(queues):
-                worker = Worker(run_queue, transport, Settling(settle_s, platform.now))
-                threads.append(platform.start(f"{name}-worker-{index}", worker))
+            for thread_name, run_queue, memory in workers:
+                worker = Worker(run_queue, transport, Settling(settle_s, platform.now), memory)
+                threads.append(platform.start(thread_name, worker))
                 self._stops.append(run_queue)
-            for index, memory in enumerate(memories):
-                worker = Worker(self.gathering, transport, Settling(settle_s, platform.now), memory)
-                threads.append(platform.start(f"{name}-gather-{index}", worker))
-                self._stops.append(self.gathering)
         except BaseException:
             self.stop()
             raise

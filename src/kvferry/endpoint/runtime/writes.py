@@ -58,12 +58,7 @@ class WritesInFlight:
     """Polls the writes that one worker has posted. For that worker's thread only."""
 
     def __init__(self, transport: Transport, on_failed: Callable[[WatchedWrite, Exception], None]) -> None:
-        """Begins with none.
-
-        Args:
-            transport: the one that they were posted with.
-            on_failed: called with each that fails.
-        """
+        """Begins with none; `on_failed` is called with each that fails."""
         self._transport = transport
         self._on_failed = on_failed
         self._all: OrderedDict[WatchedWrite, None] = OrderedDict()  # the one that is polled next comes first

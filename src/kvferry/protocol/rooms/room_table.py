@@ -102,7 +102,7 @@ class RoomTable(Generic[RoomT]):
         self._refused_next: dict[int, KVFerryError] = {}  # what our caller refused while the number was in use
         # Finished uses of numbers, by receiver and number: an abort may overtake the open request that a room which
         # is done passes on, and a refusal says which use of the number came before the one that it is for.
-        self._over: ForAWhile[tuple[str, int], _Over] = ForAWhile(keep_s)
+        self._over: dict[tuple[str, int], _Over] = {}  # the latest stand last
         self._most_receivers = 1  # that any room had
         self._given: dict[int, set[str]] = {}  # whose open requests each open room was given
         self._is_closed = False
@@ -156,9 +156,9 @@ class RoomTable(Generic[RoomT]):
             remember(self._refusals_received, key, None, REMEMBERED)
         return is_new
 
-    def refused(self, receiver: str, message: OpenRoom, error: KVFerryError, now: float) -> None:
+    def refused(self, receiver: str, message: OpenRoom, error: KVFerryError) -> None:
         """Records that an open request was refused."""
-        self._is_over(receiver, message.room, message.generation, error, now)
+        self._is_over(receiver, message.room, message.generation, error)
 
     def open_request(
         self, receiver: str, message: OpenRoom, now: float, *, rank: DecodeRank | None = None
@@ -189,7 +189,7 @@ class RoomTable(Generic[RoomT]):
         failed = self._failed_alone.get(message.room)
         if failed is not None and receiver not in failed.receivers:
             failed.receivers.add(receiver)
-            self._is_over(receiver, message.room, message.generation, failed.error, now)
+            self._is_over(receiver, message.room, message.generation, failed.error)
             raise failed.error
         self._refusals.pop(receiver, message.room)  # it opens the room after all
         for refusal in self._refusals.of(message.room).values():
@@ -212,7 +212,7 @@ class RoomTable(Generic[RoomT]):
         pending = self._pending.take(room)
         self._refusals.take(room)
         for receiver, opened in pending.items():
-            self._is_over(receiver, room, opened.request.generation, error, now)
+            self._is_over(receiver, room, opened.request.generation, error)
         self._fail_alone(room, error, set(pending), now)
         return [(receiver, opened.request) for receiver, opened in pending.items()]
 
@@ -244,11 +244,13 @@ class RoomTable(Generic[RoomT]):
         """
         if self.is_dropped(receiver, message):
             self._dropped.pop((receiver, message.room))
+        over = self._over.get((receiver, message.room))
+        is_repeated = over is not None and over.generation == message.generation
         gave_up = TransferAbortedError(f"room {message.room} was aborted by {receiver}: {message.reason}")
-        self._is_over(receiver, message.room, message.generation, gave_up, now)
+        self._is_over(receiver, message.room, message.generation, gave_up)
         failed = self._failed_alone.get(message.room)
-        if failed is not None and is_unopened:
-            failed.receivers.add(receiver)  # it need not be refused
+        if failed is not None and is_unopened and not is_repeated:
+            failed.receivers.add(receiver)  # it need not be refused, as it must be in a use that came after this one
         room = self.rooms.get(message.room)
         if room is None:
             self._pending.abort(receiver, message)
@@ -262,7 +264,7 @@ class RoomTable(Generic[RoomT]):
         given = self._given.pop(room.room)
         self._most_receivers = max(self._most_receivers, len(room.generations))
         for receiver, generation in room.generations.items():
-            self._is_over(receiver, room.room, generation, room.error, now)
+            self._is_over(receiver, room.room, generation, room.error)
         refused = self._refused_next.pop(room.room, None)
         if refused is not None:
             self._fail_alone(room.room, refused, set(), now)
@@ -273,8 +275,8 @@ class RoomTable(Generic[RoomT]):
     def _fail_alone(self, room: int, error: KVFerryError, receivers: set[str], now: float) -> None:
         self._failed_alone.put(room, _FailedAlone(error, receivers), now, limit=self._max_pending)
 
-    def _is_over(self, receiver: str, room: int, generation: int, error: KVFerryError | None, now: float) -> None:
-        self._over.put((receiver, room), _Over(generation, error), now, limit=REMEMBERED * self._most_receivers)
+    def _is_over(self, receiver: str, room: int, generation: int, error: KVFerryError | None) -> None:
+        remember(self._over, (receiver, room), _Over(generation, error), REMEMBERED * self._most_receivers)
 
     def forget_receiver(self, receiver: str, now: float) -> tuple[list[RoomT], list[AbortRoom]]:
         """Drops the pending opens of a decode rank that is gone. Others may open these rooms: its successor, for one.
@@ -294,7 +296,6 @@ class RoomTable(Generic[RoomT]):
     def expired(self, now: float) -> list[tuple[str, OpenRoom]]:
         """Drops the pending opens that our caller did not match in time. Returns them, to be refused."""
         self._failed_alone.forget_old(now)
-        self._over.forget_old(now)
         self._dropped.forget_old(now)
         for _ in self._refusals.expired(now):
             pass  # nobody waits for an answer

@@ -33,19 +33,6 @@ class Span:
         return self.stop - self.begin
 
 
-@dataclass(frozen=True, slots=True)
-class Watermark:
-    """Up to where a ring was read.
-
-    Attributes:
-        round: how often the ring was read as a whole.
-        tail: the place in the present round, in bytes.
-    """
-
-    round: int
-    tail: int
-
-
 class WritingRing:
     """The side that hands spans out.
 
@@ -114,17 +101,12 @@ class ReadingRing:
 
     Attributes:
         num_bytes: the ring's size.
-        position: up to here everything was read.
+        position: the watermark: up to here everything was read.
     """
 
     num_bytes: int
     position: int = 0
     _ahead: dict[int, int] = field(default_factory=dict)  # start -> stop of spans that were read before their turn
-
-    @property
-    def watermark(self) -> Watermark:
-        """The position by round and place."""
-        return Watermark(*divmod(self.position, self.num_bytes))
 
     def can_hold(self, span: Span) -> bool:
         """Returns whether a span that a peer names can be one of this ring: it lies together, and is not read."""

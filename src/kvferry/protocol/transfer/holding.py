@@ -8,17 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
-from kvferry.protocol.transfer.deadlines import Deadlines
-from kvferry.protocol.transfer.states import ReceiverState, SenderState, TransferState
-
-
-class Side(Enum):
-    """The side whose pages are held."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
+from kvferry.protocol.transfer.both_sides import Deadlines
+from kvferry.protocol.transfer.states import ReceiverState, SenderState, SideState, TransferState
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +43,6 @@ class Holding:
     until: str
     terms: tuple[str, ...]
     unless: str = ""
-
-    @property
-    def side(self) -> Side:
-        """Whose pages they are."""
-        return Side.PREFILL if isinstance(self.state, SenderState) else Side.DECODE
 
     def longest_s(self, waits: Waits) -> float:
         """Returns the longest that it may last without progress, in seconds."""
@@ -104,23 +91,10 @@ HOLDINGS: Sequence[Holding] = (
 )
 
 
-def longest_s(side: Side, shown: TransferState, waits: Waits) -> float:
-    """Returns the longest that a side may hold pages without progress in a state as callers see it, in seconds."""
-    return sum(row.longest_s(waits) for row in HOLDINGS if row.side is side and row.state.shown is shown)
-
-
-def markdown(waits: Waits) -> str:
-    """Renders the rows as a table.
+def longest_s(side: type[SideState], shown: TransferState, waits: Waits) -> float:
+    """Returns the longest that a side may hold pages without progress in a state as callers see it, in seconds.
 
     Args:
-        waits: the default settings.
+        side: whose states they are.
     """
-    lines = [
-        "| whose pages | while the transfer is | until | longest without progress | unless |",
-        "|---|---|---|---|---|",
-    ]
-    for row in HOLDINGS:
-        terms = " + ".join(f"`{term}`" for term in row.terms) or "0"
-        seconds = f"{terms} = {row.longest_s(waits):g} s" if row.terms else "0 s"
-        lines.append(f"| {row.side.value} | {row.state.value} | {row.until} | {seconds} | {row.unless or '-'} |")
-    return "\n".join(lines)
+    return sum(row.longest_s(waits) for row in HOLDINGS if isinstance(row.state, side) and row.state.shown is shown)

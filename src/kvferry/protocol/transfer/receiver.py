@@ -15,43 +15,35 @@ from kvferry.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvferry.protocol.transfer.deadlines import Deadlines
-from kvferry.protocol.transfer.failures import caused
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick, caused
 from kvferry.protocol.transfer.receiver_events import (
-    Arrived,
-    ArrivedUnverified,
     AwaitArrival,
     Connected,
     ConnectFailed,
     Drop,
-    Finished,
     PartArrived,
-    PartScattered,
-    ReceiverAbortRequested,
-    ReceiverBroke,
+    PartPlaced,
+    Place,
     ReceiverCommand,
     ReceiverEvent,
-    ReceiverTick,
-    Scatter,
     SendAbort,
     SenderDrained,
-    SenderFailed,
     SenderSettled,
     SendOpen,
     SendVerified,
-    Verified,
-    Verify,
 )
 from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, ReceiverState, ReceiverTrigger, TransferState
+from kvferry.protocol.wire.messages import RoomFailed
+from kvferry.protocol.wire.notifications import ChunkArrived, WriterFinished
 
 
 @dataclass(slots=True)
 class _Parts:
-    """What has arrived of a chunk that is sent in parts."""
+    """What has arrived of a chunk that is put into its pages in parts, or whose digests are compared."""
 
     count: int | None = None  # known once the last has arrived
     arrived: set[int] = field(default_factory=set)
-    scattered: int = 0
+    placed: int = 0
 
 
 @dataclass(slots=True)
@@ -60,8 +52,7 @@ class _Writer:
 
     arrived: set[int] = field(default_factory=set)
     last: int = -1  # the highest number that has arrived
-    unverified: set[int] = field(default_factory=set)  # whose digests are being compared, or were
-    partial: dict[int, _Parts] = field(default_factory=dict)  # by sequence, while not all parts are in their pages
+    partial: dict[int, _Parts] = field(default_factory=dict)  # by sequence, until all parts count
     finished_chunks: int | None = None
     is_settling: bool = False  # it writes no more; what it had sent may arrive yet
     is_drained: bool = False
@@ -108,7 +99,7 @@ class ReceiverMachine:
         self._into_pages: frozenset[int] = frozenset()
         self._unanswered: set[int] = set()  # ranks that were asked to stop, and have not answered
         self._verifies = False
-        self._at_pages = 0  # parts that are on their way from staging memory into the pages, or chunks being verified
+        self._at_pages = 0  # parts that are being put into the pages, or compared there
 
     @property
     def are_pages_reusable(self) -> bool:
@@ -151,7 +142,7 @@ class ReceiverMachine:
 
     @property
     def deadline(self) -> float | None:
-        """When `ReceiverTick` is due at the latest; None where nothing is awaited."""
+        """When `Tick` is due at the latest; None where nothing is awaited."""
         if self.state.is_final:
             return None
         if self.state is TransferState.BOOTSTRAPPING:
@@ -174,19 +165,15 @@ class ReceiverMachine:
             case ConnectFailed(error):
                 self._unanswered &= set(self.undrained)  # the others have detached us, or will not answer
                 return self._fail(caused(f"room {self.room}: connecting failed", error))
-            case Arrived(rank, sequence):
+            case ChunkArrived(writer=rank, sequence=sequence):
                 return self._arrived(rank, sequence, now)
-            case ArrivedUnverified():
-                return self._arrived_unverified(event, now)
-            case Verified():
-                return self._verified(event, now)
             case PartArrived():
                 return self._part_arrived(event, now)
-            case PartScattered():
-                return self._part_scattered(event, now)
-            case Finished():
+            case PartPlaced():
+                return self._part_placed(event, now)
+            case WriterFinished():
                 return self._finished(event, now)
-            case SenderFailed(rank, error_name, reason):
+            case RoomFailed(writer=rank, error=error_name, reason=reason):
                 message = f"room {self.room}: prefill rank {rank} failed with {error_name}: {reason}"
                 return self._fail(TransferFailedError(message))
             case SenderDrained(rank, after_failure):
@@ -194,11 +181,11 @@ class ReceiverMachine:
             case SenderSettled(rank):
                 self._expected[rank].is_drained = True
                 return []
-            case ReceiverAbortRequested(reason):
+            case AbortRequested(reason):
                 return self._fail(TransferAbortedError(f"room {self.room} was aborted by the decode side: {reason}"))
-            case ReceiverBroke(error):
+            case Broke(error):
                 return self._fail(caused(f"room {self.room} met an unexpected error", error))
-            case ReceiverTick():
+            case Tick():
                 return self._tick(now)
 
     def _move(self, trigger: ReceiverTrigger) -> None:
@@ -227,24 +214,6 @@ class ReceiverMachine:
         self._move(ReceiverTrigger.CHUNK_ARRIVED)
         return self._maybe_succeed(rank, writer)
 
-    def _arrived_unverified(self, event: ArrivedUnverified, now: float) -> list[ReceiverCommand]:
-        writer = self._expected.get(event.writer)
-        if writer is None or self.state.is_final or event.sequence in writer.unverified:
-            return [Drop(event.work)]
-        writer.unverified.add(event.sequence)
-        self._at_pages += 1
-        self._last_progress = now
-        return [Verify(event.work)]
-
-    def _verified(self, event: Verified, now: float) -> list[ReceiverCommand]:
-        self._at_pages -= 1
-        if self.state.is_final:
-            return []
-        if event.error is not None:
-            what = f"room {self.room}: what prefill rank {event.writer} sent could not be verified"
-            return self._fail(self._why(event.error, what))
-        return self._arrived(event.writer, event.sequence, now)
-
     def _part_arrived(self, event: PartArrived, now: float) -> list[ReceiverCommand]:
         writer = self._expected.get(event.writer)
         if writer is None or self.state.is_final or event.sequence in writer.arrived:
@@ -257,24 +226,28 @@ class ReceiverMachine:
             parts.count = event.part + 1
         self._at_pages += 1
         self._last_progress = now
-        return [Scatter(event.work)]
+        return [Place(event.work)]
 
-    def _part_scattered(self, event: PartScattered, now: float) -> list[ReceiverCommand]:
+    def _part_placed(self, event: PartPlaced, now: float) -> list[ReceiverCommand]:
         self._at_pages -= 1
         if self.state.is_final:
             return []
+        if isinstance(event.error, ChecksumError):
+            return self._fail(ChecksumError(f"room {self.room}: {event.error}"))
         if event.error is not None:
-            what = f"room {self.room}: what prefill rank {event.writer} sent could not be put into its pages"
-            return self._fail(self._why(event.error, what))
+            what = f"room {self.room}: what prefill rank {event.writer} sent could not be {event.purpose}"
+            return self._fail(caused(what, event.error))
         writer = self._expected[event.writer]
-        parts = writer.partial[event.sequence]
-        parts.scattered += 1
-        if parts.scattered != parts.count:
+        parts = writer.partial.get(event.sequence)
+        if parts is None:  # its writer contradicts itself: the chunk was complete without it
+            return []
+        parts.placed += 1
+        if parts.placed != parts.count:
             return []
         del writer.partial[event.sequence]
         return self._arrived(event.writer, event.sequence, now)
 
-    def _finished(self, event: Finished, now: float) -> list[ReceiverCommand]:
+    def _finished(self, event: WriterFinished, now: float) -> list[ReceiverCommand]:
         writer = self._expected.get(event.writer)
         if writer is None or writer.finished_chunks == event.chunks:
             return []
@@ -348,10 +321,6 @@ class ReceiverMachine:
             rank for rank in self._ranks if rank not in self._expected or not self._expected[rank].has_answered
         }
         return [self.abort_of(rank) for rank in sorted(self._ranks)]
-
-    def _why(self, error: Exception, what: str) -> KVFerryError:
-        """Returns the error that the room fails with if a part or a chunk met one."""
-        return ChecksumError(f"room {self.room}: {error}") if isinstance(error, ChecksumError) else caused(what, error)
 
     def abort_of(self, rank: int) -> SendAbort:
         """Returns the abort to send to a rank once the room has failed, and again if the rank does not answer."""

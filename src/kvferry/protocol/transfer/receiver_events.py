@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
+from kvferry.protocol.wire.messages import RoomFailed
+from kvferry.protocol.wire.notifications import ChunkArrived, WriterFinished
+
 # ---- events -----------------------------------------------------------------------------------------------------
 
 
@@ -37,84 +41,35 @@ class ConnectFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """A notification `ChunkArrived` from the rank that it names."""
-
-    writer: int
-    sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class ArrivedUnverified:
-    """A notification `ChunkArrived` with digests, which have to be compared.
-
-    Attributes:
-        work: what compares them; comes back with `Verify`, or with `Drop`.
-    """
-
-    writer: int
-    sequence: int
-    work: object = None
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """The digests of a chunk were compared, and its pages are no longer read.
-
-    Attributes:
-        error: why the chunk does not count as arrived; None if it does.
-    """
-
-    writer: int
-    sequence: int
-    error: Exception | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class PartArrived:
-    """A notification `StagedArrived`: a part of a chunk is in staging memory.
+    """A part of a chunk that does not count yet: it is in staging memory, or its digests have to be compared.
+
+    A notification `StagedArrived`; or `ChunkArrived` with digests, which is the only part of its chunk.
 
     Attributes:
-        work: what puts it into its pages; comes back with `Scatter`, or with `Drop`.
+        work: what puts it into its pages, or compares the digests; comes back with `Place`, or with `Drop`.
     """
 
     writer: int
     sequence: int
-    part: int
-    is_last: bool
+    part: int = 0
+    is_last: bool = True
     work: object = None
 
 
 @dataclass(frozen=True, slots=True)
-class PartScattered:
-    """A part is in its pages, or will not be written there any more.
+class PartPlaced:
+    """A part is in its pages and right, or nothing more will be done with it there.
 
     Attributes:
-        error: why it could not be scattered; None if it was.
+        error: why it does not count; None if it does.
+        purpose: what was to be done with it, in words that follow "could not be".
     """
 
     writer: int
     sequence: int
-    part: int
     error: Exception | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A notification `WriterFinished` from the rank that it names."""
-
-    writer: int
-    chunks: int
-    aux: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class SenderFailed:
-    """A prefill rank cannot complete the room."""
-
-    writer: int
-    error: str
-    reason: str
+    purpose: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,41 +91,21 @@ class SenderSettled:
     writer: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiverAbortRequested:
-    """Our caller aborted the room."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverBroke:
-    """An unexpected error arose in this process, not from a message."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverTick:
-    """Time has passed."""
-
-
 ReceiverEvent: TypeAlias = (
     Connected
     | ConnectFailed
-    | Arrived
-    | ArrivedUnverified
-    | Verified
+    | ChunkArrived
     | PartArrived
-    | PartScattered
-    | Finished
-    | SenderFailed
+    | PartPlaced
+    | WriterFinished
+    | RoomFailed
     | SenderDrained
     | SenderSettled
-    | ReceiverAbortRequested
-    | ReceiverBroke
-    | ReceiverTick
+    | AbortRequested
+    | Broke
+    | Tick
 )
+"""What prefill ranks say of the room is an event as it comes; of a `ChunkArrived` with digests, see `PartArrived`."""
 
 # ---- commands ---------------------------------------------------------------------------------------------------
 
@@ -208,15 +143,8 @@ class SendVerified:
 
 
 @dataclass(frozen=True, slots=True)
-class Verify:
-    """Compare the digests of a chunk that is in its pages; answer with Verified."""
-
-    work: object
-
-
-@dataclass(frozen=True, slots=True)
-class Scatter:
-    """Put a part that is in staging memory into its pages; answer with PartScattered."""
+class Place:
+    """Put a part into its pages, or compare its digests there; answer with PartPlaced."""
 
     work: object
 
@@ -238,4 +166,4 @@ class AwaitArrival:
     writer: int
 
 
-ReceiverCommand: TypeAlias = SendOpen | SendAbort | SendVerified | Verify | Scatter | Drop | AwaitArrival
+ReceiverCommand: TypeAlias = SendOpen | SendAbort | SendVerified | Place | Drop | AwaitArrival

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from kvferry.errors import KVFerryError
 from kvferry.plan import Unit
 from kvferry.plan.requests.moves import Move
-from kvferry.protocol.transfer.sender_events import ReceiverOpened, SendDrained, SenderCommand, SendFailed, Write
+from kvferry.protocol.transfer.sender_events import (
+    ReceiverOpened,
+    SendDrained,
+    SenderCommand,
+    SendFailed,
+    SendFinish,
+    Write,
+)
 
 
 @dataclass(slots=True)
@@ -76,6 +83,16 @@ class ReceiverProgress:
     def progressed(self, now: float) -> None:
         """Starts the time of its writes anew."""
         self.progressed_at = max(self.progressed_at, now)
+
+    def finish(self, aux: bytes) -> SendFinish:
+        """Notifies it that this rank has finished.
+
+        Args:
+            aux: the request's aux data, if this rank sends it that.
+        """
+        self.finish_requested = True
+        opened = self.opened
+        return SendFinish(opened.receiver, opened.generation, self.chunks_sent, aux if opened.sends_aux else None)
 
     def fail(self, error: KVFerryError) -> list[SenderCommand]:
         """Tells it, once, that the room has failed. Whoever has deferred writes to it drops them."""

@@ -20,28 +20,19 @@ from kvferry.errors import (
 )
 from kvferry.plan.requests.chunks import Chunk, refuse_impossible
 from kvferry.plan.requests.moves import check_chunk, moves_of
-from kvferry.protocol.transfer.deadlines import Deadlines
-from kvferry.protocol.transfer.failures import caused
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick, caused
 from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
-from kvferry.protocol.transfer.same_request import why_another
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
     ChunkSubmitted,
-    FinishFailed,
     FinishSent,
-    ReceiverAborted,
     ReceiverLost,
+    ReceiverMessage,
     ReceiverOpened,
-    ReceiverRefused,
-    ReceiverVerified,
     SendDrained,
-    SenderAbortRequested,
-    SenderBroke,
     SenderCommand,
     SenderEvent,
-    SenderTick,
     SendFailed,
-    SendFinish,
     TurnCame,
     WriteAdmitted,
     WriteDeferred,
@@ -50,6 +41,9 @@ from kvferry.protocol.transfer.sender_events import (
     WriteProgressed,
 )
 from kvferry.protocol.transfer.states import SENDER_TRANSITIONS, SenderState, SenderTrigger, TransferState
+from kvferry.protocol.wire.messages import AbortRoom, RefuseRoom, RoomVerified
+from kvferry.protocol.wire.rank_identity import DecodeRank
+from kvferry.protocol.wire.request_conditions import why_different
 
 
 class SenderMachine:
@@ -120,7 +114,7 @@ class SenderMachine:
     def waits_for(self) -> str:
         """What it waits for, in words. May be read from another thread."""
         if self.state is TransferState.BOOTSTRAPPING:
-            expected = [receiver.opened.expected_receivers for receiver in list(self._receivers.values())]
+            expected = self._expected
             return f"{len(expected)} of {expected[0] if expected else 'some'} decode ranks have opened it"
         if writing := self._names_of(lambda receiver: bool(receiver.writes_in_flight)):
             return f"writes to {', '.join(writing)}"
@@ -132,12 +126,17 @@ class SenderMachine:
             return "the next chunk of the caller"
         return f"{', '.join(self._names_of(lambda receiver: not receiver.is_content))} to verify"
 
+    @property
+    def _expected(self) -> list[int]:
+        """How many decode ranks will open the room, as each that has opened it says."""
+        return [receiver.opened.expected_receivers for receiver in list(self._receivers.values())]
+
     def _names_of(self, those: Callable[[ReceiverProgress], bool]) -> list[str]:
         return [name for name, receiver in list(self._receivers.items()) if those(receiver)]
 
     @property
     def deadline(self) -> float | None:
-        """When `SenderTick` is due at the latest; None where nothing is awaited."""
+        """When `Tick` is due at the latest; None where nothing is awaited."""
         if self.state.is_final:
             return None
         if self.state is TransferState.BOOTSTRAPPING:
@@ -182,26 +181,26 @@ class SenderMachine:
                 else:
                     self._receivers[name].writes_in_flight.discard(sequence)
                 commands = self._fail(caused(f"writing chunk {sequence} of room {self.room} to {name} failed", error))
-            case FinishSent(name):
+            case FinishSent(name, None):
                 self._receivers[name].finish_sent = True
-                commands = self._maybe_succeed()
-            case FinishFailed(name, error):
+                commands = self._maybe_finish()
+            case FinishSent(name, Exception() as error):
                 commands = self._fail(caused(f"notifying {name} that room {self.room} is complete failed", error))
-            case ReceiverAborted():
-                commands = self._receiver_aborted(event)
-            case ReceiverRefused():
-                commands = self._receiver_refused(event)
-            case ReceiverVerified(name, generation):
-                commands = self._receiver_verified(name, generation, now)
+            case ReceiverMessage(name, AbortRoom() as message):
+                commands = self._receiver_aborted(name, message)
+            case ReceiverMessage(name, RefuseRoom() as message):
+                commands = self._receiver_refused(name, message)
+            case ReceiverMessage(name, RoomVerified() as message):
+                commands = self._receiver_verified(name, message.generation, now)
             case ReceiverLost(name, error):
                 commands = self._receiver_lost(name, error)
-            case SenderAbortRequested(reason):
+            case AbortRequested(reason):
                 commands = self._fail(
                     TransferAbortedError(f"room {self.room} was aborted by the prefill side: {reason}")
                 )
-            case SenderBroke(error):
+            case Broke(error):
                 commands = self._fail(caused(f"room {self.room} met an unexpected error", error))
-            case SenderTick():
+            case Tick():
                 commands = self._tick(now)
         if self.detailed_state is SenderState.DRAINING and self.is_drained:
             self._move(SenderTrigger.WRITES_ENDED)
@@ -230,26 +229,39 @@ class SenderMachine:
                 SendDrained(event.receiver, event.generation),
             ]
         self._receivers[event.receiver] = ReceiverProgress(event)
-        if len({receiver.opened.expected_receivers for receiver in self._receivers.values()}) > 1 or (
-            len(self._receivers) > event.expected_receivers
-        ):
+        expected = self._expected
+        if len(set(expected)) > 1 or len(expected) > event.expected_receivers:
             return self._fail(
                 IncompatiblePeerError(
                     f"room {self.room}: {event.receiver} speaks of {event.expected_receivers} receivers, "
-                    f"others of {[receiver.opened.expected_receivers for receiver in self._receivers.values()]}, "
-                    f"and {len(self._receivers)} have opened it; do two decode engines use the same room number?"
+                    f"others of {expected}, and {len(expected)} have opened it; "
+                    "do two decode engines use the same room number?"
                 )
             )
-        another = why_another(
-            self._tokens, self._depends_on, event.request, room=self.room, rank=self._rank, receiver=event.receiver
-        )
+        another = self._why_another(event)
         if another is not None:
             return self._fail(another)
         self._last_progress = now
-        if len(self._receivers) < event.expected_receivers:
+        if len(expected) < event.expected_receivers:
             return []
         self._move(SenderTrigger.ALL_RECEIVERS_OPEN)
         return self._send_next(now)
+
+    def _why_another(self, event: ReceiverOpened) -> KVFerryError | None:
+        """Returns the error of a room whose sides mean different requests; None if they mean the same."""
+        theirs = event.request
+        difference = why_different(self._depends_on, theirs.depends_on)
+        if difference:
+            return IncompatiblePeerError(
+                f"room {self.room}: {difference} (prefill rank {self._rank}, {event.receiver}): "
+                "send both sides the same request"
+            )
+        if self._tokens is not None and theirs.tokens is not None and self._tokens != theirs.tokens:
+            return PageError(
+                f"room {self.room}: the request has {self._tokens} tokens on prefill rank {self._rank}, "
+                f"{theirs.tokens} on {event.receiver}: both sides must count the same tokens"
+            )
+        return None
 
     def _why_impossible(self, chunk: Chunk) -> PageError | None:
         """Returns what is wrong with a chunk's page numbers: looked for here, where no scheduler waits for it."""
@@ -289,22 +301,14 @@ class SenderMachine:
         return commands + self._maybe_finish()
 
     def _maybe_finish(self) -> list[SenderCommand]:
+        """Notifies the receivers once all is written, and ends the room once they need nothing more."""
         if self._last_chunk is None or self.state.is_final or not self.is_drained:
             return []
-        commands: list[SenderCommand] = []
-        for name, receiver in self._receivers.items():
-            if receiver.finish_requested or not receiver.is_owed:
-                continue
-            receiver.finish_requested = True
-            aux = (self._last_chunk.aux or b"") if receiver.opened.sends_aux else None
-            commands.append(SendFinish(name, receiver.opened.generation, receiver.chunks_sent, aux))
-        return commands or self._maybe_succeed()
-
-    def _maybe_succeed(self) -> list[SenderCommand]:
-        waiting = any(receiver.finish_requested and not receiver.is_content for receiver in self._receivers.values())
-        if self._last_chunk is not None and not waiting and not self.state.is_final:
+        owed = [receiver for receiver in self._receivers.values() if receiver.is_owed]
+        if all(receiver.is_content for receiver in owed):
             self._move(SenderTrigger.ALL_FINISHED)
-        return []
+        aux = self._last_chunk.aux or b""
+        return [receiver.finish(aux) for receiver in owed if not receiver.finish_requested]
 
     def _receiver_verified(self, name: str, generation: int, now: float) -> list[SenderCommand]:
         receiver = self._receivers.get(name)
@@ -314,26 +318,27 @@ class SenderMachine:
         self._last_progress = now
         return self._maybe_finish()  # it may have all of its chunks while others have not
 
-    def _receiver_aborted(self, event: ReceiverAborted) -> list[SenderCommand]:
-        name, generation, reason = event.receiver, event.generation, event.reason
+    def _receiver_aborted(self, name: str, message: AbortRoom) -> list[SenderCommand]:
         receiver = self._receivers.get(name)
         is_over = self.state is TransferState.SUCCESS
-        if receiver is None or receiver.opened.generation != generation or is_over:
-            return [SendDrained(name, generation)]  # nothing of that generation was ever written, or all of it is
+        if receiver is None or receiver.opened.generation != message.generation or is_over:
+            return [
+                SendDrained(name, message.generation)
+            ]  # nothing of that generation was ever written, or all of it is
         receiver.failure_sent = True  # it ended the room itself
         receiver.drained_sent = False  # every abort is answered, a repeated one again
-        if event.error == ChecksumError.__name__:
-            return self._fail(ChecksumError(f"{name} found wrong bytes: {reason}"))
-        return self._fail(TransferAbortedError(f"room {self.room} was aborted by {name}: {reason}"))
+        if message.error == ChecksumError.__name__:
+            return self._fail(ChecksumError(f"{name} found wrong bytes: {message.reason}"))
+        return self._fail(TransferAbortedError(f"room {self.room} was aborted by {name}: {message.reason}"))
 
-    def _receiver_refused(self, event: ReceiverRefused) -> list[SenderCommand]:
-        known = [receiver.opened.rank for receiver in self._receivers.values()]
-        ranks = [rank for rank in known if rank is not None]
-        is_awaited = self.state is TransferState.BOOTSTRAPPING and event.receiver not in self._receivers
-        if not (is_awaited and event.rank.can_be_beside(ranks)):
+    def _receiver_refused(self, name: str, message: RefuseRoom) -> list[SenderCommand]:
+        rank = DecodeRank(message.engine, message.coordinates)
+        ranks = [receiver.opened.rank for receiver in self._receivers.values()]
+        is_awaited = self.state is TransferState.BOOTSTRAPPING and name not in self._receivers
+        if not (is_awaited and rank.can_be_beside(ranks)):
             return []
-        who = f"decode rank {event.rank.coordinates.engine_rank} of {event.rank.engine!r}"
-        return self._fail(TransferFailedError(f"room {self.room}: {who} refused it: {event.reason}"))
+        who = f"decode rank {rank.coordinates.engine_rank} of {rank.engine!r}"
+        return self._fail(TransferFailedError(f"room {self.room}: {who} refused it: {message.reason}"))
 
     def _receiver_lost(self, name: str, error: Exception) -> list[SenderCommand]:
         receiver = self._receivers.get(name)
@@ -348,9 +353,9 @@ class SenderMachine:
         if self.deadline is None or now < self.deadline:
             return []
         if self.state is TransferState.BOOTSTRAPPING:
-            expected = [receiver.opened.expected_receivers for receiver in self._receivers.values()]
+            expected = self._expected
             what = (
-                f"{len(self._receivers)} of {expected[0] if expected else 'an unknown number of'} decode ranks "
+                f"{len(expected)} of {expected[0] if expected else 'an unknown number of'} decode ranks "
                 f"opened it within {self._deadlines.bootstrap_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
             )
         elif any(receiver.writes_in_flight for receiver in self._receivers.values()):

@@ -8,6 +8,8 @@ from typing import TypeAlias
 from kvferry.plan import Unit
 from kvferry.plan.requests.chunks import Chunk
 from kvferry.plan.requests.moves import Move, ReceiverRequest
+from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
+from kvferry.protocol.wire.messages import AbortRoom, RefuseRoom, RoomVerified
 from kvferry.protocol.wire.rank_identity import DecodeRank
 
 # ---- events -----------------------------------------------------------------------------------------------------
@@ -22,9 +24,9 @@ class ReceiverOpened:
         expected_receivers: how many decode ranks will open it.
         request: what it requests from this rank.
         sends_aux: whether this rank sends it the aux data.
+        rank: which decode rank it is.
         verifies: whether it compares digests, and then sends `RoomVerified`.
         held: tokens at the start of the request that it holds already.
-        rank: which decode rank it is; None where that does not matter.
     """
 
     receiver: str
@@ -32,9 +34,9 @@ class ReceiverOpened:
     expected_receivers: int
     request: ReceiverRequest
     sends_aux: bool
+    rank: DecodeRank
     verifies: bool = False
     held: int = 0
-    rank: DecodeRank | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,44 +99,22 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class FinishSent:
-    """A receiver was notified that this rank has finished."""
+    """A receiver was notified that this rank has finished.
+
+    Attributes:
+        error: why it could not be; None if it was.
+    """
 
     receiver: str
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class FinishFailed:
-    """A receiver could not be notified that this rank has finished."""
+class ReceiverMessage:
+    """A decode rank aborts the room, refuses to open it, or has verified all that came from this rank."""
 
     receiver: str
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverAborted:
-    """A decode rank aborted this generation."""
-
-    receiver: str
-    generation: int
-    reason: str
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverRefused:
-    """A decode rank that has not opened the room never will."""
-
-    receiver: str
-    rank: DecodeRank
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverVerified:
-    """A decode rank has compared all digests of ours, and they are right."""
-
-    receiver: str
-    generation: int
+    message: AbortRoom | RefuseRoom | RoomVerified
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,25 +123,6 @@ class ReceiverLost:
 
     receiver: str
     error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class SenderAbortRequested:
-    """Our caller aborted the room."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SenderBroke:
-    """An unexpected error arose in this process, from no message and no write."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class SenderTick:
-    """Time has passed."""
 
 
 SenderEvent: TypeAlias = (
@@ -174,14 +135,11 @@ SenderEvent: TypeAlias = (
     | WriteProgressed
     | WriteFailed
     | FinishSent
-    | FinishFailed
-    | ReceiverAborted
-    | ReceiverRefused
-    | ReceiverVerified
+    | ReceiverMessage
     | ReceiverLost
-    | SenderAbortRequested
-    | SenderBroke
-    | SenderTick
+    | AbortRequested
+    | Broke
+    | Tick
 )
 
 # ---- commands ---------------------------------------------------------------------------------------------------
@@ -215,7 +173,7 @@ class AwaitTurn:
 
 @dataclass(frozen=True, slots=True)
 class SendFinish:
-    """Notify the receiver that this rank has finished; answer with FinishSent or FinishFailed."""
+    """Notify the receiver that this rank has finished; answer with FinishSent."""
 
     receiver: str
     generation: int

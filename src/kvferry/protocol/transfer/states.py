@@ -140,16 +140,3 @@ RECEIVER_TRANSITIONS: Mapping[ReceiverState, Mapping[ReceiverTrigger, ReceiverSt
         _R.FAILED: {},
     }
 )
-
-
-def mermaid(
-    table: Mapping[SenderState, Mapping[SenderTrigger, SenderState]]
-    | Mapping[ReceiverState, Mapping[ReceiverTrigger, ReceiverState]],
-) -> str:
-    """Renders a transition table as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {TransferState.BOOTSTRAPPING.name}"]
-    for state, moves in table.items():
-        lines += [f"    {state.name} --> {target.name}: {trigger.value}" for trigger, target in moves.items()]
-        if not moves:
-            lines.append(f"    {state.name} --> [*]")
-    return "\n".join(lines)

@@ -276,8 +276,7 @@ class AbortRoom(WillNotSucceed, frozen=True):
 
     Attributes:
         error: the name of an exception of kvferry.errors where more than our caller's decision is behind it, else "".
-        epoch: of the channel that carried the open request which it takes back. 0 where none was sent, and when it is
-            passed on within a prefill rank.
+        epoch: of the channel that carried the open request which it takes back; 0 where none was sent.
         number: of that request in the channel; it does not count any more if it has not come.
     """
 

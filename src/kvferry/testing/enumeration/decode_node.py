@@ -11,23 +11,19 @@ from kvferry.layout import RankLayout
 from kvferry.plan import Piece
 from kvferry.protocol.links.link import Link, LinkCommand, LinkKey, LinkState, OpenRooms
 from kvferry.protocol.links.rank_link import Send
+from kvferry.protocol.transfer.both_sides import AbortRequested, Tick
 from kvferry.protocol.transfer.credits import ReadingRing, Span
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import (
-    Arrived,
     AwaitArrival,
     ConnectFailed,
     Drop,
-    Finished,
     PartArrived,
-    PartScattered,
-    ReceiverAbortRequested,
+    PartPlaced,
+    Place,
     ReceiverEvent,
-    ReceiverTick,
-    Scatter,
     SendAbort,
     SenderDrained,
-    SenderFailed,
     SenderSettled,
     SendOpen,
 )
@@ -197,9 +193,9 @@ class DecodeNode:
                 if self.is_attached:
                     self._open(out)
             case ("abort",):
-                self._apply(ReceiverAbortRequested("the client left"), out)
+                self._apply(AbortRequested("the client left"), out)
             case ("late",):
-                self._apply(ReceiverTick(), out, now=_LATE)
+                self._apply(Tick(), out, now=_LATE)
             case ("message", prefill, data):
                 try:
                     self._received(prefill, codec.decode_to_decode(data), out)
@@ -292,7 +288,7 @@ class DecodeNode:
                 for each in taken:
                     match each:
                         case messages.RoomFailed() if each.generation == self.generation:
-                            self._apply(SenderFailed(each.writer, each.error, each.reason), out)
+                            self._apply(each, out)
                         case messages.SpanReleased():
                             self._span_released(prefill, each, out)
                 return
@@ -335,10 +331,10 @@ class DecodeNode:
                     self._open_numbers[rank] = link.last_number(rank)
                 case SendAbort():
                     self._abort(command, out)
-                case Scatter(_Part() as part):
+                case Place(_Part() as part):
                     self.placed.add((part.prefill, part.sequence))
                     self._give_back(part.prefill, part.epoch, part.span, out)
-                    self._apply(PartScattered(part.prefill, part.sequence, 0), out)
+                    self._apply(PartPlaced(part.prefill, part.sequence), out)
                 case Drop(_Part() as part):
                     self._give_back(part.prefill, part.epoch, part.span, out)
                 case AwaitArrival(rank):
@@ -392,7 +388,5 @@ class DecodeNode:
                     self._apply(PartArrived(message.writer, message.sequence, 0, is_last=True, work=part), out)
                 else:
                     self._give_back(prefill, message.epoch, span, out)
-            case notifications.ChunkArrived() if is_ours:
-                self._apply(Arrived(message.writer, message.sequence), out)
-            case notifications.WriterFinished() if is_ours:
-                self._apply(Finished(message.writer, message.chunks, message.aux), out)
+            case notifications.ChunkArrived() | notifications.WriterFinished() if is_ours:
+                self._apply(message, out)

@@ -15,19 +15,17 @@ from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
+from kvferry.protocol.transfer.both_sides import AbortRequested, Tick
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
     ChunkSubmitted,
     FinishSent,
-    ReceiverAborted,
     ReceiverLost,
+    ReceiverMessage,
     ReceiverOpened,
-    ReceiverRefused,
     SendDrained,
-    SenderAbortRequested,
     SenderEvent,
-    SenderTick,
     SendFailed,
     SendFinish,
     TurnCame,
@@ -153,9 +151,9 @@ class PrefillNode:
                     chunk = Chunk(number=number, parts=(part,), is_last=number == self._chunks - 1, aux=b"t")
                     self._apply(ChunkSubmitted(chunk), out)
             case ("abort",):
-                self._apply(SenderAbortRequested("the client left"), out)
+                self._apply(AbortRequested("the client left"), out)
             case ("late",):
-                self._apply(SenderTick(), out, now=_LATE)
+                self._apply(Tick(), out, now=_LATE)
             case ("message", decode, data):
                 self._received(decode, codec.decode_to_prefill(data), out)
             case ("lost", decode):
@@ -223,7 +221,7 @@ class PrefillNode:
                 raise PeerDisconnectedError(f"{name} must attach before it opens rooms")
             room = self._table.open_request(name, message, 0.0, rank=self._connections.rank(name))
         except KVFerryError as error:
-            self._table.refused(name, message, error, 0.0)
+            self._table.refused(name, message, error)
             self._fail(name, message, error, out)
             if isinstance(error, PeerDisconnectedError):
                 self._not_opened(name, self._connections.rank(name), message.generation, out)
@@ -236,10 +234,8 @@ class PrefillNode:
             case messages.OpenRoom():
                 if self._connections.ready(name) is not None:  # else it was lost meanwhile
                     self._opened(room, name, message, out)
-            case messages.AbortRoom():
-                self._apply(ReceiverAborted(name, message.generation, message.reason, message.error), out)
-            case messages.RefuseRoom():
-                self._apply(ReceiverRefused(name, decode_rank(number_of(name), self._decodes), message.reason), out)
+            case messages.AbortRoom() | messages.RefuseRoom():
+                self._apply(ReceiverMessage(name, message), out)
 
     def _opened(self, room: _Room, name: str, message: messages.OpenRoom, out: list[Output]) -> None:
         known = room.generations.get(name)
@@ -278,7 +274,7 @@ class PrefillNode:
             kept = room.next_opens.get(name)
             if kept is not None and kept.generation == message.generation:
                 del room.next_opens[name]
-            self._apply(ReceiverAborted(name, message.generation, message.reason, message.error), out)
+            self._apply(ReceiverMessage(name, message), out)
         if is_unopened:
             self._not_opened(name, self._connections.rank(name), message.generation, out)
 

@@ -13,7 +13,7 @@ from kvferry.layout import (
     virtual_layout,
 )
 from kvferry.plan import Unit
-from kvferry.protocol.transfer.deadlines import Deadlines
+from kvferry.protocol.transfer.both_sides import Deadlines
 from kvferry.protocol.wire import codec, messages, notifications
 from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity

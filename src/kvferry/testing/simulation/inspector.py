@@ -12,8 +12,15 @@ from kvferry.endpoint import DecodeEndpoint
 from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import KVFerryError
 from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.holding import Side, longest_s
-from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, TransferState
+from kvferry.protocol.transfer.holding import longest_s
+from kvferry.protocol.transfer.states import (
+    RECEIVER_TRANSITIONS,
+    SENDER_TRANSITIONS,
+    ReceiverState,
+    SenderState,
+    SideState,
+    TransferState,
+)
 from kvferry.protocol.wire.codec import decode_notification
 from kvferry.protocol.wire.notifications import ChunkArrived, Notification, StagedArrived
 from kvferry.testing.simulation.circumstances import WAITS
@@ -61,12 +68,14 @@ _TELLS_UNLESS = frozenset(
 )  # then who is to be told may be out of reach, or take its peer for lost
 
 
-def _longest_s(side: Side, state: TransferState) -> float:
+def _longest_s(side: type[SideState], state: TransferState) -> float:
     is_bounded_at_once = state in (TransferState.BOOTSTRAPPING, TransferState.SUCCESS, TransferState.FAILED)
     return longest_s(side, state, WAITS) * (1 if is_bounded_at_once else _MOST_PROGRESS) + _SLACK_S
 
 
-_LONGEST_S = {(side, state): _longest_s(side, state) for side in Side for state in TransferState}
+_LONGEST_S = {
+    (side, state): _longest_s(side, state) for side in (SenderState, ReceiverState) for state in TransferState
+}
 """How long each side may hold pages in each state."""
 
 
@@ -239,7 +248,7 @@ class Inspector:
                     f"{_owner_name(owner)}",
                 )
         elif isinstance(about, StagedArrived) and isinstance(target.endpoint, DecodeEndpoint):
-            ring = target.endpoint._driver._staging.ring(transfer.source.endpoint_name, about.epoch)
+            ring = target.endpoint._driver.context.staging.ring(transfer.source.endpoint_name, about.epoch)
             demand(
                 ring is None or ring._reading.can_hold(Span(about.start, about.begin, about.stop)),
                 Law.NO_WRITE_AFTER_RELEASE,
@@ -257,7 +266,7 @@ class Inspector:
             assert transfer is not None
             if side.process.thaws_at is not None or transfer.state is not side.state:
                 side.state, side.held_since = transfer.state, self._world.now
-                side.longest_s = _LONGEST_S[Side.PREFILL if isinstance(side, SendSide) else Side.DECODE, side.state]
+                side.longest_s = _LONGEST_S[SenderState if isinstance(side, SendSide) else ReceiverState, side.state]
                 continue
             since, longest_s = side.held_since, side.longest_s
             if transfer.state is TransferState.FAILED:

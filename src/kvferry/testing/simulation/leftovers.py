@@ -44,12 +44,12 @@ def _of_prefill(endpoint: PrefillEndpoint, living: Collection[str]) -> Iterator[
 
 def _of_decode(endpoint: DecodeEndpoint) -> Iterator[str]:
     driver, rooms = endpoint._driver, endpoint._driver.rooms
-    if rooms.open or rooms._rooms_of:
-        yield f"{endpoint.open_rooms} rooms, through {len(rooms._rooms_of)} links"
+    if rooms.open or rooms.links.rooms_of:
+        yield f"{endpoint.open_rooms} rooms, through {len(rooms.links.rooms_of)} links"
     if rooms.links.are_awaited:
         yield "a caller that waits for a link"
-    if driver._settling:
+    if driver.context.settling:
         yield "what failed writes had sent, which is still waited for"
-    for name, ring in driver._staging.rings.items():
+    for name, ring in driver.context.staging.rings.items():
         if not ring.is_idle:
             yield f"parts of the ring of {name} that are being read"

@@ -11,14 +11,15 @@ import numpy as np
 
 from kvferry.control.ends import ConnectingEnd, ListeningEnd
 from kvferry.control.kubernetes import Orchestrator
+from kvferry.control.process_identity import Sight
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.runtime.calibration import Calibration
 from kvferry.endpoint.runtime.platform import BackgroundExecutor, Platform
-from kvferry.endpoint.runtime.process_identity import Sight
-from kvferry.endpoint.runtime.threads import Loop, RunningLoop, ThreadHealth
+from kvferry.endpoint.runtime.threads import Loop, RunningLoop
 from kvferry.errors import RegistryUnreachableError
 from kvferry.layout import Device, RankLayout, Region
+from kvferry.observe.status import ThreadStatus
 from kvferry.plan import PathCosts
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.packing import PackedSide
@@ -59,8 +60,8 @@ class Thread(RunningLoop):
         self.polls_only = not self.has_work and self.loop.polls_writes()
 
     @property
-    def health(self) -> ThreadHealth:
-        return ThreadHealth(self.name, not self.has_ended, 0, "")
+    def health(self) -> ThreadStatus:
+        return ThreadStatus(name=self.name, is_alive=not self.has_ended, failures=0, last_failure="")
 
     def turn(self) -> None:
         """One turn."""

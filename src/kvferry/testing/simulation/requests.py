@@ -123,7 +123,7 @@ class ReceiveSide(RankSide):
         endpoint = self.process.endpoint
         if not self.process.is_alive or not isinstance(endpoint, DecodeEndpoint):
             return False
-        if endpoint._driver.rooms.refusals.holds(self.request.room):
+        if self.request.room in endpoint._driver.rooms.refusals._refusals:
             return True
         if self.receiver is None:
             return False

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
+from kvferry.control.process_identity import Sight
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
-from kvferry.endpoint.runtime.process_identity import Sight
 from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.testing.simulation.adversary import RECOVERY_S, Adversary, Restart

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvferry import Settings
+from kvferry.control.pod_identity import pod_of
 from kvferry.endpoint.runtime.platform import SystemPlatform
-from kvferry.endpoint.runtime.pod_identity import pod_of
 from kvferry.errors import SettingsError
 
 POD = {"pod_uid": "u-1", "pod_name": "prefill-0", "pod_namespace": "serving"}

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from tests.support.namespaces import unshare
 from tests.support.waiting import eventually
 
-from kvferry.endpoint.runtime import process_identity
-from kvferry.endpoint.runtime.process_identity import is_gone, this_process
+from kvferry.control import process_identity
+from kvferry.control.process_identity import is_gone, this_process
 from kvferry.protocol.wire.field_types import ProcessIdentity
 
 ASK = (
-    "from kvferry.endpoint.runtime.process_identity import this_process; me = this_process(); "
+    "from kvferry.control.process_identity import this_process; me = this_process(); "
     "print(me.machine, me.pid, me.started, sep='|', flush=True)"
 )
 
@@ -196,7 +196,7 @@ def test_a_number_that_no_process_can_have_proves_nothing(pid: int):
 ASK_AS_NOBODY = """
 import os, sys
 from msgspec.structs import replace
-from kvferry.endpoint.runtime.process_identity import is_gone, this_process
+from kvferry.control.process_identity import is_gone, this_process
 
 pid = int(sys.argv[1])
 there = replace(this_process(), pid=pid, started=int(sys.argv[2]))
