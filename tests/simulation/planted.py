@@ -21,6 +21,7 @@ from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
+from kvferry.endpoint.prefill.context import BrokenOff
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.direct_writes import DirectWrite, DirectWrites
 from kvferry.endpoint.prefill.driver import PrefillDriver
@@ -164,7 +165,15 @@ def _peer_added_without_removal(patch: pytest.MonkeyPatch) -> None:
     def connect(ranks: Any, message: Attach, now: float) -> None:
         name = message.endpoint
         queue = ranks._queue_of(name.encode())
-        made = DecodePeer(name, queue, ranks._context, attempt=message.attempt, earlier=None, now=now)
+        made = DecodePeer(
+            name,
+            queue,
+            ranks._context,
+            attempt=message.attempt,
+            must_wait=False,
+            on_undone=ranks._undone,
+            now=now,
+        )
         ranks._peers[name] = made
         made.post(message)
 
@@ -743,7 +752,7 @@ def _second_drained_believed(patch: pytest.MonkeyPatch) -> None:
 
 def _failures_forgotten_with_their_rooms(patch: pytest.MonkeyPatch) -> None:
     """Once a room is forgotten, an abort is answered as if none of its writes had failed."""
-    patch.setattr(DecodeRanks, "was_broken_off", lambda ranks, receiver: False)
+    patch.setattr(BrokenOff, "__contains__", lambda broken_off, receiver: False)
 
 
 def _failed_rooms_wait_on(patch: pytest.MonkeyPatch) -> None:

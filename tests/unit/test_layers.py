@@ -47,8 +47,9 @@ MEAN_THE_SAME = {
     "__init__",  # a package
     "base",  # what the files beside it have in common
     "construction",  # made as the settings say
-    "endpoint",  # of either side, as are the three that follow
+    "endpoint",  # of either side, as are the four that follow
     "driver",
+    "context",
     "rooms",
     "room",
     "memory",  # the simulation's

@@ -62,7 +62,6 @@ class Endpoint(ABC):
     def __init__(
         self,
         layout: RankLayout,
-        *,
         engine: str,
         coordinates: RankCoordinates | None,
         settings: Settings | None,
@@ -161,6 +160,10 @@ class Endpoint(ABC):
             threads=self.health,
         )
 
+    def _check_process(self) -> None:
+        """Raises UsageError in a process that was forked from the endpoint's."""
+        self._owning_process.check(f"this {self._side.value} endpoint")
+
     @contextmanager
     def _refusals_observed(self) -> Iterator[None]:
         """Notifies the observer of an error that refuses what the caller asks for."""
@@ -183,6 +186,8 @@ class Endpoint(ABC):
     def close(self) -> None:
         """Aborts open rooms, waits up to close_timeout_s, and gives everything back.
 
+        A prefill endpoint returns also where writes hang for longer: its control thread gives everything back when they
+        have ended, and sends the close messages. Until then neither the memory nor the control port may be used again.
         May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
         Does nothing in a process that was forked from the endpoint's: all of it is the parent's.
         """

@@ -74,9 +74,7 @@ class UnaskedRooms:
         self._hint = hint
         self._young: deque[tuple[float, int]] = deque()  # with when they were opened
         self._queued: deque[tuple[float, int]] = deque()  # unasked for at first sight, while some were connected
-        self._found: list[int] = []
-        self._num_found = 0
-        self._youngest_s = 0.0  # how long each of those found had been open at least
+        self._found: list[tuple[int, float]] = []  # with how long each had been open at least
         self._next_line_at = float("-inf")
 
     def opened(self, room: int, now: float) -> None:
@@ -94,7 +92,7 @@ class UnaskedRooms:
             is_unasked: whether a room is open, and no decode rank has opened it.
             connected: returns which decode ranks are connected; None for one that has not said who it is.
         """
-        may_say = self._num_found and now >= self._next_line_at
+        may_say = self._found and now >= self._next_line_at
         if not (may_say or self._is_due(self._young, now, UNASKED_S) or self._is_due(self._queued, now, QUEUED_S)):
             return
         ranks = tuple(connected())
@@ -104,12 +102,12 @@ class UnaskedRooms:
                 if ranks:
                     self._queued.append((opened_at, room))
                 else:
-                    self._add(room, UNASKED_S)
+                    self._found.append((room, UNASKED_S))
         while self._is_due(self._queued, now, QUEUED_S):
             _, room = self._queued.popleft()
             if is_unasked(room):
-                self._add(room, QUEUED_S)
-        if self._num_found and now >= self._next_line_at:
+                self._found.append((room, QUEUED_S))
+        if self._found and now >= self._next_line_at:
             self._next_line_at = now + _PERIOD_S
             self._say(ranks)
 
@@ -117,23 +115,19 @@ class UnaskedRooms:
     def _is_due(rooms: deque[tuple[float, int]], now: float, after_s: float) -> bool:
         return bool(rooms) and now - rooms[0][0] >= after_s
 
-    def _add(self, room: int, after_s: float) -> None:
-        self._youngest_s = min(self._youngest_s, after_s) if self._num_found else after_s
-        self._num_found += 1
-        self._found = [*self._found, room][:_NAMED]
-
     def _say(self, ranks: Iterable[DecodeRank | None]) -> None:
-        more = self._num_found - len(self._found)
+        named = ", ".join(str(room) for room, _ in self._found[:_NAMED])
+        more = len(self._found) - _NAMED
         log.warning(
             "%s: no decode rank has asked for room %s, opened %g s ago or earlier; %s. Rooms wait until "
             "KVFERRY_BOOTSTRAP_TIMEOUT_S. %s",
             self._who,
-            ", ".join(map(str, self._found)) + (f" and {more} more" if more else ""),
-            self._youngest_s,
+            named + (f" and {more} more" if more > 0 else ""),
+            min(open_s for _, open_s in self._found),
             _in_words(ranks),
             self._hint,
         )
-        self._found, self._num_found = [], 0
+        self._found = []
 
 
 def _in_words(ranks: Iterable[DecodeRank | None]) -> str:

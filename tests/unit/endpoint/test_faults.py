@@ -321,7 +321,7 @@ def test_a_rank_to_which_a_write_failed_connects_anew_once_what_was_sent_has_had
     """Where the decode rank was frozen it may have that in its sockets yet, and its staging memory is used again."""
     requests = pair(quarantine_s=0.8)
     endpoint, driver = requests.prefill.endpoints[0], requests.decode.endpoints[0]._driver
-    endpoint._driver.ranks.broken_off(decode_name(requests))
+    endpoint._driver._context.broken_off.add(decode_name(requests))
     told_at = time.monotonic()
     requests.connect()
     assert time.monotonic() - told_at >= 0.6, "less by what counts at once"

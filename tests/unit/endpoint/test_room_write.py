@@ -25,7 +25,7 @@ class Surface:
         )
         context: Any = SimpleNamespace(
             now=lambda: 9.0,
-            broken_off=lambda receiver: self.log.append(("broken off", receiver)),
+            broken_off=SimpleNamespace(add=lambda receiver: self.log.append(("broken off", receiver))),
             write_failed=lambda attachment, error: self.log.append(("connection", str(error))),
             observer=SimpleNamespace(
                 write_failed=lambda room, receiver, error: self.log.append(("observed", str(error)))

@@ -64,16 +64,20 @@ class Room:
         context = SimpleNamespace(
             now=lambda: 0.0,
             send=lambda receiver, message: self.void.append(message),
-            transport=SimpleNamespace(endpoint_name="p0"),
+            identity=SimpleNamespace(endpoint="p0"),
             observer=SimpleNamespace(deferred=self.deferred.append),
         )
-        target: Any = SimpleNamespace(
-            receiver="d0", context=context, room=SimpleNamespace(post=self.turns.append, apply=None)
-        )
         nothing: Any = None
-        self.line = StagedWrites(target, StagedPath(PeerMemory(0, 1, self.ring), nothing, nothing, CHUNK))
+        target: Any = SimpleNamespace(
+            receiver="d0",
+            context=context,
+            room=SimpleNamespace(post=self.turns.append, apply=None),
+            staged=StagedPath(PeerMemory(0, 1, self.ring), nothing, nothing, CHUNK),
+        )
+        self.line = StagedWrites(target)
         self.write = OneChunk()
-        self.line.write(cast(Any, self.write))
+        self.line.writes[0] = cast(Any, self.write)
+        self.line.wake()
         self.turns.clear()
 
     def posts_next(self) -> bool:

@@ -1,31 +1,24 @@
 """Decode ranks by name: those that are connected to a prefill rank, and what it remembers of others.
 
 Of each there is a connection, which workers make and undo, and a reliable channel; and it is remembered who was given
-up, and whose writes broke off.
+up.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from kvferry.endpoint.prefill.attachment import Attachment
-from kvferry.endpoint.prefill.paths import SendingStaging
-from kvferry.endpoint.prefill.peers import DecodePeer, DetachRequested, PeerContext
+from kvferry.endpoint.prefill.context import PrefillContext
+from kvferry.endpoint.prefill.peers import DecodePeer, DetachRequested, EarlierUndone
 from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.errors import KVFerryError
-from kvferry.observe.observer import Observer
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.links.decode_channels import DecodeChannels
-from kvferry.protocol.wire.field_types import Message
 from kvferry.protocol.wire.messages import Attach
-from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
-from kvferry.transport import Transport
-
-_MOST_BROKEN_OFF = 1 << 12  # names of decode ranks: a thousand times as many as may be frozen at a time
+from kvferry.protocol.wire.rank_identity import DecodeRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,38 +41,20 @@ class DecodeRanks:
         channels: the reliable channels to them, for the control thread.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        transport: Transport,
-        staging: SendingStaging,
-        *,
-        most_given_up: int,
-        queue_of: Callable[[bytes], RunQueue],
-        observer: Observer,
-        send: Callable[[str, Message], None],
-    ) -> None:
+    def __init__(self, context: PrefillContext, *, queue_of: Callable[[bytes], RunQueue]) -> None:
         """Begins with nobody connected, and nothing to remember.
 
         Args:
-            identity: the prefill rank's, as `transport` and `staging` are.
-            most_given_up: how many that were given up are remembered.
             queue_of: returns where a connection waits for a worker.
-            observer: is told what happens.
-            send: sends a control message to a decode rank.
         """
-        self.channels = DecodeChannels(identity.endpoint)
+        self.channels = DecodeChannels(context.identity.endpoint)
         self._queue_of = queue_of
-        self._context = PeerContext(identity, transport, staging, observer, send, self.broken_off, self.last_failure_to)
-        # Guards both tables of connections, which workers read while the control thread adds and removes, and the
-        # numbers of the last failed writes, which workers give.
+        self._context = context
+        # Guards both tables of connections, which workers read while the control thread adds and removes.
         self._lock = threading.Lock()
         self._peers: dict[str, DecodePeer] = {}
         self._detaching: dict[str, DecodePeer] = {}
-        self._most_given_up = most_given_up
         self._given_up: dict[str, GivenUp] = {}  # the latest stand last
-        self._last_failures: dict[str, int] = {}  # the latest stand last
-        self._failure_numbers = itertools.count(1)
 
     # ---- connections --------------------------------------------------------------------------------------------
 
@@ -124,8 +99,17 @@ class DecodeRanks:
             self._disconnect(name)
             with self._lock:
                 earlier = self._detaching.get(name)
-                queue = self._queue_of(name.encode())
-                known = DecodePeer(name, queue, self._context, attempt=attempt, earlier=earlier, now=now)
+                known = DecodePeer(
+                    name,
+                    self._queue_of(name.encode()),
+                    self._context,
+                    attempt=attempt,
+                    must_wait=earlier is not None,
+                    on_undone=self._undone,
+                    now=now,
+                )
+                if earlier is not None:
+                    earlier.later = known
                 self._peers[name] = known
         known.post(message)
 
@@ -137,12 +121,15 @@ class DecodeRanks:
                 return
             self._detaching[name] = peer
         peer.post(DetachRequested())
-        peer.when_undone(partial(self._forget, peer))
 
-    def _forget(self, peer: DecodePeer) -> None:
+    def _undone(self, peer: DecodePeer) -> None:
+        """Forgets a connection that is undone; the one that waits for that goes on."""
         with self._lock:
             if self._detaching.get(peer.name) is peer:
                 del self._detaching[peer.name]
+            later = peer.later
+        if later is not None:
+            later.post(EarlierUndone())
 
     # ---- who they are, and were ---------------------------------------------------------------------------------
 
@@ -169,7 +156,7 @@ class DecodeRanks:
 
     def give_up(self, name: str, error: KVFerryError) -> DecodeRank | None:
         """Loses a decode rank that may come back, and remembers why; returns as `lose`."""
-        remember(self._given_up, name, GivenUp(self.rank(name), error), self._most_given_up)
+        remember(self._given_up, name, GivenUp(self.rank(name), error), self._context.settings.max_decode_ranks)
         return self.lose(name)
 
     def forgive(self, name: str) -> None:
@@ -179,18 +166,3 @@ class DecodeRanks:
     def given_up(self, name: str) -> GivenUp | None:
         """Returns what is known of a decode rank that was given up; None if it was not, or has come back."""
         return self._given_up.get(name)
-
-    # ---- writes that failed -------------------------------------------------------------------------------------
-
-    def broken_off(self, name: str) -> None:
-        """Remembers a decode rank to which a write failed of which something had been sent."""
-        with self._lock:
-            remember(self._last_failures, name, next(self._failure_numbers), _MOST_BROKEN_OFF)
-
-    def was_broken_off(self, name: str) -> bool:
-        """Whether such a write ever failed."""
-        return name in self._last_failures
-
-    def last_failure_to(self, name: str) -> int:
-        """Returns the number of the last such write; 0 if there was none."""
-        return self._last_failures.get(name, 0)

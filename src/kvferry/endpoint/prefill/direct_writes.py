@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from kvferry.endpoint.prefill.admission import Admitted
 from kvferry.endpoint.prefill.room_write import RoomWrite, Target
@@ -25,16 +27,7 @@ class DirectWrite(RoomWrite):
 
     transfer: TransferHandle
     _admitted: Admitted
-    _ready_at: float
-    _gathered_at: float
-    _posted_at: float
-    _runs: int
-    _thread: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that it moves."""
-        return self.target.attachment.bytes_of(self.command.unit, self.target.elected, self.command.moves)
+    _part: Callable[..., PartRecord]
 
     @property
     def receiver(self) -> str:
@@ -45,10 +38,10 @@ class DirectWrite(RoomWrite):
         """Posts it, in the room's turn."""
         context, command = self.target.context, self.command
         self._admitted = admitted
-        self._ready_at = context.now()
+        ready_at = context.now()
         try:
             selected = self.target.attachment.select(command.unit, self.target.elected, command.moves)
-            self._gathered_at = context.now()
+            selected_at = context.now()
             self.transfer = context.transport.post(
                 selected.local,
                 selected.local_indices,
@@ -60,23 +53,20 @@ class DirectWrite(RoomWrite):
             context.admission.give_back(admitted)
             self.settled(error)
             return
-        self._runs = len(selected.local_indices)
-        self._posted_at = context.now()
-        self._thread = threading.current_thread().name
+        self._part = partial(
+            PartRecord,
+            ready_at=ready_at,
+            begun_at=ready_at,
+            gathered_at=selected_at,
+            posted_at=context.now(),
+            runs=len(selected.local_indices),
+            thread=threading.current_thread().name,
+        )
         worker.watch(self)
 
     def done(self, report: TransferReport) -> None:
         """Takes note that it is complete."""
-        part = PartRecord(
-            ready_at=self._ready_at,
-            begun_at=self._ready_at,
-            gathered_at=self._gathered_at,
-            posted_at=self._posted_at,
-            landed_at=self.target.context.now(),
-            num_bytes=report.total_bytes,
-            runs=self._runs,
-            thread=self._thread,
-        )
+        part = self._part(landed_at=self.target.context.now(), num_bytes=report.total_bytes)
         self.arrived(report, part, descriptors=report.descriptors)
         self.target.context.admission.give_back(self._admitted)
         self._end(None)
@@ -109,7 +99,7 @@ class DirectWrite(RoomWrite):
         return notifications.ChunkArrived(
             room=self.target.room.room,
             generation=command.generation,
-            writer=self.target.context.coordinates.engine_rank,
+            writer=self.target.context.engine_rank,
             sequence=command.sequence,
             unit=command.unit if segments else Unit.WHOLE,
             segments=segments,
@@ -170,4 +160,6 @@ class DirectWrites:
         return self._admission.moved_at(self._target.receiver) or 0.0
 
     def _apply(self, write: DirectWrite) -> Admitted | None:
-        return self._admission.admit(write.receiver, write.num_bytes, self)
+        command, target = write.command, self._target
+        num_bytes = target.attachment.bytes_of(command.unit, target.elected, command.moves)
+        return self._admission.admit(target.receiver, num_bytes, self)

@@ -13,15 +13,14 @@ from collections import deque
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
+from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.prefill.peers import refused
-from kvferry.endpoint.prefill.room import SendingRoom
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.run_queue import Waker
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop
-from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.errors import (
     EndpointClosedError,
@@ -34,10 +33,9 @@ from kvferry.errors import (
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import StagingStatus, ThreadStatus
 from kvferry.protocol.time_awake import Lateness
-from kvferry.protocol.transfer.both_sides import Tick
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
-from kvferry.settings import Settings
+from kvferry.settings import Settings, bracketed
 from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -55,6 +53,7 @@ class PrefillDriver(Loop):
 
     Attributes:
         port: on which it listens for decode ranks.
+        control_address: where they reach it.
         rooms: all rooms.
         ranks: decode ranks, and the connections to them.
         admission: says when a direct write may be posted.
@@ -68,13 +67,12 @@ class PrefillDriver(Loop):
         identity: Identity,
         transport: Transport,
         settings: Settings,
-        staging: SendingStaging,
         *,
         platform: Platform,
         observer: Observer,
         registry_url: str,
     ) -> None:
-        """Listens for decode ranks and starts the threads.
+        """Registers the memory, listens for decode ranks and starts the threads.
 
         Args:
             transport: moves the bytes; closed by the control thread, once nothing is on its way any more.
@@ -83,8 +81,11 @@ class PrefillDriver(Loop):
             registry_url: where decode ranks find this one.
 
         Raises:
-            SettingsError: if the port is taken.
+            SettingsError: if the port is taken, or a setting is impossible.
+            TransportError: if the memory cannot be registered.
         """
+        staging = SendingStaging(settings, identity.layout, transport, platform)
+        transport.register(identity.layout.regions(), identity.layout.device)
         self._identity = identity
         self._transport = transport
         self._settings = settings
@@ -100,9 +101,25 @@ class PrefillDriver(Loop):
             process=platform.identity(settings),
             fingerprint=dict(identity.fingerprint),
         )
+        self.admission = Admission(
+            most_bytes=int(settings.direct_mib * 2**20),
+            most_bytes_of_one=int(settings.direct_receiver_mib * 2**20),
+            stalls_after_s=settings.write_timeout_s / 2,
+            now=platform.now,
+        )
+        self._context = PrefillContext(
+            identity=identity,
+            transport=transport,
+            settings=settings,
+            staging=staging,
+            admission=self.admission,
+            observer=observer,
+            now=platform.now,
+            send=self.send,
+            write_failed=self._write_failed,
+        )
         self._outbox: deque[tuple[str, field_types.Message]] = deque()
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
-        self._timers: Timers[SendingRoom] = Timers()
         self._is_closing_down = False  # rooms are not waited for any more
         self._is_lingering = False  # closed, with writes still in flight
         self._release_error: Exception | None = None
@@ -111,6 +128,8 @@ class PrefillDriver(Loop):
         self._lateness = Lateness()
         self._channel = platform.listen(settings)
         self.port = self._channel.port
+        host, port = settings.advertise_host or settings.host, settings.advertise_port or self.port
+        self.control_address = f"tcp://{bracketed(host)}:{port}"
         name = f"kvferry-prefill-{identity.coordinates.engine_rank}"
         self._threads: tuple[RunningLoop, ...] = ()
         with contextlib.ExitStack() as undo:
@@ -129,35 +148,8 @@ class PrefillDriver(Loop):
                 f"prefill rank {identity.coordinates.engine_rank} of {identity.engine!r}",
                 f"Does the decode side look for an engine named {identity.engine!r}, at the registry {registry_url}?",
             )
-            self.ranks = DecodeRanks(
-                identity,
-                transport,
-                staging,
-                most_given_up=settings.max_decode_ranks,
-                queue_of=self.workers.queue_of,
-                observer=observer,
-                send=self.send,
-            )
-            self.admission = Admission(
-                most_bytes=int(settings.direct_mib * 2**20),
-                most_bytes_of_one=int(settings.direct_receiver_mib * 2**20),
-                stalls_after_s=settings.write_timeout_s / 2,
-                now=self._now,
-            )
-            self.rooms = SendingRooms(
-                identity,
-                settings,
-                self.ranks,
-                self.workers,
-                transport=transport,
-                admission=self.admission,
-                observer=observer,
-                unasked=unasked,
-                now=self._now,
-                send=self.send,
-                write_failed=self._write_failed,
-                set_deadline=self._timers.set,
-            )
+            self.ranks = DecodeRanks(self._context, queue_of=self.workers.queue_of)
+            self.rooms = SendingRooms(self._context, self.ranks, self.workers, unasked)
             self._waker = Waker(self.workers.queues)
             undo.callback(self._waker.stop)
             waker = platform.start(f"{name}-waker", self._waker)
@@ -216,10 +208,11 @@ class PrefillDriver(Loop):
         else:
             yield lambda: not any(thread.is_alive for thread in self._threads), float("inf")
 
-    def take_release_error(self) -> Exception | None:
-        """Returns, once, what went wrong when memory was given back."""
+    def raise_release_error(self) -> None:
+        """Raises, once, what went wrong when memory was given back."""
         error, self._release_error = self._release_error, None
-        return error
+        if error is not None:
+            raise error
 
     def _has_closed(self) -> bool:
         """Closes everything once no write is in flight. Returns True when it has."""
@@ -229,7 +222,7 @@ class PrefillDriver(Loop):
         if self.workers.running:
             return False
         for receiver in self.ranks.all:
-            after_failure = self.ranks.was_broken_off(receiver)
+            after_failure = receiver in self._context.broken_off
             self.send(receiver, messages.Closed(endpoint=self._identity.endpoint, after_failure=after_failure))
         self._flush()
         self._waker.stop()
@@ -387,8 +380,6 @@ class PrefillDriver(Loop):
 
     def _tick(self, now: float, *, longest_wait_s: float) -> None:
         self.admission.tick()
-        for room in self._timers.due(now):
-            room.post(Tick())
         self.rooms.look(now)
         late_s = self._lateness.seconds(now, most_apart_s=longest_wait_s + 2 * _TICK_S)
         for peer in self.ranks.peers():

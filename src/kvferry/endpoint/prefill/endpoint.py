@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import SupportsIndex
 
 from kvferry.endpoint.base import Endpoint
 from kvferry.endpoint.construction import checked_room
 from kvferry.endpoint.prefill.driver import PrefillDriver
-from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.transfer import Sender
-from kvferry.errors import UsageError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side, ThreadStatus
-from kvferry.plan import check_share_tokens
-from kvferry.plan.requests.conditions import checked_conditions
-from kvferry.protocol.transfer.sender import SenderMachine
-from kvferry.protocol.wire import codec
-from kvferry.protocol.wire.registrations import RankRegistration
-from kvferry.settings import Settings, bracketed
+from kvferry.settings import Settings
 from kvferry.transport import Transport
-
-_OWNED = "this prefill endpoint"
 
 
 class PrefillEndpoint(Endpoint):
@@ -73,60 +65,28 @@ class PrefillEndpoint(Endpoint):
             SettingsError: if a setting is impossible, no engine can have that name, or a port is taken.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
-        super().__init__(
-            layout,
-            engine=engine,
-            coordinates=coordinates,
-            settings=settings,
-            transport=transport,
-            fingerprint=fingerprint,
-            platform=platform,
-        )
-        settings = self.settings
+        super().__init__(layout, engine, coordinates, settings, transport, fingerprint, platform)
         if host_registry is None:
-            host_registry = self.engine_rank == 0 and settings.registry_url is None
-        try:
-            staging = SendingStaging(settings, layout, self.transport, self._platform)
-            self.transport.register(layout.regions(), layout.device)
-            self._registration = Registration(settings, self._platform, hosts_registry=host_registry)
-        except BaseException:
-            self.transport.close()
-            raise
-        self.registry_url = self._registration.registry_url
-        try:
+            host_registry = self.engine_rank == 0 and self.settings.registry_url is None
+        with ExitStack() as undo:
+            undo.callback(self.transport.close)
+            self._registration = Registration(self.settings, self._platform, hosts_registry=host_registry)
+            undo.callback(self._registration.close)
+            self.registry_url = self._registration.registry_url
             self._driver = PrefillDriver(
                 self._identity,
                 self.transport,
-                settings,
-                staging,
+                self.settings,
                 platform=self._platform,
                 observer=self._telemetry.observer,
                 registry_url=self.registry_url,
             )
-        except BaseException:
-            self._registration.close()
-            self.transport.close()
-            raise
-        advertised_host, advertised_port = settings.advertise_host or settings.host, settings.advertise_port
-        self.control_address = f"tcp://{bracketed(advertised_host)}:{advertised_port or self._driver.port}"
-        try:
+            undo.pop_all()
+            undo.callback(self.close)
+            self.control_address = self._driver.control_address
             self._telemetry.start()
-            self._announce()  # last: decode ranks that find this rank are served
-        except BaseException:
-            self.close()
-            raise
-
-    def _announce(self) -> None:
-        self._registration.announce(
-            RankRegistration(
-                engine=self.engine,
-                incarnation=self.transport.endpoint_name,
-                coordinates=self.coordinates,
-                control_address=self.control_address,
-                layout_digest=self.layout.digest,
-                protocol_version=codec.PROTOCOL_VERSION,
-            )
-        )
+            self._registration.announce(self._identity, self.control_address)  # last: whoever finds it is served
+            undo.pop_all()
 
     def wait_registered(self, timeout_s: float) -> bool:
         """Waits until this rank is registered; False if it is not after timeout_s. See `registry_error`."""
@@ -189,28 +149,9 @@ class PrefillEndpoint(Endpoint):
             PageError: if the layout gives this rank another number of tokens than share_tokens.
             EndpointClosedError: if the endpoint was closed.
         """
-        self._owning_process.check(_OWNED)
+        self._check_process()
         with self._refusals_observed():
-            return self._open(checked_room(room), tokens, share_tokens, depends_on)
-
-    def _open(
-        self, room: int, tokens: int | None, share_tokens: int | None, depends_on: Mapping[str, bytes] | None
-    ) -> Sender:
-        if tokens is None and self.layout.tokens.partition.depends_on_length:
-            raise UsageError(
-                f"room {room}: this rank's share of a request depends on its length ({self.layout.tokens.partition}): "
-                "say how many tokens it has (tokens=...)"
-            )
-        check_share_tokens(self.layout.tokens, tokens, share_tokens, where=f"room {room}")
-        machine = SenderMachine(
-            room,
-            rank=self.engine_rank,
-            deadlines=self._deadlines,
-            now=self._platform.now(),
-            tokens=tokens,
-            depends_on=checked_conditions(depends_on, where=f"room {room}"),
-        )
-        return self._driver.rooms.open(machine)
+            return self._driver.rooms.open(checked_room(room), tokens, share_tokens, depends_on)
 
     def refuse(self, room: SupportsIndex, reason: str) -> None:
         """Tells decode ranks that this rank will not send a request's cache, for a caller that cannot open its room.
@@ -226,7 +167,7 @@ class PrefillEndpoint(Endpoint):
         Raises:
             UsageError: if the number is out of range, or the process was forked from the endpoint's.
         """
-        self._owning_process.check(_OWNED)
+        self._check_process()
         self._driver.rooms.refuse(checked_room(room), reason)
 
     def sender(self, room: int) -> Sender:
@@ -236,19 +177,6 @@ class PrefillEndpoint(Endpoint):
             UnknownRoomError: if there is none, or it has ended.
         """
         return self._driver.rooms.sender(room)
-
-    def close(self) -> None:
-        """Aborts open rooms, waits up to close_timeout_s for writes in flight, and gives everything back.
-
-        Where writes hang for longer it returns all the same: the control thread gives everything back when they have
-        ended, and sends the close messages. Until then neither the memory nor the control port may be used again.
-        May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
-        Does nothing in a process that was forked from the endpoint's: all of it is the parent's.
-        """
-        super().close()
-        error = self._driver.take_release_error()
-        if error is not None:
-            raise error
 
     def _closing(self) -> Closing:
         self._driver.rooms.close()
@@ -261,3 +189,4 @@ class PrefillEndpoint(Endpoint):
         yield from self._driver.closing(deadline)
         self._registration.close()
         self._telemetry.close()
+        self._driver.raise_release_error()

@@ -49,38 +49,25 @@ class StagedPath:
     chunk_bytes: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PathChooser:
     """Chooses the path of every write to one receiver.
 
     Attributes:
+        plan: what is sent.
         forced: the only path that may be taken, if there is one.
         staged: what staged writes need; None where there are none.
+        problem: why there are none, if so.
+        why: why a path is forced; empty where KVFERRY_PATH says so.
+        why_not_tokens: why single tokens cannot be written directly; empty if they can, or there is no other path.
     """
 
-    def __init__(
-        self,
-        plan: PairPlan,
-        *,
-        forced: TransferPath | None,
-        staged: StagedPath | None,
-        problem: str,
-        why: str = "",
-        why_not_tokens: str = "",
-    ) -> None:
-        """Takes the paths that there are to one receiver.
-
-        Args:
-            plan: what is sent.
-            problem: why there are no staged writes, if so.
-            why: why a path is forced; empty where KVFERRY_PATH says so.
-            why_not_tokens: why single tokens cannot be written directly; empty if they can, or there is no other path.
-        """
-        self._why_not_tokens = why_not_tokens
-        self.forced = forced
-        self.staged = staged
-        self._why = why
-        self._plan = plan
-        self._problem = problem
+    plan: PairPlan
+    forced: TransferPath | None
+    staged: StagedPath | None
+    problem: str
+    why: str = ""
+    why_not_tokens: str = ""
 
     def credited(self, epoch: int, position: int) -> None:
         """Takes a credit: how far the receiver has read its ring. Returns at once."""
@@ -94,12 +81,12 @@ class PathChooser:
             elected: what this rank sends in the room; moves refer to it.
         """
         if self.forced is not None:
-            return Choice(self.forced, 0.0, 0.0, self._why or f"KVFERRY_PATH is {self.forced.value}")
+            return Choice(self.forced, 0.0, 0.0, self.why or f"KVFERRY_PATH is {self.forced.value}")
         if self.staged is None:
-            return Choice(TransferPath.DIRECT, 0.0, 0.0, f"there is no staged path: {self._problem}")
-        if unit is Unit.TOKEN and self._why_not_tokens:
-            return Choice(TransferPath.STAGED, 0.0, 0.0, self._why_not_tokens)
-        packed = self._plan.packed_pieces(unit)
+            return Choice(TransferPath.DIRECT, 0.0, 0.0, f"there is no staged path: {self.problem}")
+        if unit is Unit.TOKEN and self.why_not_tokens:
+            return Choice(TransferPath.STAGED, 0.0, 0.0, self.why_not_tokens)
+        packed = self.plan.packed_pieces(unit)
         loads = moved_blocks(elected, moves, packed)
         return choose(write_size_of(loads, moves, packed, chunk_bytes=self.staged.chunk_bytes), self.staged.costs)
 
@@ -145,13 +132,7 @@ class SendingStaging:
             self._problem = str(error)
 
     def _take_memory(self) -> None:
-        """Allocates what every worker that gathers begins with, and what calibrations need.
-
-        Raises:
-            TransportUnavailableError: if what copies is not installed.
-            SettingsError: if this is more than may be taken, or than there is.
-            TransportError: if it cannot be registered.
-        """
+        """Allocates what every worker that gathers begins with, and what calibrations need. Raises as `__init__`."""
         settings, layout = self._settings, self._layout
         sizes = [min(self._ring_bytes, CALIBRATION_BYTES), *[self._ring_bytes] * settings.gather_workers]
         if sum(sizes) > settings.staging_memory_mib * 2**20:
@@ -182,12 +163,7 @@ class SendingStaging:
             return None
 
     def _registered(self, num_bytes: int) -> StagingMemory:
-        """Allocates staging memory and registers it.
-
-        Raises:
-            SettingsError: if there is not so much memory.
-            TransportError: if it cannot be registered.
-        """
+        """Allocates staging memory and registers it. Raises as `__init__`."""
         memory = self._platform.staging.allocate(num_bytes, self._layout.device)
         self._transport.register([memory.region], self._layout.device)
         return memory
@@ -235,7 +211,7 @@ class SendingStaging:
                     why or why_not_tokens,
                 )
         staged = None if problem else self._staged(message, plan, is_forced=forced is TransferPath.STAGED)
-        return PathChooser(plan, forced=forced, staged=staged, problem=problem, why=why, why_not_tokens=why_not_tokens)
+        return PathChooser(plan, forced, staged, problem=problem, why=why, why_not_tokens=why_not_tokens)
 
     def digest_memory(self) -> DigestMemory:
         """Returns what digests are computed with, made when a decode rank first asks for them.

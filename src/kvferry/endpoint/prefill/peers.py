@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
 from kvferry.endpoint.prefill.attachment import Attachment, attach
-from kvferry.endpoint.prefill.paths import SendingStaging
+from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.runtime.calibration import WriteHangsError
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import TransportError
 from kvferry.observe.logs import report_silence
-from kvferry.observe.observer import Observer
 from kvferry.observe.status import PeerStatus
 from kvferry.plan import TransferPath
-from kvferry.protocol.wire.field_types import Message
 from kvferry.protocol.wire.messages import Attach, Attached, Refused
-from kvferry.protocol.wire.rank_identity import Identity
-from kvferry.transport import TransferHandle, TransferReport, Transport
+from kvferry.transport import TransferHandle, TransferReport
 
 log = logging.getLogger(__name__)
 
@@ -41,70 +37,39 @@ class EarlierUndone:
     """The connection before this one is undone."""
 
 
-@dataclass(frozen=True, slots=True)
-class HangingWriteEnded:
-    """The write that hung while the decode rank attached is over.
+@dataclass(frozen=True, slots=True, eq=False)
+class HangingWrite:
+    """A write that measures, and did not end in time. Once it is over the connection gets it as an event.
 
     Attributes:
-        request: the attempt to attach, which can go on.
+        peer: the connection that is measured.
+        transfer: the transport's handle.
+        request: the attempt to attach, which can go on when the write is over.
     """
 
+    peer: DecodePeer
+    transfer: TransferHandle
     request: Attach
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _HangingWrite:
-    """A write that measures, and did not end in time.
-
-    Attributes:
-        receiver: whose memory is written.
-        transfer: the transport's handle.
-        ended: called once it is over.
-        broken_off: is told that what was sent of it may arrive yet; so it counts as hanging.
-    """
-
-    receiver: str
-    transfer: TransferHandle
-    ended: Callable[[], None]
-    broken_off: Callable[[str], None]
+    @property
+    def receiver(self) -> str:
+        """Whose memory is written."""
+        return self.peer.name
 
     def done(self, _: TransferReport) -> None:
-        self.ended()
+        self.peer.post(self)
 
     def failed(self, _: Exception) -> None:
-        self.broken_off(self.receiver)
+        self.peer.broken_off()  # what was sent of it may arrive yet, so that it counts as hanging
 
     def settled(self, _: Exception) -> None:
-        self.ended()
+        self.peer.post(self)
 
     def broke(self, _: Exception) -> None:
         """Does nothing: the write may not have ended, so that it counts as hanging."""
 
 
-PeerEvent: TypeAlias = Attach | DetachRequested | EarlierUndone | HangingWriteEnded
-
-
-@dataclass(frozen=True, slots=True)
-class PeerContext:
-    """What connections have of their endpoint. All of it may be called from any worker.
-
-    Attributes:
-        identity: who the endpoint is.
-        transport: moves the bytes.
-        staging: what the endpoint has for staged writes.
-        observer: is told what happens.
-        send: sends a control message to a decode rank.
-        broken_off: is told of a decode rank that a write to it failed of which something had been sent.
-        last_failure_to: returns the number of the last such write to a decode rank.
-    """
-
-    identity: Identity
-    transport: Transport
-    staging: SendingStaging
-    observer: Observer
-    send: Callable[[str, Message], None]
-    broken_off: Callable[[str], None]
-    last_failure_to: Callable[[str], int]
+PeerEvent: TypeAlias = Attach | DetachRequested | EarlierUndone | HangingWrite
 
 
 def refused(attempt: int, error: Exception) -> Refused:
@@ -122,36 +87,40 @@ class DecodePeer(Actor):
         attempt: the number that the decode rank gave this connection.
         last_message_at: when the control thread last received a message from it; only that thread writes it.
         attachment: what was prepared, once it is.
+        later: the next connection to the same decode rank, which waits until this one is undone.
     """
 
     def __init__(
         self,
         name: str,
         run_queue: RunQueue,
-        context: PeerContext,
+        context: PrefillContext,
         *,
         attempt: int,
-        earlier: DecodePeer | None,
+        must_wait: bool,
+        on_undone: Callable[[DecodePeer], None],
         now: float,
     ) -> None:
+        """Begins with nothing prepared.
+
+        Args:
+            must_wait: whether an earlier connection to the same decode rank is still to be undone.
+            on_undone: called once this connection is undone, from the thread that undoes it.
+        """
         super().__init__(run_queue)
         self.name = name
         self.attempt = attempt
         self.last_message_at = now
         self.attachment: Attachment | None = None
-        self._must_wait = earlier is not None
+        self.later: DecodePeer | None = None
+        self._must_wait = must_wait
+        self._on_undone = on_undone
         self._hanging: TransportError | None = None  # set while a write hangs: as long the rank must stay connected
         self._asked = 0  # how often it asked meanwhile
         self._is_detaching = False
         self._waiting: list[PeerEvent] = []
         self._context = context
         self._is_silence_reported = False
-        # Guards the two below: a caller of `when_undone` must not miss the end.
-        self._end_lock = threading.Lock()
-        self._is_undone = False
-        self._when_undone: list[Callable[[], None]] = []
-        if earlier is not None:
-            earlier.when_undone(partial(self.post, EarlierUndone()))
 
     def status(self, now: float) -> PeerStatus:
         """Returns the status of this peer. May be called from any thread."""
@@ -167,13 +136,9 @@ class DecodePeer(Actor):
             report_silence(f"decode rank {self.name}", self.name, silence_s)
         self._is_silence_reported = is_silent
 
-    def when_undone(self, call: Callable[[], None]) -> None:
-        """Calls back once the connection is undone, from the thread that undoes it; at once if it is undone already."""
-        with self._end_lock:
-            if not self._is_undone:
-                self._when_undone.append(call)
-                return
-        call()
+    def broken_off(self) -> None:
+        """A write to the decode rank failed of which something had been sent."""
+        self._context.broken_off.add(self.name)
 
     def handle(self, event: PeerEvent, worker: Worker) -> None:
         """Connects or disconnects, once the earlier connection is undone."""
@@ -193,14 +158,14 @@ class DecodePeer(Actor):
                     if dropped is not None:
                         dropped.retire(partial(self._detach, dropped))
                     elif self._hanging is None:
-                        self._undone()
-                case HangingWriteEnded():
+                        self._on_undone(self)
+                case HangingWrite(request=request):
                     self._hanging = None
-                    self._disconnect(lambda: self._context.transport.disconnect(self.name))
+                    self._disconnect(partial(self._context.transport.disconnect, self.name))
                     if self._is_detaching:
-                        self._undone()
+                        self._on_undone(self)
                     elif self._asked <= _MOST_ASKED:
-                        self._attach(each.request, worker)
+                        self._attach(request, worker)
 
     def broke(self, error: Exception, worker: Worker) -> None:
         """Logs the error. Errors of connecting and disconnecting are handled where they occur."""
@@ -222,12 +187,11 @@ class DecodePeer(Actor):
                 mine=context.identity,
                 transport=context.transport,
                 staging=context.staging,
-                broken_off=partial(context.broken_off, self.name),
+                broken_off=self.broken_off,
             )
         except WriteHangsError as error:
             self._hanging = TransportError(str(error))
-            ended = HangingWriteEnded(message)
-            worker.watch(_HangingWrite(self.name, error.transfer, partial(self.post, ended), context.broken_off))
+            worker.watch(HangingWrite(self, error.transfer, message))
             log.warning("decode rank %s has to wait: %s", self.name, error)
         except Exception as error:
             self._refuse(error)
@@ -239,7 +203,7 @@ class DecodePeer(Actor):
             endpoint=self._context.identity.endpoint,
             attempt=self.attempt,
             only_staged=attachment.paths.forced is TransferPath.STAGED,
-            last_failure=self._context.last_failure_to(self.name),
+            last_failure=self._context.broken_off.last_failure_to(self.name),
         )
         self._context.send(self.name, attached)
 
@@ -250,17 +214,10 @@ class DecodePeer(Actor):
 
     def _detach(self, dropped: Attachment) -> None:
         self._disconnect(dropped.release)
-        self._undone()
+        self._on_undone(self)
 
     def _disconnect(self, how: Callable[[], None]) -> None:
         try:
             how()
         except Exception as error:
             log.warning("the connection to decode rank %s could not be undone: %s", self.name, error)
-
-    def _undone(self) -> None:
-        with self._end_lock:
-            self._is_undone = True
-            waiting, self._when_undone = self._when_undone, []
-        for call in waiting:
-            call()

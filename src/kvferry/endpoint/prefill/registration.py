@@ -6,6 +6,8 @@ import logging
 
 from kvferry.control.registry_client import LeaseKeeper
 from kvferry.endpoint.runtime.platform import Platform
+from kvferry.protocol.wire import codec
+from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.settings import Settings
 
@@ -36,8 +38,16 @@ class Registration:
                 self._server.close()
             raise
 
-    def announce(self, rank: RankRegistration) -> None:
+    def announce(self, identity: Identity, control_address: str) -> None:
         """Registers the rank, as soon as the registry can be reached, and keeps it registered."""
+        rank = RankRegistration(
+            engine=identity.engine,
+            incarnation=identity.endpoint,
+            coordinates=identity.coordinates,
+            control_address=control_address,
+            layout_digest=identity.layout.digest,
+            protocol_version=codec.PROTOCOL_VERSION,
+        )
 
         def report(error: Exception) -> None:
             log.error("prefill rank %d of %r is not registered: %s", rank.coordinates.engine_rank, rank.engine, error)

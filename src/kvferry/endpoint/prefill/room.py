@@ -10,18 +10,19 @@ from typing import TypeAlias
 
 from kvferry.endpoint.prefill.admission import Admitted
 from kvferry.endpoint.prefill.attachment import Attachment
+from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.receiver_writes import ReceiverWrites
-from kvferry.endpoint.prefill.room_write import Target, WriteContext
+from kvferry.endpoint.prefill.room_write import Target
 from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart
 from kvferry.endpoint.reporting import RoomReport
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 from kvferry.endpoint.runtime.workers import Worker, WorkerPool
 from kvferry.endpoint.transfer import Sender
 from kvferry.errors import KVFerryError, TransferFailedError
-from kvferry.layout import PageGroup
 from kvferry.observe.records import SenderStats, WriteRecord
 from kvferry.observe.status import RoomStatus
 from kvferry.plan.requests.chunks import ChunkSequence, HandedIn
+from kvferry.protocol.rooms.room_table import RoomMessage
 from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
@@ -31,7 +32,6 @@ from kvferry.protocol.transfer.sender_events import (
     ReceiverMessage,
     ReceiverOpened,
     SendDrained,
-    SenderCommand,
     SenderEvent,
     SendFailed,
     SendFinish,
@@ -41,17 +41,11 @@ from kvferry.protocol.transfer.sender_events import (
 )
 from kvferry.protocol.transfer.states import SenderState, TransferState
 from kvferry.protocol.wire import codec, messages, notifications
-from kvferry.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenReceived:
-    """A decode rank's open request for the room.
-
-    Attributes:
-        attachment: the decode rank.
-        message: its open request.
-    """
+    """A decode rank's open request for the room."""
 
     attachment: Attachment
     message: messages.OpenRoom
@@ -60,47 +54,42 @@ class OpenReceived:
 RoomEvent: TypeAlias = SenderEvent | HandedIn | OpenReceived | PostNextPart | StagedPart | Admitted
 
 
-@dataclass(frozen=True, slots=True)
-class RoomContext(WriteContext):
-    """What a sending room has of its endpoint. All of it may be called from any worker.
-
-    Attributes:
-        page_groups: of the rank's layout.
-        open_room: takes a decode rank's open request for whoever has the room now, or will have it.
-        abort_room: takes back such an open request.
-        refuse_room: takes a decode rank's refusal for whoever has the room now, or will have it.
-        was_broken_off: whether a write to a decode rank has ever failed of which something had been sent.
-        forget_room: drops a room that is done.
-        set_deadline: is told when a room's next deadline is, every time that something happened in the room.
-    """
-
-    page_groups: tuple[PageGroup, ...]
-    open_room: Callable[[str, messages.OpenRoom], None]
-    abort_room: Callable[[str, messages.AbortRoom], None]
-    refuse_room: Callable[[str, messages.RefuseRoom], None]
-    was_broken_off: Callable[[str], bool]
-    forget_room: Callable[[SendingRoom], None]
-    set_deadline: Callable[[SendingRoom, float | None], None]
-
-
 class SendingRoom(Actor):
     """Runs one room's state machine on whichever worker is free, and executes its commands."""
 
-    def __init__(self, machine: SenderMachine, workers: WorkerPool, context: RoomContext, settings: Settings) -> None:
-        synchronous = settings.synchronous
+    def __init__(
+        self,
+        machine: SenderMachine,
+        workers: WorkerPool,
+        context: PrefillContext,
+        *,
+        pass_on: Callable[[str, RoomMessage], None],
+        forget: Callable[[SendingRoom], None],
+        set_deadline: Callable[[SendingRoom, float | None], None],
+    ) -> None:
+        """Begins with no receivers. The three callables may be called from any worker.
+
+        Args:
+            pass_on: takes a decode rank's message for whoever has the room now, or will have it.
+            forget: drops the room, which is done.
+            set_deadline: is told when the room's next deadline is, every time that something happened in it.
+        """
+        synchronous = context.settings.synchronous
         run_queue = workers.queue_of(machine.room.to_bytes(8, "little"))
         super().__init__(run_queue)
         self._gathering = workers.gathering
         self.room = machine.room
         self._machine = machine
         self._context = context
+        self._pass_on = pass_on
+        self._forget = forget
+        self._set_deadline = set_deadline
         self._receivers: dict[str, ReceiverWrites] = {}  # those that have opened the room
         self._generations: dict[str, int] = {}  # of the same, and of those that refused it
         self._next_opens: dict[str, messages.OpenRoom] = {}
         self._submitted_at: dict[int, float] = {}
         self._all_open_at: float | None = None
         self._writes: list[WriteRecord] = []
-        self._observer = context.observer
         self._report = RoomReport(machine.room, context.observer, context.now())
         self._last_submitted_at: float | None = None
         self._handled_chunks = self._settled_chunks = 0
@@ -109,11 +98,11 @@ class SendingRoom(Actor):
         self._progress = threading.Condition() if synchronous else None
         self.sender = Sender(
             machine.room,
-            ChunkSequence(machine.room, context.page_groups),
+            ChunkSequence(machine.room, context.identity.layout.groups),
             self.post if synchronous else partial(run_queue.hand_in, self),
             lambda reason: self.post(AbortRequested(reason)),
             settle=self._wait_settled if synchronous else None,
-            most_waiting=settings.max_waiting_chunks,
+            most_waiting=context.settings.max_waiting_chunks,
             now=context.now,
             observer=context.observer,
             report=self._report,
@@ -126,8 +115,8 @@ class SendingRoom(Actor):
         """Returns the room's status. May be called from any thread."""
         machine, writes = self._machine, list(self._writes)
         receivers = list(self._receivers.items())
-        staged = [write for _, receiver in receivers for write in receiver.staged_writes]
-        waiting = [name for name, receiver in receivers if receiver.waits_for_memory]
+        staged = [write for _, receiver in receivers for write in list(receiver.staged.writes.values())]
+        waiting = [name for name, receiver in receivers if receiver.staged.is_waiting]
         parts = [part for write in staged for part in list(write.parts)]
         path = staged[-1].choice.path if staged else writes[-1].path if writes else None
         return RoomStatus(
@@ -147,13 +136,13 @@ class SendingRoom(Actor):
     def _waiting_chunks(self) -> int:
         """Chunks that wait for receivers or for a turn, or of which a write is deferred: always the last ones."""
         first = self._handled_chunks - self._machine.waiting_chunks
-        deferred = [receiver.deferred_chunk for receiver in self._receivers.values()]
+        deferred = [receiver.direct.deferred_chunk for receiver in self._receivers.values()]
         return self._handled_chunks - min([first, *(chunk for chunk in deferred if chunk is not None)])
 
     @property
     def waits_for_memory(self) -> bool:
         """Whether a sub-chunk waits for staging memory. May be read from any thread."""
-        return any(receiver.waits_for_memory for receiver in list(self._receivers.values()))
+        return any(receiver.staged.is_waiting for receiver in list(self._receivers.values()))
 
     @property
     def failed_alone(self) -> bool:
@@ -188,17 +177,18 @@ class SendingRoom(Actor):
 
     def _opened(self, request: OpenReceived) -> ReceiverOpened:
         attachment, message = request.attachment, request.message
-        elected = attachment.elected(self.room, self._context.coordinates.group_rank)
+        coordinates = self._context.identity.coordinates
+        elected = attachment.elected(self.room, coordinates.group_rank)
         if attachment.receiver not in self._receivers:  # else the same request has come again
             self._receivers[attachment.receiver] = ReceiverWrites(Target(self, attachment, elected, self._context))
         self._generations[attachment.receiver] = message.generation
-        self._observer.requested(self.room, message.trace)
+        self._context.observer.requested(self.room, message.trace)
         return ReceiverOpened(
             receiver=attachment.receiver,
             generation=message.generation,
             expected_receivers=message.receivers,
             request=message.checked(attachment.layout, elected, where=f"room {self.room} on {attachment.receiver}"),
-            sends_aux=self._context.coordinates.is_aux_writer,
+            sends_aux=coordinates.is_aux_writer,
             verifies=attachment.verifies,
             held=message.held,
             rank=attachment.rank,
@@ -225,12 +215,12 @@ class SendingRoom(Actor):
                 self.apply(ChunkSubmitted(chunk), worker)
                 self._handled_chunks += 1
             case Admitted():
-                self._receivers[event.receiver].post_next(event, worker)
+                self._receivers[event.receiver].direct.post_admitted(event, worker)
             case PostNextPart():
                 if not self._machine.state.is_final:
-                    self._receivers[event.receiver].post_next(event, worker)
+                    self._receivers[event.receiver].staged.post_next(worker)
             case StagedPart():
-                self._receivers[event.receiver].landed(event, worker)
+                self._receivers[event.receiver].staged.landed(event, worker)
             case Tick():
                 self._take_over_progress()
                 self.apply(event, worker)
@@ -243,7 +233,7 @@ class SendingRoom(Actor):
     def _aborted(self, receiver: str, message: messages.AbortRoom, worker: Worker) -> None:
         if self._machine.is_done and self._generations.get(receiver) != message.generation:
             # Came while this room ended. The open request that it aborts was passed on already; so is the abort.
-            self._context.abort_room(receiver, message)
+            self._pass_on(receiver, message)
             return
         kept = self._next_opens.get(receiver)
         if kept is not None and kept.generation == message.generation:
@@ -252,7 +242,7 @@ class SendingRoom(Actor):
 
     def _refused(self, receiver: str, message: messages.RefuseRoom, worker: Worker) -> None:
         if self._machine.is_done:  # came while this room ended, and may be for the next one
-            self._context.refuse_room(receiver, message)
+            self._pass_on(receiver, message)
             return
         self.apply(ReceiverMessage(receiver, message), worker)
         if self._machine.state is TransferState.FAILED:  # it is not to be notified: the next that it opens is another
@@ -265,7 +255,21 @@ class SendingRoom(Actor):
         if self._all_open_at is None and self._machine.state not in (TransferState.BOOTSTRAPPING, TransferState.FAILED):
             self._all_open_at = now
         for command in commands:
-            self._execute(command, worker)
+            match command:
+                case Write(receiver, chunk=chunk):
+                    submitted_at = max(self._submitted_at.get(chunk, now), self._all_open_at or 0.0)
+                    self._receivers[receiver].write(command, worker, submitted_at=submitted_at)
+                case AwaitTurn():
+                    self.post(TurnCame())
+                case SendFinish():
+                    self._finish(command)
+                case SendFailed(receiver, generation, error):
+                    self._context.tell_failed(receiver, self.room, generation, error)
+                case SendDrained(receiver, generation, after_failure):
+                    # Of another use of the number this room knows nothing.
+                    is_another = self._generations.get(receiver) != generation
+                    after_failure = after_failure or (is_another and receiver in self._context.broken_off)
+                    self._context.tell_drained(receiver, self.room, generation, after_failure=after_failure)
 
     def broke(self, error: Exception, worker: Worker) -> None:
         """Fails the room with an unexpected error."""
@@ -281,7 +285,7 @@ class SendingRoom(Actor):
 
     def _show(self) -> None:
         machine = self._machine
-        self._context.set_deadline(self, machine.deadline)
+        self._set_deadline(self, machine.deadline)
         self.sender._proceed(self._handled_chunks, waiting=self._waiting_chunks, is_drained=machine.is_drained)
         stats = self.sender.stats
         if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:
@@ -294,11 +298,11 @@ class SendingRoom(Actor):
             )
             if ended_at is not None and stats.ended_at is None:
                 self._report.end()
-                self._observer.sent(self.room, self.sender.stats, machine.error)
+                self._context.observer.sent(self.room, self.sender.stats, machine.error)
         if machine.is_done:
-            self._context.forget_room(self)
+            self._forget(self)
             while self._next_opens:
-                self._context.open_room(*self._next_opens.popitem())
+                self._pass_on(*self._next_opens.popitem())
         self.sender.prefix_tokens = machine.held_tokens if self._all_open_at is not None else None
         self.sender._update(machine.state, machine.error, pages_reusable=machine.is_done)
         if self._progress is not None:
@@ -306,27 +310,6 @@ class SendingRoom(Actor):
                 is_settled = machine.is_drained and (self._all_open_at is None or not machine.waiting_chunks)
                 self._settled_chunks = self._handled_chunks if is_settled else self._settled_chunks
                 self._progress.notify_all()
-
-    def _execute(self, command: SenderCommand, worker: Worker) -> None:
-        match command:
-            case Write():
-                self._write(command, worker)
-            case AwaitTurn():
-                self.post(TurnCame())
-            case SendFinish():
-                self._finish(command)
-            case SendFailed(receiver, generation, error):
-                self._context.tell_failed(receiver, self.room, generation, error)
-            case SendDrained(receiver, generation, after_failure):
-                # Of another use of the number this room knows nothing.
-                is_another = self._generations.get(receiver) != generation
-                after_failure = after_failure or (is_another and self._context.was_broken_off(receiver))
-                self._context.tell_drained(receiver, self.room, generation, after_failure=after_failure)
-
-    def _write(self, command: Write, worker: Worker) -> None:
-        submitted_at = self._submitted_at.get(command.chunk, self._context.now())
-        receiver = self._receivers[command.receiver]
-        receiver.write(command, worker, submitted_at=max(submitted_at, self._all_open_at or 0.0))
 
     def _take_over_progress(self) -> None:
         """Notifies the machine of what others' writes to the same receivers have done: they share what carries them."""
@@ -345,7 +328,7 @@ class SendingRoom(Actor):
         message = notifications.WriterFinished(
             room=self.room,
             generation=command.generation,
-            writer=self._context.coordinates.engine_rank,
+            writer=self._context.engine_rank,
             chunks=command.chunks,
             aux=command.aux,
         )

@@ -2,70 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
+from kvferry.endpoint.prefill.context import PrefillContext
+from kvferry.endpoint.prefill.paths import StagedPath
 from kvferry.endpoint.runtime.workers import Worker
-from kvferry.layout import RankCoordinates
-from kvferry.observe.observer import Observer
 from kvferry.observe.records import PartRecord, WriteRecord
 from kvferry.plan import Choice, ElectedRoute
 from kvferry.protocol.transfer.sender_events import SenderEvent, Write, WriteDone, WriteFailed
-from kvferry.protocol.wire import field_types, messages
-from kvferry.transport import TransferReport, Transport
-
-
-@dataclass(frozen=True, slots=True)
-class WriteContext:
-    """What rooms and their writes have of their rank. All of it may be called from any worker.
-
-    Attributes:
-        transport: moves the bytes.
-        admission: says when a direct write may be posted.
-        observer: is told what happens.
-        coordinates: the rank's place in its engine.
-        quarantine_s: how long what was sent of a write that failed may take to arrive.
-        now: the time, in seconds of a steady clock.
-        send: sends a control message to a decode rank.
-        write_failed: is told that a write to a decode rank failed: where the connection broke, nothing else will get
-            there either.
-        broken_off: is told of a decode rank that a write to it failed of which something had been sent.
-    """
-
-    transport: Transport
-    admission: Admission
-    observer: Observer
-    coordinates: RankCoordinates
-    quarantine_s: float
-    now: Callable[[], float]
-    send: Callable[[str, field_types.Message], None]
-    write_failed: Callable[[Attachment, Exception], None]
-    broken_off: Callable[[str], None]
-
-    def tell_failed(self, receiver: str, room: int, generation: int, error: Exception) -> None:
-        """Tells a decode rank that this rank cannot complete a room."""
-        message = messages.RoomFailed(
-            room=room,
-            generation=generation,
-            writer=self.coordinates.engine_rank,
-            error=type(error).__name__,
-            reason=str(error),
-        )
-        self.send(receiver, message)
-
-    def tell_drained(self, receiver: str, room: int, generation: int, *, after_failure: bool) -> None:
-        """Tells a decode rank that this rank will not write for a room again."""
-        message = messages.Drained(
-            endpoint=self.transport.endpoint_name,
-            room=room,
-            generation=generation,
-            writer=self.coordinates.engine_rank,
-            after_failure=after_failure,
-        )
-        self.send(receiver, message)
+from kvferry.transport import TransferReport
 
 
 class WritingRoom(Protocol):
@@ -93,18 +40,25 @@ class Target:
         room: the room.
         attachment: the receiver.
         elected: the routes by which this rank sends to it in the room.
-        context: what all writes of the rank share.
+        context: what all parts of the rank share.
     """
 
     room: WritingRoom
     attachment: Attachment
     elected: tuple[ElectedRoute, ...]
-    context: WriteContext
+    context: PrefillContext
 
     @property
     def receiver(self) -> str:
         """Its endpoint."""
         return self.attachment.receiver
+
+    @property
+    def staged(self) -> StagedPath:
+        """What staged writes to it need. Only for these: there may be none."""
+        path = self.attachment.paths.staged
+        assert path is not None
+        return path
 
     def report_failure(self, error: Exception) -> None:
         """Reports, outside of the room, that a write to it failed."""
@@ -123,12 +77,7 @@ class RoomWrite:
     """
 
     def __init__(self, command: Write, target: Target, choice: Choice, *, submitted_at: float, begun_at: float) -> None:
-        """Begins with nothing posted.
-
-        Args:
-            submitted_at: when its chunk was handed in.
-            begun_at: when this was begun.
-        """
+        """Begins with nothing posted, of a chunk that was handed in at `submitted_at`."""
         self.command = command
         self.target = target
         self.choice = choice
@@ -155,7 +104,7 @@ class RoomWrite:
             may_arrive: whether what was sent of it may arrive yet.
         """
         if may_arrive:  # before anything is said of the room when it is forgotten
-            self.target.context.broken_off(self.target.receiver)
+            self.target.context.broken_off.add(self.target.receiver)
         if not self._is_reported:
             self._is_reported = True
             self.target.report_failure(error)

@@ -6,16 +6,15 @@ knows (`protocol.rooms.room_table`).
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 
-from kvferry.endpoint.construction import check_may_open
+from kvferry.endpoint.construction import check_may_open, deadlines
 from kvferry.endpoint.early_warnings import UnaskedRooms
-from kvferry.endpoint.prefill.admission import Admission
-from kvferry.endpoint.prefill.attachment import Attachment
+from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
-from kvferry.endpoint.prefill.room import OpenReceived, RoomContext, SendingRoom
+from kvferry.endpoint.prefill.room import OpenReceived, SendingRoom
+from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.endpoint.transfer import Sender
 from kvferry.errors import (
@@ -24,18 +23,16 @@ from kvferry.errors import (
     PeerDisconnectedError,
     TransferAbortedError,
     UnknownRoomError,
+    UsageError,
 )
-from kvferry.observe.observer import Observer
+from kvferry.plan import check_share_tokens
+from kvferry.plan.requests.conditions import checked_conditions
 from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
-from kvferry.protocol.transfer.both_sides import AbortRequested
+from kvferry.protocol.transfer.both_sides import AbortRequested, Tick
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import ReceiverLost, ReceiverMessage
-from kvferry.protocol.wire import field_types, messages
-from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
-from kvferry.settings import Settings
-from kvferry.transport import Transport
-
-log = logging.getLogger(__name__)
+from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.rank_identity import DecodeRank
 
 
 class SendingRooms:
@@ -45,60 +42,27 @@ class SendingRooms:
         table: those that are open, and what waits for others.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        settings: Settings,
-        ranks: DecodeRanks,
-        workers: WorkerPool,
-        *,
-        transport: Transport,
-        admission: Admission,
-        observer: Observer,
-        unasked: UnaskedRooms,
-        now: Callable[[], float],
-        send: Callable[[str, field_types.Message], None],
-        write_failed: Callable[[Attachment, Exception], None],
-        set_deadline: Callable[[SendingRoom, float | None], None],
-    ) -> None:
+    def __init__(self, context: PrefillContext, ranks: DecodeRanks, workers: WorkerPool, unasked: UnaskedRooms) -> None:
         """Begins with none.
 
         Args:
-            identity: this rank's.
             ranks: what is known of decode ranks.
             workers: run the rooms.
             unasked: warns of rooms that nobody asks for.
-            transport: as in `RoomContext`, like all that follows.
         """
-        self._identity = identity
-        self._rank = identity.coordinates.engine_rank
+        settings = context.settings
+        self._context = context
+        self._identity = context.identity
         self._settings = settings
+        self._deadlines = deadlines(settings)
         self._ranks = ranks
-        self._observer = observer
         self._unasked = unasked
-        self._now = now
+        self._now = context.now
         # Guards the table: a message for a room goes either to it, or is kept until the room is opened.
         self._lock = threading.Lock()
         self._is_closed = False
         self._workers = workers
-        self._context = RoomContext(
-            transport=transport,
-            admission=admission,
-            observer=observer,
-            coordinates=identity.coordinates,
-            quarantine_s=settings.quarantine_s,
-            page_groups=identity.layout.groups,
-            now=now,
-            send=send,
-            open_room=self.take_open,
-            abort_room=self.take_abort,
-            refuse_room=self.take_refusal,
-            write_failed=write_failed,
-            broken_off=ranks.broken_off,
-            was_broken_off=ranks.was_broken_off,
-            forget_room=self.forget,
-            set_deadline=set_deadline,
-        )
+        self._timers: Timers[SendingRoom] = Timers()
         self.table: RoomTable[SendingRoom] = RoomTable(
             max_pending=settings.max_pending_opens,
             most_page_bytes=int(settings.max_pending_opens_mib * 2**20),
@@ -117,21 +81,44 @@ class SendingRooms:
         with self._lock:
             return list(self.table.rooms.values())
 
-    def open(self, machine: SenderMachine) -> Sender:
-        """Opens a room with this machine; raises as `PrefillEndpoint.open` does."""
-        room = machine.room
+    def open(
+        self, room: int, tokens: int | None, share_tokens: int | None, depends_on: Mapping[str, bytes] | None
+    ) -> Sender:
+        """Opens a room; arguments and errors are those of `PrefillEndpoint.open`."""
+        share = self._identity.layout.tokens
+        if tokens is None and share.partition.depends_on_length:
+            raise UsageError(
+                f"room {room}: this rank's share of a request depends on its length ({share.partition}): "
+                "say how many tokens it has (tokens=...)"
+            )
+        check_share_tokens(share, tokens, share_tokens, where=f"room {room}")
+        machine = SenderMachine(
+            room,
+            rank=self._context.engine_rank,
+            deadlines=self._deadlines,
+            now=self._now(),
+            tokens=tokens,
+            depends_on=checked_conditions(depends_on, where=f"room {room}"),
+        )
         with self._lock:
             check_may_open(
                 room,
                 self.table.rooms,
                 most=self._settings.max_rooms,
-                who=f"prefill rank {self._rank}",
+                who=f"prefill rank {self._context.engine_rank}",
                 is_closed=self._is_closed,
             )
-            opened = SendingRoom(machine, self._workers, self._context, self._settings)
-            self._context.set_deadline(opened, machine.deadline)
+            opened = SendingRoom(
+                machine,
+                self._workers,
+                self._context,
+                pass_on=self._pass_on,
+                forget=self._forget,
+                set_deadline=self._timers.set,
+            )
+            self._timers.set(opened, machine.deadline)
             self._unasked.opened(room, self._now())
-            self._observer.begin_sending(room)
+            self._context.observer.begin_sending(room)
             for receiver, message in self.table.add(opened):
                 self._deliver(opened, receiver, message)
         return opened.sender
@@ -145,7 +132,7 @@ class SendingRooms:
         with self._lock:
             found = self.table.rooms.get(room)
         if found is None:
-            raise UnknownRoomError(f"room {room} is not open on prefill rank {self._rank}")
+            raise UnknownRoomError(f"room {room} is not open on prefill rank {self._context.engine_rank}")
         return found.sender
 
     def refuse(self, room: int, reason: str) -> None:
@@ -209,14 +196,24 @@ class SendingRooms:
             rank = self._ranks.rank(receiver)
             self._not_opened(receiver, rank, message.room, message.generation, message.reason)
 
-    def take_refusal(self, receiver: str, message: messages.RefuseRoom) -> None:
+    def _take_refusal(self, receiver: str, message: messages.RefuseRoom) -> None:
         """Takes a decode rank's refusal: for the room, or until it is opened here."""
         with self._lock:
             room = self.table.refused_by(receiver, message, self._now())
             if room is not None:
                 room.post(ReceiverMessage(receiver, message))
 
-    def forget(self, room: SendingRoom) -> None:
+    def _pass_on(self, receiver: str, message: RoomMessage) -> None:
+        """Takes what came to a room while it ended: for whoever has the number now, or will have it."""
+        match message:
+            case messages.OpenRoom():
+                self.take_open(receiver, message)
+            case messages.AbortRoom():
+                self.take_abort(receiver, message)
+            case messages.RefuseRoom():
+                self._take_refusal(receiver, message)
+
+    def _forget(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
         with self._lock:
             self.table.remove(room, self._now())
@@ -240,7 +237,7 @@ class SendingRooms:
         with self._lock:
             is_new = self.table.is_new_refusal(receiver, message)
         if is_new:  # the same one may come again
-            self.take_refusal(receiver, message)
+            self._take_refusal(receiver, message)
 
     def _not_opened(self, receiver: str, rank: DecodeRank | None, room: int, generation: int, reason: str) -> None:
         """Ends a room that a decode rank will not open, as if it had refused it.
@@ -284,13 +281,17 @@ class SendingRooms:
             self._not_opened(receiver, rank, message.room, message.generation, message.reason)
 
     def look(self, now: float) -> None:
-        """Warns of rooms that nobody asks for, and refuses what was opened there too long ago to be opened here."""
+        """Lets rooms look that are due, warns of those that nobody asks for, and refuses what was opened there too long
+        ago to be opened here.
+        """
+        for room in self._timers.due(now):
+            room.post(Tick())
         self._unasked.look(now, is_unasked=self._is_unasked, connected=self._ranks.connected)
         with self._lock:
             expired = self.table.expired(now)
         for receiver, message in expired:
             reason = (
-                f"prefill rank {self._rank} was not asked to send room {message.room} within "
+                f"prefill rank {self._context.engine_rank} was not asked to send room {message.room} within "
                 f"{self._settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
             )
             self._fail(receiver, message, UnknownRoomError(reason))
@@ -320,10 +321,10 @@ class SendingRooms:
 
     def _fail(self, receiver: str, message: messages.OpenRoom, error: KVFerryError) -> None:
         """Answers an open request that nothing will be sent for."""
-        self._observer.refused(error)
+        self._context.observer.refused(error)
         self._context.tell_failed(receiver, message.room, message.generation, error)
         self._drained(receiver, message.room, message.generation)
 
     def _drained(self, receiver: str, room: int, generation: int) -> None:
-        after_failure = self._ranks.was_broken_off(receiver)  # in a room of which nothing is known any more
+        after_failure = receiver in self._context.broken_off  # in a room of which nothing is known any more
         self._context.tell_drained(receiver, room, generation, after_failure=after_failure)

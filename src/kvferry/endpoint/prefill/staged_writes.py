@@ -8,10 +8,10 @@ holds up no room that needs another one.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from kvferry.endpoint.prefill.paths import StagedPath
 from kvferry.endpoint.prefill.room_write import RoomWrite, Target
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError
@@ -22,7 +22,7 @@ from kvferry.protocol.transfer.both_sides import Broke
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.sender_events import Write, WriteProgressed
 from kvferry.protocol.wire import codec, messages
-from kvferry.staging.gathering import Gathered, Gathering
+from kvferry.staging.gathering import Gathering
 from kvferry.staging.rings import SharedRing
 from kvferry.staging.slots import Slot, SourceMemory
 from kvferry.transport import TransferHandle, TransferReport
@@ -45,12 +45,7 @@ class StagedPart:
         slot: what it keeps of this side's staging memory.
         memory: what the slot is of.
         span: what it keeps of the receiver's ring.
-        gathered: what was gathered for it.
-        ready_at: when it could have begun, had there been memory on both sides.
-        begun_at: when gathering began.
-        gathered_at: when it was gathered.
-        posted_at: when it was posted.
-        thread: the one that did the work.
+        record: makes its record, given `landed_at`.
         is_new: whether the room's turn that posts it has not ended.
         landed_at: when its end was noticed.
         result: the transport's report, or why the write failed; None while it is on its way.
@@ -61,12 +56,7 @@ class StagedPart:
     slot: Slot
     memory: SourceMemory
     span: Span
-    gathered: Gathered
-    ready_at: float
-    begun_at: float
-    gathered_at: float
-    posted_at: float
-    thread: str
+    record: Callable[..., PartRecord]
     is_new: bool = True
     landed_at: float = 0.0
     result: TransferReport | Exception | None = None
@@ -86,13 +76,13 @@ class StagedPart:
         self.memory.give_back(self.slot)
         target = self.write.target
         if target.context.transport.may_deliver_late:
-            target.attachment.spans_kept_until = target.context.now() + 2 * target.context.quarantine_s
+            target.attachment.spans_kept_until = target.context.now() + 2 * target.context.settings.quarantine_s
             target.room.post(self.write.failure(error, may_arrive=True))
 
     def settled(self, error: Exception) -> None:
         """Gives the span back: nothing of it can arrive any more."""
         target = self.write.target
-        _give_up(target, self.write.path, self.span, after_failure=target.context.transport.may_deliver_late)
+        _give_up(target, self.span, after_failure=target.context.transport.may_deliver_late)
         self._land(error)
 
     def broke(self, error: Exception) -> None:
@@ -104,53 +94,28 @@ class StagedPart:
         if not self.is_new:
             self.write.target.room.post(self)
 
-    @property
-    def record(self) -> PartRecord:
-        """The record of it."""
-        return PartRecord(
-            ready_at=self.ready_at,
-            begun_at=self.begun_at,
-            gathered_at=self.gathered_at,
-            posted_at=self.posted_at,
-            landed_at=self.landed_at,
-            num_bytes=self.gathered.cache_bytes,
-            runs=self.gathered.runs,
-            thread=self.thread,
-        )
-
 
 class StagedWrite(RoomWrite):
     """A write through the receiver's ring, sub-chunk by sub-chunk.
 
     Attributes:
-        path: what it needs for that.
         in_flight: sub-chunks on their way.
         error: why it cannot be completed; None if it can.
     """
 
-    def __init__(
-        self,
-        command: Write,
-        target: Target,
-        choice: Choice,
-        path: StagedPath,
-        *,
-        submitted_at: float,
-        begun_at: float,
-    ) -> None:
+    def __init__(self, command: Write, target: Target, choice: Choice, *, submitted_at: float, begun_at: float) -> None:
         """Begins with nothing posted."""
         super().__init__(command, target, choice, submitted_at=submitted_at, begun_at=begun_at)
         self.in_flight = 0
         self.error: Exception | None = None
-        self.path = path
         self._gathering = Gathering(
             target.room.room,
             command,
             target.elected,
             target.attachment.plan.packed_pieces(command.unit),
-            path.kernels,
-            chunk_bytes=path.chunk_bytes,
-            writer=target.context.coordinates.engine_rank,
+            target.staged.kernels,
+            chunk_bytes=target.staged.chunk_bytes,
+            writer=target.context.engine_rank,
             is_digested=target.attachment.digests is not None,
         )
 
@@ -173,7 +138,7 @@ class StagedWrite(RoomWrite):
             span: where it goes in the receiver's ring, as many bytes as it has.
             ready_at: since when it has waited for either; None if it has not.
         """
-        context, peer = self.target.context, self.path.peer
+        context, peer = self.target.context, self.target.staged.peer
         begun_at = context.now()
         try:
             gathered = self._gathering.gather(slot.address, span, epoch=peer.epoch)
@@ -186,23 +151,21 @@ class StagedWrite(RoomWrite):
             )
         except Exception as error:
             memory.give_back(slot)
-            _give_up(self.target, self.path, span)
+            _give_up(self.target, span)
             self.error = error
             return None
         self.in_flight += 1
-        return StagedPart(
-            self,
-            transfer,
-            slot,
-            memory,
-            span,
-            gathered,
+        record = partial(
+            PartRecord,
             ready_at=begun_at if ready_at is None else ready_at,
             begun_at=begun_at,
             gathered_at=gathered_at,
             posted_at=context.now(),
+            num_bytes=gathered.cache_bytes,
+            runs=gathered.runs,
             thread=threading.current_thread().name,
         )
+        return StagedPart(self, transfer, slot, memory, span, record)
 
     def landed(self, part: StagedPart) -> None:
         """Takes a sub-chunk that is no longer on its way."""
@@ -210,31 +173,24 @@ class StagedWrite(RoomWrite):
         if isinstance(part.result, Exception):
             self.error = self.error or part.result
         elif part.result is not None:
-            self.arrived(part.result, part.record, descriptors=1)
+            self.arrived(part.result, part.record(landed_at=part.landed_at), descriptors=1)
 
 
 class StagedWrites:
     """Those of a room to one receiver, in order. Only the room's own turns use it, where nothing else is said.
 
     Attributes:
-        path: what they need: the receiver's.
+        writes: those that have not ended, by sequence; of the first that is not all posted the next part is.
     """
 
-    def __init__(self, target: Target, path: StagedPath) -> None:
+    def __init__(self, target: Target) -> None:
         """Starts empty."""
+        self.writes: dict[int, StagedWrite] = {}
         self._target = target
-        self.path = path
         self._is_awake = False  # whether a turn of the room is scheduled
-        self._writes: deque[StagedWrite] = deque()  # the first is being posted
-        self._unended: dict[int, StagedWrite] = {}  # the same and those with parts on their way, by sequence
-        self._span: Span | None = None  # of the receiver's ring, for the first write, while a slot is waited for
+        self._span: Span | None = None  # of the receiver's ring, for the next part, while a slot is waited for
         self._waits_at: SharedRing | SourceMemory | None = None
         self._waits_since: float | None = None
-
-    @property
-    def unended(self) -> list[StagedWrite]:
-        """Those that have not ended. May be read from any thread."""
-        return list(self._unended.values())
 
     @property
     def is_waiting(self) -> bool:
@@ -252,21 +208,13 @@ class StagedWrites:
             self._is_awake = True
             self._target.room.post(PostNextPart(self._target.receiver))
 
-    def write(self, write: StagedWrite) -> None:
-        """Queues a write behind the others."""
-        self._writes.append(write)
-        self._unended[write.command.sequence] = write
-        self.wake()
-
     def post_next(self, worker: Worker) -> None:
         """Posts the next sub-chunk, if there is one and memory for it."""
         self._is_awake = False
-        while self._writes and self._writes[0].next_bytes is None:
-            self._writes.popleft()
-        if not self._writes:
+        write, memory = self._next, worker.memory
+        if write is None:
             self._stop_waiting()  # those queued behind must not wait for this one
             return
-        write, memory = self._writes[0], worker.memory
         # The receiver's memory first: while it is held, only writes to this receiver are held up.
         if self._span is None:
             self._span = self._reserve(write)
@@ -286,8 +234,13 @@ class StagedWrites:
             part.is_new = False
             if part.result is not None:  # ended at once, as on shared memory: no need for a turn of its own
                 self.landed(part, worker)
-        if any(each.next_bytes is not None for each in self._writes):
+        if self._next is not None:
             self.wake()  # behind others that wait for a turn
+
+    @property
+    def _next(self) -> StagedWrite | None:
+        """The write of which the next sub-chunk is posted next."""
+        return next((write for write in self.writes.values() if write.next_bytes is not None), None)
 
     def landed(self, part: StagedPart, worker: Worker) -> None:
         """Takes a sub-chunk that is no longer on its way."""
@@ -301,24 +254,22 @@ class StagedWrites:
         self._stop_waiting()
         if self._span is not None:
             span, self._span = self._span, None
-            _give_up(self._target, self.path, span)
-        self._writes.clear()
-        for write in self.unended:
+            _give_up(self._target, span)
+        for write in list(self.writes.values()):
             write.error = write.error or error
             self._end_if_through(write, worker)
 
     def _end_if_through(self, write: StagedWrite, worker: Worker) -> None:
         if not write.is_through:
             return
-        self._unended.pop(write.command.sequence, None)
+        self.writes.pop(write.command.sequence, None)
         event = write.end(write.error)
         if event is not None:
             self._target.room.apply(event, worker)
 
     def _reserve(self, write: StagedWrite) -> Span | None:
-        num_bytes = write.next_bytes
+        num_bytes, ring = write.next_bytes, self._target.staged.peer.ring
         assert num_bytes is not None
-        ring = self.path.peer.ring
         span = ring.reserve(num_bytes, self)
         self._waits_at = ring if span is None else None
         return span
@@ -340,11 +291,11 @@ class StagedWrites:
             where.withdraw(self)
 
 
-def _give_up(target: Target, path: StagedPath, span: Span, *, after_failure: bool = False) -> None:
+def _give_up(target: Target, span: Span, *, after_failure: bool = False) -> None:
     """Gives up a span of the receiver's ring, of which nothing will be posted any more."""
     message = messages.SpanReleased(
-        endpoint=target.context.transport.endpoint_name,
-        epoch=path.peer.epoch,
+        endpoint=target.context.identity.endpoint,
+        epoch=target.staged.peer.epoch,
         start=span.start,
         begin=span.begin,
         stop=span.stop,

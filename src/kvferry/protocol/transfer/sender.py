@@ -154,8 +154,14 @@ class SenderMachine:
         match event:
             case ReceiverOpened():
                 commands = self._receiver_opened(event, now)
+            case ChunkSubmitted() if self.state.is_final:
+                pass  # the caller learns from the state
+            case ChunkSubmitted(chunk) if (impossible := self._why_impossible(chunk)) is not None:
+                commands = self._fail(impossible)
+            case ChunkSubmitted(chunk) if self.state is TransferState.BOOTSTRAPPING or self._chunks:
+                self._chunks.append(chunk)
             case ChunkSubmitted(chunk):
-                commands = self._chunk_submitted(chunk, now)
+                commands = self._send_chunk(chunk, now)
             case TurnCame():
                 commands = self._send_next(now)
             case WriteDeferred(name, sequence):
@@ -257,17 +263,13 @@ class SenderMachine:
             )
         return None
 
-    def _chunk_submitted(self, chunk: Chunk, now: float) -> list[SenderCommand]:
-        if self.state.is_final:
-            return []  # the caller learns from the state
+    def _why_impossible(self, chunk: Chunk) -> PageError | None:
+        """Returns what is wrong with a chunk's page numbers: looked for here, where no scheduler waits for it."""
         try:
-            refuse_impossible(chunk, where=f"room {self.room}")  # here, where no scheduler waits for it
+            refuse_impossible(chunk, where=f"room {self.room}")
         except PageError as error:
-            return self._fail(error)
-        if self.state is TransferState.BOOTSTRAPPING or self._chunks:
-            self._chunks.append(chunk)
-            return []
-        return self._send_chunk(chunk, now)
+            return error
+        return None
 
     def _send_next(self, now: float) -> list[SenderCommand]:
         """Sends the first of the chunks that wait. One a turn: other rooms are not held up by all of them."""

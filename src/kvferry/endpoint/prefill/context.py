@@ -1,0 +1,95 @@
+"""What all parts of a prefill endpoint share."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.endpoint.prefill.admission import Admission
+from kvferry.endpoint.prefill.attachment import Attachment
+from kvferry.endpoint.prefill.paths import SendingStaging
+from kvferry.observe.observer import Observer
+from kvferry.protocol.bounded import remember
+from kvferry.protocol.wire import field_types, messages
+from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.settings import Settings
+from kvferry.transport import Transport
+
+_MOST_BROKEN_OFF = 1 << 12  # names of decode ranks: a thousand times as many as may be frozen at a time
+
+
+class BrokenOff:
+    """The decode ranks to which a write failed of which something had been sent. For any thread."""
+
+    def __init__(self) -> None:
+        # Guards the numbers of the last failed writes, which workers give.
+        self._lock = threading.Lock()
+        self._last_failures: dict[str, int] = {}  # the latest stand last
+        self._failure_numbers = itertools.count(1)
+
+    def add(self, name: str) -> None:
+        """Remembers that such a write failed."""
+        with self._lock:
+            remember(self._last_failures, name, next(self._failure_numbers), _MOST_BROKEN_OFF)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._last_failures
+
+    def last_failure_to(self, name: str) -> int:
+        """Returns the number of the last such write to a decode rank; 0 if there was none."""
+        return self._last_failures.get(name, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillContext:
+    """What a prefill endpoint was made with, and what its driver has for the rest. All of it is for any thread.
+
+    Attributes:
+        identity: who it is, to its peers.
+        transport: moves the bytes.
+        settings: what it was made with.
+        staging: what it has for staged writes.
+        admission: says when a direct write may be posted.
+        observer: is told what happens.
+        now: the time, in seconds of a steady clock.
+        send: sends a control message to a decode rank.
+        write_failed: is told that a write to a decode rank failed: where the connection broke, nothing else will get
+            there either.
+        broken_off: decode ranks that what was sent of a failed write may still reach.
+    """
+
+    identity: Identity
+    transport: Transport
+    settings: Settings
+    staging: SendingStaging
+    admission: Admission
+    observer: Observer
+    now: Callable[[], float]
+    send: Callable[[str, field_types.Message], None]
+    write_failed: Callable[[Attachment, Exception], None]
+    broken_off: BrokenOff = field(default_factory=BrokenOff)
+
+    @property
+    def engine_rank(self) -> int:
+        """The rank's number among all of its engine."""
+        return self.identity.coordinates.engine_rank
+
+    def tell_failed(self, receiver: str, room: int, generation: int, error: Exception) -> None:
+        """Tells a decode rank that this rank cannot complete a room."""
+        message = messages.RoomFailed(
+            room=room, generation=generation, writer=self.engine_rank, error=type(error).__name__, reason=str(error)
+        )
+        self.send(receiver, message)
+
+    def tell_drained(self, receiver: str, room: int, generation: int, *, after_failure: bool) -> None:
+        """Tells a decode rank that this rank will not write for a room again."""
+        message = messages.Drained(
+            endpoint=self.identity.endpoint,
+            room=room,
+            generation=generation,
+            writer=self.engine_rank,
+            after_failure=after_failure,
+        )
+        self.send(receiver, message)
