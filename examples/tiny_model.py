@@ -55,9 +55,53 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "hidden_size_per_layer_input": 0,
         },
     ),
+    "granite4": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 512,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 32,
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+            "mamba_d_conv": 4,
+            "mamba_chunk_size": 64,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_ssm": 512,
+            "mamba_d_state": 32,
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 4,
+            "mamba_chunk_size": 64,
+            "mamba_rms_norm": False,
+        },
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 32,
+            "n_groups": 2,
+            "conv_kernel": 4,
+            "chunk_size": 64,
+            "use_mamba_kernels": False,
+        },
+    ),
 }
 """Architecture, and what is different in its configuration. The hybrid attends to a window in five layers of six; the
-other layers of gemma4 have two KV heads of twice the size, instead of four."""
+other layers of gemma4 have two KV heads of twice the size, instead of four; granite4 and nemotron-h have one layer with
+attention and Mamba 2 in others, with one group for all heads and with two; falcon-h1 has both in every layer."""
 
 MIMO_V2 = "mimo-v2"
 """A model whose layers differ in their KV heads: two in those that attend to a window, one in the others."""

@@ -324,6 +324,7 @@ class Faults:
         {
             "swapped pages": self._swap,
             "a head is missing": self._drop_head,
+            "no state": self._clear_states,
             "the last chunk is missing": self._skip_last,
             "no end": self._withhold_last,
             "no more steps": self._hold,
@@ -363,6 +364,21 @@ class Faults:
             return given
 
         self._replace(WorkerSide, "_pages", dropped)
+
+    def _clear_states(self) -> None:
+        from kvferry.engines.vllm.worker import WorkerSide
+
+        original = WorkerSide._send
+        layers = self._engine.engine.vllm_config.compilation_config.static_forward_context.values()
+        states = [state for layer in layers if isinstance(layer.kv_cache, tuple) for state in layer.kv_cache]
+
+        def cleared(side: WorkerSide, sending: Any, *arguments: Any) -> None:
+            if sending.is_last:
+                for state in states:
+                    state.zero_()
+            original(side, sending, *arguments)
+
+        self._replace(WorkerSide, "_send", cleared)
 
     def _compare_nothing(self) -> None:
         from kvferry.protocol.transfer import sender

@@ -53,9 +53,10 @@ NAMES: dict[str, dict[str, Any]] = {
         name: type(name, (), {}) for name in ("KVConnectorPromMetrics", "KVConnectorStats")
     },
     "vllm.v1.metrics.utils": {"create_metric_per_engine": None},
+    "vllm.model_executor.layers.mamba.mamba_utils": {"is_conv_state_dim_first": None},
     "vllm.platforms": {"current_platform": None},
     "vllm.v1.kv_cache_interface": {
-        name: type(name, (), {}) for name in ("SlidingWindowSpec", "UniformTypeKVCacheSpecs")
+        name: type(name, (), {}) for name in ("MambaSpec", "SlidingWindowSpec", "UniformTypeKVCacheSpecs")
     },
     "vllm.v1.request": {"RequestStatus": Status},
 }

@@ -17,6 +17,7 @@ from kvferry.errors import UsageError
 
 FULL = CacheGroup("full", ("layers.0",), 4)
 WINDOW = CacheGroup("window", ("layers.1",), 4, window_tokens=5)
+STATE = CacheGroup("state", ("layers.2",), 8, has_state=True)
 
 
 @dataclass(eq=False)
@@ -32,6 +33,15 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = None
     num_computed_tokens: int = 0
     prompt_token_ids: list[int] | None = None
+    prompt_embeds: Any = None
+    max_tokens: int = 100
+    skips_prefix_cache: bool = False
+
+    def __post_init__(self) -> None:
+        self._all_token_ids = list(self.prompt_token_ids or [0] * self.num_prompt_tokens)
+
+    def get_skip_reading_prefix_cache(self) -> bool:
+        return self.skips_prefix_cache
 
 
 @dataclass
@@ -319,6 +329,102 @@ class TestHoldingBack:
         scheduler.allocate(request)
         assert scheduler.step(request, tokens).send == []
         assert scheduler.side.tokens_elsewhere(decode_request(tokens), 0) == 0
+
+
+class TestState:
+    """Recurrent state is that of one number of tokens, and of no other."""
+
+    @staticmethod
+    def came_in(request: Request) -> tuple[Scheduler, Request]:
+        scheduler = Scheduler(FULL, STATE)
+        scheduler.side.came_in(request)
+        return scheduler, request
+
+    def test_a_prompt_that_is_to_be_sent_ends_where_what_is_sent_ends(self):
+        given = list(range(14))
+        scheduler, request = self.came_in(replace(prefill_request(14), prompt_token_ids=given))
+        assert (request.num_prompt_tokens, request.prompt_token_ids, request.max_tokens) == (13, given[:13], 1)
+        assert request._all_token_ids == given[:13]
+        assert len(given) == 14, "other choices may have the same list"
+        scheduler.side.came_in(request)
+        assert request.num_prompt_tokens == 13, "once"
+
+    @pytest.mark.parametrize(
+        "request_",
+        [
+            decode_request(14),
+            Request("r", 14),
+            prefill_request(1),
+            replace(prefill_request(14), skips_prefix_cache=True),
+            Request("r", 14, {"do_remote_decode": True, "_p_side_truncated": True}),
+        ],
+        ids=["to be received", "its own", "too short", "computed by the decode side", "cut by another connector"],
+    )
+    def test_no_other_prompt_is_cut(self, request_: Request):
+        before = request_.num_prompt_tokens
+        assert self.came_in(request_)[1].num_prompt_tokens == before
+
+    def test_without_state_no_prompt_is_cut(self):
+        scheduler, request = Scheduler(FULL, WINDOW), prefill_request(14)
+        scheduler.side.came_in(request)
+        assert request.num_prompt_tokens == 14
+
+    def test_state_leaves_with_the_last_pages_from_the_block_of_the_last_token(self):
+        scheduler, request = self.came_in(prefill_request(14))
+        scheduler.allocate(request)
+        assert scheduler.step(request, 8).send == [
+            BlocksToSend("r", 9, 13, {"full": GroupBlocks(0, (100, 101))}, is_last=False)
+        ]
+        assert scheduler.step(request, 5).send == [
+            BlocksToSend(
+                "r",
+                9,
+                13,
+                {"full": GroupBlocks(2, (102, 103)), "state": GroupBlocks(0, (151,))},
+                is_last=True,
+            )
+        ]
+        assert scheduler.pool.kept == [151], "vLLM gives it away with the next token"
+        scheduler.side.finished(request, is_aborted=False)
+        scheduler.side.reported(["r"], ())
+        assert scheduler.pool.kept == []
+
+    def test_the_answer_says_how_many_tokens_there_are(self):
+        scheduler, request = self.came_in(prefill_request(14))
+        scheduler.allocate(request)
+        scheduler.step(request, 13)
+        assert scheduler.side.finished(request, is_aborted=False)[1]["remote_num_tokens"] == 13  # type: ignore[index]
+
+    def test_a_prompt_that_was_not_cut_is_not_sent(self, caplog: pytest.LogCaptureFixture):
+        scheduler, request = Scheduler(FULL, STATE), prefill_request(14)
+        scheduler.allocate(request)
+        assert scheduler.step(request, 14).send == []
+        assert "its recurrent state is that of tokens that are not sent" in caplog.text
+        scheduler.side.finished(request, is_aborted=False)
+        assert list(scheduler.step().refuse) == [9], "the decode side is told"
+
+    @pytest.mark.parametrize("prefix", [0, 8])
+    def test_it_is_received_whatever_prefix_is_here(self, prefix: int):
+        scheduler, request = Scheduler(FULL, STATE), decode_request(14)
+        assert scheduler.side.tokens_elsewhere(request, prefix) == 13 - prefix
+        scheduler.allocate(request, external=13 - prefix)
+        (wanted,) = scheduler.step().receive
+        assert (wanted.groups["state"], wanted.problem) == (GroupBlocks(0, (151,)), "")
+
+    def test_where_nothing_is_missing_no_state_is_either(self):
+        scheduler, request = Scheduler(FULL, STATE), decode_request(14)
+        assert scheduler.side.tokens_elsewhere(request, 13) == 0
+        scheduler.allocate(request)
+        (wanted,) = scheduler.step().receive
+        assert wanted.groups["state"] == GroupBlocks(0, ())
+
+    def test_other_choices_of_a_request_are_computed(self):
+        scheduler, (first, second, _) = Scheduler(FULL, STATE), choices(decode_request(14))
+        scheduler.allocate(first, external=13)
+        scheduler.step()
+        first.num_computed_tokens = 13
+        scheduler.side.reported((), ["0_r"])
+        assert scheduler.side.tokens_elsewhere(second, 0) == 0
 
 
 def choices(request: Request, count: int = 3) -> list[Request]:

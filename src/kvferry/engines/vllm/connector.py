@@ -18,8 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 from vllm.v1.request import RequestStatus
 
 from kvferry import RankCoordinates, Settings
@@ -34,10 +35,11 @@ from kvferry.engines.vllm.identity import (
     cache_identity,
     multimodal_inputs,
 )
-from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
+from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, KeptStates, ModelShape, describe
 from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.outgoing import Fence
 from kvferry.engines.vllm.scheduling import SchedulerSide
+from kvferry.engines.vllm.states import states_of
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
 
@@ -116,6 +118,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             model_shape(self._vllm_config, self._kv_cache_config),
             coordinates,
             heads=heads_of(self._vllm_config, self._kv_cache_config, coordinates),
+            states=kept_states(self._vllm_config, self._kv_cache_config, coordinates),
             num_blocks=self._kv_cache_config.num_blocks,
         )
         self._worker = WorkerSide(
@@ -207,6 +210,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return select(kv_cache_manager.get_blocks(request).blocks)
 
         self._scheduler_side.bind(tables, kv_cache_manager.block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        """Takes a request that has just come in."""
+        self._scheduler_side.came_in(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns how many tokens to fetch, None to be asked again later, and whether in the background."""
@@ -313,6 +320,7 @@ def cpu_packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     orders = {
         _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype)
         for spec in specs
+        if not isinstance(spec, MambaSpec)
     }
     return f"vLLM's CPU kernels ({', '.join(sorted(orders))})"
 
@@ -368,6 +376,7 @@ def heads_of(
         name: CachedHeads(spec.num_kv_heads, spec.num_head_slots is not None, spec.max_tp_shards)
         for group in kv_cache_config.transfer_groups
         for name, spec in layer_specs(group).items()
+        if not isinstance(spec, MambaSpec)
     }
     heads = held_heads(cached, vllm_config.compilation_config.static_forward_context, coordinates)
     if unknown := [name for name, each in heads.items() if each is None]:
@@ -382,6 +391,33 @@ def heads_of(
     return heads
 
 
+def kept_states(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, coordinates: RankCoordinates
+) -> dict[str, KeptStates]:
+    """Returns the recurrent state of every layer that has any: vLLM gives its layers the views that kernels use."""
+    layers = vllm_config.compilation_config.static_forward_context
+    kept = {
+        name: KeptStates(
+            states_of(spec, layers[name], coordinates, channels_first=is_conv_state_dim_first()),
+            tuple(layers[name].kv_cache),
+        )
+        for group in kv_cache_config.transfer_groups
+        for name, spec in layer_specs(group).items()
+        if isinstance(spec, MambaSpec)
+    }
+    unknown = [name for name, each in kept.items() if any(state.parts is None for state in each.states)]
+    if unknown and coordinates.tp_size > 1:
+        log.warning(
+            "it is not known how ranks divide the recurrent state of %d of %d layers, such as %r: it can be exchanged "
+            "with engines of tensor-parallel size %d alone, and with others the first request is refused",
+            len(unknown),
+            len(kept),
+            unknown[0],
+            coordinates.tp_size,
+        )
+    return kept
+
+
 def _group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
     check_on_device(group)
     for layer, each in layer_specs(group).items():
@@ -393,6 +429,7 @@ def _group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
         layer_names=tuple(group.layer_names),
         block_tokens=spec.block_size,
         window_tokens=None if window is None else max(1, window - 1),
+        has_state=isinstance(spec, MambaSpec),
     )
 
 

@@ -44,6 +44,7 @@ _HOOKS = {
     "get_required_kvcache_layout": "cls, vllm_config",
     "build_prom_metrics": "cls, vllm_config, metric_types, labelnames, per_engine_labelvalues",
     "bind_kv_cache_manager": "self, kv_cache_manager",
+    "on_new_request": "self, request",
     "get_num_new_matched_tokens": "self, request, num_computed_tokens",
     "get_loaded_kv_cache_group_ids": "self, request",
     "update_state_after_alloc": "self, request, blocks, num_external_tokens",
@@ -84,6 +85,7 @@ def _callers() -> Iterator[Line]:
         ("get_num_new_matched_tokens", "update_state_after_alloc"),
         "a decode server asks ours so whether a cache is elsewhere",
     )
+    yield Mentions(f"{_SCHEDULER}.add_request", ("on_new_request",), "prompts with recurrent state are cut so")
     yield Mentions(
         f"{_SCHEDULER}._build_kv_connector_meta",
         ("build_connector_meta",),
@@ -119,8 +121,21 @@ def _callers() -> Iterator[Line]:
 def _structures() -> Iterator[Line]:
     yield Mentions(
         "vllm.v1.request:Request.__init__",
-        ("request_id", "num_prompt_tokens", "num_computed_tokens", "kv_transfer_params", "prompt_token_ids", "status"),
+        (
+            "request_id",
+            "num_prompt_tokens",
+            "num_computed_tokens",
+            "kv_transfer_params",
+            "prompt_token_ids",
+            "prompt_embeds",
+            "_all_token_ids",
+            "max_tokens",
+            "status",
+        ),
         _READ,
+    )
+    yield Call(
+        "vllm.v1.request:Request.get_skip_reading_prefix_cache", 1, (), "such prompts are computed where they are"
     )
     yield Attributes("vllm.v1.request:RequestStatus", ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"), _READ)
     yield Mentions(
@@ -151,6 +166,32 @@ def _caches() -> Iterator[Line]:
     yield Fields(f"{interface}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec", "host_resident"), _READ)
     yield Fields(f"{interface}:FullAttentionSpec", ("block_size", "head_size", "dtype"), "caches are described by it")
     yield Fields(f"{interface}:SlidingWindowSpec", ("block_size", "sliding_window"), "caches are described by it")
+    yield Fields(
+        f"{interface}:MambaSpec",
+        ("block_size", "shapes", "dtypes", "mamba_type", "tp_replicated"),
+        "recurrent state is described by it",
+    )
+    yield Attributes(
+        "vllm.v1.attention.backends.registry:MambaAttentionBackendEnum",
+        ("MAMBA1", "MAMBA2", "GDN_ATTN", "SHORT_CONV", "LINEAR"),
+        "it tells how a convolution is divided",
+    )
+    yield Call(
+        "vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first",
+        0,
+        (),
+        "where a convolution's channels are",
+    )
+    yield Mentions(
+        "vllm.model_executor.layers.mamba.abstract:MambaBase.bind_kv_cache",
+        ("kv_cache", "get_state_shape"),
+        "a layer has views of its states",
+    )
+    yield Mentions(
+        "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.__init__",
+        ("intermediate_size", "n_groups", "ssm_state_size", "conv1d"),
+        "it tells how a convolution is divided",
+    )
     yield Fields(
         f"{interface}:AttentionSpec",
         ("num_kv_heads", "num_head_slots", "max_tp_shards", "tokens_per_state"),

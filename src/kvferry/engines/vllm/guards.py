@@ -7,7 +7,7 @@ Where vLLM 0.32 asks for a connector's name, and what ours does there:
 | `VllmConfig._verify_aux_output_compatibility` | refuses `--enable-return-routed-experts` | refuses it |
 | `VllmConfig.__post_init__`, HiSparse | warns of all but NIXL's and Mooncake's store | refuses it |
 | the same, `adjust_dcp_kv_cache_interleave_size`, `validate_block_size` | rules for context parallelism | refuses it |
-| `CpuPlatform.check_and_update_config` | orders the convolution state of recurrent layers | refuses such layers |
+| `CpuPlatform.check_and_update_config` | has convolutions' channels come first | takes either order |
 | `MultiConnector`, `KVConnectorFactory.supports_hma_config` | looks classes up by name | ours is registered |
 | `report_usage_stats` | reports the name | nothing to do |
 

@@ -59,7 +59,8 @@ def cache_identity(
 
     Args:
         vllm_config: vLLM's.
-        layers: of every layer that is transferred, what it keeps (an `AttentionSpec`) and its backend's name.
+        layers: of every layer that is transferred, what it keeps (an `AttentionSpec` or a `MambaSpec`) and the name of
+            its backend.
         version: of vLLM.
         fp8_dtype: what `fp8` stands for on this platform.
         packing: the name of an order that only the kernel knows, which the layout has; None where there is none.
@@ -124,6 +125,8 @@ def content_order(spec: Any, backend: str, packing: str | None) -> str:
         spec: what the layer keeps, as its backend has changed it.
         packing: as for `cache_identity`.
     """
+    if hasattr(spec, "mamba_type"):
+        return f"recurrent state of {spec.mamba_type.name}"
     slots, content = spec.num_head_slots, spec.state_content_bytes
     if packing is not None:
         return "as the layout names it"

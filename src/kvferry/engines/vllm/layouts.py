@@ -28,12 +28,10 @@ from kvferry import (
     geometry,
     shard_from_tensors,
 )
+from kvferry.engines.vllm.states import SHARE, State, StateLayer, state_shards
 from kvferry.errors import LayoutError
 
 _DIMENSIONS = "(block, head, token, content)"
-
-_SHARE = "tensor-parallel share"
-"""The axis of what ranks hold apart from each other where it is not known which heads that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +43,14 @@ class CacheGroup:
         layer_names: as vLLM calls them.
         block_tokens: tokens in a block of the block table.
         window_tokens: how many of the last tokens the next one attends to, itself left out; None for all.
+        has_state: whether its layers keep recurrent state: of a request only the block of its last token counts.
     """
 
     name: str
     layer_names: tuple[str, ...]
     block_tokens: int
     window_tokens: int | None = None
+    has_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,19 @@ class HeldHeads:
 
     total: int
     held: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStates:
+    """The recurrent state of a layer.
+
+    Attributes:
+        states: what it keeps of a request.
+        tensors: of each state a view of (block, *shape).
+    """
+
+    states: tuple[State, ...]
+    tensors: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +156,7 @@ def describe(
     coordinates: RankCoordinates,
     *,
     heads: Mapping[str, HeldHeads | None],
+    states: Mapping[str, KeptStates] | None = None,
     num_blocks: int,
 ) -> DescribedCaches:
     """Describes a worker's caches.
@@ -157,17 +171,20 @@ def describe(
     Args:
         caches: by layer name, views of (block, head, token, content). Layers in no group use another one's.
         heads: by layer name, which of its KV heads this rank holds; None where that is not known.
+        states: by layer name, what layers with recurrent state keep.
         num_blocks: in every block table.
 
     Raises:
         LayoutError: if a cache is something else, naming layer and shape; or if nothing of the kind is known here.
     """
+    attention, recurrent = [[group for group in groups if group.has_state is has] for has in (False, True)]
     layers = sorted(
-        (_layer(name, group, caches, heads.get(name), num_blocks) for group in groups for name in group.layer_names),
+        (_layer(name, group, caches, heads.get(name), num_blocks) for group in attention for name in group.layer_names),
         key=lambda layer: layer.number,
     )
     if not layers:
-        raise LayoutError("this worker has no KV cache that could be transferred")
+        only = ": it keeps recurrent state alone, and kvferry sends a request by its pages" if recurrent else ""
+        raise LayoutError(f"this worker has no KV cache that could be transferred{only}")
     for low, high in pairwise(layers):
         if low.number == high.number:
             raise LayoutError(f"layers {low.name!r} and {high.name!r} have the same number")
@@ -176,6 +193,9 @@ def describe(
         component = _component(name, kind[0], model, coordinates)
         shards += [_shard(component, run, coordinates) for run in _runs(kind)]
     per_block = {layer.group.name: layer.view.shape[0] // num_blocks for layer in layers}
+    if recurrent:
+        shards += state_shards(_state_layers(recurrent, states or {}), model.layers, coordinates)
+        per_block |= dict.fromkeys((group.name for group in recurrent), 1)
     return DescribedCaches(RankLayout(shards=tuple(shards)), per_block)
 
 
@@ -203,6 +223,17 @@ def _layer(name: str, group: CacheGroup, caches: Mapping[str, Any], heads: HeldH
             f"{heads.total}"
         )
     return _Layer(layer_number(name), name, group, heads, cache, view)
+
+
+def _state_layers(groups: Sequence[CacheGroup], states: Mapping[str, KeptStates]) -> list[StateLayer]:
+    return sorted(
+        (
+            StateLayer(layer_number(name), name, group.name, states[name].states, states[name].tensors)
+            for group in groups
+            for name in group.layer_names
+        ),
+        key=lambda layer: layer.number,
+    )
 
 
 def _components(layers: Sequence[_Layer], model: ModelShape) -> dict[str, list[_Layer]]:
@@ -233,7 +264,7 @@ def _component(name: str, first: _Layer, model: ModelShape, coordinates: RankCoo
     is_draft, is_packed = first.number >= model.layers, model.packing is not None
     heads: tuple[Axis, ...]
     if first.heads is None:
-        heads = (Axis(_SHARE, coordinates.tp_size), Axis("head", first.view.shape[1]))
+        heads = (Axis(SHARE, coordinates.tp_size), Axis("head", first.view.shape[1]))
     else:
         heads = (Axis("head", first.heads.total),)
     return Component(
@@ -271,8 +302,8 @@ def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoor
     views = [_packed(layer) if is_packed else layer.cache for layer in layers]
     dims: tuple[str, ...] = ("page", "head", "packed") if is_packed else ("page", "head", "token", "content")
     if first.heads is None:
-        held[_SHARE] = Interval(coordinates.tp_rank, coordinates.tp_rank + 1)
-        views, dims = [view[:, None] for view in views], ("page", _SHARE, *dims[1:])
+        held[SHARE] = Interval(coordinates.tp_rank, coordinates.tp_rank + 1)
+        views, dims = [view[:, None] for view in views], ("page", SHARE, *dims[1:])
     else:
         held["head"] = first.heads.held
     return shard_from_tensors(

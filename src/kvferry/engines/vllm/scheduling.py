@@ -29,6 +29,10 @@ from kvferry.errors import UsageError
 
 log = logging.getLogger(__name__)
 
+_SHORTENED = "_p_side_truncated"
+"""In a request's parameters: its prompt has been cut. vLLM's NIXL connector marks so what it has cut, and looks for it,
+so that beside each other (MultiConnector) the two cut once."""
+
 
 class Block(Protocol):
     """A block of vLLM's; a null one stands for a block that is not kept."""
@@ -45,6 +49,12 @@ class Request(Protocol):
     num_computed_tokens: int
     kv_transfer_params: dict[str, Any] | None
     prompt_token_ids: list[int] | None
+    prompt_embeds: Any
+    max_tokens: int
+    _all_token_ids: list[int]
+
+    def get_skip_reading_prefix_cache(self) -> bool:
+        """Whether all of its prompt is computed where it is, whatever is cached."""
 
 
 BlockTables = Callable[[str], "Sequence[Sequence[Block]]"]
@@ -118,6 +128,7 @@ class SchedulerSide:
         self._conditions = conditions or (lambda *_: {})
         self._groups = tuple(groups)
         self._held_back_tokens = held_back_tokens
+        self._has_state = any(group.has_state for group in groups)
         self._engine = engine
         self._may_send, self._may_receive = may_send, may_receive
         self._tables: BlockTables | None = None
@@ -137,6 +148,26 @@ class SchedulerSide:
         self._tables, self._pool = tables, pool
 
     # ---- beginnings ---------------------------------------------------------------------------------------------
+
+    def came_in(self, request: Request) -> None:
+        """Takes a request that has just come in, before it is scheduled.
+
+        Recurrent state cannot be taken back to an earlier token. So where there is any, a prompt that is to be sent
+        ends here where what is sent ends: the decode side computes the rest in any case.
+        """
+        params, count = request.kv_transfer_params, self._held_back_tokens
+        if not (self._has_state and self._may_send and params and params.get("do_remote_decode")):
+            return
+        if _is_shortened(request) or request.num_prompt_tokens <= count or request.get_skip_reading_prefix_cache():
+            return  # the decode side computes the prompt of the last kind itself
+        if request.prompt_token_ids is not None:
+            request.prompt_token_ids = request.prompt_token_ids[:-count]  # other choices may have the same list
+        elif request.prompt_embeds is not None:
+            request.prompt_embeds = request.prompt_embeds[:-count]
+        del request._all_token_ids[-count:]
+        request.num_prompt_tokens -= count
+        request.max_tokens = 1
+        request.kv_transfer_params = {**params, _SHORTENED: True}
 
     def tokens_elsewhere(self, request: Request, computed_tokens: int) -> int | None:
         """Returns how many tokens can be fetched beyond those that are here; None as long as nobody knows.
@@ -183,6 +214,9 @@ class SchedulerSide:
             log.error("request %s is not transferred: %s", name, error)
             return
         if sending is not None and self._sent_tokens(request):
+            if self._has_state and not _is_shortened(request):
+                log.error("request %s is not sent: its recurrent state is that of tokens that are not sent", name)
+                return
             self._begin_to_send(sending, request)
 
     def _receive_parameters(self, request: Request) -> ReceiveParameters | None:
@@ -236,7 +270,7 @@ class SchedulerSide:
             first, stop = self._needed(group, there - tokens, there)
             if not tokens:
                 first = stop
-            groups[group.name] = _numbers(first, table[first:stop])
+            groups[group.name] = _numbers(_position(group, first), table[first:stop])
             if len(groups[group.name].blocks) < stop - first:
                 problem = f"vLLM keeps no block for some of the tokens before token {there} in group {group.name!r}"
         return BlocksToReceive(
@@ -254,6 +288,8 @@ class SchedulerSide:
     def _can_copy(self, fetch: Fetch[Request], request: Request, tokens: int) -> bool:
         """Whether the first choice still has what another one lacks."""
         first, there = fetch.request, self._sent_tokens(request)
+        if self._has_state:
+            return False  # the first choice has computed on, and its state with it
         if first is None or first.prompt_token_ids != request.prompt_token_ids or first.num_computed_tokens < there:
             return False
         return all(
@@ -288,7 +324,7 @@ class SchedulerSide:
         kept: list[Block] = []
         copied_from = {}
         for group, start, _, theirs in self._blocks_of(fetch.request, wanted.tokens, tokens):
-            copied_from[group.name] = _numbers(start, theirs)
+            copied_from[group.name] = _numbers(_position(group, start), theirs)
             kept += theirs
         self._pool.touch(kept)
         self._copied[request.request_id] = kept
@@ -297,6 +333,9 @@ class SchedulerSide:
     @staticmethod
     def _needed(group: CacheGroup, prefix_tokens: int, tokens: int) -> tuple[int, int]:
         """Returns the first block of a request that is needed, and the one after the last."""
+        if group.has_state:
+            stop = -(-tokens // group.block_tokens)
+            return max(0, stop - 1), stop
         first = prefix_tokens
         if group.window_tokens is not None:
             first = max(first, tokens - group.window_tokens)
@@ -336,13 +375,13 @@ class SchedulerSide:
             first, stop = self._needed(group, 0, sending.tokens)
             first = max(first, sending.next_blocks.get(group.name, 0))
             if not is_last:
-                stop = computed_tokens // group.block_tokens
+                stop = 0 if group.has_state else computed_tokens // group.block_tokens
             if first < stop:
-                groups[group.name] = _numbers(first, table[first:stop])
+                groups[group.name] = _numbers(_position(group, first), table[first:stop])
                 sending.next_blocks[group.name] = stop
                 if len(groups[group.name].blocks) < stop - first:
                     step.give_up[name] = f"vLLM has dropped blocks of group {group.name!r} that were to be sent"
-                elif group.window_tokens is not None:
+                elif group.window_tokens is not None or group.has_state:
                     self._keep(sending, table[first:stop])
         if groups or is_last:
             step.send.append(
@@ -354,7 +393,7 @@ class SchedulerSide:
             del self._unfinished[name]
 
     def _keep(self, sending: _Sending, blocks: Sequence[Block]) -> None:
-        """Keeps blocks of a window: vLLM gives them away as soon as no later token attends to them."""
+        """Keeps blocks that vLLM gives away as soon as no later token needs them: of a window, or with state."""
         assert self._pool is not None
         self._pool.touch(blocks)
         sending.kept += blocks
@@ -447,7 +486,8 @@ class SchedulerSide:
                 self._pool.free_blocks(copied)
 
     def _sent_tokens(self, request: Request) -> int:
-        return max(0, request.num_prompt_tokens - self._held_back_tokens)
+        held_back = 0 if _is_shortened(request) else self._held_back_tokens
+        return max(0, request.num_prompt_tokens - held_back)
 
 
 def _send_key(request: Request, params: SendParameters) -> tuple[str, int | None, int] | None:
@@ -471,6 +511,16 @@ def _settled(request: Request) -> None:
     """
     assert request.kv_transfer_params is not None
     request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
+
+
+def _is_shortened(request: Request) -> bool:
+    """Whether the tokens that are held back were cut off the prompt already."""
+    return bool(request.kv_transfer_params and request.kv_transfer_params.get(_SHORTENED))
+
+
+def _position(group: CacheGroup, first: int) -> int:
+    """Returns the position of blocks among those that are exchanged: the one with a request's state is the only one."""
+    return 0 if group.has_state else first
 
 
 def _numbers(first: int, blocks: Sequence[Block]) -> GroupBlocks:

@@ -1,0 +1,225 @@
+"""Recurrent state: what a layer keeps of a whole request, and not of each token. Mamba, gated delta nets, convolutions.
+
+vLLM keeps the states of a layer behind each other in one block of a request's block table, that of its last token:
+what a convolution has seen last, and what was summed up. Ranks divide a state along one of its dimensions, in parts
+that lie behind each other (x, B and C of a convolution of Mamba 2). Which parts these are the layer's module knows.
+Where it does not say, the state is its rank's share, which only the rank of the same number among as many can have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from kvferry import Axis, Component, Entry, Interval, RankCoordinates, Shard, geometry, shard_from_tensors
+from kvferry.errors import LayoutError
+
+SHARE = "tensor-parallel share"
+"""The axis of what ranks hold apart from each other where it is not known what that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Channels, or heads, of a state.
+
+    Attributes:
+        total: how many there are over all tensor-parallel ranks.
+        held: those of this rank.
+    """
+
+    total: int
+    held: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One of the states that a layer keeps of a request.
+
+    Attributes:
+        shape: on this rank.
+        divided: the dimension along which ranks divide it.
+        parts: what lies behind each other there; None where that is not known.
+    """
+
+    shape: tuple[int, ...]
+    divided: int = 0
+    parts: tuple[Part, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """A layer that keeps state.
+
+    Attributes:
+        number: of the layer, in the whole model.
+        name: as vLLM calls it.
+        group: the name of its group.
+        states: what it keeps, in the order in which it lies in a block.
+        tensors: of each state a view of (block, *shape).
+    """
+
+    number: int
+    name: str
+    group: str
+    states: tuple[State, ...]
+    tensors: tuple[Any, ...]
+
+
+# ---- what vLLM's layers say -----------------------------------------------------------------------------------------
+
+
+def states_of(spec: Any, layer: Any, coordinates: RankCoordinates, *, channels_first: bool) -> tuple[State, ...]:
+    """Returns what a layer keeps of a request.
+
+    Args:
+        spec: what vLLM says of its cache (a `MambaSpec`).
+        layer: its module.
+        channels_first: whether a convolution's channels come before what it has seen of each.
+    """
+    shapes = [tuple(map(int, shape)) for shape in spec.shapes]
+    if spec.tp_replicated:
+        return tuple(State(shape, 0, (Part(shape[0], Interval(0, shape[0])),)) for shape in shapes)
+    channel = 0 if channels_first else 1
+    kind = spec.mamba_type.name
+    if kind == "LINEAR" and len(shapes) == 1:
+        return (_evenly(shapes[0], 0, [shapes[0][0]], coordinates),)
+    if kind == "SHORT_CONV" and len(shapes) == 1:
+        return (_evenly(shapes[0], channel, [shapes[0][channel]], coordinates),)
+    parts = _parts_of_convolution(kind, layer, shapes, channel, coordinates) if len(shapes) == 2 else None
+    if parts is None:
+        return tuple(State(shape) for shape in shapes)
+    return State(shapes[0], channel, parts), _evenly(shapes[1], 0, [shapes[1][0]], coordinates)
+
+
+def _parts_of_convolution(
+    kind: str, layer: Any, shapes: Sequence[tuple[int, ...]], channel: int, coordinates: RankCoordinates
+) -> tuple[Part, ...] | None:
+    """Returns the parts of a convolution's channels; None where the layer does not say them, or says something else."""
+    held, size = shapes[0][channel], coordinates.tp_size
+    if kind == "MAMBA1":
+        return _divided([held], coordinates)
+    if kind == "GDN_ATTN":  # queries, keys, values
+        keys, values = getattr(layer, "key_dim", None), getattr(layer, "value_dim", None)
+        if not isinstance(keys, int) or not isinstance(values, int) or keys % size or values % size:
+            return None
+        sizes = [keys // size, keys // size, values // size]
+        return _divided(sizes, coordinates) if sum(sizes) == held else None
+    if kind == "MAMBA2":  # x, B, C
+        said = [getattr(layer, name, None) for name in ("intermediate_size", "n_groups", "ssm_state_size")]
+        inner, groups, width = (each if isinstance(each, int) else 0 for each in said)
+        if not inner or not groups or inner % size or groups % size:
+            return None
+        sizes = [inner // size, groups * width // size, groups * width // size]
+        if sum(sizes) != held:
+            return None
+        x, b, c = _divided(sizes, coordinates)
+        # With one group for all heads every rank has it: the layer then counts as many groups as there are ranks, and
+        # its projection is one piece.
+        if size > 1 and not hasattr(getattr(layer, "conv1d", None), "output_sizes"):
+            if groups != size:
+                return None
+            b = c = Part(width, Interval(0, width))
+        return x, b, c
+    return None
+
+
+def _evenly(shape: tuple[int, ...], divided: int, sizes: Sequence[int], coordinates: RankCoordinates) -> State:
+    return State(shape, divided, _divided(sizes, coordinates))
+
+
+def _divided(sizes: Sequence[int], coordinates: RankCoordinates) -> tuple[Part, ...]:
+    """Returns parts of which each rank has as much, in the order of the ranks."""
+    rank = coordinates.tp_rank
+    return tuple(Part(size * coordinates.tp_size, Interval(rank * size, (rank + 1) * size)) for size in sizes)
+
+
+# ---- as shards ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one layer has of one component.
+
+    Attributes:
+        layer: the layer.
+        view: (block, *dimensions), with an axis of length 1 for a rank's share.
+        axes: those behind the layer's.
+        held: what this rank has along them, by name.
+    """
+
+    layer: StateLayer
+    view: Any
+    axes: tuple[Axis, ...]
+    held: Mapping[str, Interval]
+
+
+def state_shards(layers: Sequence[StateLayer], num_layers: int, coordinates: RankCoordinates) -> Iterator[Shard]:
+    """Yields the shards of recurrent state.
+
+    Args:
+        layers: in the order of their numbers.
+        num_layers: of the whole model.
+
+    Raises:
+        LayoutError: if a tensor is not what its layer says, naming the layer and both.
+    """
+    components: dict[str, dict[tuple[Any, ...], list[_Piece]]] = {}
+    for layer in layers:
+        for name, piece in _pieces(layer, coordinates):
+            # Falcon-H1 numbers layers with state on behind those with attention.
+            numbered = num_layers * (1 + layer.number // num_layers)
+            form = geometry(piece.view).dtype, (Axis("layer", numbered), *piece.axes)
+            components.setdefault(name, {}).setdefault(form, []).append(piece)
+    for base, by_form in components.items():
+        for (dtype, axes), pieces in by_form.items():
+            sizes = " x ".join(str(axis.size) for axis in axes[1:])
+            name = base if len(by_form) == 1 else f"{base}, {sizes} of {dtype}"
+            component = Component(name=name, axes=axes, dtype=dtype, entry=Entry.REQUEST)
+            for run in _runs(pieces):
+                first, last = run[0].layer.number, run[-1].layer.number
+                yield shard_from_tensors(
+                    component,
+                    [piece.view for piece in run],
+                    dims=("slot", *(axis.name for axis in axes[1:])),
+                    held={"layer": Interval(first, last + 1), **run[0].held},
+                    group=run[0].layer.group,
+                )
+
+
+def _pieces(layer: StateLayer, coordinates: RankCoordinates) -> Iterator[tuple[str, _Piece]]:
+    """Yields what a layer has of each component, by the component's name."""
+    for number, (state, tensor) in enumerate(zip(layer.states, layer.tensors, strict=True)):
+        if tuple(tensor.shape[1:]) != state.shape:
+            raise LayoutError(
+                f"state {number} of layer {layer.name!r} has shape {tuple(tensor.shape[1:])} where vLLM says "
+                f"{state.shape}"
+            )
+        others = [Axis(f"dimension {index}", size) for index, size in enumerate(state.shape)]
+        if state.parts is None:
+            share = {SHARE: Interval(coordinates.tp_rank, coordinates.tp_rank + 1)}
+            axes = (Axis(SHARE, coordinates.tp_size), *others)
+            yield f"state {number}", _Piece(layer, tensor[:, None], axes, share)
+            continue
+        starts = accumulate((len(part.held) for part in state.parts), initial=0)
+        for index, (start, part) in enumerate(zip(starts, state.parts, strict=False)):
+            axes = tuple(
+                Axis("channel", part.total) if dimension == state.divided else axis
+                for dimension, axis in enumerate(others)
+            )
+            name = f"state {number}" if len(state.parts) == 1 else f"state {number}, part {index}"
+            view = tensor.narrow(1 + state.divided, start, len(part.held))
+            yield name, _Piece(layer, view, axes, {"channel": part.held})
+
+
+def _runs(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """Yields runs of layers that follow each other, with the same block table and the same parts held."""
+    run = [pieces[0]]
+    for low, high in pairwise(pieces):
+        is_next = high.layer.number == low.layer.number + 1
+        if not is_next or high.layer.group != low.layer.group or high.held != low.held:
+            yield run
+            run = []
+        run.append(high)
+    yield run

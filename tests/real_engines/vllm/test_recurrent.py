@@ -1,0 +1,85 @@
+"""Models with recurrent state beside attention: a request's state arrives with its pages, on any number of ranks.
+
+Granite 4 has Mamba 2 with one group for all heads, which every rank has; Nemotron-H with two, which ranks divide;
+Falcon-H1 has attention and Mamba 2 in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from examples.tiny_model import write
+from tests.real_engines.prompts import prompts
+from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["granite4", *(pytest.param(name, marks=pytest.mark.long) for name in ("nemotron-h", "falcon-h1"))],
+)
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    begun = Engines(write(request.param, tmp_path_factory.mktemp(request.param)))
+    for begin in (begun.alone, lambda: begun.prefill("prefill", step_tokens=128), lambda: begun.decode("decode")):
+        begin()
+    yield begun
+    begun.close()
+
+
+def check(engines: Engines, pair: Pair, seed: int) -> None:
+    """The tokens are those of the undivided engine, no prompt was computed on the decode side, and no block is lost."""
+    # Lengths around the edges of blocks and of steps: the state is that of exactly so many tokens.
+    each = [*prompts(seed), *prompts(seed + 1, 6, shortest=126, longest=131)]
+    before = pair.received
+    outputs = pair.run(each, f"state-{seed}")
+    expected = engines.alone().started().generate(each, COUNT)
+    wrong = [number for number, output in enumerate(outputs) if output.tokens != expected[number]]
+    assert not wrong, f"{len(wrong)} of {len(each)} prompts: {pair.said}"
+    assert pair.received - before == len(each), "prompts were computed on the decode side"
+    free = pair.free_blocks()
+    assert pair.run(each[:1], f"once-more-{seed}")[0].tokens == expected[0]
+    assert pair.free_blocks() == free
+
+
+@pytest.mark.shows("vllm", "MambaSpec")
+def test_state_and_pages_arrive_together(engines: Engines):
+    check(engines, Pair(engines.prefill("prefill"), engines.decode("decode")), 40)
+
+
+def test_tokens_depend_on_the_state(engines: Engines):
+    """Else the tests beside this one would prove nothing."""
+    pair = Pair(engines.prefill("prefill"), engines.decode("decode"))
+    (prompt,) = prompts(42, 1, shortest=200)
+    pair.prefill.ask("plant", "no state")
+    (output,) = pair.run([prompt], "no-state")
+    pair.prefill.ask("heal")
+    assert output.tokens != engines.alone().started().generate([prompt], COUNT)[0]
+
+
+def test_a_gateway_asks_one_side_after_the_other(engines: Engines):
+    pair = Pair(engines.prefill("prefill"), engines.decode("decode"))
+    each = prompts(43, 3, shortest=1)
+    expected = engines.alone().started().generate(each, COUNT)
+    assert [pair.run_in_turn(prompt, f"turn-{number}").tokens for number, prompt in enumerate(each)] == expected
+
+
+def test_other_choices_of_a_request_are_computed(engines: Engines):
+    """The first one has gone on, and its state with it.
+
+    All of them in one step: vLLM's CPU worker fails at seeded choices of which a step computes a part.
+    """
+    pair = Pair(engines.prefill("prefill"), engines.decode("decode"))
+    (prompt,) = prompts(44, 1, shortest=40)
+    output = pair.run_in_turn(prompt, "choices", 3)
+    alone = engines.alone().started()
+    alone.submit("choices", prompt, COUNT, None, 3)
+    assert output.choices == alone.output("choices").choices
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
+def test_ranks_of_another_number_get_their_part_of_the_state(engines: Engines, prefill_tp: int, decode_tp: int):
+    prefill = engines.prefill(f"prefill-tp{prefill_tp}" if prefill_tp > 1 else "prefill", tp=prefill_tp)
+    decode = engines.decode(f"decode-tp{decode_tp}" if decode_tp > 1 else "decode", tp=decode_tp)
+    check(engines, Pair(prefill, decode), 50 + decode_tp)
