@@ -98,10 +98,26 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "use_mamba_kernels": False,
         },
     ),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
 }
 """Architecture, and what is different in its configuration. The hybrid attends to a window in five layers of six; the
-other layers of gemma4 have two KV heads of twice the size, instead of four; granite4 and nemotron-h have one layer with
-attention and Mamba 2 in others, with one group for all heads and with two; falcon-h1 has both in every layer."""
+other layers of gemma4 have two KV heads of twice the size, instead of four. Granite4 and nemotron-h have one layer with
+attention and Mamba 2 in others, with one group for all heads and with two; falcon-h1 has both in every layer; qwen3-next
+has gated delta nets in three layers of four."""
 
 MIMO_V2 = "mimo-v2"
 """A model whose layers differ in their KV heads: two in those that attend to a window, one in the others."""

@@ -41,6 +41,7 @@ class Shape:
         pool_mib: of the KV cache on every rank.
         step_tokens: the most that one step computes: a longer prompt comes in chunks.
         policy: what happens to a request whose cache does not come: fail or recompute.
+        dtype: of the weights.
         cache_dtype: of the KV cache.
         adapters: LoRA adapters that requests may name, by name.
         settings: of kvferry's.
@@ -60,6 +61,7 @@ class Shape:
     step_tokens: int = 2048
     prefix_cache: bool = False
     policy: str = "fail"
+    dtype: str = "float32"
     cache_dtype: str = "auto"
     adapters: Mapping[str, Path] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -119,7 +121,7 @@ class _Engine:
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(shape.model),
-                dtype="float32",
+                dtype=shape.dtype,
                 tensor_parallel_size=shape.tp,
                 block_size=shape.block_tokens,
                 disable_hybrid_kv_cache_manager=None if shape.has_hybrid_blocks else True,

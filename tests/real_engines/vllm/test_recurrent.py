@@ -7,11 +7,15 @@ Falcon-H1 has attention and Mamba 2 in every layer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
 from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
+
+GATED_DELTA_NET: dict[str, Any] = {"dtype": "bfloat16", "pool_mib": 128}
+"""vLLM's kernels for gated delta nets compute nothing else on a CPU."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -83,3 +87,22 @@ def test_ranks_of_another_number_get_their_part_of_the_state(engines: Engines, p
     prefill = engines.prefill(f"prefill-tp{prefill_tp}" if prefill_tp > 1 else "prefill", tp=prefill_tp)
     decode = engines.decode(f"decode-tp{decode_tp}" if decode_tp > 1 else "decode", tp=decode_tp)
     check(engines, Pair(prefill, decode), 50 + decode_tp)
+
+
+@pytest.mark.long
+def test_gated_delta_nets(tmp_path_factory: pytest.TempPathFactory):
+    """Qwen3-Next: its kernels round otherwise where a prompt's last token is computed by itself, as the decode side does.
+
+    So the undivided engine is told to do that too.
+    """
+    engines = Engines(write("qwen3-next", tmp_path_factory.mktemp("qwen3-next")))
+    try:
+        alone = engines.begin("alone", connector="", step_tokens=480, **GATED_DELTA_NET)
+        pair = Pair(engines.prefill("prefill", **GATED_DELTA_NET), engines.decode("decode", **GATED_DELTA_NET))
+        for number, prompt in enumerate(prompts(45, 6, shortest=481, longest=481)):
+            before = pair.received
+            (output,) = pair.run([prompt], f"gdn-{number}")
+            assert output.tokens == alone.started().generate([prompt], COUNT)[0]
+            assert pair.received - before == 1
+    finally:
+        engines.close()
