@@ -91,7 +91,7 @@ def test_ranks_of_another_number_get_their_part_of_the_state(engines: Engines, p
 
 @pytest.mark.long
 def test_gated_delta_nets(tmp_path_factory: pytest.TempPathFactory):
-    """Qwen3-Next: its kernels round otherwise where a prompt's last token is computed by itself, as the decode side does.
+    """Qwen3-Next: kernels round otherwise where a prompt's last token is computed by itself, as the decode side does.
 
     So the undivided engine is told to do that too.
     """
