@@ -1,7 +1,7 @@
-"""Models with recurrent state beside attention: a request's state arrives with its pages, on any number of ranks.
+"""Models with recurrent state, most of them beside attention: a request's state arrives, on any number of ranks.
 
 Granite 4 has Mamba 2 with one group for all heads, which every rank has; Nemotron-H with two, which ranks divide;
-Falcon-H1 has attention and Mamba 2 in every layer.
+Falcon-H1 has attention and Mamba 2 in every layer; Mamba 2 has no attention at all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(
     scope="module",
-    params=["granite4", *(pytest.param(name, marks=pytest.mark.long) for name in ("nemotron-h", "falcon-h1"))],
+    params=[
+        "granite4",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("nemotron-h", "falcon-h1", "mamba2")),
+    ],
 )
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     begun = Engines(write(request.param, tmp_path_factory.mktemp(request.param)))

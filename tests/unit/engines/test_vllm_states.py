@@ -227,16 +227,22 @@ def test_layers_that_are_numbered_on_behind_those_with_attention_have_an_axis_of
     assert (shard.box[0], shard.component.axes[0].size) == (Interval(4, 8), 2 * LAYERS)
 
 
-def test_state_alone_is_refused_in_words():
-    with pytest.raises(LayoutError, match="keeps recurrent state alone"):
-        describe(
-            {},
-            [CacheGroup("state", ("a.0",), 8, has_state=True)],
-            ModelShape(1),
-            RankCoordinates(),
-            heads={},
-            num_blocks=1,
-        )
+def test_a_model_may_have_state_alone():
+    """As Mamba has."""
+    made, _, _ = mamba1(1, True)
+    states = states_of(made, None, RankCoordinates(), channels_first=True)
+    name = "backbone.layers.0.mixer"
+    found = describe(
+        {},
+        [CacheGroup("state", (name,), 1024, has_state=True)],
+        ModelShape(1),
+        RankCoordinates(),
+        heads={},
+        states={name: KeptStates(states, tuple(torch.zeros(BLOCKS, *shape) for shape in made.shapes))},
+        num_blocks=BLOCKS,
+    )
+    assert [group.has_slots for group in found.layout.groups] == [True]
+    assert found.pages_per_block == {"state": 1}
 
 
 def test_a_share_is_exchanged_with_the_same_number_of_ranks_alone():

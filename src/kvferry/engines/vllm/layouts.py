@@ -182,9 +182,8 @@ def describe(
         (_layer(name, group, caches, heads.get(name), num_blocks) for group in attention for name in group.layer_names),
         key=lambda layer: layer.number,
     )
-    if not layers:
-        only = ": it keeps recurrent state alone, and kvferry sends a request by its pages" if recurrent else ""
-        raise LayoutError(f"this worker has no KV cache that could be transferred{only}")
+    if not layers and not recurrent:
+        raise LayoutError("this worker has no KV cache that could be transferred")
     for low, high in pairwise(layers):
         if low.number == high.number:
             raise LayoutError(f"layers {low.name!r} and {high.name!r} have the same number")
