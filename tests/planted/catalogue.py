@@ -300,9 +300,30 @@ CATALOGUE = (
     PlantedFault(
         "vLLM: what drafting modules cache of drafts is sent",
         "engines/vllm/scheduling.py",
-        "request.num_prompt_tokens - self._held_back_tokens",
-        "request.num_prompt_tokens - 1",
+        "0 if _is_shortened(request) else self._held_back_tokens",
+        "0 if _is_shortened(request) else 1",
         "tests/unit/engines/test_vllm_scheduling.py",
+    ),
+    PlantedFault(
+        "vLLM: a prompt with recurrent state is computed to its end",
+        "engines/vllm/scheduling.py",
+        "request.num_prompt_tokens -= count",
+        "request.num_prompt_tokens -= 0",
+        "tests/unit/engines/test_vllm_scheduling.py",
+    ),
+    PlantedFault(
+        "vLLM: recurrent state is sent from the first block",
+        "engines/vllm/scheduling.py",
+        "return max(0, stop - 1), stop",
+        "return 0, min(1, stop)",
+        "tests/unit/engines/test_vllm_scheduling.py",
+    ),
+    PlantedFault(
+        "vLLM: ranks divide what every one of them has of a convolution",
+        "engines/vllm/states.py",
+        "b = c = Part(width, Interval(0, width))",
+        "pass",
+        "tests/unit/engines/test_vllm_states.py",
     ),
     PlantedFault(
         "vLLM: of a block that kernels divide only a page is copied",
@@ -363,8 +384,8 @@ CATALOGUE = (
     PlantedFault(
         "KV heads that nobody knows are the same on every rank",
         "engines/vllm/layouts.py",
-        "held[_SHARE] = Interval(coordinates.tp_rank, coordinates.tp_rank + 1)",
-        "held[_SHARE] = Interval(0, 1)",
+        "held[SHARE] = Interval(coordinates.tp_rank, coordinates.tp_rank + 1)",
+        "held[SHARE] = Interval(0, 1)",
         "tests/unit/engines tests/property/test_described_engines.py",
     ),
     PlantedFault(
