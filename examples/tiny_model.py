@@ -85,6 +85,17 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "mamba_rms_norm": False,
         },
     ),
+    "llama4": (
+        "llama4_text",
+        {
+            "attention_chunk_size": 64,
+            "no_rope_layers": [1, 1, 1, 0],
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 512,
+            "attn_temperature_tuning": False,
+        },
+    ),
     "nemotron-h": (
         "nemotron_h",
         {
@@ -101,7 +112,8 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Architecture, and what is different in its configuration. The hybrid attends to a window in five layers of six; the
 other layers of gemma4 have two KV heads of twice the size, instead of four; granite4 and nemotron-h have one layer with
-attention and Mamba 2 in others, with one group for all heads and with two; falcon-h1 has both in every layer."""
+attention and Mamba 2 in others, with one group for all heads and with two; falcon-h1 has both in every layer; llama4
+attends within chunks of 64 tokens in three layers of four."""
 
 MIMO_V2 = "mimo-v2"
 """A model whose layers differ in their KV heads: two in those that attend to a window, one in the others."""

@@ -325,6 +325,7 @@ class Faults:
             "swapped pages": self._swap,
             "a head is missing": self._drop_head,
             "no state": self._clear_states,
+            "no chunk": self._clear_chunks,
             "the last chunk is missing": self._skip_last,
             "no end": self._withhold_last,
             "no more steps": self._hold,
@@ -376,6 +377,24 @@ class Faults:
             if sending.is_last:
                 for state in states:
                     state.zero_()
+            original(side, sending, *arguments)
+
+        self._replace(WorkerSide, "_send", cleared)
+
+    def _clear_chunks(self) -> None:
+        from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+        from kvferry.engines.vllm.worker import WorkerSide
+
+        original = WorkerSide._send
+        layers = self._engine.engine.vllm_config.compilation_config.static_forward_context
+        groups = self._engine.scheduler.kv_cache_config.kv_cache_groups
+
+        def cleared(side: WorkerSide, sending: Any, *arguments: Any) -> None:
+            for number, group in enumerate(groups):
+                if isinstance(group.kv_cache_spec, ChunkedLocalAttentionSpec) and f"group {number}" in sending.groups:
+                    for name in group.layer_names:
+                        layers[name].kv_cache[list(sending.groups[f"group {number}"].blocks)] = 0
             original(side, sending, *arguments)
 
         self._replace(WorkerSide, "_send", cleared)

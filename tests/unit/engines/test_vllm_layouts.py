@@ -247,6 +247,15 @@ def test_a_hybrid_has_a_component_for_every_kind_however_its_layers_are_grouped(
     assert held_by(two) == [*full, ("kv, window 7", Interval(0, 2), "a"), ("kv, window 7", Interval(3, 5), "a")]
 
 
+def test_chunks_are_told_from_windows_and_from_chunks_of_another_length():
+    chunks = hybrid([group([2, 5], "full"), group([0, 1, 3, 4], "a", chunk_tokens=8)])
+    assert {each.name: each.window_tokens for each in chunks.components} == {"kv": None, "kv, chunk 8": 7}
+    for other in ({"window_tokens": 7}, {"chunk_tokens": 16}):
+        theirs = hybrid([group([2, 5], "full"), group([0, 1, 3, 4], "a", **other)])
+        with pytest.raises(IncompatiblePeerError, match=r"components: .*kv, chunk 8"):
+            check_exchangeable(chunks, theirs, source_name="theirs", destination_name="ours")
+
+
 def held_by(layout: RankLayout) -> list[tuple[str, Interval, str]]:
     """The layers of every shard, with its component and the group of its pages."""
     return sorted((shard.component.name, shard.box[0], shard.group) for shard in layout.shards)

@@ -20,7 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.request import RequestStatus
 
 from kvferry import RankCoordinates, Settings
@@ -429,6 +434,7 @@ def _group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
         layer_names=tuple(group.layer_names),
         block_tokens=spec.block_size,
         window_tokens=None if window is None else max(1, window - 1),
+        chunk_tokens=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
         has_state=isinstance(spec, MambaSpec),
     )
 

@@ -43,6 +43,8 @@ class CacheGroup:
         layer_names: as vLLM calls them.
         block_tokens: tokens in a block of the block table.
         window_tokens: how many of the last tokens the next one attends to, itself left out; None for all.
+        chunk_tokens: the length of the chunks that the request is divided into, where a token attends to those of its
+            own chunk alone; None where there are none.
         has_state: whether its layers keep recurrent state: of a request only the block of its last token counts.
     """
 
@@ -50,7 +52,22 @@ class CacheGroup:
     layer_names: tuple[str, ...]
     block_tokens: int
     window_tokens: int | None = None
+    chunk_tokens: int | None = None
     has_state: bool = False
+
+    @property
+    def gives_blocks_away(self) -> bool:
+        """Whether vLLM takes blocks back from a request that is running, once no later token needs them."""
+        return self.window_tokens is not None or self.chunk_tokens is not None or self.has_state
+
+    def first_attended(self, tokens: int) -> int:
+        """Returns the position of the first token that the one behind so many tokens attends to.
+
+        It is the number of tokens itself where that one begins a chunk: it attends to none of them.
+        """
+        if self.chunk_tokens is not None:
+            return tokens - tokens % self.chunk_tokens
+        return 0 if self.window_tokens is None else max(0, tokens - self.window_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +117,13 @@ class DescribedCaches:
     Attributes:
         layout: for kvferry.
         pages_per_block: by group, into how many pages a kernel divides a block of the block table.
+        has_chunks: whether layers attend within chunks: how many tokens at a request's end are needed is not the same
+            for every request then.
     """
 
     layout: RankLayout
     pages_per_block: Mapping[str, int]
+    has_chunks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +216,8 @@ def describe(
     if recurrent:
         shards += state_shards(_state_layers(recurrent, states or {}), model.layers, coordinates)
         per_block |= dict.fromkeys((group.name for group in recurrent), 1)
-    return DescribedCaches(RankLayout(shards=tuple(shards)), per_block)
+    has_chunks = any(group.chunk_tokens is not None for group in attention)
+    return DescribedCaches(RankLayout(shards=tuple(shards)), per_block, has_chunks)
 
 
 def _layer(name: str, group: CacheGroup, caches: Mapping[str, Any], heads: HeldHeads | None, num_blocks: int) -> _Layer:
@@ -243,6 +264,8 @@ def _components(layers: Sequence[_Layer], model: ModelShape) -> dict[str, list[_
         name = "kv" if layer.number < model.layers else f"draft {layer.number}"
         if layer.group.window_tokens is not None:
             name += f", window {layer.group.window_tokens}"
+        if layer.group.chunk_tokens is not None:
+            name += f", chunk {layer.group.chunk_tokens}"
         form = layer.heads_in_words, layer.content, layer.view.dtype
         kinds.setdefault(name, {}).setdefault(form, []).append(layer)
     named: dict[str, list[_Layer]] = {}
@@ -276,10 +299,18 @@ def _component(name: str, first: _Layer, model: ModelShape, coordinates: RankCoo
         ),
         dtype=first.view.dtype,
         entry=Entry.PAGE if is_packed else Entry.TOKEN,
-        window_tokens=first.group.window_tokens,
+        window_tokens=_most_needed(first.group),
         packing=f"{model.packing}, {first.page_tokens} tokens a page" if is_packed else None,
         is_optional=is_draft,
     )
+
+
+def _most_needed(group: CacheGroup) -> int | None:
+    """Returns how many tokens at a request's end are needed at most; None for all.
+
+    Of a chunk that is all but one: with the last one the next token begins another chunk.
+    """
+    return group.window_tokens if group.chunk_tokens is None else max(1, group.chunk_tokens - 1)
 
 
 def _runs(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
