@@ -166,6 +166,38 @@ def write(name: str, directory: Path, *, seed: int = 11) -> Path:
     return directory
 
 
+def write_eagle3(directory: Path, *, seed: int = 11) -> Path:
+    """Writes a draft of EAGLE3's kind, with one layer, for the models of Qwen3's and Llama's kinds."""
+    directory.mkdir(parents=True, exist_ok=True)
+    changes = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "torch_dtype": "float32",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": VOCABULARY,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }
+    (directory / "config.json").write_text(json.dumps(_SIZES | changes, indent=2))
+    hidden, inner, queries, keys = 256, 512, 8 * 64, 4 * 64
+    shapes = {
+        "fc": (hidden, 3 * hidden),
+        "lm_head": (VOCABULARY, hidden),
+        "midlayer.self_attn.q_proj": (queries, 2 * hidden),
+        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, queries),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+    }
+    torch.manual_seed(seed)
+    weights = {f"{name}.weight": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 def _write_mimo_v2(directory: Path, full: int, window: int) -> None:
     """Writes what transformers cannot make: its model of that name has as many KV heads in every layer.
 
