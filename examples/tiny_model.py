@@ -85,6 +85,17 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "mamba_rms_norm": False,
         },
     ),
+    "llama4": (
+        "llama4_text",
+        {
+            "attention_chunk_size": 64,
+            "no_rope_layers": [1, 1, 1, 0],
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 512,
+            "attn_temperature_tuning": False,
+        },
+    ),
     "nemotron-h": (
         "nemotron_h",
         {
@@ -129,7 +140,8 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 """Architecture, and what is different in its configuration. The hybrid attends to a window in five layers of six; the
 other layers of gemma4 have two KV heads of twice the size, instead of four. Granite4 and nemotron-h have one layer with
 attention and Mamba 2 in others, with one group for all heads and with two; falcon-h1 has both in every layer, mamba2
-no attention at all, and qwen3-next gated delta nets in three layers of four."""
+no attention at all, and qwen3-next gated delta nets in three layers of four. Llama4 attends within chunks of 64 tokens in
+three layers of four."""
 
 MIMO_V2 = "mimo-v2"
 """A model whose layers differ in their KV heads: two in those that attend to a window, one in the others."""
@@ -179,6 +191,38 @@ def write(name: str, directory: Path, *, seed: int = 11) -> Path:
     architecture, changes = MODELS[name]
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **_SIZES | changes))
     network.to(torch.float32).save_pretrained(directory)
+    return directory
+
+
+def write_eagle3(directory: Path, *, seed: int = 11) -> Path:
+    """Writes a draft of EAGLE3's kind, with one layer, for the models of Qwen3's and Llama's kinds."""
+    directory.mkdir(parents=True, exist_ok=True)
+    changes = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "torch_dtype": "float32",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": VOCABULARY,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }
+    (directory / "config.json").write_text(json.dumps(_SIZES | changes, indent=2))
+    hidden, inner, queries, keys = 256, 512, 8 * 64, 4 * 64
+    shapes = {
+        "fc": (hidden, 3 * hidden),
+        "lm_head": (VOCABULARY, hidden),
+        "midlayer.self_attn.q_proj": (queries, 2 * hidden),
+        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, queries),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+    }
+    torch.manual_seed(seed)
+    weights = {f"{name}.weight": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

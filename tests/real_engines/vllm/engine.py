@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import logging
 import os
 import time
@@ -43,6 +44,7 @@ class Shape:
         policy: what happens to a request whose cache does not come: fail or recompute.
         dtype: of the weights.
         cache_dtype: of the KV cache.
+        speculative: how it drafts, as vLLM's configuration has it; None where it does not.
         adapters: LoRA adapters that requests may name, by name.
         settings: of kvferry's.
         beside: connectors that stand beside it in a MultiConnector, as vLLM's configuration has them; None for none.
@@ -63,6 +65,7 @@ class Shape:
     policy: str = "fail"
     dtype: str = "float32"
     cache_dtype: str = "auto"
+    speculative: Mapping[str, Any] | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -133,6 +136,7 @@ class _Engine:
                 enable_prefix_caching=shape.prefix_cache,
                 kv_transfer_config=transfer,
                 kv_cache_dtype=shape.cache_dtype,
+                speculative_config=None if shape.speculative is None else dict(shape.speculative),
                 **_lora(shape),
                 disable_log_stats=False,
             )
@@ -241,6 +245,20 @@ class _Engine:
         worker = self.engine.engine_core.engine_core.model_executor.driver_worker.worker
         return list(worker.model_runner.kv_caches)
 
+    @property
+    def draft_layers(self) -> set[str]:
+        """The names of a draft model's layers, by vLLM's own account; of the only rank."""
+        runner = self.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        return set(runner.drafter._draft_attn_layer_names)
+
+    def draft_blocks(self) -> list[list[bytes]]:
+        """Of each of the draft model's layers, digests of the blocks that anything was written to."""
+        layers = self.engine.vllm_config.compilation_config.static_forward_context
+        return [
+            [hashlib.sha256(block.numpy().tobytes()).digest() for block in layers[name].kv_cache if block.any()]
+            for name in sorted(self.draft_layers)
+        ]
+
     def metric(self, name: str) -> float:
         from prometheus_client import REGISTRY
 
@@ -327,6 +345,8 @@ class Faults:
             "swapped pages": self._swap,
             "a head is missing": self._drop_head,
             "no state": self._clear_states,
+            "no chunk": lambda: self._clear_layers(lambda _, spec: type(spec).__name__ == "ChunkedLocalAttentionSpec"),
+            "no draft": lambda: self._clear_layers(lambda name, _: name in self._engine.draft_layers),
             "the last chunk is missing": self._skip_last,
             "no end": self._withhold_last,
             "no more steps": self._hold,
@@ -378,6 +398,28 @@ class Faults:
             if sending.is_last:
                 for state in states:
                     state.zero_()
+            original(side, sending, *arguments)
+
+        self._replace(WorkerSide, "_send", cleared)
+
+    def _clear_layers(self, is_chosen: Callable[[str, Any], bool]) -> None:
+        """Empties the blocks of layers before they are sent.
+
+        Args:
+            is_chosen: whether a layer is one of them, by its name and what its group keeps.
+        """
+        from kvferry.engines.vllm.worker import WorkerSide
+
+        original = WorkerSide._send
+        layers = self._engine.engine.vllm_config.compilation_config.static_forward_context
+        groups = self._engine.scheduler.kv_cache_config.kv_cache_groups
+
+        def cleared(side: WorkerSide, sending: Any, *arguments: Any) -> None:
+            for number, group in enumerate(groups):
+                sent = sending.groups.get(f"group {number}")
+                for name in group.layer_names if sent is not None else ():
+                    if is_chosen(name, group.kv_cache_spec):
+                        layers[name].kv_cache[list(sent.blocks)] = 0
             original(side, sending, *arguments)
 
         self._replace(WorkerSide, "_send", cleared)

@@ -12,6 +12,8 @@ import torch
 from tests.support.shown import collected, files_of, problems
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -64,10 +66,22 @@ def test_rows_that_real_engines_show_are_those_that_their_tests_try():
 
 
 def test_vllms_own_specs_are_taken_or_refused_by_name():
-    taken = groups_of(config(FullAttentionSpec(**SIZES), SlidingWindowSpec(**SIZES, sliding_window=8)))
-    assert [(group.block_tokens, group.window_tokens) for group in taken] == [(16, None), (16, 7)]
-    with pytest.raises(LayoutError, match=r"'model.layers.1.attn' keep recurrent state \(MambaSpec\)"):
-        groups_of(config(FullAttentionSpec(**SIZES), MambaSpec(16, ((4, 4),), (torch.float32,))))
+    taken = groups_of(
+        config(
+            FullAttentionSpec(**SIZES),
+            SlidingWindowSpec(**SIZES, sliding_window=8),
+            ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=32),
+            MambaSpec(16, ((4, 4),), (torch.float32,)),
+        )
+    )
+    assert [(group.block_tokens, group.window_tokens, group.chunk_tokens, group.has_state) for group in taken] == [
+        (16, None, None, False),
+        (16, 7, None, False),
+        (16, None, 32, False),
+        (16, None, None, True),
+    ]
+    with pytest.raises(LayoutError, match=r"'model.layers.1.attn' keep .* of an encoder \(CrossAttentionSpec\)"):
+        groups_of(config(FullAttentionSpec(**SIZES), CrossAttentionSpec(**SIZES)))
     with pytest.raises(LayoutError, match=r"'model.layers.0.attn' keep LocalSpec, which kvferry's plug-in .* not know"):
         groups_of(config(LocalSpec(**SIZES)))
     with pytest.raises(LayoutError, match="keep LocalSpec"):

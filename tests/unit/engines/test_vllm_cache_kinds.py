@@ -44,8 +44,8 @@ def test_a_kind_that_nobody_has_thought_of_is_refused_by_name():
         check_transferred(spec("LatentChunkSpec"), LAYER)
     assert str(raised.value) == (
         "layers such as 'model.layers.3.mixer' keep LatentChunkSpec, which kvferry's plug-in for vLLM 0.32 does not "
-        "know. It transfers FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs, "
-        "MambaSpec, AttentionSpec with num_head_slots; serve this model without kvferry"
+        "know. It transfers FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec, "
+        "UniformTypeKVCacheSpecs, MambaSpec, AttentionSpec with num_head_slots; serve this model without kvferry"
     )
 
 

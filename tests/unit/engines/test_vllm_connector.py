@@ -56,7 +56,8 @@ NAMES: dict[str, dict[str, Any]] = {
     "vllm.model_executor.layers.mamba.mamba_utils": {"is_conv_state_dim_first": None},
     "vllm.platforms": {"current_platform": None},
     "vllm.v1.kv_cache_interface": {
-        name: type(name, (), {}) for name in ("MambaSpec", "SlidingWindowSpec", "UniformTypeKVCacheSpecs")
+        name: type(name, (), {})
+        for name in ("ChunkedLocalAttentionSpec", "MambaSpec", "SlidingWindowSpec", "UniformTypeKVCacheSpecs")
     },
     "vllm.v1.request": {"RequestStatus": Status},
 }

@@ -61,8 +61,8 @@ def test_a_model_that_drafts_with_several_modules_holds_back_as_many_tokens(look
     assert held_back_tokens(configuration(lookahead=lookahead)) == held_back
 
 
-def test_draft_layers_that_are_numbered_from_0_again_are_refused_by_name():
-    """Their number would be the place of the model's own layer."""
+def test_layers_of_one_number_that_are_no_draft_models_are_refused_by_name():
+    """Its number would be the place of another layer."""
     names = ("model.layers.0.self_attn.attn", "mtp.layers.0.self_attn.attn")
     caches = {name: torch.zeros(4, 2, 16, 8) for name in names}
     group = CacheGroup("group 0", names, block_tokens=16)

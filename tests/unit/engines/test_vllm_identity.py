@@ -194,6 +194,20 @@ def test_a_draft_model_counts_where_both_have_one():
     check_same_fingerprint(drafts[0], fields(), may_differ=(), prefill_name="prefill", decode_name="decode")
 
 
+def test_a_draft_models_order_counts_where_both_have_one_alone():
+    draft = SimpleNamespace(method="mtp", draft_model_config=vllm_config().model_config)
+
+    def said(*drafts: Any) -> dict[str, str]:
+        config = vllm_config(speculative=draft)
+        identity = cache_identity(config, [FLASH], draft_layers=drafts, version="0", fp8_dtype="", packing=None)
+        return identity.fingerprint()
+
+    ours = said(FLASH)
+    assert ours["speculative_model"] == "mtp: /not/here; a slot a head: K, V"
+    assert "speculative_model is 'mtp: /not/here; a slot a head" in refusal(ours, said(B12X))
+    check_same_fingerprint(said(B12X), fields(), may_differ=(), prefill_name="prefill", decode_name="decode")
+
+
 def test_drafting_without_a_model_is_no_draft_model():
     config = vllm_config()
     config.speculative_config = SimpleNamespace(method="ngram", draft_model_config=config.model_config)

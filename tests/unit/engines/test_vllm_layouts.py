@@ -247,6 +247,15 @@ def test_a_hybrid_has_a_component_for_every_kind_however_its_layers_are_grouped(
     assert held_by(two) == [*full, ("kv, window 7", Interval(0, 2), "a"), ("kv, window 7", Interval(3, 5), "a")]
 
 
+def test_chunks_are_told_from_windows_and_from_chunks_of_another_length():
+    chunks = hybrid([group([2, 5], "full"), group([0, 1, 3, 4], "a", chunk_tokens=8)])
+    assert {each.name: each.window_tokens for each in chunks.components} == {"kv": None, "kv, chunk 8": 7}
+    for other in ({"window_tokens": 7}, {"chunk_tokens": 16}):
+        theirs = hybrid([group([2, 5], "full"), group([0, 1, 3, 4], "a", **other)])
+        with pytest.raises(IncompatiblePeerError, match=r"components: .*kv, chunk 8"):
+            check_exchangeable(chunks, theirs, source_name="theirs", destination_name="ours")
+
+
 def held_by(layout: RankLayout) -> list[tuple[str, Interval, str]]:
     """The layers of every shard, with its component and the group of its pages."""
     return sorted((shard.component.name, shard.box[0], shard.group) for shard in layout.shards)
@@ -272,10 +281,57 @@ def test_layers_of_several_sizes_are_components_of_their_own():
     }
 
 
+# As vLLM names them: EAGLE's and DeepSeek's are numbered behind the model's, those of Qwen3-Next's MTP modules, of
+# MiMo-V2's and of a draft model of its own from 0 again.
+DRAFTS = {
+    "eagle": ("model.layers.3.self_attn.attn", "model.layers.4.self_attn.attn"),
+    "deepseek mtp": ("model.layers.3.mtp_block.self_attn.attn", "model.layers.4.mtp_block.self_attn.attn"),
+    "qwen3-next mtp": ("mtp.layers.0.self_attn.attn", "mtp.layers.1.self_attn.attn"),
+    "mimo-v2 mtp": ("model.mtp.layers.0.self_attn.attn", "model.mtp.layers.1.self_attn.attn"),
+    "its own": ("draft_model.model.layers.0.self_attn.attn", "draft_model.model.layers.1.self_attn.attn"),
+    "two numbers": ("mtp.layers.0.attn.0", "mtp.layers.0.attn.1"),
+}
+
+
+def drafting(drafts: tuple[str, ...], *, told: bool = True) -> RankLayout:
+    """A model of three layers and its draft, in one block table, in the order in which vLLM has made them."""
+    _memory, caches = views("LBHNC", HEADS, layers=LAYERS + len(drafts))
+    every = (*names([0, 1, 2]), *drafts)
+    tensors = dict(zip(every, caches.values(), strict=True))
+    model = ModelShape(LAYERS, drafts=drafts if told else ())
+    groups = [CacheGroup("group 0", every, BLOCK_TOKENS)]
+    return describe(tensors, groups, model, RankCoordinates(), num_blocks=BLOCKS).layout
+
+
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+def test_a_draft_model_is_a_component_of_its_own_whatever_its_numbers(drafts: tuple[str, ...]):
+    layout = drafting(drafts)
+    found = {each.name: (each.axes[0].size, each.is_optional) for each in layout.components}
+    assert found == {"kv": (LAYERS, False), "draft": (2, True)}
+    assert held_by(layout) == [("draft", Interval(0, 2), "group 0"), ("kv", Interval(0, 3), "group 0")]
+    assert layout.digest == drafting(DRAFTS["its own"]).digest
+    first, second = (layout.shards_of("draft")[0].addresses[index] for index in (0, 1))
+    last = layout.shards_of("kv")[0].addresses[2]
+    assert second - first == first - last > 0, "each of them is where the tensor of its name is"
+
+
 def test_a_draft_model_may_be_missing_on_the_other_side():
-    _memory, caches = views("LBHNC", HEADS)
-    layout = describe(caches, [group([0, 1, 2])], ModelShape(2), RankCoordinates(), num_blocks=BLOCKS).layout
-    assert {component.name: component.is_optional for component in layout.components} == {"kv": False, "draft 2": True}
+    ours, theirs = drafting(DRAFTS["its own"]), drafting(())
+    for source, destination in ((ours, theirs), (theirs, ours)):
+        check_exchangeable(source, destination, source_name="theirs", destination_name="ours")
+        assert prove({0: source}, {0: destination}, room=3).receivers == 1
+
+
+def test_draft_models_of_other_numbers_of_layers_are_refused():
+    with pytest.raises(IncompatiblePeerError, match=r"axes of 'draft'.*layer 2.*layer 1"):
+        check_exchangeable(
+            drafting(DRAFTS["eagle"]), drafting(DRAFTS["eagle"][:1]), source_name="theirs", destination_name="ours"
+        )
+
+
+def test_a_layer_behind_the_models_that_is_no_draft_models_is_refused():
+    with pytest.raises(LayoutError, match=r"'model.layers.3.self_attn.attn' has a number behind .* 3 layers"):
+        drafting(DRAFTS["eagle"], told=False)
 
 
 def test_a_block_may_be_several_pages_of_the_kernel():

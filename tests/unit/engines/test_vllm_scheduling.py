@@ -17,6 +17,7 @@ from kvferry.errors import UsageError
 
 FULL = CacheGroup("full", ("layers.0",), 4)
 WINDOW = CacheGroup("window", ("layers.1",), 4, window_tokens=5)
+CHUNK = CacheGroup("chunk", ("layers.3",), 4, chunk_tokens=8)
 STATE = CacheGroup("state", ("layers.2",), 8, has_state=True)
 
 
@@ -329,6 +330,57 @@ class TestHoldingBack:
         scheduler.allocate(request)
         assert scheduler.step(request, tokens).send == []
         assert scheduler.side.tokens_elsewhere(decode_request(tokens), 0) == 0
+
+
+class TestChunks:
+    """A token attends to those of its own chunk of 8, in blocks of 4. What is sent ends before the last token."""
+
+    @pytest.mark.parametrize(
+        ("tokens", "blocks"),
+        [
+            (8, GroupBlocks(0, (150, 151))),
+            (9, None),  # the last token begins a chunk
+            (10, GroupBlocks(2, (152,))),
+            (14, GroupBlocks(2, (152, 153))),
+            (16, GroupBlocks(2, (152, 153))),
+            (17, None),
+        ],
+    )
+    def test_the_chunk_of_the_last_token_leaves_without_it(self, tokens: int, blocks: GroupBlocks | None):
+        scheduler, request = Scheduler(FULL, CHUNK), prefill_request(tokens)
+        scheduler.allocate(request)
+        (sent,) = scheduler.step(request, tokens).send
+        assert sent.groups.get("chunk") == blocks
+        assert scheduler.pool.kept == ([] if blocks is None else list(blocks.blocks)), "vLLM gives them away"
+
+    def test_what_fills_earlier_chunks_stays(self):
+        scheduler, request = Scheduler(FULL, CHUNK), prefill_request(22)
+        scheduler.allocate(request)
+        assert scheduler.step(request, 12).send[0].groups == {"full": GroupBlocks(0, (100, 101, 102))}
+        assert scheduler.step(request, 8).send[0].groups["chunk"] == GroupBlocks(4, (154,))
+        assert scheduler.step(request, 2).send[0].groups["chunk"] == GroupBlocks(5, (155,))
+
+    @pytest.mark.parametrize(
+        ("tokens", "prefix", "blocks"),
+        [
+            (14, 0, GroupBlocks(2, (152, 153))),
+            (14, 8, GroupBlocks(2, (152, 153))),
+            (14, 12, GroupBlocks(3, (153,))),
+            (17, 4, GroupBlocks(4, ())),
+            (17, 12, GroupBlocks(4, ())),
+            (24, 12, GroupBlocks(4, (154, 155))),
+        ],
+    )
+    def test_what_the_prefix_lacks_of_the_chunk_is_received(self, tokens: int, prefix: int, blocks: GroupBlocks):
+        """vLLM has null blocks before the chunk."""
+        scheduler, request = Scheduler(FULL, CHUNK), decode_request(tokens)
+        table = [
+            [Block(100 + index) for index in range(6)],
+            [Block(150 + index, is_null=index < (tokens - 1) // 8 * 2) for index in range(6)],
+        ]
+        scheduler.side.allocated(request, table, tokens - 1 - prefix)
+        (wanted,) = scheduler.step().receive
+        assert (wanted.groups["chunk"], wanted.problem) == (blocks, "")
 
 
 class TestState:

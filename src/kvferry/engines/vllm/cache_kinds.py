@@ -32,6 +32,12 @@ KINDS = CacheKinds(
             transfer="what the next token attends to; heads as with full attention",
         ),
         CacheKind(
+            "ChunkedLocalAttentionSpec",
+            "keys and values of the current chunk",
+            f"{_REAL}test_chunks.py::test_only_the_current_chunk_travels_and_tokens_are_the_same",
+            transfer="the tokens of the chunk that the next token is in; heads as with full attention",
+        ),
+        CacheKind(
             "MLAAttentionSpec",
             "latents",
             f"{_UNIT}test_latents_are_the_same_on_every_rank",
@@ -78,7 +84,6 @@ KINDS = CacheKinds(
         *(
             CacheKind(name, meaning, _REFUSED, refusal=refusal)
             for name, meaning, refusal in (
-                ("ChunkedLocalAttentionSpec", "keys and values of the current chunk", "chunks are not described yet"),
                 ("CrossAttentionSpec", "keys and values of an encoder", "they belong to no token of the prompt"),
                 ("EncoderOnlyAttentionSpec", "nothing between steps", "there is nothing to transfer"),
                 (

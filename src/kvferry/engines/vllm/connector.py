@@ -20,12 +20,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.request import RequestStatus
 
 from kvferry import RankCoordinates, Settings
 from kvferry.engines.vllm.cache_kinds import check_on_device, check_transferred
 from kvferry.engines.vllm.copies import BlockCopier
+from kvferry.engines.vllm.drafts import draft_layers
 from kvferry.engines.vllm.guards import held_back_tokens, refuse_what_would_be_wrong
 from kvferry.engines.vllm.heads import CachedHeads, held_heads
 from kvferry.engines.vllm.identity import (
@@ -112,10 +118,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describes and registers this worker's caches and starts its endpoints; at the start, where it may wait."""
         coordinates = coordinates_of()
+        model = model_shape(self._vllm_config, self._kv_cache_config)
         described = describe(
             kv_caches,
             self._groups,
-            model_shape(self._vllm_config, self._kv_cache_config),
+            model,
             coordinates,
             heads=heads_of(self._vllm_config, self._kv_cache_config, coordinates),
             states=kept_states(self._vllm_config, self._kv_cache_config, coordinates),
@@ -129,17 +136,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             engine=self._engine,
             sends=self._kv_transfer_config.is_kv_producer,
             receives=self._kv_transfer_config.is_kv_consumer,
-            fingerprint=self._fingerprint(),
+            fingerprint=self._fingerprint(model),
         )
 
-    def _fingerprint(self) -> dict[str, str]:
+    def _fingerprint(self, model: ModelShape) -> dict[str, str]:
         """Returns what this worker's caches are beyond their layout."""
+        kept = kept_by_layers(self._vllm_config, self._kv_cache_config)
         identity = cache_identity(
             self._vllm_config,
-            kept_by_layers(self._vllm_config, self._kv_cache_config),
+            [each for name, each in kept.items() if name not in model.drafts],
+            draft_layers=[kept[name] for name in model.drafts],
             version=vllm.__version__,
             fp8_dtype=str(current_platform.fp8_dtype()),
-            packing=model_shape(self._vllm_config, self._kv_cache_config).packing,
+            packing=model.packing,
         )
         return identity.fingerprint()
 
@@ -309,7 +318,11 @@ def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Mode
     packing = None
     if current_platform.is_cpu():
         packing = cpu_packing(vllm_config, kv_cache_config)
-    return ModelShape(model.get_total_num_hidden_layers(), packing)
+    drafts: tuple[str, ...] = ()
+    if vllm_config.speculative_config is not None:
+        cached = {name for group in kv_cache_config.transfer_groups for name in group.layer_names}
+        drafts = draft_layers(cached, vllm_config.compilation_config.static_forward_context)
+    return ModelShape(model.get_total_num_hidden_layers(), packing, drafts)
 
 
 def cpu_packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -325,16 +338,14 @@ def cpu_packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     return f"vLLM's CPU kernels ({', '.join(sorted(orders))})"
 
 
-def kept_by_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[tuple[KVCacheSpec, str]]:
+def kept_by_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, tuple[KVCacheSpec, str]]:
     """Returns what every layer that is transferred keeps, and the name of the backend that reads and writes it."""
     layers = vllm_config.compilation_config.static_forward_context
-    kept = []
-    for group in kv_cache_config.transfer_groups:
-        spec = group.kv_cache_spec
-        for name in group.layer_names:
-            own = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-            kept.append((own, layers[name].get_attn_backend().get_name()))
-    return kept
+    return {
+        name: (spec, layers[name].get_attn_backend().get_name())
+        for group in kv_cache_config.transfer_groups
+        for name, spec in layer_specs(group).items()
+    }
 
 
 def compares_content(vllm_config: VllmConfig, settings: Settings) -> bool:
@@ -429,6 +440,7 @@ def _group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
         layer_names=tuple(group.layer_names),
         block_tokens=spec.block_size,
         window_tokens=None if window is None else max(1, window - 1),
+        chunk_tokens=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
         has_state=isinstance(spec, MambaSpec),
     )
 

@@ -167,6 +167,9 @@ def _caches() -> Iterator[Line]:
     yield Fields(f"{interface}:FullAttentionSpec", ("block_size", "head_size", "dtype"), "caches are described by it")
     yield Fields(f"{interface}:SlidingWindowSpec", ("block_size", "sliding_window"), "caches are described by it")
     yield Fields(
+        f"{interface}:ChunkedLocalAttentionSpec", ("block_size", "attention_chunk_size"), "caches are described by it"
+    )
+    yield Fields(
         f"{interface}:MambaSpec",
         ("block_size", "shapes", "dtypes", "mamba_type", "tp_replicated"),
         "recurrent state is described by it",

@@ -51,6 +51,7 @@ def cache_identity(
     vllm_config: Any,
     layers: Iterable[tuple[Any, str]],
     *,
+    draft_layers: Iterable[tuple[Any, str]] = (),
     version: str,
     fp8_dtype: str,
     packing: str | None,
@@ -60,7 +61,8 @@ def cache_identity(
     Args:
         vllm_config: vLLM's.
         layers: of every layer that is transferred, what it keeps (an `AttentionSpec` or a `MambaSpec`) and the name of
-            its backend.
+            its backend. Those of a draft model are left out: the other side may have none.
+        draft_layers: the same of those.
         version: of vLLM.
         fp8_dtype: what `fp8` stands for on this platform.
         packing: the name of an order that only the kernel knows, which the layout has; None where there is none.
@@ -76,14 +78,14 @@ def cache_identity(
         cache_dtype=cache_dtype(vllm_config.cache_config, str(model.dtype), fp8_dtype),
         scales=scales(vllm_config.cache_config.cache_dtype),
         attention_backend=", ".join(sorted({backend for _, backend in layers})),
-        content_order="; ".join(sorted({content_order(spec, backend, packing) for spec, backend in layers})),
+        content_order=_orders(layers, packing),
         rope=short_text(_chosen(config, "rope", "rotary")),
         attention_window=short_text(
             _chosen(config, "window", "layer_types", "attention_chunk_size")
             | {"is_off": bool(model.disable_sliding_window)}
         ),
         quantization=str(model.quantization or NONE),
-        speculative_model=_speculative_model(vllm_config),
+        speculative_model=_speculative_model(vllm_config, _orders(draft_layers, packing)),
         multimodal_inputs=multimodal_inputs(vllm_config),
     )
 
@@ -113,6 +115,10 @@ def scales(cache_dtype: str) -> str:
     if cache_dtype in _NOT_QUANTIZED:
         return NONE
     return "of the checkpoint, or 1" if cache_dtype in _SCALED_BY_TENSOR else "in the cache"
+
+
+def _orders(layers: Iterable[tuple[Any, str]], packing: str | None) -> str:
+    return "; ".join(sorted({content_order(spec, backend, packing) for spec, backend in layers}))
 
 
 def content_order(spec: Any, backend: str, packing: str | None) -> str:
@@ -244,13 +250,14 @@ def _directory(name: str, revision: str | None, download_dir: str | None) -> Pat
         return None
 
 
-def _speculative_model(vllm_config: Any) -> str:
-    """Identifies the draft model; empty without one, and for what drafts without a cache."""
+def _speculative_model(vllm_config: Any, content_order: str) -> str:
+    """Identifies the draft model and what its cache is; empty without one, and for what drafts without a cache."""
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config if speculative is not None else None
     if draft is None or draft is vllm_config.model_config:
         return ""
-    return f"{speculative.method}: {_weights(draft, vllm_config.load_config)}"
+    order = f"; {content_order}" if content_order else ""
+    return f"{speculative.method}: {_weights(draft, vllm_config.load_config)}{order}"
 
 
 def _as_dict(config: Any) -> Mapping[str, Any]:

@@ -43,6 +43,8 @@ class CacheGroup:
         layer_names: as vLLM calls them.
         block_tokens: tokens in a block of the block table.
         window_tokens: how many of the last tokens the next one attends to, itself left out; None for all.
+        chunk_tokens: the length of the chunks that the request is divided into, where a token attends to those of its
+            own chunk alone; None where there are none.
         has_state: whether its layers keep recurrent state: of a request only the block of its last token counts.
     """
 
@@ -50,7 +52,22 @@ class CacheGroup:
     layer_names: tuple[str, ...]
     block_tokens: int
     window_tokens: int | None = None
+    chunk_tokens: int | None = None
     has_state: bool = False
+
+    @property
+    def gives_blocks_away(self) -> bool:
+        """Whether vLLM takes blocks back from a request that is running, once no later token needs them."""
+        return self.window_tokens is not None or self.chunk_tokens is not None or self.has_state
+
+    def first_attended(self, tokens: int) -> int:
+        """Returns the position of the first token that the one behind so many tokens attends to.
+
+        It is the number of tokens itself where that one begins a chunk: it attends to none of them.
+        """
+        if self.chunk_tokens is not None:
+            return tokens - tokens % self.chunk_tokens
+        return 0 if self.window_tokens is None else max(0, tokens - self.window_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +101,15 @@ class ModelShape:
     """What a single rank's caches do not show.
 
     Attributes:
-        layers: how many the whole model has, over all pipeline stages. Those with higher numbers are a draft model's.
+        layers: how many the whole model has, over all pipeline stages, without those of a draft model.
         packing: the name of the order within a block and head where only the kernel knows it; None where tokens can be
             told apart.
+        drafts: the names of a draft model's layers, in their order: their numbers say nothing.
     """
 
     layers: int
     packing: str | None = None
+    drafts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +119,13 @@ class DescribedCaches:
     Attributes:
         layout: for kvferry.
         pages_per_block: by group, into how many pages a kernel divides a block of the block table.
+        has_chunks: whether layers attend within chunks: how many tokens at a request's end are needed is not the same
+            for every request then.
     """
 
     layout: RankLayout
     pages_per_block: Mapping[str, int]
+    has_chunks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +133,13 @@ class _Layer:
     """One layer's cache.
 
     Attributes:
-        number: of the layer, in the whole model.
+        number: of the layer, in the whole model; of a draft model's, in that.
+        is_draft: whether it is a draft model's.
         heads: which KV heads the cache has; None where that is not known.
     """
 
     number: int
+    is_draft: bool
     name: str
     group: CacheGroup
     heads: HeldHeads | None
@@ -179,26 +203,43 @@ def describe(
     """
     attention, recurrent = [[group for group in groups if group.has_state is has] for has in (False, True)]
     layers = sorted(
-        (_layer(name, group, caches, heads.get(name), num_blocks) for group in attention for name in group.layer_names),
-        key=lambda layer: layer.number,
+        (
+            _layer(name, group, model, caches, heads.get(name), num_blocks)
+            for group in attention
+            for name in group.layer_names
+        ),
+        key=lambda layer: (layer.is_draft, layer.number),
     )
     if not layers and not recurrent:
         raise LayoutError("this worker has no KV cache that could be transferred")
     for low, high in pairwise(layers):
-        if low.number == high.number:
+        if (low.is_draft, low.number) == (high.is_draft, high.number):
             raise LayoutError(f"layers {low.name!r} and {high.name!r} have the same number")
     shards = []
-    for name, kind in _components(layers, model).items():
+    for name, kind in _components(layers).items():
         component = _component(name, kind[0], model, coordinates)
         shards += [_shard(component, run, coordinates) for run in _runs(kind)]
     per_block = {layer.group.name: layer.view.shape[0] // num_blocks for layer in layers}
     if recurrent:
+        if drafts := [name for group in recurrent for name in group.layer_names if name in model.drafts]:
+            raise LayoutError(
+                f"layer {drafts[0]!r} of the draft model keeps recurrent state, which kvferry does not transfer: let "
+                "this server draft without that model"
+            )
         shards += state_shards(_state_layers(recurrent, states or {}), model.layers, coordinates)
         per_block |= dict.fromkeys((group.name for group in recurrent), 1)
-    return DescribedCaches(RankLayout(shards=tuple(shards)), per_block)
+    has_chunks = any(group.chunk_tokens is not None for group in attention)
+    return DescribedCaches(RankLayout(shards=tuple(shards)), per_block, has_chunks)
 
 
-def _layer(name: str, group: CacheGroup, caches: Mapping[str, Any], heads: HeldHeads | None, num_blocks: int) -> _Layer:
+def _layer(
+    name: str,
+    group: CacheGroup,
+    model: ModelShape,
+    caches: Mapping[str, Any],
+    heads: HeldHeads | None,
+    num_blocks: int,
+) -> _Layer:
     cache = caches.get(name)
     if cache is None or isinstance(cache, (list, tuple)):
         found = "no cache" if cache is None else f"{len(cache)} tensors, as of recurrent state"
@@ -221,7 +262,14 @@ def _layer(name: str, group: CacheGroup, caches: Mapping[str, Any], heads: HeldH
             f"the cache of layer {name!r} has {view.shape[1]} heads where this rank holds {heads.held} of the layer's "
             f"{heads.total}"
         )
-    return _Layer(layer_number(name), name, group, heads, cache, view)
+    is_draft = name in model.drafts
+    number = model.drafts.index(name) if is_draft else layer_number(name)
+    if not is_draft and number >= model.layers:
+        raise LayoutError(
+            f"layer {name!r} has a number behind those of the model's {model.layers} layers and is no draft model's by "
+            "what vLLM has loaded: whose it is cannot be told"
+        )
+    return _Layer(number, is_draft, name, group, heads, cache, view)
 
 
 def _state_layers(groups: Sequence[CacheGroup], states: Mapping[str, KeptStates]) -> list[StateLayer]:
@@ -235,13 +283,15 @@ def _state_layers(groups: Sequence[CacheGroup], states: Mapping[str, KeptStates]
     )
 
 
-def _components(layers: Sequence[_Layer], model: ModelShape) -> dict[str, list[_Layer]]:
+def _components(layers: Sequence[_Layer]) -> dict[str, list[_Layer]]:
     """Groups layers into components, by names that do not depend on how an engine is divided."""
     kinds: dict[str, dict[tuple[str, int, str], list[_Layer]]] = {}
     for layer in layers:
-        name = "kv" if layer.number < model.layers else f"draft {layer.number}"
+        name = "draft" if layer.is_draft else "kv"
         if layer.group.window_tokens is not None:
             name += f", window {layer.group.window_tokens}"
+        if layer.group.chunk_tokens is not None:
+            name += f", chunk {layer.group.chunk_tokens}"
         form = layer.heads_in_words, layer.content, layer.view.dtype
         kinds.setdefault(name, {}).setdefault(form, []).append(layer)
     named: dict[str, list[_Layer]] = {}
@@ -260,7 +310,7 @@ def _components(layers: Sequence[_Layer], model: ModelShape) -> dict[str, list[_
 
 def _component(name: str, first: _Layer, model: ModelShape, coordinates: RankCoordinates) -> Component:
     """Returns the component of layers that are like the first of them."""
-    is_draft, is_packed = first.number >= model.layers, model.packing is not None
+    is_packed = model.packing is not None
     heads: tuple[Axis, ...]
     if first.heads is None:
         heads = (Axis(SHARE, coordinates.tp_size), Axis("head", first.view.shape[1]))
@@ -269,16 +319,24 @@ def _component(name: str, first: _Layer, model: ModelShape, coordinates: RankCoo
     return Component(
         name=name,
         axes=(
-            Axis("layer", 1 if is_draft else model.layers),
+            Axis("layer", len(model.drafts) if first.is_draft else model.layers),
             *heads,
             Axis("packed", first.content * first.page_tokens) if is_packed else Axis("content", first.content),
         ),
         dtype=first.view.dtype,
         entry=Entry.PAGE if is_packed else Entry.TOKEN,
-        window_tokens=first.group.window_tokens,
+        window_tokens=_most_needed(first.group),
         packing=f"{model.packing}, {first.page_tokens} tokens a page" if is_packed else None,
-        is_optional=is_draft,
+        is_optional=first.is_draft,
     )
+
+
+def _most_needed(group: CacheGroup) -> int | None:
+    """Returns how many tokens at a request's end are needed at most; None for all.
+
+    Of a chunk that is all but one: with the last one the next token begins another chunk.
+    """
+    return group.window_tokens if group.chunk_tokens is None else max(1, group.chunk_tokens - 1)
 
 
 def _runs(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
@@ -295,8 +353,6 @@ def _runs(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
 def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoordinates) -> Shard:
     first = layers[0]
     held = {"layer": Interval(first.number, first.number + len(layers))}
-    if component.is_optional:
-        held["layer"] = Interval(0, 1)
     is_packed = component.entry is Entry.PAGE
     views = [_packed(layer) if is_packed else layer.cache for layer in layers]
     dims: tuple[str, ...] = ("page", "head", "packed") if is_packed else ("page", "head", "token", "content")

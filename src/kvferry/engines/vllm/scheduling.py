@@ -336,9 +336,7 @@ class SchedulerSide:
         if group.has_state:
             stop = -(-tokens // group.block_tokens)
             return max(0, stop - 1), stop
-        first = prefix_tokens
-        if group.window_tokens is not None:
-            first = max(first, tokens - group.window_tokens)
+        first = max(prefix_tokens, group.first_attended(tokens))
         return first // group.block_tokens, -(-tokens // group.block_tokens)
 
     # ---- every step ---------------------------------------------------------------------------------------------
@@ -381,7 +379,7 @@ class SchedulerSide:
                 sending.next_blocks[group.name] = stop
                 if len(groups[group.name].blocks) < stop - first:
                     step.give_up[name] = f"vLLM has dropped blocks of group {group.name!r} that were to be sent"
-                elif group.window_tokens is not None or group.has_state:
+                elif group.gives_blocks_away:
                     self._keep(sending, table[first:stop])
         if groups or is_last:
             step.send.append(
@@ -393,7 +391,7 @@ class SchedulerSide:
             del self._unfinished[name]
 
     def _keep(self, sending: _Sending, blocks: Sequence[Block]) -> None:
-        """Keeps blocks that vLLM gives away as soon as no later token needs them: of a window, or with state."""
+        """Keeps blocks that vLLM gives away as soon as no later token needs them."""
         assert self._pool is not None
         self._pool.touch(blocks)
         sending.kept += blocks

@@ -76,6 +76,7 @@ class WorkerSide:
         """
         self._copier = copier
         self._pages_per_block = described.pages_per_block
+        self._has_chunks = described.has_chunks
         self._page_tokens = {group.name: group.page_tokens for group in described.layout.groups}
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
@@ -213,7 +214,9 @@ class WorkerSide:
                 pages,
                 engine=receiving.engine,
                 prefix_tokens=receiving.prefix_tokens,
-                tokens=receiving.tokens,
+                # Where a chunk begins kvferry cannot tell from the number of tokens: the pages that are named count.
+                # That both sides count as many tokens is compared by what the request depends on.
+                tokens=None if self._has_chunks else receiving.tokens,
                 depends_on=receiving.depends_on,
             )
         except KVFerryError as error:
