@@ -140,8 +140,8 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 """Architecture, and what is different in its configuration. The hybrid attends to a window in five layers of six; the
 other layers of gemma4 have two KV heads of twice the size, instead of four. Granite4 and nemotron-h have one layer with
 attention and Mamba 2 in others, with one group for all heads and with two; falcon-h1 has both in every layer, mamba2
-no attention at all, and qwen3-next gated delta nets in three layers of four. Llama4 attends within chunks of 64 tokens in
-three layers of four."""
+no attention at all, and qwen3-next gated delta nets in three layers of four. Llama4 attends within chunks of 64 tokens
+in three layers of four."""
 
 MIMO_V2 = "mimo-v2"
 """A model whose layers differ in their KV heads: two in those that attend to a window, one in the others."""
