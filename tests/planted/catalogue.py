@@ -300,8 +300,8 @@ CATALOGUE = (
     PlantedFault(
         "vLLM: what drafting modules cache of drafts is sent",
         "engines/vllm/scheduling.py",
-        "request.num_prompt_tokens - self._held_back_tokens",
-        "request.num_prompt_tokens - 1",
+        "held_back = 0 if _is_shortened(request) else self._held_back_tokens",
+        "held_back = 0 if _is_shortened(request) else 1",
         "tests/unit/engines/test_vllm_scheduling.py",
     ),
     PlantedFault(
@@ -363,8 +363,8 @@ CATALOGUE = (
     PlantedFault(
         "KV heads that nobody knows are the same on every rank",
         "engines/vllm/layouts.py",
-        "held[_SHARE] = Interval(coordinates.tp_rank, coordinates.tp_rank + 1)",
-        "held[_SHARE] = Interval(0, 1)",
+        "held[SHARE] = Interval(coordinates.tp_rank, coordinates.tp_rank + 1)",
+        "held[SHARE] = Interval(0, 1)",
         "tests/unit/engines tests/property/test_described_engines.py",
     ),
     PlantedFault(
