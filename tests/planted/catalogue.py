@@ -300,8 +300,8 @@ CATALOGUE = (
     PlantedFault(
         "vLLM: what drafting modules cache of drafts is sent",
         "engines/vllm/scheduling.py",
-        "0 if _is_shortened(request) else self._held_back_tokens",
-        "0 if _is_shortened(request) else 1",
+        "held_back = 0 if _is_shortened(request) else self._held_back_tokens",
+        "held_back = 0 if _is_shortened(request) else 1",
         "tests/unit/engines/test_vllm_scheduling.py",
     ),
     PlantedFault(
