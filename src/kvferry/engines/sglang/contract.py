@@ -15,7 +15,9 @@ from kvferry.engines.sglang.names import (
     BACKENDS,
     CREATE_RECEIVER,
     CREATE_SENDER,
+    DECODE_MANAGER,
     KV_CLASS,
+    PREFILL_MANAGER,
     STATE_ARGS,
     TRANSFER_QUEUE,
     where,
@@ -112,8 +114,20 @@ _MANAGER: tuple[Line, ...] = (
         "our hook on it remembers the pools, which SGLang does not hand to managers",
     ),
     *(
-        Mentions(f"{queue}._init_kv_manager", ("setup_state_kv_args",), "our hook on that is called there")
-        for queue in (f"{_PREFILL}:PrefillBootstrapQueue", f"{_DECODE}:DecodePreallocQueue")
+        line
+        for manager in (PREFILL_MANAGER, DECODE_MANAGER)
+        for line in (
+            Signature(where(manager), "self", "our hook on it takes the scheduler's window"),
+            Mentions(where(manager), ("setup_state_kv_args", "scheduler"), "our hook on that is called there"),
+        )
+    ),
+    *(
+        Mentions(pages, ("sliding_window_size",), "a window's pages begin so many tokens before the request's end")
+        for pages in (
+            "sglang.srt.managers.scheduler:Scheduler.__init__",
+            f"{_PREFILL}:SchedulerDisaggregationPrefillMixin._send_kv_chunk",
+            f"{_DECODE}:DecodePreallocQueue.pop_preallocated",
+        )
     ),
     Mentions(
         f"{_POOLS}:MHATokenToKVPool.__init__",

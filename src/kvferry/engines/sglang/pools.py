@@ -8,7 +8,8 @@ counts only if the pool confirms it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +41,28 @@ class EnginePools:
         target: keys and values of the model.
         draft: those of its draft model; None if it has none.
         requests: which slots requests have; recurrent state is in it, too.
+        window_tokens: how many tokens at a request's end the scheduler takes for its window; None if there is none.
     """
 
     target: Any
     draft: Any
     requests: Any
+    window_tokens: int | None
+
+
+_window: ContextVar[int | None] = ContextVar("kvferry window", default=None)
+
+
+def around_managers(original: Callable[..., Any], queue: Any, *arguments: Any, **named: Any) -> Any:
+    """The hook around what makes a rank's manager: `remember_pools` takes the window of its scheduler meanwhile.
+
+    A model's configuration and its code count windows differently, with or without the token that attends.
+    """
+    token = _window.set(queue.scheduler.sliding_window_size)
+    try:
+        return original(queue, *arguments, **named)
+    finally:
+        _window.reset(token)
 
 
 def remember_pools(
@@ -55,7 +73,7 @@ def remember_pools(
     req_to_token_pool: Any = None,
 ) -> None:
     """Keeps a rank's pools with its KVArgs, for `caches_of`. Called with what `setup_state_kv_args` is called with."""
-    kv_args.kvferry_pools = EnginePools(token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool)
+    kv_args.kvferry_pools = EnginePools(token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool, _window.get())
 
 
 def caches_of(
@@ -98,6 +116,8 @@ def caches_of(
         )
         if kind.value == "swa":
             window = Attention(given, _heads_of(windowed, claims[1], place, _WINDOWS))
+            if pools.window_tokens is None:
+                raise LayoutError("SGLang lists layers with sliding windows, and its scheduler no window")
         else:
             state = tuple(_state_buffers(args, number, given, _mamba_pool(pools), recurrent, place))
     return Caches(
@@ -106,7 +126,7 @@ def caches_of(
         draft_packing=_draft_packing(pools.draft),
         page_tokens=args.page_size,
         window=window,
-        window_tokens=model.sliding_window_size if window is not None else None,
+        window_tokens=pools.window_tokens if window is not None else None,
         state=state,
         first_layer=args.prefill_start_layer if place.pp_size > 1 else 0,
         layers=model.num_hidden_layers if place.pp_size > 1 else None,
