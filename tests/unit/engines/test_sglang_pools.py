@@ -382,7 +382,7 @@ def test_two_states_of_one_kind_are_refused():
         read(args, model_config(1))
 
 
-@pytest.mark.parametrize("kind", ["DSATokenToKVPool", "MHATokenToKVPoolMXFP8"])
+@pytest.mark.parametrize("kind", ["QSATokenToKVPool", "MHATokenToKVPoolFP4"])
 def test_a_pool_inside_another_one_is_looked_at(kind: str):
     args = windowed(1, 1)
     args.kvferry_pools.target.swa_kv_pool = named(kind)

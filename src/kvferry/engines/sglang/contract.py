@@ -107,7 +107,33 @@ _MANAGER: tuple[Line, ...] = (
         ),
         "the caches are described from them",
     ),
-    Members(f"{_BASE}:StateType", {"SWA": "swa", "MAMBA": "mamba"}, "windows and recurrent state are told apart so"),
+    Members(
+        f"{_BASE}:StateType",
+        {
+            "SWA": "swa",
+            "MAMBA": "mamba",
+            "DSA": "dsa",
+            "DSA_TAIL": "dsa_tail",
+            "BLOCK_SCALE": "block_scale",
+            "BLOCK_SCALE_SWA": "block_scale_swa",
+        },
+        "what is cached beside keys and values is told apart so",
+    ),
+    Mentions(
+        f"{_POOLS}:DSATokenToKVPool.__init__",
+        ("index_kpool", "index_head_dim", "index_page_size"),
+        "the order within a page of the index is named by them",
+    ),
+    Mentions(
+        f"{_POOLS}:DSATokenToKVPool.get_compress_tail_buf_infos",
+        ("kpool_use_compress", "layer_num", "_compress_tail_k", "_compress_tail_score"),
+        "it lists the keys of all layers, then their scores",
+    ),
+    Mentions(
+        f"{_POOLS}:MHATokenToKVPoolMXFP8.get_kv_scale_buf_infos",
+        ("k_scale_buffer", "v_scale_buffer", "mxfp8_sf_interleaved"),
+        "it lists scales of keys, then of values",
+    ),
     Signature(
         where(STATE_ARGS),
         "kv_args, token_to_kv_pool, draft_token_to_kv_pool=, total_kv_layers=, req_to_token_pool=",

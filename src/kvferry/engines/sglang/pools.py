@@ -15,7 +15,8 @@ from typing import Any
 
 from kvferry import RankCoordinates
 from kvferry.engines.sglang.cache_kinds import check_order, check_pool, check_states
-from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer
+from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer, Uncut
+from kvferry.engines.sglang.companions import check_listed, index_of, scales_of, tails_of
 from kvferry.engines.sglang.heads import total_of
 from kvferry.errors import LayoutError, UsageError
 
@@ -101,14 +102,22 @@ def caches_of(
         )
     check_states(args.state_types)
     name = check_pool(pools.target, "layers of this model")
-    main = pools.target if name in ("MHATokenToKVPool", "MLATokenToKVPool") else pools.target.full_kv_pool
+    main = pools.target.full_kv_pool if hasattr(pools.target, "full_kv_pool") else pools.target
     windowed = pools.target.swa_kv_pool if name == "SWAKVPool" else None
     claims = _claimed_heads(model, totals, main, windowed)
     drafts = getattr(args, "num_draft_entries", 0)
     kv = Buffers(tuple(args.kv_data_ptrs), tuple(args.kv_data_lens), tuple(args.kv_item_lens))
+    check_listed(args.state_types, main, windowed, pools.draft)
     window: Attention | None = None
+    scales: dict[str, Attention] = {}
+    uncut: list[Uncut] = []
     state: tuple[StateBuffer, ...] = ()
     for number, kind in enumerate(args.state_types):
+        if kind.value in ("dsa", "dsa_tail"):
+            read = index_of if kind.value == "dsa" else tails_of
+            lists = (args.state_data_ptrs, args.state_data_lens, args.state_item_lens)
+            uncut += read(main, pools.draft, *(each[number] for each in lists))
+            continue
         given = Buffers(
             tuple(args.state_data_ptrs[number]),
             tuple(args.state_data_lens[number]),
@@ -118,6 +127,10 @@ def caches_of(
             window = Attention(given, _heads_of(windowed, claims[1], place, _WINDOWS))
             if pools.window_tokens is None:
                 raise LayoutError("SGLang lists layers with sliding windows, and its scheduler no window")
+        elif kind.value in ("block_scale", "block_scale_swa"):
+            of_window = kind.value == "block_scale_swa"
+            pool, claimed, which = (windowed, claims[1], _WINDOWS) if of_window else (main, claims[0], _FULL)
+            scales[kind.value] = Attention(given, scales_of(pool, _heads_of(pool, claimed, place, which)))
         else:
             state = tuple(_state_buffers(args, number, given, _mamba_pool(pools), recurrent, place))
     return Caches(
@@ -128,6 +141,9 @@ def caches_of(
         window=window,
         window_tokens=pools.window_tokens if window is not None else None,
         state=state,
+        scales=scales.get("block_scale"),
+        window_scales=scales.get("block_scale_swa"),
+        uncut=tuple(uncut),
         first_layer=args.prefill_start_layer if place.pp_size > 1 else 0,
         layers=model.num_hidden_layers if place.pp_size > 1 else None,
     )
@@ -162,9 +178,9 @@ def _heads_of(pool: Any, claimed: int | None, place: RankCoordinates, which: str
         LayoutError: if kvferry does not transfer such pools.
     """
     name = check_pool(pool, which)
-    if name == "MLATokenToKVPool" and which == _FULL:
+    if name in ("MLATokenToKVPool", "DSATokenToKVPool") and which == _FULL:
         return None
-    if name != "MHATokenToKVPool":
+    if name not in ("MHATokenToKVPool", "MHATokenToKVPoolMXFP8"):
         raise LayoutError(f"{which} keep their cache in a {name}, which kvferry knows elsewhere, but not for them")
     packing = _packing(pool, which)
     item = pool.store_dtype.itemsize

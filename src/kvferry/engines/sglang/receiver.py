@@ -73,9 +73,10 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         try:
             if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
                 raise UsageError("kvferry does not write to host memory for SGLang yet")
+            states = state_pages(self.kv_mgr.state_types, state_indices, total_pages, last=pages)
             self._transfer = self.kv_mgr.decode.open(
                 self.bootstrap_room,
-                {KV_GROUP: GroupPages(pages), **state_pages(self.kv_mgr.state_types, state_indices, total_pages)},
+                {KV_GROUP: GroupPages(pages), **states},
                 engine=self._engine,
                 prefill_dp_rank=self.prefill_dp_rank,
                 prefix_tokens=prefix_tokens,

@@ -84,10 +84,11 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         is_last = self.curr_idx == self.num_kv_indices
         groups = {KV_GROUP: GroupPages(pages, self._prefix_pages + start)}
         aux = None
-        if is_last:
-            groups |= state_pages(self.kv_mgr.state_types, state_indices, self._prefix_pages + self.num_kv_indices)
-            aux = self.kv_mgr.metadata_rows.read(self.aux_index)
         try:
+            if is_last:
+                total = self._prefix_pages + self.num_kv_indices
+                groups |= state_pages(self.kv_mgr.state_types, state_indices, total, last=pages)
+                aux = self.kv_mgr.metadata_rows.read(self.aux_index)
             self._transfer.submit(groups, last=is_last, aux=aux)
         except KVFerryError as error:
             self._transfer.abort(str(error))
