@@ -56,8 +56,11 @@ def index_of(main: Any, draft: Any, addresses: list[int], lengths: list[int], it
     """Returns the index of sparse attention: layer by layer, a draft model's behind the model's own.
 
     Args:
-        main, draft: the model's DSATokenToKVPool, and a draft model's pool.
-        addresses, lengths, items: its buffers as SGLang lists them.
+        main: the model's DSATokenToKVPool.
+        draft: a draft model's pool; None if there is none.
+        addresses: of the buffers, as SGLang lists them.
+        lengths: of each.
+        items: the bytes of one page of each; 0 where a layer has none.
 
     Raises:
         LayoutError: if there are not as many as layers.
@@ -73,7 +76,15 @@ def tails_of(main: Any, draft: Any, addresses: list[int], lengths: list[int], it
 
     A request has a ring of them, in which every token's place follows from its position: it is the same on both sides.
 
-    Args and Raises: as for `index_of`.
+    Args:
+        main: as for `index_of`.
+        draft: as for `index_of`.
+        addresses: as for `index_of`.
+        lengths: as for `index_of`.
+        items: the bytes of one request's ring in each; 0 where a layer has none.
+
+    Raises:
+        LayoutError: as for `index_of`.
     """
     return [
         _uncut(
