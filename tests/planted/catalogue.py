@@ -417,6 +417,20 @@ CATALOGUE = (
         "tests/unit/engines/test_sglang_layouts.py",
     ),
     PlantedFault(
+        "A layer behind one without an index of its own has that one's place",
+        "engines/sglang/layouts.py",
+        "first = mine.start + given.layers[start]",
+        "first = mine.start + start",
+        "tests/unit/engines/test_sglang_companions.py",
+    ),
+    PlantedFault(
+        "SGLang's windows are as long as the model's configuration says",
+        "engines/sglang/pools.py",
+        "window_tokens=pools.window_tokens if window",
+        "window_tokens=model.sliding_window_size if window",
+        "tests/unit/engines/test_sglang_pools.py",
+    ),
+    PlantedFault(
         "SGLang's windows have the heads of its other layers",
         "engines/sglang/pools.py",
         "((main, full), (windowed, windows))",

@@ -8,7 +8,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.engines.sglang.pools import remember_pools
+from kvferry.engines.sglang.pools import around_managers, remember_pools
 
 _LISTS = ("data_ptrs", "data_lens", "item_lens")
 
@@ -33,6 +33,20 @@ class Tensor:
 def named(name: str, **attributes: Any) -> Any:
     """An object of a class of that name."""
     return type(name, (SimpleNamespace,), {})(**attributes)
+
+
+WINDOW_TOKENS = 8
+
+
+def remembered(args: Any, *pools: Any, window_tokens: int | None = WINDOW_TOKENS) -> None:
+    """Remembers a rank's pools, as while SGLang makes its manager.
+
+    Args:
+        pools: as for `remember_pools`.
+        window_tokens: the scheduler's window.
+    """
+    queue = SimpleNamespace(scheduler=SimpleNamespace(sliding_window_size=window_tokens))
+    around_managers(lambda _: remember_pools(args, *pools), queue)
 
 
 def heads_pool(
@@ -61,7 +75,7 @@ def mamba_pool(convolutions: Sequence[Sequence[int]], temporal: Sequence[int]) -
 
 
 def model_config(
-    full: int | None = None, windows: int | None = None, *, window_tokens: int = 8, layers: int = 4
+    full: int | None = None, windows: int | None = None, *, window_tokens: int = WINDOW_TOKENS, layers: int = 4
 ) -> Any:
     """A ModelConfig that says so many heads.
 
@@ -138,5 +152,5 @@ class Lists:
 
     def in_pools(self, target: Any, draft: Any = None, requests: Any = None) -> SimpleNamespace:
         """The rank's KVArgs, with its pools."""
-        remember_pools(self.args, target, draft, 0, requests)
+        remembered(self.args, target, draft, 0, requests)
         return self.args

@@ -53,24 +53,28 @@ class Members:
         side.ranks.append(rank)
         side.managers.append(manager)
 
-    def sender(self, manager: KVFerryManager, room: int) -> KVFerrySender:
+    def sender(self, manager: KVFerryManager, room: int, *, tokens: int = 3) -> KVFerrySender:
         with place(self._patch, self.port, self.model, tp=1, tp_rank=0, pp=1, pp_rank=0):
-            sender: KVFerrySender = self._made(room, lambda: KVFerrySender(manager, self.address, room))
+            sender: KVFerrySender = self._made(room, lambda: KVFerrySender(manager, self.address, room), tokens=tokens)
             return sender
 
-    def receiver(self, manager: KVFerryManager, room: int, *, salt: str | None = None) -> KVFerryReceiver:
+    def receiver(
+        self, manager: KVFerryManager, room: int, *, tokens: int = 3, salt: str | None = None
+    ) -> KVFerryReceiver:
         deadline = time.monotonic() + WAIT_S
         while not manager.try_ensure_parallel_info(self.address):
             assert time.monotonic() < deadline, "the prefill server cannot be found"
             time.sleep(0.05)
-        receiver: KVFerryReceiver = self._made(room, lambda: KVFerryReceiver(manager, self.address, room), salt=salt)
+        receiver: KVFerryReceiver = self._made(
+            room, lambda: KVFerryReceiver(manager, self.address, room), tokens=tokens, salt=salt
+        )
         receiver.init(0)
         return receiver
 
-    def _made(self, room: int, make: Callable[[], Any], *, salt: str | None = None) -> Any:
+    def _made(self, room: int, make: Callable[[], Any], *, tokens: int, salt: str | None = None) -> Any:
         """Makes a sender or a receiver, as SGLang does for a request."""
         req = SimpleNamespace(
-            origin_input_ids=[room, 2, 3],
+            origin_input_ids=[room, *range(1, tokens)],
             output_ids=[],
             input_embeds=None,
             multimodal_inputs=None,
@@ -98,29 +102,56 @@ class Request:
     """A request that crosses, as SGLang's two schedulers handle it.
 
     Attributes:
-        pages: of the whole prompt.
-        held_pages: of those, the first ones that the decode side has already.
+        tokens: of the whole prompt.
+        held_tokens: of those, the first ones that the decode side has already, in whole pages of its own.
+        pages: of the whole prompt on the prefill side.
+        held_pages: of those, the ones that the prefill side need not send.
     """
 
-    def __init__(self, pair: Members, room: int, pages: int = 7, *, held_pages: int = 0) -> None:
-        self.pair, self.room, self.pages, self.held_pages = pair, room, pages, held_pages
+    def __init__(
+        self,
+        pair: Members,
+        room: int,
+        pages: int = 7,
+        *,
+        held_pages: int = 0,
+        tokens: int | None = None,
+        held_tokens: int | None = None,
+    ) -> None:
+        """Opens it on both sides.
+
+        Args:
+            tokens: that the prompt has; so many pages if None.
+            held_tokens: as above; so many pages if None.
+        """
+        self.pair, self.room = pair, room
         model = pair.model
-        self.whole = Whole(model, pages, seed=room)
+        self.tokens = pages * model.page_tokens if tokens is None else tokens
+        self.held_tokens = held_pages * model.page_tokens if held_tokens is None else held_tokens
+        self.pages, self.held_pages = -(-self.tokens // model.page_tokens), self.held_tokens // model.page_tokens
+        self.whole = Whole(model, self.tokens, seed=room)
         random = np.random.default_rng(room)
-        window = min(pages, -(-model.window_tokens // model.page_tokens)) if model.window_layers else 0
-        self.source = [random.permutation(40)[:pages].tolist(), random.permutation(40)[:window].tolist(), 2]
-        self.destination = [
-            random.permutation(40)[: pages - held_pages].tolist(),
-            random.permutation(40)[:window].tolist(),
-            4,
-        ]
+
+        def draw(page_tokens: int, start: int) -> list[int]:
+            """Pages for the tokens from `start` on."""
+            count = -(-self.tokens // page_tokens) - start // page_tokens
+            return [int(page) for page in random.permutation(40)[: max(0, count)]]
+
+        def window(page_tokens: int, held: int) -> list[int]:
+            start = max(held, self.tokens - model.window_tokens)
+            return draw(page_tokens, start) if model.window_layers else []
+
+        here = model.page_tokens
+        there = pair.decode.ranks[0].model.page_tokens if pair.decode.ranks else here
+        self.source: list[Any] = [draw(here, 0), window(here, self.held_pages * here), 2]
+        self.destination: list[Any] = [draw(there, self.held_tokens), window(there, self.held_tokens), 4]
         self.aux_index = room % 8
         for rank in pair.prefill.ranks:
             rank.fill(self.whole, *self.source)
             rank.rooms[self.aux_index] = room
             rank.tokens[self.aux_index] = 17 + room
-        self.senders = [pair.sender(manager, room) for manager in pair.prefill.managers]
-        self.receivers = [pair.receiver(manager, room) for manager in pair.decode.managers]
+        self.senders = [pair.sender(manager, room, tokens=self.tokens) for manager in pair.prefill.managers]
+        self.receivers = [pair.receiver(manager, room, tokens=self.tokens) for manager in pair.decode.managers]
 
     def state_indices(self, side: list[Any]) -> list[Any]:
         model = self.pair.model
@@ -132,7 +163,7 @@ class Request:
                 np.array(self.destination[0], np.int32),
                 self.aux_index,
                 self.state_indices(self.destination),
-                decode_prefix_len=self.held_pages * self.pair.model.page_tokens,
+                decode_prefix_len=self.held_tokens,
             )
 
     def send(self, *, cut: int = 3) -> None:
@@ -171,6 +202,6 @@ class Request:
 
     def check(self) -> None:
         for rank in self.pair.decode.ranks:
-            rank.check(self.whole, *self.destination, held_pages=self.held_pages)
+            rank.check(self.whole, *self.destination, held_tokens=self.held_tokens)
             assert rank.rooms[self.aux_index, 0] == self.room
             assert rank.tokens[self.aux_index, 0] == 17 + self.room

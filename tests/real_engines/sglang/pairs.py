@@ -28,12 +28,14 @@ class Pair:
         backend: str = "kvferry",
         environment: Mapping[str, str] | None = None,
         spawns: bool = False,
+        page_sizes: tuple[int, int] = (16, 16),
         **options: Any,
     ) -> None:
         """Begins to start both.
 
         Args:
             spawns: see `Shape`.
+            page_sizes: tokens in a page of the prefill and of the decode engine.
             options: of SGLang's, of both engines.
         """
         self.tampering = Tampering(directory)
@@ -41,16 +43,20 @@ class Pair:
         self._model, self._backend, self._options = model, backend, options
         self._environment = {**self.tampering.environment, **(environment or {})}
         self._spawns = spawns
-        self.prefill = self._begin("prefill", chunked_prefill_size=128)
-        self.decode = self._begin("decode", disaggregation_decode_enable_radix_cache=True)
+        self._prefill_page, decode_page = page_sizes
+        self.prefill = self._begin_prefill()
+        self.decode = self.begin_decode(page_size=decode_page)
 
     def _begin(self, mode: str, *, model: Path | None = None, **options: Any) -> EngineProcess:
         given = disaggregated(mode, self.port, self._backend, **{**self._options, **options})
         path = (self.tampering.directory,)
         return EngineProcess(Shape(model or self._model, given, self._environment, path, self._spawns))
 
-    def another_decode(self, model: Path | None = None, **options: Any) -> EngineProcess:
-        """Begins to start another decode engine, with another model or other options."""
+    def _begin_prefill(self) -> EngineProcess:
+        return self._begin("prefill", chunked_prefill_size=128, page_size=self._prefill_page)
+
+    def begin_decode(self, model: Path | None = None, **options: Any) -> EngineProcess:
+        """Begins to start a decode engine, with another model or other options than those of both."""
         return self._begin("decode", model=model, disaggregation_decode_enable_radix_cache=True, **options)
 
     def started(self) -> Pair:
@@ -86,7 +92,7 @@ class Pair:
 
     def restart_prefill(self) -> None:
         """In the place of one that was killed."""
-        self.prefill = self._begin("prefill", chunked_prefill_size=128).started()
+        self.prefill = self._begin_prefill().started()
 
     def close(self) -> None:
         self.prefill.close()

@@ -16,13 +16,12 @@ from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll, StateType
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.plugins.hook_registry import HookRegistry
-from tests.support.sglang_pools import heads_pool, mamba_pool, model_config, named
+from tests.support.sglang_pools import heads_pool, mamba_pool, model_config, named, remembered
 
 from kvferry.engines.sglang import manager as manager_module
 from kvferry.engines.sglang import options as options_module
 from kvferry.engines.sglang.hooks import keep_until_proven
 from kvferry.engines.sglang.plugin import register
-from kvferry.engines.sglang.pools import remember_pools
 
 PAGES = 40
 SLOTS = 6
@@ -41,6 +40,7 @@ class Model:
         state_layers: with recurrent state, which has `heads` times 4 channels of 6 bytes, and a convolution whose
             channels are three blocks.
         weights: identifies them.
+        order: of what a page has.
         groups: of a mixer of Mamba 2, whose convolution has blocks for them that SGLang does not name; None for blocks
             that it names.
     """
@@ -54,6 +54,7 @@ class Model:
     window_heads: int | None = None
     state_layers: int = 0
     weights: str = "the same"
+    order: str = "nhd"
     groups: int | None = None
 
     @property
@@ -136,7 +137,8 @@ class Rank:
             args.state_layer_ids[-1] = [*range(layers), *range(layers)]
             groups = None if self.model.groups else [channels for channels, _ in self.model.blocks]
             args.state_conv_shard_groups[-1] = [groups] * layers + [None] * layers
-        remember_pools(args, self._pools, None, None, SimpleNamespace(mamba_pool=self._mamba_pool))
+        requests = SimpleNamespace(mamba_pool=self._mamba_pool)
+        remembered(args, self._pools, None, None, requests, window_tokens=self.model.window_tokens)
         return args
 
     @property
@@ -145,7 +147,7 @@ class Rank:
         model = self.model
         full = named("MLATokenToKVPool")
         if model.heads is not None:
-            full = heads_pool(len(self._heads(model.heads)), model.head_bytes)
+            full = heads_pool(len(self._heads(model.heads)), model.head_bytes, layout=model.order)
         if model.window_layers:
             windows = heads_pool(len(self._heads(model.heads_in_windows)), model.head_bytes)
             return named("SWAKVPool", full_kv_pool=full, swa_kv_pool=windows)
@@ -173,37 +175,46 @@ class Rank:
         """Writes a request's caches, as this rank computes them."""
         for kind, pools in enumerate(self.kv):
             for layer, pool in zip(self.layers, pools, strict=True):
-                pool[list(pages)] = self._part(whole.kv[kind, layer], self.model.heads)
+                pool[self._places(pages, 0, whole.tokens)] = self._part(whole.kv[kind, layer], self.model.heads)
+        first_page = -(-whole.tokens // self.model.page_tokens) - len(window)
+        start = min(whole.tokens, first_page * self.model.page_tokens)
         for kind, pools in enumerate(self.window):
             for layer, pool in enumerate(pools):
-                if window:
-                    pool[list(window)] = self._windowed(whole.window[kind, layer])[-len(window) :]
+                pool[self._places(window, start, whole.tokens)] = self._windowed(whole.window[kind, layer])[start:]
         for layer, pool in enumerate(self.state):
             pool[slot] = whole.state[layer, self._share(self.model.channels)]
         for layer, pool in enumerate(self.convolution):
             pool[slot] = whole.convolution[layer, self._convolved]
 
     def check(
-        self, whole: Whole, pages: Sequence[int], window: Sequence[int], slot: int, *, held_pages: int = 0
+        self, whole: Whole, pages: Sequence[int], window: Sequence[int], slot: int, *, held_tokens: int = 0
     ) -> None:
-        """Asserts that a request's caches are here, from page `held_pages` on."""
+        """Asserts that a request's caches are here, from token `held_tokens` on."""
+        tokens = whole.tokens
         for kind, pools in enumerate(self.kv):
             for layer, pool in zip(self.layers, pools, strict=True):
-                expected = self._part(whole.kv[kind, layer], self.model.heads)[held_pages:]
-                np.testing.assert_array_equal(pool[list(pages)], expected)
+                expected = self._part(whole.kv[kind, layer], self.model.heads)[held_tokens:]
+                np.testing.assert_array_equal(pool[self._places(pages, held_tokens, tokens)], expected)
+        start = max(held_tokens, tokens - self.model.window_tokens)
         for kind, pools in enumerate(self.window):
             for layer, pool in enumerate(pools):
-                expected = self._windowed(whole.window[kind, layer])[-len(window) :]
-                np.testing.assert_array_equal(pool[list(window)], expected)
+                expected = self._windowed(whole.window[kind, layer])[start:]
+                np.testing.assert_array_equal(pool[self._places(window, start, tokens)], expected)
         for layer, pool in enumerate(self.state):
             np.testing.assert_array_equal(pool[slot], whole.state[layer, self._share(self.model.channels)])
         for layer, pool in enumerate(self.convolution):
             np.testing.assert_array_equal(pool[slot], whole.convolution[layer, self._convolved])
 
+    def _places(self, pages: Sequence[int], start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """The page and the offset in it of every token from `start` on; the first page is that token's."""
+        tokens, first = np.arange(start, stop), start // self.model.page_tokens
+        given = np.array(pages, np.int64)
+        return given[tokens // self.model.page_tokens - first], tokens % self.model.page_tokens
+
     def _part(self, layer: np.ndarray, heads: int | None) -> np.ndarray:
-        """This rank's part of (page, token, head, byte)."""
-        mine = layer if heads is None else layer[:, :, list(self._heads(heads))]
-        return mine.reshape(*layer.shape[:2], -1)
+        """This rank's part of (token, head, byte)."""
+        mine = layer if heads is None else layer[:, list(self._heads(heads))]
+        return mine.reshape(len(layer), -1)
 
     def _windowed(self, layer: np.ndarray) -> np.ndarray:
         return self._part(layer, self.model.heads_in_windows)
@@ -227,16 +238,17 @@ class Rank:
 class Whole:
     """The caches of one request, undivided."""
 
-    def __init__(self, model: Model, pages: int, seed: int) -> None:
+    def __init__(self, model: Model, tokens: int, seed: int) -> None:
+        self.tokens = tokens
         random = np.random.default_rng(seed)
 
         def draw(*shape: int) -> np.ndarray:
             return random.integers(0, 256, shape, np.uint8)
 
         heads = model.heads or 1
-        self.kv = draw(2, model.layers, pages, model.page_tokens, heads, model.head_bytes)
+        self.kv = draw(2, model.layers, tokens, heads, model.head_bytes)
         windows = model.heads_in_windows
-        self.window = draw(2, model.window_layers, pages, model.page_tokens, windows, model.head_bytes)
+        self.window = draw(2, model.window_layers, tokens, windows, model.head_bytes)
         self.state = draw(model.state_layers, model.channels, 6)
         self.convolution = draw(model.state_layers, sum(channels for channels, _ in model.blocks), 3)
 

@@ -25,10 +25,21 @@ from tests.real_engines.sglang.changed import (
 
 from kvferry.engines.contract import contract_for
 from kvferry.engines.sglang.contract import LOADING, SERVING, TRIED
-from kvferry.engines.sglang.names import BACKENDS, CREATE_RECEIVER, CREATE_SENDER, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE
+from kvferry.engines.sglang.names import (
+    BACKENDS,
+    CREATE_RECEIVER,
+    CREATE_SENDER,
+    DECODE_MANAGER,
+    KV_CLASS,
+    PREFILL_MANAGER,
+    STATE_ARGS,
+    TRANSFER_QUEUE,
+)
 from kvferry.engines.sglang.plugin import engine_version
 
 pytestmark = pytest.mark.timeout(240)
+
+ON_FUNCTIONS = [PREFILL_MANAGER, DECODE_MANAGER, STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER]
 
 REPLACES = {"KVFERRY_SGLANG_REPLACES_NIXL": "1"}
 
@@ -110,7 +121,7 @@ def test_a_version_that_was_not_tried_is_said():
 # ---- a plug-in that SGLang goes on without --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", [BACKENDS, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER])
+@pytest.mark.parametrize("target", [BACKENDS, KV_CLASS, *ON_FUNCTIONS])
 def test_sglangs_own_nixl_does_not_run_where_a_hook_was_lost(target: str):
     """Before, SGLang logged the hook and served with its own backend."""
     ended, logged = outcome(RefuseToApply(target), started, environment=REPLACES)
@@ -128,7 +139,7 @@ def test_sglangs_own_nixl_does_not_run_where_our_plug_in_fails(change: Callable[
     assert ended.startswith("the process ends: KVFERRY_SGLANG_REPLACES_NIXL is set, and kvferry cannot take the place")
 
 
-@pytest.mark.parametrize("target", [STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER])
+@pytest.mark.parametrize("target", ON_FUNCTIONS)
 def test_a_manager_is_not_made_where_a_hook_was_lost(target: str):
     ended, _ = outcome(RefuseToApply(target), started, served, check_hooks)
     assert ended == (

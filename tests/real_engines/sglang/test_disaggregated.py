@@ -165,7 +165,7 @@ def test_another_salt_on_one_side_is_refused_by_name(pair: Pair, undivided: Engi
 
 
 def test_another_checkpoint_of_the_same_shape_is_refused(pair: Pair, tmp_path: Path):
-    other = pair.another_decode(write("llama", tmp_path / "model", seed=12)).started()
+    other = pair.begin_decode(write("llama", tmp_path / "model", seed=12)).started()
     try:
         (given,) = prompts(40, 1, shortest=100)
         rooms = [next(ROOMS)]
@@ -178,9 +178,9 @@ def test_another_checkpoint_of_the_same_shape_is_refused(pair: Pair, tmp_path: P
         other.close()
 
 
-def test_pages_of_different_size_are_refused_and_both_sides_end(pair: Pair, undivided: EngineProcess):
+def test_another_type_of_cache_is_refused_and_both_sides_end(pair: Pair, undivided: EngineProcess):
     """The decode server refuses before it opens a room; the prefill server has opened its own."""
-    other = pair.another_decode(page_size=32)
+    other = pair.begin_decode(kv_cache_dtype="bfloat16")
     try:
         other.started()
         given = prompts(11, 2, shortest=100)
@@ -192,7 +192,7 @@ def test_pages_of_different_size_are_refused_and_both_sides_end(pair: Pair, undi
             (refused,), (told,) = other.outputs(60), pair.prefill.outputs(60)
             took_s = time.monotonic() - begun_at
             assert refused.error is not None
-            assert "--page-size is 16 there and 32 here" in refused.error
+            assert "--kv-cache-dtype is auto there and bfloat16 here" in refused.error
             assert told.error is not None
             assert "refused it: the prefill server at" in told.error
             assert took_s < ENDS_S, f"request {number}: {took_s:.1f} s"

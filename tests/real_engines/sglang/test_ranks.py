@@ -105,6 +105,35 @@ def test_caches_arrive(
     Request(pair, 1).run()  # the number again
 
 
+@pytest.mark.parametrize(("here", "there"), [(4, 1), (1, 4), (4, 6)])
+@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize("model", ["heads", "latents", "a window", "recurrent state"])
+def test_pages_may_differ_in_size(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, model: str, path: str, here: int, there: int
+):
+    """Of prompts that fill neither side's last page, behind prefixes that are no whole pages of the other side."""
+    monkeypatch.setenv("KVFERRY_PATH", path)
+    pair.begin(replace(MODELS[model], page_tokens=here), prefill_tp=2, decode_tp=1, page_tokens=there)
+    for room, (tokens, held) in enumerate([(27, 0), (29, 1), (29, 3), (31, 5), (13, 2), (26, 4)]):
+        Request(pair, room, tokens=tokens, held_tokens=held * there).run()
+
+
+@pytest.mark.parametrize(("here", "there"), [(4, 1), (1, 4)])
+def test_what_fills_a_page_is_not_all_of_it_a_request(pair: Pair, here: int, there: int):
+    """What lies behind a prompt in its last page stays as it was, and so does what the decode side has."""
+    pair.begin(Model(page_tokens=here), page_tokens=there)
+    (rank,) = pair.decode.ranks
+    for pool in (each for kind in rank.kv for each in kind):
+        pool[:] = 77
+    request = Request(pair, 1, tokens=27, held_tokens=3 * there)
+    request.run()
+    *_, last = request.destination[0]
+    behind = rank.kv[0][0][last, 27 % there or there :]
+    assert (behind == 77).all()
+    others = [page for page in range(40) if page not in request.destination[0]]
+    assert (rank.kv[0][0][others] == 77).all()
+
+
 def test_each_rank_gets_its_own_heads_in_every_room(pair: Pair):
     # Each of two ranks has one head of either kind of layer: of full attention the same, of windows its own.
     pair.begin(Model(heads=1, window_layers=2, window_heads=2), prefill_tp=2, decode_tp=2)
@@ -260,6 +289,13 @@ def test_sglangs_checksum_is_the_first_ranks_alone(pair: Pair):
     assert [each.should_verify_kv_checksum(pair.address) for each in pair.decode.managers] == [True, False]
 
 
+def test_sglangs_checksum_is_not_compared_between_pages_of_unequal_size(pair: Pair):
+    """It is of whole pages."""
+    pair.begin(Model(), page_tokens=2)
+    Request(pair, 1).run()
+    assert not pair.decode.managers[0].should_verify_kv_checksum(pair.address)
+
+
 def test_a_request_without_pages_ends(pair: Pair):
     pair.begin(Model())
     request = Request(pair, 1, pages=4, held_pages=4)
@@ -380,18 +416,21 @@ def test_without_deferred_release_sglang_hears_of_a_failure_when_pages_are_safe(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"page_tokens": 8}, "--page-size is 4 there and 8 here"),
+        (
+            {"page_tokens": 8, "order": "vectorized_5d"},
+            "--page-size, since pages of k, v cannot be cut between tokens, is 4 there and 8 here",
+        ),
         ({"layers": 2}, "layer 3|layer"),
         ({"heads": 2}, "head 4|head"),
         ({"window_layers": 1}, "window"),
         ({"weights": "others"}, "weights.*'the same'.*'others'|weights.*'others'.*'the same'"),
     ],
 )
-def test_engines_that_cannot_work_together_say_so_on_both_sides(pair: Pair, changes: dict[str, int], words: str):
-    pair.begin(Model(), **changes)
+def test_engines_that_cannot_work_together_say_so_on_both_sides(pair: Pair, changes: dict[str, Any], words: str):
+    pair.begin(Model(order=str(changes.get("order", "nhd"))), **changes)
     manager = pair.decode.managers[0]
     sender = pair.sender(pair.prefill.managers[0], 1)
-    receiver = pair.receiver(manager, 1)
+    receiver = pair.receiver(manager, 1, tokens=3 * pair.decode.ranks[0].model.page_tokens)
     if receiver.poll() != KVPoll.Failed:
         state: list[Any] = [[]] * bool(changes.get("window_layers"))
         receiver.send_metadata(np.arange(3, dtype=np.int32), 0, state)

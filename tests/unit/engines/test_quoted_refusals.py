@@ -69,10 +69,9 @@ def test_sglangs_are_quoted_as_they_read(tmp_path: Path, kvferry_registry_url: s
     sides = [{"weights": checkpoint(tmp_path, number)} for number in (1, 2)]
     assert said(kvferry_registry_url, "sglang-node-0:8998", *sides) in quoted("docs/sglang.md")
     pairs = (
-        ("--page-size", 16, 16),
         ("--kv-cache-dtype", "fp8_e4m3", "fp8_e5m2"),
         ("KV layout", "nhd", "vectorized_5d"),
         ("attention context parallelism", None, 1),
     )
     assert difference("10.0.0.5:8998", pairs) in quoted("docs/sglang.md")
-    assert difference("10.0.0.5:8998", pairs[::3]) is None
+    assert difference("10.0.0.5:8998", pairs[2:]) is None

@@ -18,13 +18,23 @@ from typing import Any
 import pytest
 
 from kvferry.engines.sglang import hooks
-from kvferry.engines.sglang.names import BACKENDS, CREATE_RECEIVER, CREATE_SENDER, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE
+from kvferry.engines.sglang.names import (
+    BACKENDS,
+    CREATE_RECEIVER,
+    CREATE_SENDER,
+    DECODE_MANAGER,
+    KV_CLASS,
+    PREFILL_MANAGER,
+    STATE_ARGS,
+    TRANSFER_QUEUE,
+)
 from kvferry.engines.sglang.plugin import register
 from kvferry.errors import EngineContractError
 
 log = logging.getLogger("sglang")
 
-ALL = [BACKENDS, KV_CLASS, STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER]
+MANAGERS = [PREFILL_MANAGER, DECODE_MANAGER]
+ALL = [BACKENDS, KV_CLASS, *MANAGERS, STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER]
 
 
 class HookType(Enum):
@@ -104,6 +114,8 @@ class FakeSGLang:
     @staticmethod
     def _making_queue_class() -> type:
         class Queue:
+            def _init_kv_manager(self) -> None: ...
+
             def create_sender(self, req: Any, num_kv_heads: int) -> bool:
                 return True
 

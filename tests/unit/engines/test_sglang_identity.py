@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.engines.fingerprint import request_conditions
 from kvferry.engines.sglang import conditions
-from kvferry.engines.sglang.conditions import around_requests, conditions_of, current
+from kvferry.engines.sglang.conditions import Prompt, around_requests, conditions_of, current
 from kvferry.engines.sglang.identity import cache_identity
 from kvferry.errors import EngineContractError
 
@@ -209,6 +209,14 @@ def test_what_was_generated_is_prompt_to_whoever_computes_it_again():
     assert conditions_of(again, scheduler()) == PLAIN
 
 
+def test_tokens_that_are_computed_again_count():
+    again = request(origin_input_ids=array("q", range(38)), output_ids=array("q", [38, 39]))
+    around_a_request, queue = around_requests(lambda: True), SimpleNamespace(scheduler=scheduler())
+    for is_again, tokens in ((False, 38), (True, 40)):
+        again.pd_rebootstrap_in_progress = is_again
+        assert around_a_request(lambda *_: current("the hook"), queue, again).tokens == tokens
+
+
 def test_conditions_are_those_of_the_request_that_is_being_made():
     queue = SimpleNamespace(scheduler=scheduler())
 
@@ -217,6 +225,6 @@ def test_conditions_are_those_of_the_request_that_is_being_made():
         return current("the hook")
 
     around_a_request = around_requests(lambda: True)
-    assert around_a_request(original, queue, request(), is_rebootstrap=False) == PLAIN
+    assert around_a_request(original, queue, request(), is_rebootstrap=False) == Prompt(40, PLAIN)
     with pytest.raises(EngineContractError, match="kvferry's hook on the hook was not called"):
         current("the hook")

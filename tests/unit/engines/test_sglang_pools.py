@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.sglang_pools import Lists, StateType, heads_pool, mamba_pool, model_config, named
+from tests.support.sglang_pools import Lists, StateType, heads_pool, mamba_pool, model_config, named, remembered
 from torch.nn import Module, Sequential
 
 from kvferry import Device, Entry, Interval, RankCoordinates, Shard
@@ -84,6 +84,26 @@ def test_layers_with_windows_have_heads_of_their_own():
         assert described["k"].box[1] == Interval(0, 1)  # one head, on both ranks
         assert described["window k"].box[1] == Interval(rank, rank + 1)
         assert described["window k"].component.axes[1].size == 2
+
+
+def test_a_windows_length_is_the_schedulers():
+    """A model's configuration may count the token that attends, and SGLang gives no page for that one more token."""
+    args = windowed(1, 1)
+    remembered(args, args.kvferry_pools.target, window_tokens=7)
+    described = shards(read(args, model_config(1, window_tokens=8)))
+    assert {name: each.component.window_tokens for name, each in described.items()} == {
+        "k": None,
+        "v": None,
+        "window k": 7,
+        "window v": 7,
+    }
+
+
+def test_a_window_that_the_scheduler_does_not_know_is_refused():
+    args = windowed(1, 1)
+    remembered(args, args.kvferry_pools.target, window_tokens=None)
+    with pytest.raises(LayoutError, match="SGLang lists layers with sliding windows, and its scheduler no window"):
+        read(args, model_config(1))
 
 
 def test_one_rank_holds_all_heads_whatever_the_configuration_says():
@@ -362,7 +382,7 @@ def test_two_states_of_one_kind_are_refused():
         read(args, model_config(1))
 
 
-@pytest.mark.parametrize("kind", ["DSATokenToKVPool", "MHATokenToKVPoolMXFP8"])
+@pytest.mark.parametrize("kind", ["QSATokenToKVPool", "MHATokenToKVPoolFP4"])
 def test_a_pool_inside_another_one_is_looked_at(kind: str):
     args = windowed(1, 1)
     args.kvferry_pools.target.swa_kv_pool = named(kind)

@@ -18,8 +18,9 @@ _ENGINES = "tests/real_engines/sglang/test_disaggregated.py::test_sixteen_prompt
 _WINDOWS = "tests/real_engines/sglang/test_heads_by_layer.py::test_tokens_are_those_of_the_undivided_engine"
 _MIXER = f"{_POOLS}test_a_mixers_convolution_is_cut_into_x_b_and_c"
 
+_COMPANIONS = "tests/real_engines/sglang/test_companions.py::"
+
 _NO_SCALES = "SGLang keeps scales beside it that it does not list for a transfer"
-_CUT_SCALES = "scales are not cut yet"
 _SHARDED = "pages lie on several ranks by turns: leave --enable-kv-cache-sharding away"
 _UNIFIED = "all layers share one region: leave --enable-unified-memory away"
 _SPARSE = "the index of sparse attention is not transferred yet"
@@ -34,7 +35,6 @@ _LAYOUT = "MHATokenToKVPool with kv_cache_layout"
 _REFUSED_POOLS = (
     ("MHATokenToKVPoolFP4", "keys and values of 4 bits", _NO_SCALES),
     ("MLATokenToKVPoolFP4", "latents of 4 bits", _NO_SCALES),
-    ("MHATokenToKVPoolMXFP8", "keys and values with scales of blocks", _CUT_SCALES),
     ("NoOpMHATokenToKVPool", "nothing", "there is none: leave --prefill-only-disable-kv-cache away"),
     ("PageMajorMHATokenToKVPool", "keys and values, all layers in a page", _UNIFIED),
     ("PageInterleaveMHATokenToKVPool", "keys and values, sharded by page", _SHARDED),
@@ -48,7 +48,6 @@ _REFUSED_POOLS = (
     ("UnifiedDraftKVPool", "a draft model's cache in unified memory", _UNIFIED),
     ("UnifiedDraftSWAKVPool", "a draft model's windows in unified memory", _UNIFIED),
     ("UnifiedDraftMambaPool", "a draft model's recurrent state in unified memory", _UNIFIED),
-    ("DSATokenToKVPool", "latents and the index of DeepSeek's sparse attention", _SPARSE),
     (
         "LayerSplitDSATokenToKVPool",
         "latents and an index, layers divided by rank",
@@ -78,15 +77,11 @@ _REFUSED_POOLS = (
 _REFUSED_STATES = (
     ("QSA_PENDING", "what QSA has not compressed yet", _SPARSE),
     ("QSA_COMPRESSED", "the compressed index of QSA", _SPARSE),
-    ("DSA", "the index of DeepSeek's sparse attention", _SPARSE),
-    ("DSA_TAIL", "what DeepSeek's index has not pooled yet", _SPARSE),
     ("MINIMAX_INDEX_K", "MiniMax's index", _SPARSE),
     ("MINIMAX_DENSE_KV", "MiniMax's layers with full attention", _SPARSE),
     ("SWA_RING", "DeepSeek V4's windows, in a ring", "rows of a ring are not transferred yet"),
     ("DSV4_REQUEST_STATE", "the state of DeepSeek V4's compression", _COMPRESSED),
     ("REQUEST_ROW", "where a window of DeepSeek V4's draft begins", _COMPRESSED),
-    ("BLOCK_SCALE", "scales of blocks of keys and values", _CUT_SCALES),
-    ("BLOCK_SCALE_SWA", "scales of blocks of a window", _CUT_SCALES),
 )
 
 KINDS = CacheKinds(
@@ -137,6 +132,42 @@ KINDS = CacheKinds(
             transfer="the pages that the window meets",
         ),
         CacheKind("StateType.MAMBA", "recurrent state and convolutions", _RANKS, transfer="one slot a request"),
+        CacheKind(
+            "MHATokenToKVPoolMXFP8",
+            "keys and values of 8 bits, and scales of blocks",
+            f"{_COMPANIONS}test_scales_go_with_their_heads",
+            transfer="as MHATokenToKVPool, the scales with their heads",
+        ),
+        CacheKind(
+            "StateType.BLOCK_SCALE",
+            "scales of blocks of keys and values",
+            f"{_COMPANIONS}test_scales_go_with_their_heads",
+            transfer="with their pages and heads",
+        ),
+        CacheKind(
+            "StateType.BLOCK_SCALE_SWA",
+            "scales of blocks of a window",
+            f"{_COMPANIONS}test_scales_of_a_window_go_with_it",
+            transfer="with the window's pages and heads",
+        ),
+        CacheKind(
+            "DSATokenToKVPool",
+            "latents and the index of DeepSeek's sparse attention",
+            f"{_COMPANIONS}test_the_index_goes_with_its_latents",
+            transfer="as MLATokenToKVPool, the index in the same pages, of one size on both sides",
+        ),
+        CacheKind(
+            "StateType.DSA",
+            "the index of DeepSeek's sparse attention",
+            f"{_COMPANIONS}test_the_index_goes_with_its_latents",
+            transfer="with the pages of the latents",
+        ),
+        CacheKind(
+            "StateType.DSA_TAIL",
+            "what DeepSeek's index has not pooled yet",
+            f"{_COMPANIONS}test_the_index_goes_with_its_latents",
+            transfer="one ring a request",
+        ),
         CacheKind(
             SCALES,
             "keys and values of 4 bits, and scales",
@@ -200,6 +231,8 @@ def check_order(pool: Any, layers: str) -> None:
     """
     if pool.kv_cache_layout != "nhd":
         KINDS.transferred(f"{_LAYOUT} {pool.kv_cache_layout}", where=layers)
+    if type(pool).__name__ == "MHATokenToKVPoolMXFP8":
+        return
     if any(getattr(pool, each, None) is not None for each in ("k_scale_buffer", "native_k_scale_buffer")):
         KINDS.transferred(SCALES, where=layers)
 

@@ -78,6 +78,27 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class Uncut:
+    """Buffers of which every tensor-parallel rank has the same, with one item a page or a request, which stays whole.
+
+    Attributes:
+        name: of the component.
+        layers: the numbers of the layers that have one, counted from this rank's first.
+        count: how many layers this rank has.
+        buffers: theirs.
+        packing: the name of the order within a page; None where an item is a request's.
+        is_drafts: whether the layers are a draft model's.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    count: int
+    buffers: Buffers
+    packing: str | None
+    is_drafts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """Neighbouring channels of recurrent state that ranks divide apart from others.
 
@@ -134,6 +155,9 @@ class Caches:
         window: the pool of sliding-window attention, where that has its own.
         window_tokens: how long that window is.
         state: recurrent state.
+        scales: of blocks of keys and values, in pages with the numbers of theirs.
+        window_scales: of blocks of the window's.
+        uncut: what every rank has whole, in pages with the numbers of `kv`, or in slots of requests.
         first_layer: the number of the first layer on this rank.
         layers: how many the whole model has; None if all are on this rank.
     """
@@ -145,5 +169,8 @@ class Caches:
     window: Attention | None = None
     window_tokens: int | None = None
     state: tuple[StateBuffer, ...] = ()
+    scales: Attention | None = None
+    window_scales: Attention | None = None
+    uncut: tuple[Uncut, ...] = ()
     first_layer: int = 0
     layers: int | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,21 @@ from kvferry.engines.checkpoints import adapter_identity
 from kvferry.engines.fingerprint import MultimodalInput, request_conditions
 from kvferry.errors import EngineContractError, ModelError
 
-_current: ContextVar[Callable[[], dict[str, bytes]] | None] = ContextVar("kvferry request", default=None)
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is known of a request whose sender or receiver is being made.
+
+    Attributes:
+        tokens: how many tokens the prefill side computes.
+        depends_on: digests of what their cache depends on, by name.
+    """
+
+    tokens: int
+    depends_on: dict[str, bytes]
+
+
+_current: ContextVar[Callable[[], Prompt] | None] = ContextVar("kvferry request", default=None)
 
 _adapters: dict[str, str] = {}
 """Adapters that were identified, by the id that this server gave them, which no other adapter gets."""
@@ -35,7 +50,7 @@ def around_requests(has_digests: Callable[[], bool]) -> Callable[..., Any]:
     """
 
     def around_a_request(original: Callable[..., Any], queue: Any, req: Any, *arguments: Any, **named: Any) -> Any:
-        take = partial(conditions_of, req, queue.scheduler, has_digests=has_digests())
+        take = partial(_prompt, req, queue.scheduler, has_digests=has_digests())
         token = _current.set(take)
         try:
             return original(queue, req, *arguments, **named)
@@ -45,8 +60,8 @@ def around_requests(has_digests: Callable[[], bool]) -> Callable[..., Any]:
     return around_a_request
 
 
-def current(target: str) -> dict[str, bytes]:
-    """Returns the conditions of the request whose sender or receiver is being made.
+def current(target: str) -> Prompt:
+    """Returns the prompt of the request whose sender or receiver is being made.
 
     Args:
         target: where the hook is, for the error.
@@ -71,10 +86,7 @@ def conditions_of(req: Any, scheduler: Any, *, has_digests: bool = True) -> dict
         scheduler: its Scheduler, which knows the adapters.
         has_digests: as for `around_requests`. Without them another image in the same place is not noticed.
     """
-    tokens: Any = np.array(req.origin_input_ids, np.int64)
-    if getattr(req, "pd_rebootstrap_in_progress", False):
-        # What was generated so far is prompt to the prefill side, which computes it again.
-        tokens = np.concatenate([tokens, np.array(req.output_ids, np.int64)])
+    tokens = _tokens(req)
     inputs = _inputs(req, has_digests=has_digests)
     for each in inputs:
         tokens[each.offset : each.offset + each.length] = _OF_AN_INPUT
@@ -86,6 +98,19 @@ def conditions_of(req: Any, scheduler: Any, *, has_digests: bool = True) -> dict
         multimodal=inputs,
         salt=_salt(req),
     )
+
+
+def _prompt(req: Any, scheduler: Any, *, has_digests: bool) -> Prompt:
+    return Prompt(len(_tokens(req)), conditions_of(req, scheduler, has_digests=has_digests))
+
+
+def _tokens(req: Any) -> Any:
+    """Returns the tokens that the prefill side computes."""
+    tokens = np.array(req.origin_input_ids, np.int64)
+    if getattr(req, "pd_rebootstrap_in_progress", False):
+        # What was generated so far is prompt to the prefill side, which computes it again.
+        tokens = np.concatenate([tokens, np.array(req.output_ids, np.int64)])
+    return tokens
 
 
 def _inputs(req: Any, *, has_digests: bool) -> list[MultimodalInput]:

@@ -15,7 +15,9 @@ from kvferry.engines.sglang.names import (
     BACKENDS,
     CREATE_RECEIVER,
     CREATE_SENDER,
+    DECODE_MANAGER,
     KV_CLASS,
+    PREFILL_MANAGER,
     STATE_ARGS,
     TRANSFER_QUEUE,
     where,
@@ -105,15 +107,53 @@ _MANAGER: tuple[Line, ...] = (
         ),
         "the caches are described from them",
     ),
-    Members(f"{_BASE}:StateType", {"SWA": "swa", "MAMBA": "mamba"}, "windows and recurrent state are told apart so"),
+    Members(
+        f"{_BASE}:StateType",
+        {
+            "SWA": "swa",
+            "MAMBA": "mamba",
+            "DSA": "dsa",
+            "DSA_TAIL": "dsa_tail",
+            "BLOCK_SCALE": "block_scale",
+            "BLOCK_SCALE_SWA": "block_scale_swa",
+        },
+        "what is cached beside keys and values is told apart so",
+    ),
+    Mentions(
+        f"{_POOLS}:DSATokenToKVPool.__init__",
+        ("index_kpool", "index_head_dim", "index_page_size"),
+        "the order within a page of the index is named by them",
+    ),
+    Mentions(
+        f"{_POOLS}:DSATokenToKVPool.get_compress_tail_buf_infos",
+        ("kpool_use_compress", "layer_num", "_compress_tail_k", "_compress_tail_score"),
+        "it lists the keys of all layers, then their scores",
+    ),
+    Mentions(
+        f"{_POOLS}:MHATokenToKVPoolMXFP8.get_kv_scale_buf_infos",
+        ("k_scale_buffer", "v_scale_buffer", "mxfp8_sf_interleaved"),
+        "it lists scales of keys, then of values",
+    ),
     Signature(
         where(STATE_ARGS),
         "kv_args, token_to_kv_pool, draft_token_to_kv_pool=, total_kv_layers=, req_to_token_pool=",
         "our hook on it remembers the pools, which SGLang does not hand to managers",
     ),
     *(
-        Mentions(f"{queue}._init_kv_manager", ("setup_state_kv_args",), "our hook on that is called there")
-        for queue in (f"{_PREFILL}:PrefillBootstrapQueue", f"{_DECODE}:DecodePreallocQueue")
+        line
+        for manager in (PREFILL_MANAGER, DECODE_MANAGER)
+        for line in (
+            Signature(where(manager), "self", "our hook on it takes the scheduler's window"),
+            Mentions(where(manager), ("setup_state_kv_args", "scheduler"), "our hook on that is called there"),
+        )
+    ),
+    *(
+        Mentions(pages, ("sliding_window_size",), "a window's pages begin so many tokens before the request's end")
+        for pages in (
+            "sglang.srt.managers.scheduler:Scheduler.__init__",
+            f"{_PREFILL}:SchedulerDisaggregationPrefillMixin._send_kv_chunk",
+            f"{_DECODE}:DecodePreallocQueue.pop_preallocated",
+        )
     ),
     Mentions(
         f"{_POOLS}:MHATokenToKVPool.__init__",

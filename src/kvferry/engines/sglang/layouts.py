@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from kvferry import Axis, Component, Device, Entry, Interval, Paging, RankCoordinates, RankLayout, Shard, split
-from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer
+from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer, Uncut
 from kvferry.errors import LayoutError
 
 KV_GROUP = "kv"
 WINDOW_GROUP = "window"
 STATE_GROUP = "state"
+TAIL_GROUP = "index tail"
 
 SHARE = "tensor-parallel share"
 """The axis of what is not cut: as long as there are tensor-parallel ranks, each of which holds the index of its own."""
@@ -43,6 +44,14 @@ def describe(caches: Caches, coordinates: RankCoordinates, device: Device) -> Ra
         shards += pools.draft(caches.draft)
     if caches.window is not None:
         shards += pools.attention("window ", caches.window, group=WINDOW_GROUP, window_tokens=caches.window_tokens)
+    if caches.scales is not None:
+        shards += pools.attention("scale of ", caches.scales, group=KV_GROUP)
+    if caches.window_scales is not None:
+        shards += pools.attention(
+            "scale of window ", caches.window_scales, group=WINDOW_GROUP, window_tokens=caches.window_tokens
+        )
+    for each in caches.uncut:
+        shards += pools.uncut(each)
     shards += pools.state(caches.state)
     return RankLayout(shards=tuple(shards))
 
@@ -54,6 +63,10 @@ class _Pools:
         self._caches = caches
         self._tp_rank, self._tp_size = coordinates.tp_rank, coordinates.tp_size
         self._device = device
+        alike = [caches.kv, caches.scales] if caches.scales is not None else [caches.kv]
+        paged = [each.buffers for each in alike] + [each.buffers for each in caches.uncut if each.packing is not None]
+        # Pools that share page numbers may be rounded up to more pages than another one has.
+        self._kv_pages = min(map(_pages, (*paged, *([caches.draft] if len(caches.draft) else []))))
 
     def attention(
         self, prefix: str, pool: Attention, *, group: str, window_tokens: int | None = None
@@ -94,6 +107,39 @@ class _Pools:
                 is_optional=True,
             )
             yield self._paged(component, (Interval(0, 1), self._own), part, page, KV_GROUP)
+
+    def uncut(self, given: Uncut) -> Iterator[Shard]:
+        """Yields the shards of what every rank has whole: one for each run of neighbouring layers that have it."""
+        sizes = set(given.buffers.item_bytes)
+        if len(sizes) != 1:
+            raise LayoutError(f"{given.name}: items have {sorted(sizes)} bytes: as many in every layer are needed")
+        (item_bytes,) = sizes
+        total, mine = (given.count, Interval(0, given.count)) if given.is_drafts else self._layers(given.count)
+        component = Component(
+            name=given.name,
+            axes=(Axis("layer", total), Axis("byte", item_bytes)),
+            dtype="uint8",
+            entry=Entry.REQUEST if given.packing is None else Entry.PAGE,
+            packing=given.packing,
+            is_optional=given.is_drafts,
+        )
+        paging = Paging(
+            page_tokens=1 if given.packing is None else self._caches.page_tokens,
+            num_pages=_pages(given.buffers) if given.packing is None else self._kv_pages,
+            page_stride=item_bytes,
+            token_stride=0,
+        )
+        for start, stop in _runs(given.layers):
+            first = mine.start + given.layers[start]
+            yield Shard(
+                component=component,
+                box=(Interval(first, first + stop - start), Interval(0, item_bytes)),
+                addresses=given.buffers.addresses[start:stop],
+                strides=(1,),
+                paging=paging,
+                device=self._device,
+                group=TAIL_GROUP if given.packing is None else KV_GROUP,
+            )
 
     def state(self, buffers: Sequence[StateBuffer]) -> Iterator[Shard]:
         """Yields the shards of recurrent state."""
@@ -198,7 +244,7 @@ class _Pools:
             strides=(page.axis.size, 1),
             paging=Paging(
                 page_tokens=page.tokens,
-                num_pages=min(buffers.lengths) // page_bytes,
+                num_pages=self._kv_pages if group == KV_GROUP else _pages(buffers),
                 page_stride=page_bytes,
                 token_stride=page_bytes // page.tokens if page.entry is Entry.TOKEN else 0,
             ),
@@ -240,6 +286,20 @@ def _keys_and_values(pool: Attention) -> Iterator[tuple[str, Buffers, int]]:
         raise LayoutError(f"{len(pool)} buffers are not keys and values of as many layers")
     yield "k", pool.buffers[:half], pool.heads.key_bytes
     yield "v", pool.buffers[half:], pool.heads.value_bytes
+
+
+def _pages(buffers: Buffers) -> int:
+    """Returns how many items each buffer has."""
+    return min(length // size for length, size in zip(buffers.lengths, buffers.item_bytes, strict=True))
+
+
+def _runs(layers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields where neighbouring layers begin and end in a list of layers."""
+    start = 0
+    for index in range(1, len(layers) + 1):
+        if index == len(layers) or layers[index] != layers[index - 1] + 1:
+            yield start, index
+            start = index
 
 
 def _held(block: Block, parts: int, index: int) -> Interval:

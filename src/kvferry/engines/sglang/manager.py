@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
-from kvferry import DecodeEndpoint, Device, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
+from kvferry import DecodeEndpoint, Device, Entry, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
 from kvferry.engines.fingerprint import CacheIdentity
 from kvferry.engines.sglang.directory import Directory, ask, difference, get, registry_url
 from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
@@ -50,11 +50,13 @@ class PrefillServer:
     Attributes:
         engine: its name.
         attn_tp_size: how many tensor-parallel ranks it has.
+        page_tokens: tokens in its pages; None if it does not say.
         refusal: why the two cannot work together; None if they can.
     """
 
     engine: str
     attn_tp_size: int
+    page_tokens: int | None
     refusal: str | None
 
 
@@ -109,6 +111,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         caches = caches_of(args, model, mambaish_config(model), totals, place=self._coordinates)
         fingerprint = _identity(args, model).fingerprint()
         layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
+        self._uncut = [each.name for each in layout.components if each.entry is Entry.PAGE]
         if disaggregation_mode is DisaggregationMode.PREFILL:
             address = self._own_bootstrap_address()
             announcement = ask(address)
@@ -211,7 +214,16 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         It comes with the first token, from the first tensor-parallel rank, which digests what itself has.
         """
         server = self._servers.get(bootstrap_addr)
-        return server is not None and server.attn_tp_size == self.attn_tp_size and self.attn_tp_rank == 0
+        return (
+            server is not None
+            and (server.attn_tp_size, server.page_tokens) == (self.attn_tp_size, self.kv_args.page_size)
+            and self.attn_tp_rank == 0
+        )
+
+    def has_other_pages(self, bootstrap_address: str) -> bool:
+        """Whether pages of a prefill server that was looked up have another size than this side's."""
+        own: int = self.kv_args.page_size
+        return self._servers[bootstrap_address].page_tokens != own
 
     def _look_up(self, address: str) -> PrefillServerInfo:
         """Looks up the prefill server behind a bootstrap server. Runs in the background."""
@@ -222,13 +234,15 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             raise RegistryError(f"the bootstrap server at {address} is not ready (status {answer.status}): {said}")
         info = PrefillServerInfo(**msgspec.json.decode(answer.body))
         self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings))
-        self._servers[address] = PrefillServer(announcement.engine, info.attn_tp_size, self._refusal(info, address))
+        refusal = self._refusal(info, address)
+        self._servers[address] = PrefillServer(announcement.engine, info.attn_tp_size, info.page_size, refusal)
         return info
 
     def _refusal(self, info: PrefillServerInfo, address: str) -> str | None:
         """Returns why this side and a prefill server cannot work together, beyond their layouts; None if they can."""
+        uncut = f"--page-size, since pages of {', '.join(self._uncut)} cannot be cut between tokens,"
         pairs = (
-            ("--page-size", info.page_size, self.kv_args.page_size),
+            (uncut, info.page_size if self._uncut else None, self.kv_args.page_size),
             ("--kv-cache-dtype", info.kv_cache_dtype, self.kv_cache_dtype_str),
             ("KV layout", kv_layout(info), kv_layout(self)),
             ("--disaggregation-decode-allocation-policy", info.decode_allocation_policy, "early"),

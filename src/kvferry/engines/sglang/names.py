@@ -8,6 +8,8 @@ BACKENDS = f"{_DISAGGREGATION}.utils.TransferBackend"
 KV_CLASS = f"{_DISAGGREGATION}.utils.get_kv_class"
 STATE_ARGS = f"{_DISAGGREGATION}.utils.setup_state_kv_args"
 TRANSFER_QUEUE = f"{_DISAGGREGATION}.decode.DecodeTransferQueue.__init__"
+PREFILL_MANAGER = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue._init_kv_manager"
+DECODE_MANAGER = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._init_kv_manager"
 CREATE_RECEIVER = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 CREATE_SENDER = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.create_sender"
 

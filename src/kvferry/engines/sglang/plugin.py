@@ -22,7 +22,9 @@ from kvferry.engines.sglang.names import (
     BACKENDS,
     CREATE_RECEIVER,
     CREATE_SENDER,
+    DECODE_MANAGER,
     KV_CLASS,
+    PREFILL_MANAGER,
     STATE_ARGS,
     TRANSFER_QUEUE,
 )
@@ -97,6 +99,8 @@ def _register() -> None:
     added = (
         Hook(BACKENDS, backends, "REPLACE"),
         Hook(KV_CLASS, choose, "AROUND"),
+        Hook(PREFILL_MANAGER, pools.around_managers, "AROUND"),
+        Hook(DECODE_MANAGER, pools.around_managers, "AROUND"),
         Hook(STATE_ARGS, remember_pools, "AFTER"),
         Hook(TRANSFER_QUEUE, keep_until_proven, "AFTER"),
         Hook(CREATE_SENDER, around_a_request, "AROUND"),

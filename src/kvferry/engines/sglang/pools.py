@@ -8,13 +8,15 @@ counts only if the pool confirms it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry import RankCoordinates
 from kvferry.engines.sglang.cache_kinds import check_order, check_pool, check_states
-from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer
+from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer, Uncut
+from kvferry.engines.sglang.companions import check_listed, index_of, scales_of, tails_of
 from kvferry.engines.sglang.heads import total_of
 from kvferry.errors import LayoutError, UsageError
 
@@ -40,11 +42,28 @@ class EnginePools:
         target: keys and values of the model.
         draft: those of its draft model; None if it has none.
         requests: which slots requests have; recurrent state is in it, too.
+        window_tokens: how many tokens at a request's end the scheduler takes for its window; None if there is none.
     """
 
     target: Any
     draft: Any
     requests: Any
+    window_tokens: int | None
+
+
+_window: ContextVar[int | None] = ContextVar("kvferry window", default=None)
+
+
+def around_managers(original: Callable[..., Any], queue: Any, *arguments: Any, **named: Any) -> Any:
+    """The hook around what makes a rank's manager: `remember_pools` takes the window of its scheduler meanwhile.
+
+    A model's configuration and its code count windows differently, with or without the token that attends.
+    """
+    token = _window.set(queue.scheduler.sliding_window_size)
+    try:
+        return original(queue, *arguments, **named)
+    finally:
+        _window.reset(token)
 
 
 def remember_pools(
@@ -55,7 +74,7 @@ def remember_pools(
     req_to_token_pool: Any = None,
 ) -> None:
     """Keeps a rank's pools with its KVArgs, for `caches_of`. Called with what `setup_state_kv_args` is called with."""
-    kv_args.kvferry_pools = EnginePools(token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool)
+    kv_args.kvferry_pools = EnginePools(token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool, _window.get())
 
 
 def caches_of(
@@ -83,14 +102,22 @@ def caches_of(
         )
     check_states(args.state_types)
     name = check_pool(pools.target, "layers of this model")
-    main = pools.target if name in ("MHATokenToKVPool", "MLATokenToKVPool") else pools.target.full_kv_pool
+    main = pools.target.full_kv_pool if hasattr(pools.target, "full_kv_pool") else pools.target
     windowed = pools.target.swa_kv_pool if name == "SWAKVPool" else None
     claims = _claimed_heads(model, totals, main, windowed)
     drafts = getattr(args, "num_draft_entries", 0)
     kv = Buffers(tuple(args.kv_data_ptrs), tuple(args.kv_data_lens), tuple(args.kv_item_lens))
+    check_listed(args.state_types, main, windowed, pools.draft)
     window: Attention | None = None
+    scales: dict[str, Attention] = {}
+    uncut: list[Uncut] = []
     state: tuple[StateBuffer, ...] = ()
     for number, kind in enumerate(args.state_types):
+        if kind.value in ("dsa", "dsa_tail"):
+            read = index_of if kind.value == "dsa" else tails_of
+            lists = (args.state_data_ptrs, args.state_data_lens, args.state_item_lens)
+            uncut += read(main, pools.draft, *(each[number] for each in lists))
+            continue
         given = Buffers(
             tuple(args.state_data_ptrs[number]),
             tuple(args.state_data_lens[number]),
@@ -98,6 +125,12 @@ def caches_of(
         )
         if kind.value == "swa":
             window = Attention(given, _heads_of(windowed, claims[1], place, _WINDOWS))
+            if pools.window_tokens is None:
+                raise LayoutError("SGLang lists layers with sliding windows, and its scheduler no window")
+        elif kind.value in ("block_scale", "block_scale_swa"):
+            of_window = kind.value == "block_scale_swa"
+            pool, claimed, which = (windowed, claims[1], _WINDOWS) if of_window else (main, claims[0], _FULL)
+            scales[kind.value] = Attention(given, scales_of(pool, _heads_of(pool, claimed, place, which)))
         else:
             state = tuple(_state_buffers(args, number, given, _mamba_pool(pools), recurrent, place))
     return Caches(
@@ -106,8 +139,11 @@ def caches_of(
         draft_packing=_draft_packing(pools.draft),
         page_tokens=args.page_size,
         window=window,
-        window_tokens=model.sliding_window_size if window is not None else None,
+        window_tokens=pools.window_tokens if window is not None else None,
         state=state,
+        scales=scales.get("block_scale"),
+        window_scales=scales.get("block_scale_swa"),
+        uncut=tuple(uncut),
         first_layer=args.prefill_start_layer if place.pp_size > 1 else 0,
         layers=model.num_hidden_layers if place.pp_size > 1 else None,
     )
@@ -142,9 +178,9 @@ def _heads_of(pool: Any, claimed: int | None, place: RankCoordinates, which: str
         LayoutError: if kvferry does not transfer such pools.
     """
     name = check_pool(pool, which)
-    if name == "MLATokenToKVPool" and which == _FULL:
+    if name in ("MLATokenToKVPool", "DSATokenToKVPool") and which == _FULL:
         return None
-    if name != "MHATokenToKVPool":
+    if name not in ("MHATokenToKVPool", "MHATokenToKVPoolMXFP8"):
         raise LayoutError(f"{which} keep their cache in a {name}, which kvferry knows elsewhere, but not for them")
     packing = _packing(pool, which)
     item = pool.store_dtype.itemsize

@@ -8,7 +8,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from kvferry import GroupPages, Receiver, TransferState
-from kvferry.engines.sglang.conditions import current
+from kvferry.engines.sglang.conditions import Prompt, current
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_RECEIVER
@@ -33,10 +33,10 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._engine = ""
         self._has_refused = False
         self.bootstrap_infos: list[dict[str, Any]] = []  # SGLang counts the ranks that it waits for: none
-        self._depends_on: dict[str, bytes] = {}
+        self._prompt = Prompt(0, {})
         self._problem: KVFerryError | None = None  # said once the prefill side can be told of it
         try:
-            self._depends_on = current(CREATE_RECEIVER)
+            self._prompt = current(CREATE_RECEIVER)
         except KVFerryError as error:
             self._problem = error
 
@@ -73,13 +73,17 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         try:
             if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
                 raise UsageError("kvferry does not write to host memory for SGLang yet")
+            states = state_pages(self.kv_mgr.state_types, state_indices, total_pages, last=pages)
             self._transfer = self.kv_mgr.decode.open(
                 self.bootstrap_room,
-                {KV_GROUP: GroupPages(pages), **state_pages(self.kv_mgr.state_types, state_indices, total_pages)},
+                {KV_GROUP: GroupPages(pages), **states},
                 engine=self._engine,
                 prefill_dp_rank=self.prefill_dp_rank,
                 prefix_tokens=prefix_tokens,
-                depends_on=self._depends_on,
+                # Pages of another size do not fill this side's last one. Pages of the same size move whole: SGLang's
+                # checksums are of whole pages.
+                tokens=self._prompt.tokens if self.kv_mgr.has_other_pages(self.bootstrap_addr) else None,
+                depends_on=self._prompt.depends_on,
             )
         except KVFerryError as error:
             self._refuse(str(error))

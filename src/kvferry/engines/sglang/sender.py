@@ -43,7 +43,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         self._prefix_pages = 0
         self.num_kv_indices = 0
         try:
-            self._transfer = mgr.prefill.open(bootstrap_room, depends_on=current(CREATE_SENDER))
+            self._transfer = mgr.prefill.open(bootstrap_room, depends_on=current(CREATE_SENDER).depends_on)
         except KVFerryError as error:
             mgr.prefill.refuse(bootstrap_room, str(error))
             self._fail(str(error))
@@ -52,7 +52,10 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
             self._transfer.abort(mgr.failure_records.get(bootstrap_room, "SGLang refused the request"))
 
     def pop_decode_prefix_len(self) -> int:
-        """Returns how many tokens the decode side holds already. SGLang hands in, and digests, only what follows."""
+        """Returns how many tokens the decode side holds already, in whole pages of this side.
+
+        SGLang hands in, and digests, only what follows.
+        """
         held = self._transfer.prefix_tokens if self._transfer is not None else None
         page_tokens: int = self.kv_mgr.kv_args.page_size
         self._prefix_pages = (held or 0) // page_tokens
@@ -81,10 +84,11 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         is_last = self.curr_idx == self.num_kv_indices
         groups = {KV_GROUP: GroupPages(pages, self._prefix_pages + start)}
         aux = None
-        if is_last:
-            groups |= state_pages(self.kv_mgr.state_types, state_indices, self._prefix_pages + self.num_kv_indices)
-            aux = self.kv_mgr.metadata_rows.read(self.aux_index)
         try:
+            if is_last:
+                total = self._prefix_pages + self.num_kv_indices
+                groups |= state_pages(self.kv_mgr.state_types, state_indices, total, last=pages)
+                aux = self.kv_mgr.metadata_rows.read(self.aux_index)
             self._transfer.submit(groups, last=is_last, aux=aux)
         except KVFerryError as error:
             self._transfer.abort(str(error))

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 
 from kvferry import GroupPages, Receiver, Sender, TransferState
-from kvferry.engines.sglang.layouts import STATE_GROUP, WINDOW_GROUP
+from kvferry.engines.sglang.layouts import STATE_GROUP, TAIL_GROUP, WINDOW_GROUP
+from kvferry.errors import EngineContractError
 
 POLLS: Mapping[TransferState, int] = {
     TransferState.BOOTSTRAPPING: KVPoll.Bootstrapping,
@@ -27,22 +28,46 @@ def page_numbers(given: Any) -> NDArray[Any]:
     return np.asarray(given) if hasattr(given, "dtype") else np.asarray(given, np.int64)
 
 
-def state_pages(types: tuple[StateType, ...], indices: list[Any] | None, total_pages: int) -> dict[str, GroupPages]:
+def state_pages(
+    types: tuple[StateType, ...], indices: list[Any] | None, total_pages: int, *, last: NDArray[Any]
+) -> dict[str, GroupPages]:
     """Returns the pages and slots of what a request caches beside keys and values.
+
+    What lies in pages with the numbers of keys and values has none of its own: it goes with them, chunk by chunk.
 
     Args:
         types: what the rank caches.
         indices: those of each type, as SGLang gives them; None where there are none.
         total_pages: those of the whole request; a window's are the last of them.
+        last: the last pages of the request's keys and values.
+
+    Raises:
+        EngineContractError: if what lies in pages of keys and values is said to lie in others.
     """
+    windows = [page_numbers(given) for kind, given in zip(types, indices or [], strict=False) if kind is StateType.SWA]
     groups = {}
     for kind, given in zip(types, indices or [None] * len(types), strict=True):
         pages = page_numbers([] if given is None else given).reshape(-1)
-        if kind is StateType.SWA:
+        if kind in (StateType.DSA, StateType.BLOCK_SCALE):
+            _check_equal(kind, pages[max(0, len(pages) - len(last)) :], last)
+        elif kind is StateType.BLOCK_SCALE_SWA:
+            _check_equal(kind, pages, windows[0] if windows else pages)
+        elif kind is StateType.DSA_TAIL:
+            # The slot, then which part of its ring is in use: that is the same on both sides, as positions are.
+            groups[TAIL_GROUP] = GroupPages(pages[:1])
+        elif kind is StateType.SWA:
             groups[WINDOW_GROUP] = GroupPages(pages, total_pages - len(pages))
         else:
             groups[STATE_GROUP] = GroupPages(pages)
     return groups
+
+
+def _check_equal(kind: StateType, pages: NDArray[Any], expected: NDArray[Any]) -> None:
+    if not np.array_equal(pages, expected):
+        raise EngineContractError(
+            f"SGLang hands in pages {pages[:4].tolist()}... for StateType.{kind.name}, which belongs to keys and "
+            f"values in pages {expected[:4].tolist()}...: the request is not exchanged, since one of them is another's"
+        )
 
 
 def give_up(transfer: Sender | Receiver | None, reason: str) -> None:
