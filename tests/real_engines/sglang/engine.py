@@ -96,6 +96,15 @@ def disaggregated(mode: str, port: int, backend: str = "kvferry", **more: Any) -
     }
 
 
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Options as SGLang's command line has them."""
+    given: list[str] = []
+    for name, value in options.items():
+        if value is not False:
+            given += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return given
+
+
 def _run(pipe: Connection, shape: Shape) -> None:
     sys.path[:0] = map(str, shape.path)
     path = [*map(str, shape.path), str(STUBS), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]

@@ -6,31 +6,21 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
-from tests.real_engines.sglang.engine import ENVIRONMENT, OPTIONS, ROOT, START_S, STUBS, EngineProcess, Shape
+from tests.real_engines.sglang.engine import ENVIRONMENT, OPTIONS, ROOT, START_S, STUBS, EngineProcess, Shape, flags
 from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal
 
 from kvferry.applications.up.supervision import free_ports
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
-
-
-def flags(options: Mapping[str, Any]) -> list[str]:
-    """Options as SGLang's command line has them."""
-    given: list[str] = []
-    for name, value in options.items():
-        if value is not False:
-            given += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return given
 
 
 class RustServer:

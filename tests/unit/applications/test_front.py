@@ -18,7 +18,9 @@ from starlette.routing import Route
 from tests.support.http import Served
 from tests.support.waiting import PATIENCE_S, eventually
 
-from kvferry.applications.up.front import Front, Server
+from kvferry.applications.up.dialects import DIALECTS
+from kvferry.applications.up.front import Front
+from kvferry.applications.up.servers import Server
 from kvferry.engines.vllm.parameters import ROOM
 
 FAILED_EVENT = 'data: {"choices": [{"text": "", "finish_reason": "error"}]}\n\n'
@@ -111,7 +113,7 @@ class Deployment:
         self.fakes = {name: FakeServer(rooms) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")}
         self.served = {name: Served(fake.app()) for name, fake in self.fakes.items()}
         servers = [Server(served.url, name) for name, served in self.served.items()]
-        self.front = Front(servers[:2], servers[2:])
+        self.front = Front(DIALECTS["vllm"], servers[:2], servers[2:])
         self.front_served = Served(self.front.app())
         self.url = self.front_served.url
         eventually("all are known to be well", lambda: all(server.is_healthy for server in servers))
@@ -252,11 +254,16 @@ def test_several_choices_are_asked_of_the_decode_server_alone(deployment: Deploy
     ("body", "said"),
     [
         ({"best_of": 2}, "best_of: ask for several choices with n instead"),
+        (
+            {"use_beam_search": True},
+            "use_beam_search: vLLM makes requests of its own for every token then, and none of them fetches the cache; "
+            "leave it away",
+        ),
         ({"prompt": ["one", "two"]}, "prompt: 2 prompts in one request; send one request for each"),
         ({"prompt": [[1, 2], [3, 4]]}, "prompt: 2 prompts in one request; send one request for each"),
     ],
 )
-def test_what_would_be_several_prompts_is_refused(deployment: Deployment, body: dict[str, Any], said: str):
+def test_what_would_be_several_requests_is_refused(deployment: Deployment, body: dict[str, Any], said: str):
     answer = deployment.ask(**body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == said

@@ -19,9 +19,9 @@ def up(
 ) -> None:
     """Start a disaggregated deployment of a real engine on this machine.
 
-    Prefill and decode servers, a registry, and one address that speaks OpenAI's interface, streaming included: it asks
-    a prefill and a decode server at once, and tries another pair when one fails. Processes that die are started again.
-    For one machine; for a cluster, the same connector works under a gateway (docs/vllm.md).
+    Prefill and decode servers of vLLM or SGLang, and one address that speaks OpenAI's interface, streaming included: it
+    asks a prefill and a decode server at once, and tries another pair when one fails. Processes that die are started
+    again. For one machine; for a cluster, the same plug-ins work under a gateway (docs/vllm.md, docs/sglang.md).
     """
     from kvferry.applications.up.run import run
 

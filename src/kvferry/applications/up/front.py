@@ -5,28 +5,29 @@ asks for the cache, and pages leave the prefill server while it still computes. 
 token has gone to the client, the request is tried once more with another pair.
 
 It is made for one machine: it keeps no state but who is well, and balances by turns. In a cluster its place is a
-gateway's, which the same parameters work with.
+gateway's, which the same parameters work with. What the parameters are, and how a request for several choices is
+divided, is an engine's `Dialect`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
-import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvferry.engines.vllm.parameters import LARGEST_ROOM, ROOM
+from kvferry.applications.up.answers import Answer, Streamed, Whole, one_of
+from kvferry.applications.up.dialects import Dialect
+from kvferry.applications.up.servers import Pool, Server, TryAnotherError
+from kvferry.errors import UsageError
 
 log = logging.getLogger(__name__)
 
@@ -35,62 +36,21 @@ _CONNECT_S = 5.0
 _AFTERMATH_S = 0.5
 _CLIENT_LEFT = 499  # as nginx has it; nobody reads it
 _PASSED_ON = ("authorization", "x-request-id")
-_DECODE_ONLY = ("n", "min_tokens", "stream_options")
-"""What a prefill server is not asked for. All choices of an answer (`n`) have the cache of one prompt."""
-
-
-@dataclass(slots=True, eq=False)
-class Server:
-    """One server.
-
-    Attributes:
-        url: where it answers.
-        engine: what its engine is called.
-        is_healthy: whether it answered when last asked.
-    """
-
-    url: str
-    engine: str
-    is_healthy: bool = False
-
-
-@dataclass(slots=True)
-class Pool:
-    """Servers of one kind, taken by turns."""
-
-    servers: Sequence[Server]
-    _turn: itertools.count[int] = field(default_factory=itertools.count)
-
-    def choose(self, avoided: set[Server]) -> Server | None:
-        """One that is well, and was not tried for this request if there is such a one; None if none is well."""
-        well = [server for server in self.servers if server.is_healthy]
-        fresh = [server for server in well if server not in avoided] or well
-        return fresh[next(self._turn) % len(fresh)] if fresh else None
-
-
-class TryAnotherError(Exception):
-    """A server failed before anything had gone to the client.
-
-    Attributes:
-        server: which.
-        is_lost: whether it did not even say so.
-    """
-
-    def __init__(self, server: Server, problem: str, *, is_lost: bool = False) -> None:
-        super().__init__(f"{server.engine}: {problem}")
-        self.server = server
-        self.is_lost = is_lost
 
 
 class Front:
     """Hands requests on. Lives in one event loop."""
 
-    def __init__(self, prefill: Sequence[Server], decode: Sequence[Server], *, attempts: int = 3) -> None:
+    def __init__(
+        self, dialect: Dialect, prefill: Sequence[Server], decode: Sequence[Server], *, attempts: int = 3
+    ) -> None:
         """Takes the servers that share the requests.
 
         Args:
+            dialect: how they are told of one another.
             attempts: how many pairs a request is tried with at most.
         """
+        self._dialect = dialect
         self._prefill, self._decode = Pool(prefill), Pool(decode)
         self._attempts = attempts
         # Answers take as long as they take; only connecting has a limit.
@@ -158,7 +118,7 @@ class Front:
     async def _models(self, request: Request) -> Response:
         server = self._decode.choose(set())
         if server is None:
-            return _nobody("decode")
+            return _problem(503, "no decode server is well")
         answer = await self._client.get(f"{server.url}/v1/models", headers=_headers(request))
         return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
 
@@ -171,16 +131,61 @@ class Front:
             body = None
         if not isinstance(body, dict):
             return _problem(400, "the body must be a JSON object")
-        if problem := _not_one_room(body):
-            return _problem(400, problem)
+        try:
+            bodies = self._dialect.requests(body)
+        except UsageError as error:
+            return _problem(400, str(error))
+        answering = asyncio.create_task(self._answer(request, bodies))
+        leaving = asyncio.create_task(_client_left(request))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return answering.result() if answering.done() else Response(status_code=_CLIENT_LEFT)
+        finally:
+            answering.cancel()
+            leaving.cancel()
+
+    async def _answer(self, request: Request, bodies: Sequence[Mapping[str, Any]]) -> Response:
+        """Asks for all choices of a prompt: for the first, and once a prefill server has the prompt, for the others."""
+        is_computed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        pair = self._pair(set())
+        asking = [asyncio.create_task(self._attempt(request, bodies[0], pair, is_computed))]
+        try:
+            if len(bodies) > 1:
+                either: set[asyncio.Future[Any]] = {asking[0], is_computed}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if asking[0].done() and not asking[0].result().is_success:
+                    return asking[0].result().response()
+                asking += [asyncio.create_task(self._attempt(request, each, pair)) for each in bodies[1:]]
+            answers = await asyncio.gather(*asking)
+        except BaseException:
+            await _give_up(asking)
+            raise
+        return await one_of(answers)
+
+    def _pair(self, avoided: set[Server]) -> tuple[Server | None, Server | None]:
+        return self._prefill.choose(avoided), self._decode.choose(avoided)
+
+    async def _attempt(
+        self,
+        request: Request,
+        body: Mapping[str, Any],
+        pair: tuple[Server | None, Server | None],
+        is_computed: asyncio.Future[None] | None = None,
+    ) -> Answer:
+        """Tries a pair, and others if it fails.
+
+        Args:
+            pair: which is tried first.
+            is_computed: done as soon as a prefill server has computed the prompt.
+        """
         avoided: set[Server] = set()
         last_problem = ""
-        for _ in range(self._attempts):
-            prefill, decode = self._prefill.choose(avoided), self._decode.choose(avoided)
+        for attempt in range(self._attempts):
+            prefill, decode = self._pair(avoided) if attempt else pair
             if prefill is None or decode is None:
-                return _nobody("prefill" if prefill is None else "decode")
+                return _failed(503, f"no {'prefill' if prefill is None else 'decode'} server is well")
             try:
-                return await self._try(request, body, prefill, decode)
+                return await self._try(request, body, prefill, decode, is_computed)
             except TryAnotherError as error:
                 self.retries += 1
                 last_problem = str(error)
@@ -188,56 +193,61 @@ class Front:
                 if error.is_lost:  # others need not find out for themselves
                     error.server.is_healthy = False
                 log.warning("request is tried again: %s", error)
-        return _problem(502, f"tried {self._attempts} times; last, {last_problem}")
+        return _failed(502, f"tried {self._attempts} times; last, {last_problem}")
 
-    async def _try(self, request: Request, body: Mapping[str, Any], prefill: Server, decode: Server) -> Response:
+    async def _try(
+        self,
+        request: Request,
+        body: Mapping[str, Any],
+        prefill: Server,
+        decode: Server,
+        is_computed: asyncio.Future[None] | None,
+    ) -> Answer:
         """Asks both servers at once and answers with what the decode server says.
 
         Raises:
             TryAnotherError: if either fails before anything has gone to the client.
         """
-        room = 1 + secrets.randbelow(LARGEST_ROOM)
-        asking = asyncio.create_task(self._ask_prefill(request, body, prefill, room))
-        opening = asyncio.create_task(self._open_decode(request, body, prefill, decode, room))
-        leaving = asyncio.create_task(_client_left(request))
-        tasks: set[asyncio.Task[Any]] = {asking, opening, leaving}
-        waiting = set(tasks)
+        of_prefill, of_decode = self._dialect.asked(body, prefill)
+        asking = asyncio.create_task(self._ask_prefill(request, of_prefill, prefill))
+        opening = asyncio.create_task(self._open_decode(request, of_decode, decode))
+        tasks: set[asyncio.Task[Any]] = {asking, opening}
         try:
-            while not opening.done():
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if leaving in done:
-                    return Response(status_code=_CLIENT_LEFT)
-                if asking in done:
-                    asking.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                refusal = asking.result()
+                if refusal is not None:
+                    # It is the client's mistake, and the decode server says so too, unless its options differ.
+                    await asyncio.wait({opening}, timeout=_AFTERMATH_S)
+                    return opening.result() if opening.done() else refusal
+                if is_computed is not None and not is_computed.done():
+                    is_computed.set_result(None)
+                await asyncio.wait({opening})
             if opening.exception() is not None:
                 # If the prefill server has just died, either connection may have been the first to say so.
                 await asyncio.wait({asking}, timeout=_AFTERMATH_S)
                 if asking.done():
                     asking.result()
             return opening.result()
+        except asyncio.CancelledError:
+            await _give_up([opening])
+            raise
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _ask_prefill(self, request: Request, body: Mapping[str, Any], server: Server, room: int) -> None:
-        parameters = {"do_remote_decode": True, ROOM: room}
-        asked = {name: value for name, value in body.items() if name not in _DECODE_ONLY}
-        asked |= {"stream": False, "max_tokens": 1, "kv_transfer_params": parameters}
-        if "max_completion_tokens" in asked:
-            asked["max_completion_tokens"] = 1
+    async def _ask_prefill(self, request: Request, asked: Mapping[str, Any], server: Server) -> Whole | None:
+        """Waits for the end of a prefill server's request. Returns what it refused the client."""
         try:
             answer = await self._client.post(f"{server.url}{request.url.path}", json=asked, headers=_headers(request))
         except httpx.HTTPError as error:
             raise TryAnotherError(server, f"{type(error).__name__} {error}", is_lost=True) from error
         if answer.is_server_error:
             raise TryAnotherError(server, f"HTTP {answer.status_code}: {answer.text[:200]}")
+        return None if answer.is_success else _whole(answer, answer.content)
 
-    async def _open_decode(
-        self, request: Request, body: Mapping[str, Any], prefill: Server, server: Server, room: int
-    ) -> Response:
+    async def _open_decode(self, request: Request, asked: Mapping[str, Any], server: Server) -> Answer:
         """Waits for the first token, or for the whole answer where it is not a stream."""
-        parameters = {"do_remote_prefill": True, "remote_engine_id": prefill.engine, ROOM: room}
-        asked = {**body, "kv_transfer_params": parameters}
         exits = contextlib.AsyncExitStack()
         try:
             answer = await exits.enter_async_context(
@@ -249,7 +259,7 @@ class Front:
             if not answer.headers.get("content-type", "").startswith("text/event-stream"):
                 content = await answer.aread()
                 await exits.aclose()
-                return Response(content, answer.status_code, media_type=answer.headers.get("content-type"))
+                return _whole(answer, content)
             pieces = answer.aiter_bytes()
             begun = await _first_event(pieces, server)
         except httpx.HTTPError as error:
@@ -258,19 +268,32 @@ class Front:
         except BaseException:
             await exits.aclose()
             raise
+        return Streamed(_until_lost(begun, pieces), exits)
 
-        async def passed_on() -> AsyncIterator[bytes]:
-            async with exits:
-                yield begun
-                try:
-                    async for piece in pieces:
-                        yield piece
-                except httpx.HTTPError as error:
-                    # Tokens have gone out: the client alone can decide whether to ask again.
-                    problem = {"error": {"message": f"the decode server was lost: {error}", "code": 502}}
-                    yield f"data: {json.dumps(problem)}\n\n".encode()
 
-        return StreamingResponse(passed_on(), answer.status_code, media_type="text/event-stream")
+def _whole(answer: httpx.Response, content: bytes) -> Whole:
+    return Whole(content, answer.status_code, answer.headers.get("content-type"))
+
+
+async def _until_lost(begun: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yields what a decode server says, and last, if it does not come to its end, an event that says so."""
+    yield begun
+    try:
+        async for piece in pieces:
+            yield piece
+    except httpx.HTTPError as error:
+        # Tokens have gone out: the client alone can decide whether to ask again.
+        problem = {"error": {"message": f"the decode server was lost: {error}", "code": 502}}
+        yield f"data: {json.dumps(problem)}\n\n".encode()
+
+
+async def _give_up(asking: Sequence[asyncio.Task[Answer]]) -> None:
+    """Ends requests that nobody waits for any more, with the connections of those that were answered."""
+    for task in asking:
+        task.cancel()
+    for found in await asyncio.gather(*asking, return_exceptions=True):
+        if isinstance(found, Streamed):
+            await found.close()
 
 
 async def _client_left(request: Request) -> None:
@@ -299,23 +322,17 @@ async def _first_event(pieces: AsyncIterator[bytes], server: Server) -> bytes:
     raise TryAnotherError(server, "the stream ended before the first token")
 
 
-def _not_one_room(body: Mapping[str, Any]) -> str:
-    """Returns why a request cannot be one room: servers make several requests of it, under the same number."""
-    if body.get("best_of") not in (None, 1):
-        return "best_of: ask for several choices with n instead"
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt):
-        return f"prompt: {len(prompt)} prompts in one request; send one request for each"
-    return ""
-
-
 def _headers(request: Request) -> dict[str, str]:
     return {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
 
 
-def _nobody(kind: str) -> Response:
-    return _problem(503, f"no {kind} server is well")
-
-
 def _problem(status: int, message: str) -> Response:
-    return JSONResponse({"error": {"message": message, "type": "kvferry", "code": status}}, status_code=status)
+    return JSONResponse(_error(status, message), status_code=status)
+
+
+def _failed(status: int, message: str) -> Whole:
+    return Whole(json.dumps(_error(status, message)).encode(), status, "application/json")
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "kvferry", "code": status}}

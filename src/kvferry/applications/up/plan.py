@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvferry.applications.up.arguments import DeploymentRequest
+from kvferry.applications.up.engine_options import Engine
+
+LOOPBACK = "127.0.0.1"
+BACKEND = "kvferry"
+"""For SGLang's --disaggregation-transfer-backend, as `engines/sglang/plugin.py` adds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,68 +22,131 @@ class Program:
     Attributes:
         name: of it, and of its log.
         health_url: answers with success when the program serves.
+        environment: variables that it has beside ours.
     """
 
     name: str
     command: tuple[str, ...]
     health_url: str
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def vllm_programs(request: DeploymentRequest, ports: Sequence[int]) -> list[Program]:
-    """A registry, the servers, and a front, in the order in which they start.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server is to be.
 
-    Args:
-        ports: free ones, as many as `ports_needed`.
+    Attributes:
+        side: prefill or decode.
+        name: of the server, and of its engine.
+        tp: its tensor-parallel ranks.
+        port: where it answers.
+        bootstrap_port: where SGLang's decode servers ask a prefill server for caches; 0 for any other.
     """
-    free = iter(ports)
-    registry_port = next(free)
-    url = f"http://127.0.0.1:{registry_port}"
-    programs = [
-        Program(
-            "registry",
-            (sys.executable, "-m", "kvferry", "registry", "--host", "127.0.0.1", "--port", str(registry_port)),
-            f"{url}/health",
-        )
-    ]
-    servers: dict[str, list[str]] = {"prefill": [], "decode": []}
-    for kind, count, tp, role in (
-        ("prefill", request.prefill, request.prefill_tp, "kv_producer"),
-        ("decode", request.decode, request.decode_tp, "kv_consumer"),
-    ):
-        for number in range(count):
-            name, port = f"{kind}-{number}", next(free)
-            server_url = f"http://127.0.0.1:{port}"
-            servers[kind].append(f"{name}={server_url}")
-            programs.append(_vllm(name, role, tp, port, request, url))
-    front = [sys.executable, "-m", "kvferry.applications.up.app", "--host", request.host, "--port"]
-    front.append(str(request.port))
-    for kind, given in servers.items():
-        for each in given:
-            front += [f"--{kind}", each]
-    # Ready: "all of them serve" is said when requests go to all of them, which the front finds out by itself.
-    programs.append(Program("front", tuple(front), f"http://{request.host}:{request.port}/ready"))
-    return programs
+
+    side: str
+    name: str
+    tp: int
+    port: int
+    bootstrap_port: int = 0
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://{LOOPBACK}:{self.port}"
 
 
 def ports_needed(request: DeploymentRequest) -> int:
-    """How many ports beside the front's."""
-    return 1 + request.prefill + request.decode
+    """Returns how many ports beside the front's: the servers', and one each for SGLang's bootstrap servers, vLLM's
+    registry, and the metrics of SGLang's router.
+    """
+    return 1 + request.prefill + request.decode + (request.prefill if request.which_engine is Engine.SGLANG else 0)
 
 
-def _vllm(name: str, role: str, tp: int, port: int, request: DeploymentRequest, registry_url: str) -> Program:
+def programs(request: DeploymentRequest, ports: Sequence[int], *, has_router: bool = False) -> list[Program]:
+    """Returns everything that runs, in the order in which it starts: the front last.
+
+    Args:
+        ports: free ones, as many as `ports_needed`.
+        has_router: whether SGLang's router is the front.
+    """
+    free = iter(ports)
+    if request.which_engine is Engine.VLLM:
+        registry = _registry(next(free))
+        places = [*_places(request, free)]
+        servers = [_vllm(place, request, registry.health_url.removesuffix("/health")) for place in places]
+        return [registry, *servers, _front(request, places)]
+    metrics_port = next(free)
+    places = [*_places(request, free)]
+    front = _router(request, places, metrics_port) if has_router else _front(request, places)
+    return [*(_sglang(place, request) for place in places), front]
+
+
+def _places(request: DeploymentRequest, free: Iterator[int]) -> Iterator[Place]:
+    for number in range(request.prefill):
+        bootstrap_port = next(free) if request.which_engine is Engine.SGLANG else 0
+        yield Place("prefill", f"prefill-{number}", request.prefill_tp, next(free), bootstrap_port)
+    for number in range(request.decode):
+        yield Place("decode", f"decode-{number}", request.decode_tp, next(free))
+
+
+def _registry(port: int) -> Program:
+    command = (sys.executable, "-m", "kvferry", "registry", "--host", LOOPBACK, "--port", str(port))
+    return Program("registry", command, f"http://{LOOPBACK}:{port}/health")
+
+
+def _vllm(place: Place, request: DeploymentRequest, registry_url: str) -> Program:
     transfer = {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.engines.vllm",
-        "kv_role": role,
-        "engine_id": name,
+        "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer"}[place.side],
+        "engine_id": place.name,
         # The front asks another pair at once; a decode server that computes the prompt itself holds others up.
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"registry_url": registry_url},
     }
     command = (
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(request.model), "--host", "127.0.0.1", "--port", str(port)),
-        *("--tensor-parallel-size", str(tp), "--kv-transfer-config", json.dumps(transfer)),
-        *(request.engine_options or ()),
+        *("--model", str(request.model), "--host", LOOPBACK, "--port", str(place.port)),
+        *("--tensor-parallel-size", str(place.tp), "--kv-transfer-config", json.dumps(transfer)),
+        *request.options_of(place.side),
     )
-    return Program(name, command, f"http://127.0.0.1:{port}/health")
+    return Program(place.name, command, f"{place.url}/health")
+
+
+def _sglang(place: Place, request: DeploymentRequest) -> Program:
+    bootstrap = ("--disaggregation-bootstrap-port", str(place.bootstrap_port)) if place.bootstrap_port else ()
+    command = (
+        *(sys.executable, "-m", "sglang.launch_server"),
+        *("--model-path", str(request.model), "--host", LOOPBACK, "--port", str(place.port)),
+        *("--tp-size", str(place.tp), "--disaggregation-mode", place.side),
+        *("--disaggregation-transfer-backend", BACKEND, *bootstrap),
+        *request.options_of(place.side),
+    )
+    # Asked for its health a server would generate a token each time, for a second and more; the front asks every half
+    # second, and hears of a server that has ended all the same.
+    return Program(place.name, command, f"{place.url}/health", {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"})
+
+
+def _front(request: DeploymentRequest, places: Sequence[Place]) -> Program:
+    command = [sys.executable, "-m", "kvferry.applications.up.app", "--engine", request.which_engine.value]
+    command += ["--host", request.host, "--port", str(request.port)]
+    for place in places:
+        command += [f"--{place.side}", f"{place.name}={place.url}"]
+        if place.bootstrap_port:
+            command += ["--bootstrap-port", str(place.bootstrap_port)]
+    # Ready: "all of them serve" is said when requests go to all of them, which the front finds out by itself.
+    return Program("front", tuple(command), f"http://{request.host}:{request.port}/ready")
+
+
+def _router(request: DeploymentRequest, places: Sequence[Place], metrics_port: int) -> Program:
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
+    command += ["--host", request.host, "--port", str(request.port)]
+    for place in places:
+        command += [f"--{place.side}", place.url]
+        if place.bootstrap_port:
+            command.append(str(place.bootstrap_port))
+    # It looks for servers every 30 seconds, and whether they are well every 60, unless it is told otherwise.
+    command += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"]
+    command += ["--health-success-threshold", "1"]
+    command += ["--prometheus-host", LOOPBACK, "--prometheus-port", str(metrics_port)]
+    return Program("router", tuple(command), f"http://{request.host}:{request.port}/readiness")

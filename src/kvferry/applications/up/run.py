@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from pathlib import Path
 
@@ -10,9 +9,9 @@ from rich.console import Console
 
 from kvferry.applications.interrupts import interruptible
 from kvferry.applications.up.arguments import DeploymentRequest
-from kvferry.applications.up.plan import Program, ports_needed, vllm_programs
+from kvferry.applications.up.installed import check_installed, router_is_front
+from kvferry.applications.up.plan import Program, ports_needed, programs
 from kvferry.applications.up.supervision import Supervisor, free_ports, refuse_taken
-from kvferry.errors import ConfigurationError
 
 
 def run(request: DeploymentRequest, *, logs: Path | None, timeout_s: float) -> None:
@@ -23,15 +22,16 @@ def run(request: DeploymentRequest, *, logs: Path | None, timeout_s: float) -> N
         timeout_s: the longest wait until everything serves.
 
     Raises:
-        ConfigurationError: if the engine or supervisor is not installed, or the port is taken.
+        ConfigurationError: if the engine, our plug-in or supervisor is not installed, or the port is taken.
         KVFerryError: if a process does not come up, with the end of its log.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigurationError("vLLM is not installed in this environment: docs/vllm.md says how it is")
+    check_installed(request)
+    has_router = router_is_front(request)
     refuse_taken(request.host, request.port)
     directory = logs or Path(tempfile.mkdtemp(prefix="kvferry-up-"))
     with interruptible():
-        _supervise(request, Supervisor(vllm_programs(request, free_ports(ports_needed(request))), directory), timeout_s)
+        planned = programs(request, free_ports(ports_needed(request)), has_router=has_router)
+        _supervise(request, Supervisor(planned, directory), timeout_s)
 
 
 def _supervise(request: DeploymentRequest, supervisor: Supervisor, timeout_s: float) -> None:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -162,6 +162,7 @@ def configuration(programs: Sequence[Program], directory: Path) -> configparser.
     for priority, program in enumerate(programs):
         config[f"program:{program.name}"] = {
             "command": _literal(shlex.join((sys.executable, "-m", _TOGETHER, *program.command))),
+            "environment": _literal(_assignments(program.environment)),
             "priority": str(priority),  # the front stops first, the registry last
             "autorestart": "true",
             "startsecs": "3",
@@ -177,6 +178,11 @@ def configuration(programs: Sequence[Program], directory: Path) -> configparser.
             "stdout_logfile_backups": "1",
         }
     return config
+
+
+def _assignments(environment: Mapping[str, str]) -> str:
+    """As supervisord reads variables, which may hold no quotation marks."""
+    return ",".join(f'{name}="{value}"' for name, value in environment.items())
 
 
 def _literal(text: object) -> str:

@@ -19,6 +19,18 @@ class PluginSettings(BaseSettings):
     replaces_nixl: bool = False
 
 
+class PluginChoice(BaseSettings):
+    """What SGLang reads of its environment before it looks for plug-ins.
+
+    Attributes:
+        plugins: SGLANG_PLUGINS, the only ones that it loads, separated by commas; all if empty.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SGLANG_", frozen=True)
+
+    plugins: str = ""
+
+
 def settings_beside(bootstrap_timeout_s: float, waiting_timeout_s: float) -> Settings:
     """Reads kvferry's settings; timeouts that the user did not set follow SGLang's own, which mean the same."""
     settings = Settings()

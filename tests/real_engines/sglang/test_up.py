@@ -1,0 +1,138 @@
+"""`kvferry up --engine sglang` with real servers: tokens are equal, who is killed comes back, nothing is left over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from examples.tiny_model import write
+from tests.real_engines.deployment import Deployment, deployed
+from tests.real_engines.prompts import prompts
+from tests.real_engines.sglang.engine import ENVIRONMENT, OPTIONS, ROOT, STUBS, EngineProcess, Shape, flags
+
+pytestmark = pytest.mark.timeout(900)
+
+TOKENS = 8
+GIVEN = prompts(60, 4, shortest=20, longest=300)
+PROMPT = "w5 w6 w7 w8 " * 30
+
+ENGINE_OPTIONS = flags(
+    {
+        **{name: value for name, value in OPTIONS.items() if name != "skip_tokenizer_init"},
+        "disaggregation_decode_retraction_backup": "cpu_tensor",
+        "enable_cache_report": True,
+    }
+)
+SIDES = (
+    *("--prefill-options", "--chunked-prefill-size 128"),
+    *("--decode-options", "--disaggregation-decode-enable-radix-cache"),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[str]:
+    """What an engine that is not divided generates."""
+    engine = EngineProcess(Shape(model)).started()
+    try:
+        return [" ".join(f"w{token}" for token in tokens) for tokens in engine.generate(GIVEN, TOKENS)]
+    finally:
+        engine.close()
+
+
+def started(model: Path, logs: Path, *options: str) -> AbstractContextManager[Deployment]:
+    path = os.pathsep.join((str(STUBS), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
+    environment = {**ENVIRONMENT, "PYTHONPATH": path}
+    return deployed(model, logs, ("--engine", "sglang", *SIDES, *options), ENGINE_OPTIONS, environment)
+
+
+@pytest.fixture(scope="module")
+def deployment(model: Path, expected: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with started(model, tmp_path_factory.mktemp("logs"), "--front", "kvferry") as made:
+        yield made
+
+
+def answered(deployment: Deployment, prompt: Sequence[int], **more: Any) -> Any:
+    text = " ".join(f"w{token}" for token in prompt)  # the router takes no tokens
+    answer = deployment.post(prompt=text, max_tokens=TOKENS, temperature=0, ignore_eos=True, **more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def texts(answer: Any) -> list[str]:
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    return [" ".join(choice["text"].split()) for choice in choices]
+
+
+def test_tokens_are_those_of_a_server_that_works_alone(deployment: Deployment, expected: list[str]):
+    assert [texts(answered(deployment, prompt)) for prompt in GIVEN] == [[each] for each in expected]
+    assert deployment.health()["retries"] == 0
+
+
+def test_options_for_one_side_reach_that_side_alone(deployment: Deployment):
+    health = deployment.health()
+    prefill, decode = (httpx.get(f"{health[side][0]['url']}/server_info").json() for side in ("prefill", "decode"))
+    assert prefill["chunked_prefill_size"] == 128 != decode["chunked_prefill_size"]
+    assert decode["disaggregation_decode_enable_radix_cache"]
+    assert not prefill["disaggregation_decode_enable_radix_cache"]
+
+
+def test_each_of_several_choices_has_the_tokens_of_a_server_that_works_alone(
+    deployment: Deployment, expected: list[str]
+):
+    answer = answered(deployment, GIVEN[3], n=3)
+    assert texts(answer) == [expected[3]] * 3
+    assert answer["usage"]["prompt_tokens"] == len(GIVEN[3])
+    assert answer["usage"]["completion_tokens"] == 3 * TOKENS
+    warm = deployment.post(prompt=GIVEN[3], max_tokens=TOKENS, temperature=1, n=3, ignore_eos=True).json()
+    assert len(set(texts(warm))) == 3, "choices of their own"
+    chat: dict[str, Any] = {
+        "messages": [{"role": "user", "content": PROMPT}],
+        "temperature": 0,
+        "max_tokens": TOKENS,
+        "n": 2,
+    }
+    said = deployment.post(path="/v1/chat/completions", **chat)
+    if said.status_code != 400:  # a model without a template of chats has none
+        assert len({choice["message"]["content"] for choice in said.json()["choices"]}) == 1
+    assert deployment.health()["retries"] == 0
+
+
+def test_curl_streams_several_choices(deployment: Deployment, expected: list[str]):
+    body = {"prompt": GIVEN[2], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "n": 2}
+    *events, used = deployment.events(**body, stream_options={"include_usage": True})
+    for index in range(2):
+        said = [choice["text"] for event in events for choice in event["choices"] if choice["index"] == index]
+        assert " ".join("".join(said).split()) == expected[2]
+    assert used["usage"]["completion_tokens"] == 2 * TOKENS
+
+
+def test_it_stops_in_order_and_leaves_nothing(deployment: Deployment):
+    deployment.interrupt()
+
+
+@pytest.mark.long
+def test_who_is_killed_costs_a_retry_at_most_and_comes_back(model: Path, tmp_path: Path):
+    with started(model, tmp_path, "--front", "kvferry", "--prefill", "2") as two:
+        expected = two.ask(PROMPT).json()["choices"][0]["text"]
+        two.kill_and_compare("prefill-0", PROMPT, expected)
+
+
+@pytest.mark.long
+def test_sglangs_router_stands_in_front_where_it_is_installed(model: Path, expected: list[str], tmp_path: Path):
+    with started(model, tmp_path) as routed:
+        assert "  router serves\n" in routed.said
+        assert [texts(answered(routed, prompt)) for prompt in GIVEN] == [[each] for each in expected]
+        refused = routed.post(prompt=PROMPT, max_tokens=TOKENS, n=2)
+        assert refused.status_code == 500
+        assert "is already open on decode rank 0" in refused.text, "SGLang asked for all choices under one room"
+        assert texts(answered(routed, GIVEN[1])) == [expected[1]]
