@@ -89,18 +89,19 @@ class Deployment:
         return next(each for side in ("prefill", "decode") for each in health[side] if each["engine"] == name)
 
     def pid_of(self, name: str) -> int:
-        """Of a server's own process, below the one that ends all of it."""
+        """Of a server's own process, not of those beside it that end all of it."""
         port = self.server(name)["url"].rpartition(":")[2]
         for each in psutil.Process(self.process.pid).children(recursive=True):
             line = each.cmdline()
-            if "kvferry.applications.up.together" in line and ("--port", port) in pairwise(line):
-                return each.children()[0].pid
+            if "kvferry.applications.up.together" not in line and ("--port", port) in pairwise(line):
+                return each.pid
         raise AssertionError(f"{name} does not run")
 
     def kill_and_compare(self, name: str, prompt: str, expected: str) -> None:
         """Kills a server and asks on: at most one request is tried again, and the server comes back."""
         before = self.health()["retries"]
-        os.kill(self.pid_of(name), signal.SIGKILL)
+        killed = self.pid_of(name)
+        os.kill(killed, signal.SIGKILL)
         for _ in range(6):
             answer = self.ask(prompt)
             assert answer.status_code == 200, answer.text
@@ -110,6 +111,7 @@ class Deployment:
         while not self.server(name)["is_healthy"]:
             assert time.monotonic() < deadline, "it did not come back"
             time.sleep(0.5)
+        assert self.pid_of(name) != killed
         for _ in range(4):
             assert self.ask(prompt).json()["choices"][0]["text"] == expected
 
