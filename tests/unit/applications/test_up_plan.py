@@ -66,10 +66,13 @@ def test_sglangs_servers_find_one_another_and_nobody_else_finds_them(model: Path
         assert given["--disaggregation-transfer-backend"] == [NAME]
         assert given["--tp-size"] == ["2" if name.startswith("prefill") else "1"]
         assert made[name].health_url == f"http://127.0.0.1:{port_of(made[name])}/health"
-        assert made[name].environment == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        assert made[name].environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
     bootstrap = [options(made[f"prefill-{number}"])["--disaggregation-bootstrap-port"][0] for number in range(2)]
     assert "--disaggregation-bootstrap-port" not in options(made["decode-0"])
-    ports = [*bootstrap, *(port_of(each) for each in made.values())]
+    # Fixed, so that a server that is started again is found where decode servers remember it.
+    registries = [made[f"prefill-{number}"].environment["KVFERRY_REGISTRY_PORT"] for number in range(2)]
+    assert "KVFERRY_REGISTRY_PORT" not in made["decode-0"].environment
+    ports = [*bootstrap, *registries, *(port_of(each) for each in made.values())]
     assert len(set(ports)) == len(ports)
 
     front = options(made["front"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.applications.up.arguments import DeploymentRequest
 from kvferry.applications.up.engine_options import Engine
@@ -41,6 +41,7 @@ class Place:
         tp: its tensor-parallel ranks.
         port: where it answers.
         bootstrap_port: where SGLang's decode servers ask a prefill server for caches; 0 for any other.
+        registry_port: where the ranks of such a prefill server are registered; 0 for any other.
     """
 
     side: str
@@ -48,6 +49,7 @@ class Place:
     tp: int
     port: int
     bootstrap_port: int = 0
+    registry_port: int = 0
 
     @property
     def url(self) -> str:
@@ -56,10 +58,10 @@ class Place:
 
 
 def ports_needed(request: DeploymentRequest) -> int:
-    """Returns how many ports beside the front's: the servers', and one each for SGLang's bootstrap servers, vLLM's
-    registry, and the metrics of SGLang's router.
+    """Returns how many ports beside the front's: the servers', two more for each prefill server of SGLang's, and one for
+    vLLM's registry, or for the metrics of SGLang's router.
     """
-    return 1 + request.prefill + request.decode + (request.prefill if request.which_engine is Engine.SGLANG else 0)
+    return 1 + request.prefill + request.decode + (2 * request.prefill if request.which_engine is Engine.SGLANG else 0)
 
 
 def programs(request: DeploymentRequest, ports: Sequence[int], *, has_router: bool = False) -> list[Program]:
@@ -83,8 +85,10 @@ def programs(request: DeploymentRequest, ports: Sequence[int], *, has_router: bo
 
 def _places(request: DeploymentRequest, free: Iterator[int]) -> Iterator[Place]:
     for number in range(request.prefill):
-        bootstrap_port = next(free) if request.which_engine is Engine.SGLANG else 0
-        yield Place("prefill", f"prefill-{number}", request.prefill_tp, next(free), bootstrap_port)
+        place = Place("prefill", f"prefill-{number}", request.prefill_tp, next(free))
+        if request.which_engine is Engine.SGLANG:
+            place = replace(place, bootstrap_port=next(free), registry_port=next(free))
+        yield place
     for number in range(request.decode):
         yield Place("decode", f"decode-{number}", request.decode_tp, next(free))
 
@@ -124,7 +128,12 @@ def _sglang(place: Place, request: DeploymentRequest) -> Program:
     )
     # Asked for its health a server would generate a token each time, for a second and more; the front asks every half
     # second, and hears of a server that has ended all the same.
-    return Program(place.name, command, f"{place.url}/health", {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"})
+    environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    if place.registry_port:
+        # The same for whoever comes in its place: decode servers remember it, and ask for it again only when a request
+        # has failed.
+        environment["KVFERRY_REGISTRY_PORT"] = str(place.registry_port)
+    return Program(place.name, command, f"{place.url}/health", environment)
 
 
 def _front(request: DeploymentRequest, places: Sequence[Place]) -> Program:
