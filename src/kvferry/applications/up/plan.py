@@ -58,8 +58,10 @@ class Place:
 
 
 def ports_needed(request: DeploymentRequest) -> int:
-    """Returns how many ports beside the front's: the servers', two more for each prefill server of SGLang's, and one for
-    vLLM's registry, or for the metrics of SGLang's router.
+    """Returns how many ports beside the front's.
+
+    The servers', two more for each prefill server of SGLang's, and one for vLLM's registry, or the metrics of SGLang's
+    router.
     """
     return 1 + request.prefill + request.decode + (2 * request.prefill if request.which_engine is Engine.SGLANG else 0)
 
