@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from kvferry.engines.vllm.heads import live_modules
+from kvferry.engines.vllm.heads import live_modules, parents_of
 from kvferry.errors import LayoutError
 
 
@@ -34,10 +34,7 @@ def draft_layers(
     """
     if missing := sorted(set(cached) - layers.keys()):
         raise LayoutError(f"vLLM does not list layer {missing[0]!r}: whether it is a draft model's cannot be told")
-    parents: dict[int, list[Module]] = {}
-    for each in modules():
-        for child in vars(each).get("_modules", {}).values():
-            parents.setdefault(id(child), []).append(each)
+    parents = parents_of(modules())
     tops = {name: _tops(layer, parents) for name, layer in layers.items() if name in cached}
     model: set[int] = set()
     drafts: list[str] = []

@@ -60,6 +60,15 @@ def live_modules() -> list[Module]:
     return [each for each in gc.get_objects() if issubclass(type(each), Module)]
 
 
+def parents_of(modules: Iterable[Module]) -> dict[int, list[Module]]:
+    """Returns the modules right around each, by the identity of the inner one."""
+    parents: dict[int, list[Module]] = {}
+    for each in modules:
+        for child in vars(each).get("_modules", {}).values():
+            parents.setdefault(id(child), []).append(each)
+    return parents
+
+
 def held_heads(
     cached: Mapping[str, CachedHeads],
     attention: Mapping[str, Any],
@@ -166,10 +175,7 @@ class _ModuleTree:
 
     def __init__(self, attention: Iterable[Any], modules: Iterable[Module]) -> None:
         self._attention = {id(layer) for layer in attention}
-        self._parents: dict[int, list[Module]] = {}
-        for each in modules:
-            for child in vars(each).get("_modules", {}).values():
-                self._parents.setdefault(id(child), []).append(each)
+        self._parents = parents_of(modules)
 
     def of(self, layer: Any) -> list[Module]:
         """Returns the modules around a layer that say how many heads there are, unless another layer is among them.
