@@ -15,12 +15,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from tests.support.http import Served
+from tests.support.fronts import NAMES, FrontDeployment
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.applications.up.dialects import DIALECTS
-from kvferry.applications.up.front import Front
-from kvferry.applications.up.servers import Server
 from kvferry.engines.vllm.parameters import ROOM
 
 FAILED_EVENT = 'data: {"choices": [{"text": "", "finish_reason": "error"}]}\n\n'
@@ -105,29 +103,12 @@ class FakeServer:
         yield "data: [DONE]\n\n"
 
 
-class Deployment:
-    """Two servers of either kind and the front before them."""
+class Deployment(FrontDeployment[FakeServer]):
+    """Two servers of vLLM of either kind and the front before them."""
 
     def __init__(self) -> None:
         rooms: set[int] = set()
-        self.fakes = {name: FakeServer(rooms) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")}
-        self.served = {name: Served(fake.app()) for name, fake in self.fakes.items()}
-        servers = [Server(served.url, name) for name, served in self.served.items()]
-        self.front = Front(DIALECTS["vllm"], servers[:2], servers[2:])
-        self.front_served = Served(self.front.app())
-        self.url = self.front_served.url
-        eventually("all are known to be well", lambda: all(server.is_healthy for server in servers))
-
-    def ask(self, **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/completions", json={"prompt": "hello", **body}, timeout=PATIENCE_S)
-
-    def asked(self, kind: str) -> list[dict[str, Any]]:
-        return [body for name, fake in self.fakes.items() if name.startswith(kind) for body in fake.asked]
-
-    def close(self) -> None:
-        self.front_served.close()
-        for served in self.served.values():
-            served.close()
+        super().__init__(DIALECTS["vllm"], {name: FakeServer(rooms) for name in NAMES})
 
 
 @pytest.fixture

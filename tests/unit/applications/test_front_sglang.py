@@ -14,12 +14,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from tests.support.http import Served
+from tests.support.fronts import NAMES, FrontDeployment
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.applications.up.dialects import DIALECTS
-from kvferry.applications.up.front import Front
-from kvferry.applications.up.servers import Server
 
 USED = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_tokens_details": None}
 REFUSED = {"message": "the prompt is too long"}
@@ -97,30 +95,14 @@ class FakeServer:
             self.left += 1
 
 
-class Deployment:
-    """Two servers of either kind and the front before them."""
+class Deployment(FrontDeployment[FakeServer]):
+    """Two servers of SGLang of either kind and the front before them."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         rooms: set[int] = set()
-        names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-        self.fakes = {name: FakeServer(name.startswith("prefill"), self.events, rooms) for name in names}
-        self.served = {name: Served(fake.app()) for name, fake in self.fakes.items()}
-        made = [Server(self.served[name].url, name, 8998 + number) for number, name in enumerate(names)]
-        self.front = Front(DIALECTS["sglang"], made[:2], made[2:])
-        self.front_served = Served(self.front.app())
-        eventually("all are known to be well", lambda: all(server.is_healthy for server in made))
-
-    def ask(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.front_served.url}{path}", json={"prompt": "hello", **body}, timeout=PATIENCE_S)
-
-    def asked(self, kind: str) -> list[dict[str, Any]]:
-        return [body for name, fake in self.fakes.items() if name.startswith(kind) for body in fake.asked]
-
-    def close(self) -> None:
-        self.front_served.close()
-        for served in self.served.values():
-            served.close()
+        fakes = {name: FakeServer(name.startswith("prefill"), self.events, rooms) for name in NAMES}
+        super().__init__(DIALECTS["sglang"], fakes)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.support.registered_ranks import rank
 from tests.support.tiers import examples
 
 from kvferry.control.leases import Leases
@@ -17,18 +18,6 @@ from kvferry.layout.parallel import RankCoordinates
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 
 LEASE_S = 10.0
-
-
-def rank(tp_rank: int = 0, tp_size: int = 2, incarnation: str = "first", **changes: Any) -> RankRegistration:
-    fields = {
-        "engine": "prefill",
-        "incarnation": incarnation,
-        "coordinates": RankCoordinates(tp_rank=tp_rank, tp_size=tp_size),
-        "control_address": f"tcp://127.0.0.1:{40000 + tp_rank}",
-        "layout_digest": "digest",
-        "protocol_version": 1,
-    }
-    return RankRegistration(**{**fields, **changes})
 
 
 def live_ranks(view: EngineView) -> list[int]:

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse
 from tests.support.http import Served
 from tests.support.http_answers import answering, http_answer, nested_gzip
 from tests.support.ports import held_port
+from tests.support.registered_ranks import rank
 from tests.support.registries import counted_registrations
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -38,20 +39,7 @@ from kvferry.errors import (
     SettingsError,
     UsageError,
 )
-from kvferry.layout.parallel import RankCoordinates
 from kvferry.protocol.wire.registrations import RankRegistration
-
-
-def rank(tp_rank: int = 0, tp_size: int = 2, incarnation: str = "first", **changes: Any) -> RankRegistration:
-    fields = {
-        "engine": "prefill",
-        "incarnation": incarnation,
-        "coordinates": RankCoordinates(tp_rank=tp_rank, tp_size=tp_size),
-        "control_address": f"tcp://127.0.0.1:{40000 + tp_rank}",
-        "layout_digest": "digest",
-        "protocol_version": 1,
-    }
-    return RankRegistration(**{**fields, **changes})
 
 
 def live_ranks(client: RegistryClient, engine: str = "prefill") -> list[int]:
