@@ -14,6 +14,7 @@ from kvferry.endpoint import early_warnings
 from kvferry.endpoint.early_warnings import MISSED_S, QUEUED_S, UNASKED_S, MissedEngines, UnaskedRooms
 from kvferry.errors import PeerDisconnectedError
 from kvferry.layout import RankCoordinates
+from kvferry.protocol.links.link import LinkKey
 from kvferry.protocol.wire.rank_identity import DecodeRank
 
 PROBLEM = PeerDisconnectedError("the registry knows nobody")
@@ -120,6 +121,22 @@ def test_both_sides_say_that_they_do_not_find_each_other(
     assert f"at the registry {both.settings().registry_address}?" in said(there)[0]
     assert [peer.problem for peer in decode.status().peers] == [str(decode._driver.rooms.links.current[0].problem)]
     assert here in decode.status().peers[0].problem
+    receiver.abort()
+
+
+def test_an_engine_for_which_no_room_waits_is_not_said_to_be_missed(
+    engines: Callable[..., Engines], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """As one that died with all its rooms, and is looked up for a proof that it writes no more."""
+    monkeypatch.setattr(early_warnings, "MISSED_S", 0.0)
+    both = engines()
+    decode, name = both.decode(Model()).endpoints[0], new_engine_name("gone")
+    links = decode._driver.rooms.links
+    links._context.submit(lambda now: links.to(LinkKey(name, 0), now + 60))
+    eventually("it was looked up", lambda: any(peer.problem for peer in decode.status().peers))
+    assert not caplog.messages
+    receiver = decode.open(1, [0], engine=name)
+    eventually("it is said", lambda: any(f"prefill engine '{name}' is not found" in each for each in caplog.messages))
     receiver.abort()
 
 

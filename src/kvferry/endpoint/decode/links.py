@@ -201,7 +201,8 @@ class Links:
             self.fail(link, problem, now)
         elif problem is not None:
             link.problem = problem
-            self._missed.missed(link.key.engine, problem, now)
+            if link in self.rooms_of or self._waiting(link):  # else a lost engine is looked up for a proof of its end
+                self._missed.missed(link.key.engine, problem, now)
             link.look_up_at = now + link.next_pause_s(self._context.platform.jitter())
         else:
             self._missed.found(link.key.engine)
