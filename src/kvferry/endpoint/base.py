@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvferry._version import __version__
 from kvferry.control.owning_process import OwningProcess
-from kvferry.endpoint.construction import create_transport, deadlines, endpoint_name
+from kvferry.endpoint.construction import create_transport, endpoint_name
 from kvferry.endpoint.runtime.platform import Closing, Platform, SystemPlatform
 from kvferry.endpoint.telemetry import EndpointTelemetry
 from kvferry.errors import KVFerryError
@@ -39,6 +39,14 @@ from kvferry.transport import Transport
 EndpointT = TypeVar("EndpointT", bound="Endpoint")
 
 
+class Driver(Protocol):
+    """What runs an endpoint, as far as both sides have it."""
+
+    @property
+    def health(self) -> tuple[ThreadStatus, ...]:
+        """Health of every thread."""
+
+
 class Endpoint(ABC):
     """One rank of an engine. A context manager; its methods may be called from any thread."""
 
@@ -58,6 +66,7 @@ class Endpoint(ABC):
     """Moves its bytes."""
 
     _side: Side
+    _driver: Driver
 
     def __init__(
         self,
@@ -90,7 +99,6 @@ class Endpoint(ABC):
         self.transport = transport or create_transport(
             self.settings, endpoint_name(engine, self.engine_rank), writes=self._side is Side.PREFILL
         )
-        self._deadlines = deadlines(self.settings)
         self._started_at = self._platform.now()
         self._telemetry = EndpointTelemetry(self._side, engine, self.engine_rank, self.settings, self.status)
         self._closers = threading.RLock()  # lets one caller of `close` after the other do what is left to do
@@ -111,9 +119,9 @@ class Endpoint(ABC):
         )
 
     @property
-    @abstractmethod
     def health(self) -> tuple[ThreadStatus, ...]:
         """Health of every thread of the endpoint."""
+        return self._driver.health
 
     @property
     @abstractmethod

@@ -132,7 +132,11 @@ def test_an_engine_for_which_no_room_waits_is_not_said_to_be_missed(
     both = engines()
     decode, name = both.decode(Model()).endpoints[0], new_engine_name("gone")
     links = decode._driver.rooms.links
-    links._context.submit(lambda now: links.to(LinkKey(name, 0), now + 60))
+
+    def look_up(now: float) -> None:
+        links.to(LinkKey(name, 0), now + 60)
+
+    links._context.submit(look_up)
     eventually("it was looked up", lambda: any(peer.problem for peer in decode.status().peers))
     assert not caplog.messages
     receiver = decode.open(1, [0], engine=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import SupportsIndex
 
 from kvferry.control.registry_client import RegistryClient
@@ -12,24 +13,13 @@ from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.transfer import Receiver
-from kvferry.errors import (
-    EndpointClosedError,
-    LayoutError,
-)
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.observe.status import EndpointStatus, Side, ThreadStatus
-from kvferry.plan import check_share_tokens
+from kvferry.observe.status import EndpointStatus, Side
 from kvferry.plan.requests.chunks import AnyPages
-from kvferry.plan.requests.conditions import checked_conditions
-from kvferry.plan.requests.demands import demands_of
 from kvferry.protocol.links.link import LinkKey
-from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport
-
-_OWNED = "this decode endpoint"
 
 
 class DecodeEndpoint(Endpoint):
@@ -40,6 +30,7 @@ class DecodeEndpoint(Endpoint):
     """
 
     _side = Side.DECODE
+    _driver: DecodeDriver
 
     def __init__(
         self,
@@ -73,41 +64,29 @@ class DecodeEndpoint(Endpoint):
             SettingsError: if a setting is impossible, or no engine can have that name.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
-        super().__init__(
-            layout,
-            engine=engine,
-            coordinates=coordinates,
-            settings=settings,
-            transport=transport,
-            fingerprint=fingerprint,
-            platform=platform,
-        )
+        super().__init__(layout, engine, coordinates, settings, transport, fingerprint, platform)
         self._has_closed = False
-        try:
-            if registry is None:
-                registry = self._platform.registry(self.settings, self.settings.registry_address)
-            self._registry_client = registry
+        with ExitStack() as undo:
+            undo.callback(self.transport.close)
+            self._registry_client = registry or self._platform.registry(self.settings, self.settings.registry_address)
             self._registry_client.load()  # now, before a room waits for it
             staging = ReceivingStaging(self.settings, layout, self.transport, self._platform.staging)
             self.transport.register(layout.regions(), layout.device)
-        except BaseException:
-            self.transport.close()
-            raise
-        context = DecodeContext(
-            identity=self._identity,
-            transport=self.transport,
-            registry=self._registry_client,
-            settings=self.settings,
-            staging=staging,
-            platform=self._platform,
-            observer=self._telemetry.observer,
-        )
-        self._driver = DecodeDriver(context)
-        try:
+            self._driver = DecodeDriver(
+                DecodeContext(
+                    identity=self._identity,
+                    transport=self.transport,
+                    registry=self._registry_client,
+                    settings=self.settings,
+                    staging=staging,
+                    platform=self._platform,
+                    observer=self._telemetry.observer,
+                )
+            )
+            undo.pop_all()
+            undo.callback(self.close)
             self._telemetry.start()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def open(
         self,
@@ -154,23 +133,10 @@ class DecodeEndpoint(Endpoint):
             SettingsError: if no engine can have that name.
             EndpointClosedError: if the endpoint was closed.
         """
-        self._owning_process.check(_OWNED)
+        self._check_process()
         with self._refusals_observed():
-            number = checked_room(room)
-            where = f"room {number}"
-            key = _link_key(engine, prefill_dp_rank, where=where)
-            groups = demands_of(self.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=where)
-            check_share_tokens(self.layout.tokens, tokens, share_tokens, where=where)
-            machine = ReceiverMachine(
-                number, rank=self.engine_rank, deadlines=self._deadlines, now=self._platform.now()
-            )
-            return self._driver.rooms.add(
-                machine,
-                key,
-                groups,
-                tokens=None if tokens is None else int(tokens),  # a plain integer, which is what travels
-                depends_on=checked_conditions(depends_on, where=where),
-            )
+            number, key = checked_room(room), LinkKey(engine, prefill_dp_rank)
+            return self._driver.rooms.add(number, key, pages, prefix_tokens, tokens, share_tokens, depends_on)
 
     def refuse(self, room: SupportsIndex, reason: str, *, engine: str = "prefill", prefill_dp_rank: int = 0) -> None:
         """Tells a prefill engine that this rank will not open a room, for a caller that cannot.
@@ -190,10 +156,8 @@ class DecodeEndpoint(Endpoint):
             SettingsError: if no engine can have that name.
             LayoutError: if prefill_dp_rank is negative.
         """
-        self._owning_process.check(_OWNED)
-        number = checked_room(room)
-        key = _link_key(engine, prefill_dp_rank, where=f"room {number}")
-        self._driver.rooms.refuse(number, key, reason)
+        self._check_process()
+        self._driver.rooms.refuse(checked_room(room), LinkKey(engine, prefill_dp_rank), reason)
 
     def receiver(self, room: int) -> Receiver:
         """Returns the open transfer of that number.
@@ -217,10 +181,7 @@ class DecodeEndpoint(Endpoint):
             UsageError: if the process was forked from the endpoint's.
             EndpointClosedError: if the endpoint was closed.
         """
-        self._owning_process.check(_OWNED)
-        check_engine_name(engine)
-        if self._driver.rooms.is_closed:
-            raise EndpointClosedError("the endpoint is closed")
+        self._check_process()
         limit_s = self.settings.bootstrap_timeout_s if timeout_s is None else timeout_s
         self._driver.rooms.links.wait_ready(LinkKey(engine, prefill_dp_rank), limit_s)
 
@@ -256,11 +217,6 @@ class DecodeEndpoint(Endpoint):
         """Number of rooms that have not ended, still quarantine pages, or may still be open on a prefill rank."""
         return len(self._driver.rooms.open)
 
-    @property
-    def health(self) -> tuple[ThreadStatus, ...]:
-        """Health of every thread of the endpoint."""
-        return self._driver.health
-
     def _closing(self) -> Closing:
         if self._has_closed:
             return
@@ -273,11 +229,3 @@ class DecodeEndpoint(Endpoint):
         self._registry_client.close()
         self.transport.close()
         self._has_closed = True
-
-
-def _link_key(engine: str, prefill_dp_rank: int, *, where: str) -> LinkKey:
-    """Returns which group of a prefill engine is meant; raises as `DecodeEndpoint.refuse` does."""
-    check_engine_name(engine)
-    if prefill_dp_rank < 0:
-        raise LayoutError(f"{where}: prefill_dp_rank is {prefill_dp_rank}: it must not be negative")
-    return LinkKey(engine, prefill_dp_rank)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from functools import partial
 
-from kvferry.endpoint.construction import check_may_open
+from kvferry.endpoint.construction import check_may_open, deadlines
 from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.heartbeats import Heartbeats
@@ -20,7 +21,10 @@ from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import MessageError, UnknownRoomError
 from kvferry.observe.status import LostPeerStatus, RoomStatus
-from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan import check_share_tokens
+from kvferry.plan.requests.chunks import AnyPages
+from kvferry.plan.requests.conditions import checked_conditions
+from kvferry.plan.requests.demands import demands_of
 from kvferry.plan.requests.placing import UnitPlaces
 from kvferry.protocol.links.link import Link, LinkKey
 from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
@@ -60,6 +64,7 @@ class ReceivingRooms:
     def __init__(self, context: DecodeContext) -> None:
         """Begins with none; the threads that scatter and verify are started."""
         self._context = context
+        self._deadlines = deadlines(context.settings)
         # Guards that rooms are opened one at a time, and none behind the close.
         self._lock = threading.Lock()
         self.is_closed = False
@@ -76,33 +81,38 @@ class ReceivingRooms:
 
     def add(
         self,
-        machine: ReceiverMachine,
+        number: int,
         key: LinkKey,
-        groups: tuple[GroupRequest, ...],
-        *,
+        pages: AnyPages,
+        prefix_tokens: int,
         tokens: int | None,
-        depends_on: dict[str, bytes],
+        share_tokens: int | None,
+        depends_on: Mapping[str, bytes] | None,
     ) -> Receiver:
-        """Opens a room with this machine; raises as `DecodeEndpoint.open` does."""
+        """Opens a room; arguments and errors are those of `DecodeEndpoint.open`."""
+        where, identity, now = f"room {number}", self._context.identity, self._context.platform.now()
+        groups = demands_of(identity.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=where)
+        check_share_tokens(identity.layout.tokens, tokens, share_tokens, where=where)
+        tokens = None if tokens is None else int(tokens)  # a plain integer, which is what travels
 
         def abort(reason: str) -> None:
             self._post_event(room, AbortRequested(reason))
 
         room = ReceivingRoom(
-            machine,
+            ReceiverMachine(number, rank=identity.coordinates.engine_rank, deadlines=self._deadlines, now=now),
             generation=self._context.platform.random_bits(63),
             groups=groups,
             tokens=tokens,
-            depends_on=depends_on,
-            receiver=Receiver(machine.room, abort, self._context.platform.now()),
-            places=UnitPlaces(self._context.identity.layout, groups, tokens),
+            depends_on=checked_conditions(depends_on, where=where),
+            receiver=Receiver(number, abort, now),
+            places=UnitPlaces(identity.layout, groups, tokens),
         )
         with self._lock:
             check_may_open(
                 room.room,
                 self.open,
                 most=self._context.settings.max_rooms,
-                who=f"decode rank {self._context.identity.coordinates.engine_rank}",
+                who=f"decode rank {identity.coordinates.engine_rank}",
                 is_closed=self.is_closed,
             )
             self.open[room.room] = room

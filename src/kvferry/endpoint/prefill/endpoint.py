@@ -13,7 +13,7 @@ from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.transfer import Sender
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.observe.status import EndpointStatus, Side, ThreadStatus
+from kvferry.observe.status import EndpointStatus, Side
 from kvferry.settings import Settings
 from kvferry.transport import Transport
 
@@ -30,6 +30,7 @@ class PrefillEndpoint(Endpoint):
     """
 
     _side = Side.PREFILL
+    _driver: PrefillDriver
 
     def __init__(
         self,
@@ -96,11 +97,6 @@ class PrefillEndpoint(Endpoint):
     def registry_error(self) -> Exception | None:
         """Why this rank could not be registered, or its lease renewed; None if there was no problem."""
         return self._registration.error
-
-    @property
-    def health(self) -> tuple[ThreadStatus, ...]:
-        """Health of every thread of the endpoint."""
-        return self._driver.health
 
     def status(self) -> EndpointStatus:
         """Returns a snapshot of the endpoint, for people and tools."""

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from kvferry import errors
-from kvferry.errors import IncompatiblePeerError, KVFerryError, PeerError
+from kvferry.errors import IncompatiblePeerError, KVFerryError, LayoutError, PeerError
 from kvferry.layout import RankLayout
 from kvferry.plan import Piece, elect_writer, pieces_for_receiver
 from kvferry.protocol.links.rank_link import RankLink, RankStatus, Send
@@ -23,7 +23,7 @@ from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.transfer.receiver_events import Connected
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import Identity
-from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.protocol.wire.registrations import RankRegistration, check_engine_name
 
 _SHORTEST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
@@ -59,10 +59,24 @@ class LinkState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LinkKey:
-    """Which group of ranks a link goes to."""
+    """Which group of ranks a link goes to.
+
+    Attributes:
+        engine: the prefill engine's name.
+        dp_rank: the data-parallel group there.
+
+    Raises:
+        SettingsError: if no engine can have that name.
+        LayoutError: if the group's number is negative.
+    """
 
     engine: str
     dp_rank: int
+
+    def __post_init__(self) -> None:
+        check_engine_name(self.engine)
+        if self.dp_rank < 0:
+            raise LayoutError(f"prefill_dp_rank is {self.dp_rank}: it must not be negative")
 
 
 class Link:
