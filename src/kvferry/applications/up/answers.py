@@ -19,9 +19,6 @@ _DONE = b"[DONE]"
 _OF_THE_PROMPT = "prompt"
 """How the names of what is used begin that is the same for all choices."""
 
-_ending: set[asyncio.Task[None]] = set()
-"""Tasks that close connections. Event loops hold theirs weakly."""
-
 
 @dataclass(frozen=True, slots=True)
 class Whole:
@@ -75,10 +72,13 @@ class Streamed:
 Answer: TypeAlias = Whole | Streamed
 
 
-async def one_of(answers: Sequence[Answer]) -> Response:
+async def one_of(answers: Sequence[Answer], ending: set[asyncio.Task[None]]) -> Response:
     """Returns one response with the choices of all answers, in their order.
 
     The first that is no success is the response where there is one; the others are closed then.
+
+    Args:
+        ending: holds the tasks that close connections, until they have: event loops hold theirs weakly.
     """
     if len(answers) == 1:
         return answers[0].response()
@@ -86,7 +86,7 @@ async def one_of(answers: Sequence[Answer]) -> Response:
     if failed is None:
         streams = [each for each in answers if isinstance(each, Streamed)]
         if len(streams) == len(answers):
-            return _streaming(_merged_events(streams))
+            return _streaming(_merged_events(streams, ending))
         wholes = [_choices(each.content) for each in answers if isinstance(each, Whole)]
         if len(wholes) == len(answers) and None not in wholes:
             return JSONResponse(_merged([each for each in wholes if each is not None]))
@@ -129,7 +129,7 @@ def _added(used: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return total
 
 
-async def _merged_events(streams: Sequence[Streamed]) -> AsyncGenerator[bytes, None]:
+async def _merged_events(streams: Sequence[Streamed], ending: set[asyncio.Task[None]]) -> AsyncGenerator[bytes, None]:
     """Yields the events of all streams as they come, then what they have used, and one end."""
     events: asyncio.Queue[tuple[int, bytes | None]] = asyncio.Queue()
 
@@ -173,8 +173,8 @@ async def _merged_events(streams: Sequence[Streamed]) -> AsyncGenerator[bytes, N
         # Each closes its own connection. Nobody waits for that: a client that has gone cancels us again and again while
         # we wait, and whom we wait for with us, so that connections would stay open.
         for task in reading:
-            _ending.add(task)
-            task.add_done_callback(_ending.discard)
+            ending.add(task)
+            task.add_done_callback(ending.discard)
             task.cancel()
 
 

@@ -55,6 +55,7 @@ class Front:
         self._attempts = attempts
         # Answers take as long as they take; only connecting has a limit.
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S), limits=httpx.Limits())
+        self._ending: set[asyncio.Task[None]] = set()
         self.retries = 0
 
     def app(self) -> Starlette:
@@ -160,7 +161,7 @@ class Front:
         except BaseException:
             await _give_up(asking)
             raise
-        return await one_of(answers)
+        return await one_of(answers, self._ending)
 
     def _pair(self, avoided: set[Server]) -> tuple[Server | None, Server | None]:
         return self._prefill.choose(avoided), self._decode.choose(avoided)
