@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from kvferry.endpoint.reporting import RoomReport
+from kvferry.endpoint.runtime.ready_signals import Ready, look_of
 from kvferry.errors import KVFerryError, QueueFullError, UsageError
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import ReceiverStats, SenderStats
@@ -165,7 +166,13 @@ class Sender(Transfer):
         self.stats = SenderStats(opened_at=now(), last_submitted_at=None, ended_at=None, writes=())
 
     def submit(
-        self, pages: AnyPages, *, start: int | None = None, last: bool = False, aux: bytes | None = None
+        self,
+        pages: AnyPages,
+        *,
+        start: int | None = None,
+        last: bool = False,
+        aux: bytes | None = None,
+        ready: Ready | None = None,
     ) -> None:
         """Hands in the next chunk of the request and returns at once, whatever its size.
 
@@ -185,16 +192,22 @@ class Sender(Transfer):
             last: whether the request ends with this chunk, which may be empty.
             aux: with the last chunk: the first token and whatever else the decode side needs, as bytes. Taken from the
                 first rank of the last pipeline stage; the others' is ignored.
+            ready: says when the pages hold what is to be sent, for pages that a device or another thread still writes:
+                an event of a device (`query()`), a `threading.Event`, or a callable that returns a bool. Threads of
+                kvferry's look at it, every millisecond at least, and read nothing before it says so; chunks behind this
+                one wait for it, too. Without it the pages are read at once: whatever writes them must have ended, on a
+                device as well. What it raises fails the room.
 
         Raises:
             ChunkError: after the last chunk, or if the chunk does not follow the one before it.
             PageError: if page numbers are not integers, or there is no such group.
             QueueFullError: if too many chunks of the room wait already; this one was not taken. Callbacks of
                 `add_change_callback` say when there is room again.
-            UsageError: if aux is given before the last chunk, or is too large.
+            UsageError: if aux is given before the last chunk, or is too large, or ready is no signal.
         """
         if aux is not None:
             self._check_aux(aux, last=last)
+        is_ready = None if ready is None else look_of(ready, where=f"room {self.room}")
         with self._lock:
             if self._is_full and self._wants_room():
                 full = QueueFullError(
@@ -203,7 +216,7 @@ class Sender(Transfer):
                 )
                 self._observer.refused(full)
                 raise full
-            chunk = self._chunks.hand_in(pages, start=start, is_last=last, aux=aux, now=self._now())
+            chunk = self._chunks.hand_in(pages, start=start, is_last=last, aux=aux, now=self._now(), is_ready=is_ready)
             self._hand_in(chunk)
         self._report.submitted(self._now() - chunk.submitted_at)
         if self._settle is not None:

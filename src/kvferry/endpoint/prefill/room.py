@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from kvferry.endpoint.prefill.receiver_writes import ReceiverWrites
 from kvferry.endpoint.prefill.room_write import Target
 from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart
 from kvferry.endpoint.reporting import RoomReport
+from kvferry.endpoint.runtime.ready_signals import Awaited
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 from kvferry.endpoint.runtime.workers import Worker, WorkerPool
 from kvferry.endpoint.transfer import Sender
@@ -51,7 +53,17 @@ class OpenReceived:
     message: messages.OpenRoom
 
 
-RoomEvent: TypeAlias = SenderEvent | HandedIn | OpenReceived | PostNextPart | StagedPart | Admitted
+_AWAITING_CHUNKS = (TransferState.WAITING_FOR_INPUT, TransferState.TRANSFERRING)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReady:
+    """The pages of the first chunk that waited for that hold what is to be sent; or looking whether they do failed."""
+
+    error: Exception | None
+
+
+RoomEvent: TypeAlias = SenderEvent | HandedIn | ChunkReady | OpenReceived | PostNextPart | StagedPart | Admitted
 
 
 class SendingRoom(Actor):
@@ -88,6 +100,8 @@ class SendingRoom(Actor):
         self._generations: dict[str, int] = {}  # of the same, and of those that refused it
         self._next_opens: dict[str, messages.OpenRoom] = {}
         self._submitted_at: dict[int, float] = {}
+        self._unready: deque[HandedIn] = deque()  # the first waits for its signal, the others for it
+        self._awaited: Awaited | None = None
         self._all_open_at: float | None = None
         self._writes: list[WriteRecord] = []
         self._report = RoomReport(machine.room, context.observer, context.now())
@@ -126,11 +140,19 @@ class SendingRoom(Actor):
             chunks=self._handled_chunks,
             path=path.value if path is not None else "",
             moved_bytes=sum(write.total_bytes for write in writes) + sum(part.num_bytes for part in parts),
-            waits_for=f"staging memory for {', '.join(waiting)}" if waiting else machine.waits_for,
+            waits_for=self._waits_for(waiting),
             peers=tuple(self._generations),
             quarantined_pages=self._pages if machine.detailed_state is SenderState.DRAINING else 0,
             failed_for_s=now - ended_at if (ended_at := self.sender.stats.ended_at) is not None else 0.0,
         )
+
+    def _waits_for(self, waiting: list[str]) -> str:
+        if waiting:
+            return f"staging memory for {', '.join(waiting)}"
+        is_idle = self._machine.is_drained and self._machine.state in _AWAITING_CHUNKS
+        if is_idle and (unready := next(iter(list(self._unready)), None)) is not None:
+            return f"the caller's signal that chunk {unready.number} is ready"
+        return self._machine.waits_for
 
     @property
     def _waiting_chunks(self) -> int:
@@ -206,14 +228,18 @@ class SendingRoom(Actor):
                 self._aborted(receiver, message, worker)
             case ReceiverMessage(receiver, messages.RefuseRoom() as message):
                 self._refused(receiver, message, worker)
+            case HandedIn() if (self._unready or event.is_ready is not None) and not self._machine.state.is_final:
+                self._unready.append(event)
+                self._await_first(worker)
             case HandedIn():
-                self._submitted_at[event.number] = event.submitted_at
-                if event.is_last:
-                    self._last_submitted_at = event.submitted_at
-                chunk = event.chunk()
-                self._pages += sum(len(part.pages) for part in chunk.parts)
-                self.apply(ChunkSubmitted(chunk), worker)
-                self._handled_chunks += 1
+                self._take(event, event.submitted_at, worker)
+            case ChunkReady(None):
+                self._awaited = None
+                if self._unready:  # else the room has failed since
+                    self._take(self._unready.popleft(), self._context.now(), worker)
+                    self._take_ready(worker)
+            case ChunkReady(Exception() as error):
+                self.apply(Broke(error), worker)
             case Admitted():
                 self._receivers[event.receiver].direct.post_admitted(event, worker)
             case PostNextPart():
@@ -229,6 +255,29 @@ class SendingRoom(Actor):
         if self._machine.state is TransferState.FAILED:
             self._cancel(worker)
         self._show()
+
+    def _take(self, handed_in: HandedIn, ready_at: float, worker: Worker) -> None:
+        """Takes a chunk whose pages may be read."""
+        self._submitted_at[handed_in.number] = ready_at
+        if handed_in.is_last:
+            self._last_submitted_at = ready_at
+        chunk = handed_in.chunk()
+        self._pages += sum(len(part.pages) for part in chunk.parts)
+        self.apply(ChunkSubmitted(chunk), worker)
+        self._handled_chunks += 1
+
+    def _take_ready(self, worker: Worker) -> None:
+        """Takes what waited for a chunk before it alone, and waits for the next signal."""
+        while self._unready and self._unready[0].is_ready is None:
+            self._take(self._unready.popleft(), self._context.now(), worker)
+        self._await_first(worker)
+
+    def _await_first(self, worker: Worker) -> None:
+        if self._awaited is None and self._unready:
+            is_ready = self._unready[0].is_ready
+            assert is_ready is not None
+            self._awaited = Awaited(is_ready, lambda error: self.post(ChunkReady(error)))
+            worker.await_signal(self._awaited)
 
     def _aborted(self, receiver: str, message: messages.AbortRoom, worker: Worker) -> None:
         if self._machine.is_done and self._generations.get(receiver) != message.generation:
@@ -278,7 +327,12 @@ class SendingRoom(Actor):
         self._show()
 
     def _cancel(self, worker: Worker) -> None:
-        """Posts nothing more of a room that has failed."""
+        """Posts nothing more of a room that has failed, and drops what was not ready."""
+        if self._awaited is not None:
+            self._awaited.is_dropped = True
+            self._awaited = None
+        self._handled_chunks += len(self._unready)
+        self._unready.clear()
         error = self._machine.error or TransferFailedError("the room has failed")
         for receiver in self._receivers.values():
             receiver.cancel(error, worker)

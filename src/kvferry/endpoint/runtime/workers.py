@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvferry.endpoint.runtime.platform import Platform
+from kvferry.endpoint.runtime.ready_signals import Awaited, AwaitedSignals
 from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop
@@ -40,6 +41,7 @@ class Worker(Loop):
         self._transport = transport
         self._writes = WritesInFlight(transport, self._failed)
         self._settling = settling
+        self._signals = AwaitedSignals()
         self._is_stopping = False
         self._sleep_s = _SHORTEST_SLEEP_S
 
@@ -56,6 +58,10 @@ class Worker(Loop):
         """
         self._writes.add(write)
 
+    def await_signal(self, signal: Awaited) -> None:
+        """Looks at a signal until it comes, or is dropped. For actors that run on this worker."""
+        self._signals.add(signal)
+
     def _failed(self, write: WatchedWrite, error: Exception) -> None:
         write.failed(error)
         if self._transport.may_deliver_late:
@@ -64,7 +70,7 @@ class Worker(Loop):
             write.settled(error)
 
     def has_work(self) -> bool:
-        return self._run_queue.has_any or bool(self._settling) or self._is_stopping
+        return self._run_queue.has_any or bool(self._settling or self._signals) or self._is_stopping
 
     def polls_writes(self) -> bool:
         return bool(self._writes)
@@ -78,7 +84,8 @@ class Worker(Loop):
             return False
         has_taken = self._take_one(may_wait=may_wait)
         has_settled = bool(self._settling) and self._settling.look()
-        if self._writes.look(has_time=not has_taken) or has_settled or has_taken:
+        has_come = bool(self._signals) and self._signals.look()
+        if self._writes.look(has_time=not has_taken) or has_settled or has_taken or has_come:
             self._sleep_s = _SHORTEST_SLEEP_S
         else:
             self._sleep_s = min(2 * self._sleep_s, _LONGEST_SLEEP_S)
@@ -93,7 +100,8 @@ class Worker(Loop):
         if not may_wait and not self._run_queue.has_any:
             return False
         try:
-            actor = self._run_queue.take((self._sleep_s if self._has_writes else None) if may_wait else 0.0)
+            looks_again = self._has_writes or bool(self._signals)
+            actor = self._run_queue.take((self._sleep_s if looks_again else None) if may_wait else 0.0)
         except queue.Empty:
             return False
         if actor is None:

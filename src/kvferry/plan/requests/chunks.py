@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import TypeAlias
@@ -109,6 +109,7 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
         aux: as of a `Chunk`.
         parts: group, start and page numbers of every part; the numbers are a copy, as bytes of int64.
         submitted_at: when it was handed in.
+        is_ready: returns whether the pages hold what is to be sent; None if they do.
     """
 
     number: int
@@ -116,6 +117,7 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
     is_last: bool
     aux: bytes | None
     submitted_at: float
+    is_ready: Callable[[], bool] | None = None
 
     def chunk(self) -> Chunk:
         """Returns the chunk, with page numbers to compute with. They are not checked yet; see `refuse_impossible`."""
@@ -167,7 +169,16 @@ class ChunkSequence:
         """Whether the last chunk was handed in."""
         return self._complete
 
-    def hand_in(self, pages: AnyPages, *, start: int | None, is_last: bool, aux: bytes | None, now: float) -> HandedIn:
+    def hand_in(
+        self,
+        pages: AnyPages,
+        *,
+        start: int | None,
+        is_last: bool,
+        aux: bytes | None,
+        now: float,
+        is_ready: Callable[[], bool] | None = None,
+    ) -> HandedIn:
         """Copies and numbers the next chunk. A refused chunk changes nothing.
 
         Args:
@@ -176,6 +187,7 @@ class ChunkSequence:
                 chunk may start behind 0 if the decode side holds what comes before, and any chunk of a window if what
                 is left out lies before the window.
             now: the time.
+            is_ready: as of a `HandedIn`.
 
         Raises:
             ChunkError: after the last chunk, or if the chunk does not continue the one before.
@@ -203,7 +215,7 @@ class ChunkSequence:
                 progress = self._progress[group.name]
                 progress.next_page = begin + len(numbers) // _PAGE_BYTES
                 progress.has_begun = True
-        handed_in = HandedIn(self._next_number, parts, is_last, aux, now)
+        handed_in = HandedIn(self._next_number, parts, is_last, aux, now, is_ready)
         self._next_number += 1
         self._complete = is_last
         return handed_in

@@ -370,7 +370,10 @@ class SenderMachine:
                 "(KVFERRY_DIRECT_MIB, KVFERRY_DIRECT_RECEIVER_MIB)"
             )
         elif self._last_chunk is None:
-            what = f"no chunk was submitted for {self._deadlines.waiting_s:g} s (KVFERRY_WAITING_TIMEOUT_S)"
+            what = (
+                f"no chunk was submitted for {self._deadlines.waiting_s:g} s, or the next one was not ready "
+                "(KVFERRY_WAITING_TIMEOUT_S)"
+            )
         elif all(receiver.finish_sent for receiver in self._receivers.values() if receiver.finish_requested):
             silent = self._names_of(lambda receiver: not receiver.is_content)
             what = (

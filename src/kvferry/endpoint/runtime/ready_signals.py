@@ -1,0 +1,97 @@
+"""Signals that say when pages hold what is to be sent: what callers may give, and the ones that a worker looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from kvferry.errors import UsageError
+
+
+class DeviceEvent(Protocol):
+    """Such as a `torch.cuda.Event` that was recorded behind the kernels that write the pages."""
+
+    def query(self) -> bool:
+        """Returns whether all work before it is done. Does not wait."""
+
+
+class Flag(Protocol):
+    """Such as a `threading.Event`."""
+
+    def is_set(self) -> bool:
+        """Returns whether it is set."""
+
+
+Ready: TypeAlias = "DeviceEvent | Flag | Callable[[], bool]"
+"""Says whether pages hold what is to be sent; once it has said so it must go on saying so. It must not wait."""
+
+
+def look_of(ready: Ready, *, where: str) -> Callable[[], bool]:
+    """Returns how to look at a signal.
+
+    Raises:
+        UsageError: if it is none of the kinds there are.
+    """
+    look: Callable[[], bool] | None = getattr(ready, "query", None) or getattr(ready, "is_set", None)
+    look = look or (ready if callable(ready) else None)
+    if look is None:
+        raise UsageError(
+            f"{where}: ready is {ready!r}: it must be an event of a device, with query(), a threading.Event, or a "
+            "callable that returns whether the pages may be read"
+        )
+    return look
+
+
+class Awaited:
+    """A signal that somebody waits for.
+
+    Attributes:
+        is_dropped: whether nobody waits any more. May be set from any thread.
+    """
+
+    __slots__ = ("came", "is_dropped", "look")
+
+    def __init__(self, look: Callable[[], bool], came: Callable[[Exception | None], None]) -> None:
+        """Nobody looks at it yet.
+
+        Args:
+            look: returns whether it has come.
+            came: called once when it has, or with what looking at it has raised.
+        """
+        self.look = look
+        self.came = came
+        self.is_dropped = False
+
+
+class AwaitedSignals:
+    """Those that one worker looks at. For that worker's thread only."""
+
+    def __init__(self) -> None:
+        self._all: list[Awaited] = []
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, signal: Awaited) -> None:
+        """Looks at a signal from now on, until it has come or is dropped."""
+        self._all.append(signal)
+
+    def look(self) -> bool:
+        """Looks at each; returns whether any has come."""
+        awaited, self._all = self._all, []
+        has_any_come = False
+        for signal in awaited:
+            if signal.is_dropped:
+                continue
+            try:
+                has_come = signal.look()
+            except Exception as error:  # the caller's code, or a device that has failed
+                signal.came(error)
+                has_any_come = True
+                continue
+            if has_come:
+                signal.came(None)
+                has_any_come = True
+            else:
+                self._all.append(signal)
+        return has_any_come
