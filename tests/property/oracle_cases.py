@@ -165,6 +165,9 @@ class Room:
         begins_early: whether the decode side gives its pages from the request's first on.
         wants_state: whether the decode side has a slot for the state.
         leaves_out_unused: whether a decode rank says nothing of groups of which it holds nothing.
+        layer_cuts: where ranges of layers end, in which every chunk is handed in; every component makes its own of
+            them. None hands all layers in together.
+        last_layers_first: whether the ranges come in reverse.
     """
 
     number: int = 0
@@ -176,6 +179,8 @@ class Room:
     begins_early: bool = False
     wants_state: bool = True
     leaves_out_unused: bool = False
+    layer_cuts: tuple[int, ...] | None = None
+    last_layers_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -394,6 +399,8 @@ def rooms(draw: st.DrawFn, most_tokens: int, can_hide_length: bool) -> Room:
         begins_early=draw(st.booleans()),
         wants_state=draw(st.integers(0, 4)) != 4,
         leaves_out_unused=draw(st.booleans()),
+        layer_cuts=draw(st.none() | st.lists(st.integers(0, 40), max_size=3).map(tuple)),
+        last_layers_first=draw(st.booleans()),
     )
 
 

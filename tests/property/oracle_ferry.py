@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from tests.property.oracle_cases import Case, Side
+from tests.property.oracle_cases import Case, Room, Side
 from tests.property.oracle_memory import DUE, UNTOUCHED, Elements, Memory, hashed, with_prefix_in_whole_pages
 
 from kvferry.endpoint.prefill.attachment import Attachment, Selected, attach
@@ -115,9 +115,13 @@ def ranks(case: Case, side: Side, *, is_source: bool) -> dict[int, Rank]:
 
 
 def chunks_of(case: Case, source: Rank, room: int) -> list[Chunk]:
-    """A room's pages on a source rank, in chunks that every group cuts elsewhere; what is left goes with the last."""
+    """A room's pages on a source rank, in chunks that every group cuts elsewhere; what is left goes with the last.
+
+    Each is handed in once for every range of layers.
+    """
     drawn, handed = case.rooms[room], source.memory.given
-    sequence = ChunkSequence(drawn.number, source.layout.groups)
+    sequence = ChunkSequence(drawn.number, source.layout.groups, source.layout.shards)
+    ranges = layer_ranges(source.layout, drawn)
     made: list[Chunk] = []
     bounds = {
         group: [0, *sorted(cut * (number + 1) % (len(each[room].pages) + 1) for cut in drawn.cuts)]
@@ -137,13 +141,33 @@ def chunks_of(case: Case, source: Rank, room: int) -> list[Chunk]:
             if start < stop or (is_last and is_first):
                 says_start = mine.start + start if is_first and mine.start else None
                 pages[group.name] = GroupPages(mine.pages[start:stop], says_start)
-        if len(source.layout.groups) == 1 and pages:
-            (only,) = pages.values()
-            handed_in = sequence.hand_in(only.pages, start=only.start, is_last=is_last, aux=None, now=0.0)
-        else:
-            handed_in = sequence.hand_in(pages, start=None, is_last=is_last, aux=None, now=0.0)
-        made.append(handed_in.chunk())
+        for layers in ranges:
+            ends = is_last and layers is ranges[-1]
+            if len(source.layout.groups) == 1 and pages:
+                (only,) = pages.values()
+                handed_in = sequence.hand_in(
+                    only.pages, start=only.start, is_last=ends, aux=None, now=0.0, layers=layers
+                )
+            else:
+                handed_in = sequence.hand_in(pages, start=None, is_last=ends, aux=None, now=0.0, layers=layers)
+            made.append(handed_in.chunk())
     return made
+
+
+def layer_ranges(layout: RankLayout, drawn: Room) -> list[dict[str, Interval] | None]:
+    """The ranges of layers in which a room's chunks are handed in, by component; only None where they are not cut."""
+    if drawn.layer_cuts is None:
+        return [None]
+    ranges: list[dict[str, Interval] | None] = []
+    for number in range(len(drawn.layer_cuts) + 1):
+        each: dict[str, Interval] = {}
+        for component in layout.components:
+            total = component.axes[0].size
+            cuts = [0, *sorted(cut % (total + 1) for cut in drawn.layer_cuts), total]
+            if cuts[number] < cuts[number + 1]:
+                each[component.name] = Interval(cuts[number], cuts[number + 1])
+        ranges.append(each)
+    return ranges[::-1] if drawn.last_layers_first else ranges
 
 
 def open_message(case: Case, destination: Rank, room: int) -> messages.OpenRoom:
@@ -202,7 +226,8 @@ class Pair:
     def send(self, message: messages.OpenRoom, wanted: Mapping[str, GroupRequest], handed: list[Chunk]) -> None:
         """Sends a room as endpoints do."""
         elected = self.attachment.elected(message.room, self.source.coordinates.group_rank)
-        request = moves.ReceiverRequest(message.tokens, wanted, tuple(each.route for each in elected))
+        routes, layers = (tuple(each.route for each in elected), tuple(each.layers for each in elected))
+        request = moves.ReceiverRequest(message.tokens, wanted, routes, layers=layers)
         next_pages: dict[str, int] = {}
         for chunk in handed:
             moves.check_chunk(chunk, request, next_pages, where="the sender")

@@ -15,6 +15,7 @@ from kvferry.errors import KVFerryError, QueueFullError, UsageError
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import ReceiverStats, SenderStats
 from kvferry.plan.requests.chunks import AnyPages, ChunkSequence, HandedIn
+from kvferry.plan.requests.layers import Layers
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire import field_types
 
@@ -173,6 +174,7 @@ class Sender(Transfer):
         last: bool = False,
         aux: bytes | None = None,
         ready: Ready | None = None,
+        layers: Layers | None = None,
     ) -> None:
         """Hands in the next chunk of the request and returns at once, whatever its size.
 
@@ -198,8 +200,14 @@ class Sender(Transfer):
                 one wait for it, too. Without it the pages are read at once: whatever writes them must have ended, on a
                 device as well. What it raises fails the room.
 
+            layers: the layers that the chunk has of these pages, for pages that are handed in as a model computes them:
+                the same pages once for each range of layers, in any order, and the next pages once all layers were
+                handed in. An `Interval` of the model's layers, or a mapping from components to intervals where they
+                have different numbers of layers; None for all. Groups that have none of them are left out. The last
+                chunk is the one with which all layers are there.
+
         Raises:
-            ChunkError: after the last chunk, or if the chunk does not follow the one before it.
+            ChunkError: after the last chunk, or if the chunk does not follow the one before it, in its layers either.
             PageError: if page numbers are not integers, or there is no such group.
             QueueFullError: if too many chunks of the room wait already; this one was not taken. Callbacks of
                 `add_change_callback` say when there is room again.
@@ -216,7 +224,9 @@ class Sender(Transfer):
                 )
                 self._observer.refused(full)
                 raise full
-            chunk = self._chunks.hand_in(pages, start=start, is_last=last, aux=aux, now=self._now(), is_ready=is_ready)
+            chunk = self._chunks.hand_in(
+                pages, start=start, is_last=last, aux=aux, now=self._now(), is_ready=is_ready, layers=layers
+            )
             self._hand_in(chunk)
         self._report.submitted(self._now() - chunk.submitted_at)
         if self._settle is not None:

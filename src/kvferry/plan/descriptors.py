@@ -73,6 +73,23 @@ class PieceNumbers:
     destination: Numbers
     length: int
 
+    def part(self, first_base: int, stop_base: int, num_bases: int) -> PieceNumbers:
+        """Returns those of some indices of the piece's first axis.
+
+        Args:
+            first_base: the first index.
+            stop_base: the one after the last.
+            num_bases: how many the piece has.
+        """
+        if (first_base, stop_base) == (0, num_bases):
+            return self
+        runs = len(self.source.firsts) // num_bases  # index by index of the first axis
+        which = slice(first_base * runs, stop_base * runs)
+        source, destination = (
+            Numbers(each.firsts[which], each.unit_step, each.page_step) for each in (self.source, self.destination)
+        )
+        return PieceNumbers(source, destination, self.length)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescriptorRows:
@@ -221,7 +238,7 @@ def selectors(
     """Makes the selectors of some pieces of one route, once for all chunks between the two ranks.
 
     Args:
-        pieces: all pieces of the pair.
+        pieces: all pieces of the pair, or parts of them.
         chosen: the numbers of those to select.
         merged_bytes: most bytes of a merged descriptor.
     """

@@ -8,13 +8,14 @@ small chunk has all layers together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.layout import Interval
 from kvferry.plan.blocks import BlockShape, block_shape
 from kvferry.plan.lowering import Addresses, PageSteps, Runs
 
@@ -64,6 +65,8 @@ class PackedPiece:
     """One piece, as it is packed.
 
     Attributes:
+        component: the name of its component.
+        first_layer: the index of the component's first axis that is the piece's first.
         source: where the source side has its blocks. Packed, both sides look the same.
         destination: where the destination side has them.
         num_bases: indices of the first axis.
@@ -71,23 +74,43 @@ class PackedPiece:
         block_runs: runs of a block in a direct write.
     """
 
+    component: str
+    first_layer: int
     source: PackedSide
     destination: PackedSide
     num_bases: int
     block_bytes: int
     block_runs: int
 
+    def bases(self, layers: Mapping[str, Interval] | None) -> tuple[int, int]:
+        """Returns which indices of its first axis lie in some layers: the first, and the one after the last.
 
-def packed_piece(runs: Runs, *, source_pages: int, destination_pages: int) -> PackedPiece:
+        Args:
+            layers: by component; None for all.
+        """
+        if layers is None:
+            return 0, self.num_bases
+        held = Interval(self.first_layer, self.first_layer + self.num_bases)
+        part = held.overlap(layers[self.component]) if self.component in layers else None
+        return (0, 0) if part is None else (part.start - self.first_layer, part.stop - self.first_layer)
+
+
+def packed_piece(
+    runs: Runs, *, component: str, first_layer: int, source_pages: int, destination_pages: int
+) -> PackedPiece:
     """Works out how a piece with these runs is packed.
 
     Args:
+        component: as of a `PackedPiece`.
+        first_layer: as of a `PackedPiece`.
         source_pages: pages of the source's pool.
         destination_pages: pages of the destination's pool.
     """
     source = [(loop.count, loop.source_stride) for loop in runs.loops]
     destination = [(loop.count, loop.destination_stride) for loop in runs.loops]
     return PackedPiece(
+        component=component,
+        first_layer=first_layer,
         source=PackedSide(
             _signed(runs.source_bases), block_shape(source, runs.length), runs.source_steps, source_pages
         ),
@@ -117,6 +140,7 @@ class MovedBlocks:
         num_bases: indices of the first axis.
         num_units: units of every index.
         block_bytes: bytes of a block.
+        first_base: the first of the indices.
     """
 
     move: int
@@ -124,6 +148,12 @@ class MovedBlocks:
     num_bases: int
     num_units: int
     block_bytes: int
+    first_base: int = 0
+
+    @property
+    def stop_base(self) -> int:
+        """The index of the first axis after the last."""
+        return self.first_base + self.num_bases
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +216,14 @@ def sub_chunks(all_moved: Iterable[MovedBlocks], chunk_bytes: int) -> Iterator[S
                 segments, filled = [], 0
             yield from _cut_between_units(moved, chunk_bytes)
             continue
-        base = 0
-        while base < moved.num_bases:
+        base = moved.first_base
+        while base < moved.stop_base:
             fitting = max(0, chunk_bytes - aligned(filled)) // base_bytes if base_bytes else moved.num_bases
             if fitting == 0:
                 yield SubChunk(tuple(segments), filled)
                 segments, filled = [], 0
                 continue
-            stop = min(moved.num_bases, base + fitting)
+            stop = min(moved.stop_base, base + fitting)
             segment = Segment(moved.move, moved.piece, base, stop, 0, moved.num_units, (stop - base) * base_bytes)
             segments.append(segment)
             filled = aligned(filled) + segment.num_bytes
@@ -205,7 +235,7 @@ def sub_chunks(all_moved: Iterable[MovedBlocks], chunk_bytes: int) -> Iterator[S
 def _cut_between_units(moved: MovedBlocks, chunk_bytes: int) -> Iterator[SubChunk]:
     parts = _parts(moved, chunk_bytes)
     cuts = [part * moved.num_units // parts for part in range(parts + 1)]
-    for base in range(moved.num_bases):
+    for base in range(moved.first_base, moved.stop_base):
         for first, stop in pairwise(cuts):
             num_bytes = (stop - first) * moved.block_bytes
             yield SubChunk((Segment(moved.move, moved.piece, base, base + 1, first, stop, num_bytes),), num_bytes)
@@ -229,8 +259,8 @@ def digested_together(all_moved: Iterable[MovedBlocks], most_bytes: int) -> Iter
         units = max(1, most_bytes // (bases * moved.block_bytes))
         for first_unit in range(0, moved.num_units, units):
             stop_unit = min(moved.num_units, first_unit + units)
-            for base in range(0, moved.num_bases, bases):
-                stop = min(moved.num_bases, base + bases)
+            for base in range(moved.first_base, moved.stop_base, bases):
+                stop = min(moved.stop_base, base + bases)
                 num_bytes = (stop - base) * (stop_unit - first_unit) * moved.block_bytes
                 yield Segment(moved.move, moved.piece, base, stop, first_unit, stop_unit, num_bytes)
 

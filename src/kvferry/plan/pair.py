@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -39,10 +39,12 @@ class ElectedRoute:
     Attributes:
         route: the way from pages to pages.
         pieces: the numbers of the pieces in the plan.
+        layers: the layers that they have, by component.
     """
 
     route: Route
     pieces: tuple[int, ...]
+    layers: Mapping[str, tuple[Interval, ...]]
 
 
 class PairPlan:
@@ -98,10 +100,15 @@ class PairPlan:
             for number in mine:
                 route = self._routes[number]
                 by_route.setdefault((route.source_group, route.destination_group), []).append(number)
-            self._elected[mine] = tuple(
-                ElectedRoute(self._routes[numbers[0]], tuple(numbers)) for numbers in by_route.values()
-            )
+            self._elected[mine] = tuple(self._along(tuple(numbers)) for numbers in by_route.values())
         return self._elected[mine]
+
+    def _along(self, numbers: tuple[int, ...]) -> ElectedRoute:
+        """Returns what pieces of one route are together."""
+        layers: dict[str, tuple[Interval, ...]] = {}
+        for piece in (self.pieces[number] for number in numbers):
+            layers[piece.component] = (*layers.get(piece.component, ()), piece.box[0])
+        return ElectedRoute(self._routes[numbers[0]], numbers, layers)
 
     def route(self, piece: int) -> Route:
         """Returns the route along which a piece is sent."""
@@ -133,8 +140,14 @@ class PairPlan:
         """Returns how every piece is packed into staging memory, unit by unit; worked out at the first call."""
         if unit not in self._packed:  # two threads at a time work out the same
             self._packed[unit] = tuple(
-                packed_piece(runs, source_pages=here.paging.num_pages, destination_pages=there.paging.num_pages)
-                for runs, (here, there) in zip(self._runs(unit), self._shards, strict=True)
+                packed_piece(
+                    runs,
+                    component=piece.component,
+                    first_layer=piece.box[0].start,
+                    source_pages=here.paging.num_pages,
+                    destination_pages=there.paging.num_pages,
+                )
+                for piece, runs, (here, there) in zip(self.pieces, self._runs(unit), self._shards, strict=True)
             )
         return self._packed[unit]
 

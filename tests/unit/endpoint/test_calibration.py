@@ -103,7 +103,7 @@ def calibration(clock: Clock, transport: Any, pages: int = 4096) -> tuple[Calibr
     side = PackedSide(
         np.array([each.ctypes.data for each in tensors]), BlockShape((), 2048), PageSteps(1, 2048, 2048), pages
     )
-    piece = PackedPiece(side, side, 2, 2048, 1)
+    piece = PackedPiece("kv", 0, side, side, 2, 2048, 1)
     memory = StagingMemory(Region(1 << 21, 2 << 20), HOST, owner=tensors)
     return Calibration(transport, Gathering(clock), layout, memory), [piece], tensors
 

@@ -127,7 +127,7 @@ def test_a_signal_that_never_comes_ends_with_the_rooms_deadline(engines: Callabl
 
 
 def test_an_abort_does_not_wait_for_a_signal_and_nobody_looks_at_it_any_more(pair: Callable[..., Requests]):
-    requests, looks = pair(), []
+    requests, looks = pair(), list[None]()
     request = opened(requests, 1)
 
     def look() -> bool:

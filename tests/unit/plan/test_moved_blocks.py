@@ -477,7 +477,7 @@ def test_blocks_are_counted_move_by_move_and_piece_by_piece():
 
 def test_only_elected_pieces_are_loaded():
     written = write(("NHD", ALL, 4), ("NHD", ALL, 4), (1,), (3,))
-    only = (ElectedRoute(written.elected[0].route, (1,)),)
+    only = (ElectedRoute(written.elected[0].route, (1,), written.elected[0].layers),)
     assert moved_blocks(only, written.moves, written.plan.packed_pieces(Unit.WHOLE)) == (MovedBlocks(0, 1, 2, 1, 64),)
 
 

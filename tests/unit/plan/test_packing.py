@@ -226,7 +226,7 @@ def runs(source: str, destination: str, unit_tokens: int = 2) -> Runs:
 
 
 def test_each_side_has_as_few_loops_as_its_own_strides_allow():
-    piece = packed_piece(runs("NHD", "NHD"), source_pages=10, destination_pages=10)
+    piece = packed_piece(runs("NHD", "NHD"), component="kv", first_layer=0, source_pages=10, destination_pages=10)
     assert piece.source.shape == BlockShape(((2, 24),), 12)
     assert piece.destination.shape == BlockShape((), 24)
     assert (piece.num_bases, piece.block_bytes, piece.block_runs) == (2, 24, 2)
@@ -235,7 +235,7 @@ def test_each_side_has_as_few_loops_as_its_own_strides_allow():
 
 
 def test_packed_bytes_are_in_the_order_of_the_source_on_both_sides():
-    piece = packed_piece(runs("NHD", "HND"), source_pages=10, destination_pages=10)
+    piece = packed_piece(runs("NHD", "HND"), component="kv", first_layer=0, source_pages=10, destination_pages=10)
     assert piece.source.shape == BlockShape(((2, 24),), 12), "token by token"
     assert piece.destination.shape == BlockShape(((2, 6), (2, 12)), 6), "of each, head by head"
 
@@ -244,7 +244,7 @@ def test_packed_bytes_are_in_the_order_of_the_source_on_both_sides():
 def test_both_sides_have_the_same_bytes_of_a_block_in_the_same_place(source: str, destination: str, unit: int):
     """Followed byte by byte, from an element's place at the source to the same element's at the receiver."""
     lowered = runs(source, destination, unit)
-    piece = packed_piece(lowered, source_pages=10, destination_pages=10)
+    piece = packed_piece(lowered, component="kv", first_layer=0, source_pages=10, destination_pages=10)
     assert piece.block_bytes * piece.num_bases == lowered.bytes_per_unit
     assert piece.source.shape.num_bytes == piece.destination.shape.num_bytes == piece.block_bytes
 
@@ -280,6 +280,12 @@ def test_a_packed_page_is_one_block():
         strides=(1,),
         paging=Paging(16, 10, 8, 0),
     )
-    piece = packed_piece(lower(shard.box, shard, shard, unit_tokens=16), source_pages=10, destination_pages=10)
+    piece = packed_piece(
+        lower(shard.box, shard, shard, unit_tokens=16),
+        component="kv",
+        first_layer=0,
+        source_pages=10,
+        destination_pages=10,
+    )
     assert piece.source.shape == piece.destination.shape == BlockShape((), 5)
     assert piece.source.steps.units == 1

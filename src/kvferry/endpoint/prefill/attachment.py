@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from kvferry.endpoint.prefill.paths import PathChooser, SendingStaging
 from kvferry.endpoint.runtime.calibration import WriteHangsError
 from kvferry.errors import IncompatiblePeerError, TransportError
+from kvferry.layout import Interval
 from kvferry.plan import (
     ElectedRoute,
     PairPlan,
@@ -31,6 +33,8 @@ from kvferry.staging.digests import DigestMemory
 from kvferry.transport import PeerMetadata, PreparedList, Transport
 
 log = logging.getLogger(__name__)
+
+_ChosenLayers: TypeAlias = tuple[tuple[str, Interval], ...] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +96,7 @@ class Attachment:
         # Guards the prepared lists: those of single tokens are made by whichever worker first needs them.
         self._prepare_lock = threading.Lock()
         self._prepared: dict[Unit, PreparedRows] = {}
-        self._selectors: dict[tuple[Unit, tuple[int, ...]], tuple[Selector, ...]] = {}
+        self._selectors: dict[tuple[Unit, tuple[int, ...], _ChosenLayers], tuple[Selector, ...]] = {}
         # Guards the two below, which several workers use: no list is given back while a write uses it.
         self._lock = threading.Lock()
         self._writes = 0
@@ -158,7 +162,7 @@ class Attachment:
         prepared = self.prepare(unit)
         local, remote = [], []
         for move in moves:
-            for selector in self._selectors_of(unit, prepared, elected[move.route].pieces):
+            for selector in self._selectors_of(unit, prepared, elected[move.route].pieces, move.layers):
                 here, there = selector.select(
                     move.source_units, move.source_pages, move.destination_units, move.destination_pages
                 )
@@ -170,16 +174,23 @@ class Attachment:
         """Returns how many bytes a write moves; arguments as in `select`."""
         packed = self.plan.packed_pieces(unit)
         return sum(
-            len(move.source_pages) * packed[piece].num_bases * packed[piece].block_bytes
+            len(move.source_pages) * (stop - first) * packed[piece].block_bytes
             for move in moves
             for piece in elected[move.route].pieces
+            for first, stop in [packed[piece].bases(move.layers)]
         )
 
-    def _selectors_of(self, unit: Unit, prepared: PreparedRows, pieces: tuple[int, ...]) -> tuple[Selector, ...]:
-        known = self._selectors.get((unit, pieces))
+    def _selectors_of(
+        self, unit: Unit, prepared: PreparedRows, pieces: tuple[int, ...], layers: Mapping[str, Interval] | None
+    ) -> tuple[Selector, ...]:
+        key = unit, pieces, None if layers is None else tuple(layers.items())
+        known = self._selectors.get(key)
         if known is None:  # two workers may make the same; either will do
-            known = selectors(prepared.pieces, pieces, merged_bytes=self._merged_bytes)
-            self._selectors[unit, pieces] = known
+            packed = self.plan.packed_pieces(unit)
+            parts = [
+                prepared.pieces[piece].part(*packed[piece].bases(layers), packed[piece].num_bases) for piece in pieces
+            ]
+            known = self._selectors[key] = selectors(parts, range(len(parts)), merged_bytes=self._merged_bytes)
         return known
 
     def release(self) -> None:

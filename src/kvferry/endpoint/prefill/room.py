@@ -112,7 +112,7 @@ class SendingRoom(Actor):
         self._progress = threading.Condition() if synchronous else None
         self.sender = Sender(
             machine.room,
-            ChunkSequence(machine.room, context.identity.layout.groups),
+            ChunkSequence(machine.room, context.identity.layout.groups, context.identity.layout.shards),
             self.post if synchronous else partial(run_queue.hand_in, self),
             lambda reason: self.post(AbortRequested(reason)),
             settle=self._wait_settled if synchronous else None,
@@ -233,13 +233,12 @@ class SendingRoom(Actor):
                 self._await_first(worker)
             case HandedIn():
                 self._take(event, event.submitted_at, worker)
-            case ChunkReady(None):
+            case ChunkReady(error):
                 self._awaited = None
-                if self._unready:  # else the room has failed since
-                    self._take(self._unready.popleft(), self._context.now(), worker)
+                if error is not None:
+                    self.apply(Broke(error), worker)
+                elif self._unready:  # else the room has failed since
                     self._take_ready(worker)
-            case ChunkReady(Exception() as error):
-                self.apply(Broke(error), worker)
             case Admitted():
                 self._receivers[event.receiver].direct.post_admitted(event, worker)
             case PostNextPart():
@@ -267,7 +266,8 @@ class SendingRoom(Actor):
         self._handled_chunks += 1
 
     def _take_ready(self, worker: Worker) -> None:
-        """Takes what waited for a chunk before it alone, and waits for the next signal."""
+        """Takes the first that waited, and those that waited for it alone; then awaits the next signal."""
+        self._take(self._unready.popleft(), self._context.now(), worker)
         while self._unready and self._unready[0].is_ready is None:
             self._take(self._unready.popleft(), self._context.now(), worker)
         self._await_first(worker)

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvferry.errors import ChunkError, PageError
-from kvferry.layout import PageGroup
+from kvferry.layout import Interval, PageGroup, Shard
+from kvferry.plan.requests.layers import LayerProgress, Layers, layers_by_component
 
 Pages = NDArray[np.int64]
 
@@ -92,12 +93,14 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
         parts: its pages, by group.
         is_last: whether the request ends with this chunk.
         aux: the request's aux data, with the last chunk of the rank that sends it.
+        layers: the layers that it has of its pages, by component; None for all.
     """
 
     number: int
     parts: tuple[ChunkPart, ...]
     is_last: bool
     aux: bytes | None = None
+    layers: Mapping[str, Interval] | None = None
 
 
 class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -110,6 +113,7 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
         parts: group, start and page numbers of every part; the numbers are a copy, as bytes of int64.
         submitted_at: when it was handed in.
         is_ready: returns whether the pages hold what is to be sent; None if they do.
+        layers: as of a `Chunk`.
     """
 
     number: int
@@ -118,6 +122,7 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
     aux: bytes | None
     submitted_at: float
     is_ready: Callable[[], bool] | None = None
+    layers: Mapping[str, Interval] | None = None
 
     def chunk(self) -> Chunk:
         """Returns the chunk, with page numbers to compute with. They are not checked yet; see `refuse_impossible`."""
@@ -125,18 +130,19 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
             ChunkPart(group.name, start, np.frombuffer(numbers, np.int64), group.num_pages)
             for group, start, numbers in self.parts
         )
-        return Chunk(self.number, parts, self.is_last, self.aux)
+        return Chunk(self.number, parts, self.is_last, self.aux, self.layers)
 
 
 class _Progress:
     """How far a request's chunks have come in one group."""
 
-    __slots__ = ("group", "has_begun", "next_page")
+    __slots__ = ("group", "has_begun", "layers", "next_page")
 
     def __init__(self, group: PageGroup) -> None:
         self.group = group
         self.next_page = 0
         self.has_begun = False
+        self.layers: LayerProgress | None = None  # made when layers are handed in for the first time
 
 
 class ChunkSequence:
@@ -146,18 +152,21 @@ class ChunkSequence:
     cache, and calls that let other threads run. Hence few calls, and no look at any page number.
     """
 
-    def __init__(self, room: int, groups: Sequence[PageGroup]) -> None:
+    def __init__(self, room: int, groups: Sequence[PageGroup], shards: Sequence[Shard] = ()) -> None:
         """Starts a room's chunks.
 
         Args:
             room: the transfer's number, for errors.
             groups: the groups of the rank's layout.
+            shards: the shards of the rank's layout, for chunks of some layers alone.
         """
+        self._shards = shards
         self._where = f"room {room}"
         self._progress = {group.name: _Progress(group) for group in groups}
         self._only = self._progress[groups[0].name] if len(groups) == 1 and not groups[0].has_slots else None
         self._next_number = 0
         self._complete = False
+        self._is_layered = False  # whether any chunk has had some layers alone
 
     @property
     def submitted(self) -> int:
@@ -178,6 +187,7 @@ class ChunkSequence:
         aux: bytes | None,
         now: float,
         is_ready: Callable[[], bool] | None = None,
+        layers: Layers | None = None,
     ) -> HandedIn:
         """Copies and numbers the next chunk. A refused chunk changes nothing.
 
@@ -188,13 +198,16 @@ class ChunkSequence:
                 is left out lies before the window.
             now: the time.
             is_ready: as of a `HandedIn`.
+            layers: the layers that the chunk has of its pages; None for all.
 
         Raises:
-            ChunkError: after the last chunk, or if the chunk does not continue the one before.
+            ChunkError: after the last chunk, or if the chunk does not continue the one before; also in its layers.
             PageError: if page numbers are not integers, there is no such group, or several slots are given.
         """
         if self._complete:
-            raise ChunkError(f"{self._where}: a chunk after the last one; open a new room for a new request")
+            raise ChunkError(_after_the_last(self._where))
+        if layers is not None or self._is_layered:
+            return self._hand_in_layers(layers, pages, start, is_last=is_last, aux=aux, now=now, is_ready=is_ready)
         only = self._only
         parts: tuple[tuple[PageGroup, int, bytes], ...]
         if (
@@ -220,6 +233,52 @@ class ChunkSequence:
         self._complete = is_last
         return handed_in
 
+    def _hand_in_layers(
+        self,
+        layers: Layers | None,
+        pages: AnyPages,
+        start: int | None,
+        *,
+        is_last: bool,
+        aux: bytes | None,
+        now: float,
+        is_ready: Callable[[], bool] | None,
+    ) -> HandedIn:
+        """Like `hand_in`, for a request of which any chunk has some layers alone."""
+        if self._complete:
+            raise ChunkError(_after_the_last(self._where))
+        components = tuple({shard.component.name: shard.component for shard in self._shards}.values())
+        whole = {component.name: Interval(0, component.axes[0].size) for component in components}
+        meant = whole if layers is None else layers_by_component(layers, components, where=self._where)
+        given = pages_by_group(pages, tuple(self._progress), start=start, where=self._where)
+        parts: list[tuple[PageGroup, int, bytes]] = []
+        after = {name: each.layers or self._no_layers(each) for name, each in self._progress.items()}
+        for name, each in given.items():
+            if not after[name].has_any(meant):
+                continue
+            part = self._part(self._progress[name], each)
+            stop = part[1] + len(part[2]) // _PAGE_BYTES
+            if stop > part[1]:
+                after[name] = after[name].after(meant, part[1], stop, where=f"{self._where}, group {name!r}")
+                parts.append(part)
+        if is_last and (unfinished := [each for each in after.values() if each.begun is not None]):
+            missing = " and ".join(each.missing_in_words for each in unfinished)
+            raise ChunkError(f"{self._where}: the last chunk comes before {missing}")
+        for group, begin, numbers in parts:
+            progress, is_through = self._progress[group.name], after[group.name].begun is None
+            progress.layers = after[group.name]
+            progress.next_page = begin + (len(numbers) // _PAGE_BYTES if is_through else 0)
+            progress.has_begun = True
+        self._is_layered = True
+        handed_in = HandedIn(self._next_number, tuple(parts), is_last, aux, now, is_ready, meant)
+        self._next_number += 1
+        self._complete = is_last
+        return handed_in
+
+    def _no_layers(self, progress: _Progress) -> LayerProgress:
+        progress.layers = LayerProgress.of_group(progress.group.name, self._shards)
+        return progress.layers
+
     def _part(self, progress: _Progress, given: GroupPages) -> tuple[PageGroup, int, bytes]:
         group, expected = progress.group, progress.next_page
         where = self._where if len(self._progress) == 1 else f"{self._where}, group {group.name!r}"
@@ -237,6 +296,10 @@ class ChunkSequence:
         if group.has_slots and slots > 1:
             raise PageError(f"{where}: {slots} slots for one request: hand in its slot once, when the state is final")
         return group, begin, numbers
+
+
+def _after_the_last(where: str) -> str:
+    return f"{where}: a chunk after the last one; open a new room for a new request"
 
 
 def refuse_impossible(chunk: Chunk, *, where: str) -> None:

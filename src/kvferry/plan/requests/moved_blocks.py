@@ -28,10 +28,11 @@ def moved_blocks(
         packed: every piece of the pair's plan, in the unit of the moves.
     """
     return tuple(
-        MovedBlocks(number, piece, packed[piece].num_bases, len(move.source_pages), packed[piece].block_bytes)
+        MovedBlocks(number, piece, stop - first, len(move.source_pages), packed[piece].block_bytes, first)
         for number, move in enumerate(moves)
         for piece in elected[move.route].pieces
-        if packed[piece].block_bytes
+        for first, stop in [packed[piece].bases(move.layers)]
+        if packed[piece].block_bytes and stop > first
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry.errors import PageError, UsageError
+from kvferry.layout import Interval
 from kvferry.plan import Demand, Route, Unit, Units, needed_locally, places, segments_between, units_of
 from kvferry.plan.requests.chunks import Chunk, ChunkPart, Pages
 from kvferry.plan.requests.demands import GroupRequest
@@ -20,12 +21,25 @@ class ReceiverRequest:
         wanted: what it requests, by those of its groups that the source rank fills.
         routes: the routes along which the source rank was elected to send something.
         depends_on: digests of what the request's cache depends on, by name.
+        layers: of each route, the layers that the source rank was elected to send along it, by component.
     """
 
     tokens: int | None
     wanted: Mapping[str, GroupRequest]
     routes: tuple[Route, ...]
     depends_on: Mapping[str, bytes] = field(default_factory=dict)
+    layers: tuple[Mapping[str, tuple[Interval, ...]], ...] = ()
+
+    def has_any(self, route: int, layers: Mapping[str, Interval] | None) -> bool:
+        """Returns whether any of some layers is sent along a route; None stands for all."""
+        if layers is None:
+            return True
+        return any(
+            part.overlap(layers[name]) is not None
+            for name, parts in self.layers[route].items()
+            if name in layers
+            for part in parts
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +53,7 @@ class Move:
         destination_pages: the page that each unit is in on the receiver.
         destination_units: which one of that page it is.
         destination_numbers: the units' numbers on the receiver: local position divided by the unit's tokens.
+        layers: the layers of them that are written, by component; None for all.
     """
 
     route: int
@@ -47,6 +62,7 @@ class Move:
     destination_pages: Pages
     destination_units: Pages
     destination_numbers: Pages
+    layers: Mapping[str, Interval] | None = None
 
 
 def check_chunk(chunk: Chunk, request: ReceiverRequest, next_pages: Mapping[str, int], *, where: str) -> None:
@@ -109,7 +125,7 @@ def moves_of(chunk: Chunk, request: ReceiverRequest) -> dict[Unit, tuple[Move, .
     moves: dict[Unit, list[Move]] = {Unit.WHOLE: [], Unit.TOKEN: []}
     for number, route in enumerate(request.routes):
         part, wanted = parts.get(route.source_group), request.wanted[route.destination_group]
-        if part is None:
+        if part is None or not request.has_any(number, chunk.layers):
             continue
         segments = segments_between(
             route,
@@ -120,13 +136,20 @@ def moves_of(chunk: Chunk, request: ReceiverRequest) -> dict[Unit, tuple[Move, .
         )
         units, tokens = units_of(segments, route.unit_tokens)
         if len(units):
-            moves[Unit.WHOLE].append(_move(number, route, units, part, wanted))
+            moves[Unit.WHOLE].append(_move(number, route, units, part, wanted, chunk.layers))
         if len(tokens):
-            moves[Unit.TOKEN].append(_move(number, route, tokens, part, wanted))
+            moves[Unit.TOKEN].append(_move(number, route, tokens, part, wanted, chunk.layers))
     return {unit: tuple(of_unit) for unit, of_unit in moves.items()}
 
 
-def _move(number: int, route: Route, units: Units, part: ChunkPart, wanted: GroupRequest) -> Move:
+def _move(
+    number: int,
+    route: Route,
+    units: Units,
+    part: ChunkPart,
+    wanted: GroupRequest,
+    layers: Mapping[str, Interval] | None,
+) -> Move:
     source_units, source_pages = places(
         units.source,
         unit_tokens=units.tokens,
@@ -141,4 +164,4 @@ def _move(number: int, route: Route, units: Units, part: ChunkPart, wanted: Grou
         pages=wanted.pages,
         first_page=wanted.first_page,
     )
-    return Move(number, source_pages, source_units, destination_pages, destination_units, units.destination)
+    return Move(number, source_pages, source_units, destination_pages, destination_units, units.destination, layers)

@@ -264,7 +264,8 @@ class OpenRoom(AboutRoom, frozen=True, omit_defaults=True):
         wanted = wanted_groups(
             self.groups, layout, receivers=self.receivers, tokens=self.tokens, filled=filled, where=where
         )
-        return ReceiverRequest(self.tokens, wanted, routes, self.depends_on)
+        layers = tuple(each.layers for each in elected)
+        return ReceiverRequest(self.tokens, wanted, routes, self.depends_on, layers)
 
 
 class AbortRoom(WillNotSucceed, frozen=True):
