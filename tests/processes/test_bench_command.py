@@ -95,6 +95,20 @@ def test_cases_share_processes_and_a_steady_load_is_checked(commands: CommandPro
     assert all(case["ratio_to_direct"] is None for case in shown["cases"])
 
 
+def test_a_prefill_that_computes_layer_by_layer_is_played(commands: CommandProcess):
+    shown = result(
+        commands, "--variants", "direct,staged", "--prefill-tp", "2", "--layer-time-ms", "1", "--layer-ranges", "2"
+    )
+    assert shown["exact"] is True
+    assert [case["variant"] for case in shown["cases"]] == [
+        *("direct", "direct, by layer"),
+        *("staged", "staged, by layer"),
+    ]
+    for case in shown["cases"]:
+        assert 0 < case["exposed"]["ms"]["p50"] < case["latency_ms"]["p50"]
+        assert case["latency_ms"]["p50"] > 4.0, "four layers of a millisecond are computed before the last is sent"
+
+
 @pytest.mark.full
 def test_a_wrong_byte_is_seen(commands: CommandProcess):
     run = commands.kvferry("bench", *SMALL, "--json", "--plant-wrong-byte")
@@ -121,6 +135,10 @@ def test_cases_are_drawn(commands: CommandProcess, tmp_path: Path):
         (("--requests", "100000000"), "GiB is available"),
         (("--preset", "huge"), "--preset 'huge'"),
         (("--plot", "bench.txt"), "--plot bench.txt"),
+        (
+            ("--layer-time-ms", "1", "--role", "decode", "--registry", "http://127.0.0.1:9"),
+            "--layer-time-ms with --role decode",
+        ),
         (("--variants", "fast"), "--variants 'fast': 'fast' is none"),
         (("--prefill-tp", "0"), "--prefill-tp 0: it must be at least 1"),
         (("--role", "decode"), "--role decode needs --registry URL"),

@@ -86,6 +86,9 @@ def test_a_models_configuration_takes_the_presets_place():
         ({"passes": 2, "in_flight": 2}, "--passes 2 with --requests 2"),
         ({"prefill_tp": 0}, "--prefill-tp 0"),
         ({"decode_tp": -1}, "--decode-tp -1"),
+        ({"layer_time_ms": -1.0}, "--layer-time-ms -1"),
+        ({"layer_ranges": 0}, "--layer-ranges 0"),
+        ({"layer_time_ms": 1.0, "variants": "synchronous"}, "--layer-time-ms with --variants synchronous"),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_options_name(changes: dict[str, Any], said: str):

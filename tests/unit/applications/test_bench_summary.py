@@ -26,6 +26,7 @@ def run_of(num_bytes: int, seconds: float, path: str = "direct") -> Run:
         num_bytes=num_bytes,
         seconds=seconds,
         latencies_s=(seconds / 2, seconds),
+        exposed_s=(seconds / 4, seconds / 2),
         submit_s=(1e-5, 3e-5),
         cpu_s=0.5 * num_bytes / 1e9,
         descriptors=(100, 100),
@@ -149,6 +150,38 @@ def test_if_all_variants_were_refused_nothing_is_exact():
     assert not all_exact(summarise(nothing))
 
 
+def played(layer_time_ms: float, layer_ranges: int = 2) -> Measured:
+    """A prefill that is played, of 4 layers; whole prompts take 100 ms on the wire, and twice as long as by layer."""
+    played_shape = options(
+        variants="direct", requests=2, layer_time_ms=layer_time_ms, layer_ranges=layer_ranges, in_flight=4
+    )
+    runs = {"direct": run_of(10**9, 1.0), "direct, by layer": run_of(10**9, 0.5)}
+    rounds = (Round(runs=runs, bulk_whole=5e9, bulk_blocks=1e9, memory_copy=9e9),)
+    return Measured(played_shape, rounds, dict.fromkeys(runs, Checked(100)), {})
+
+
+@pytest.mark.parametrize(("layer_time_ms", "least_ms"), [(10.0, 110.0), (100.0, 50.0)])
+def test_what_is_left_is_compared_with_the_whole_and_with_what_is_possible(layer_time_ms: float, least_ms: float):
+    found = played(layer_time_ms)
+    figures = figures_of(found)
+    whole, by_layer = (figures[name].exposed for name in ("direct", "direct, by layer"))
+    assert whole is not None
+    assert by_layer is not None
+    assert (whole.share, by_layer.share) == (1.0, 0.5)
+    assert whole.limit_s == pytest.approx(0.1)
+    assert by_layer.limit_s == pytest.approx(least_ms / 1e3), "what takes longer than computing, and one range"
+    shown = json.loads(report.as_json(found.options, summarise(found), shares_clock=True))
+    assert (shown["in_flight"], shown["layer_ranges"]) == (1, 2)
+    assert [case["exposed"]["share_of_whole"] for case in shown["cases"]] == [1.0, 0.5]
+    text = StringIO()
+    report.show(found.options, summarise(found), Console(width=200, file=text), shares_clock=True)
+    assert "sent whole at the end, or in 2 ranges" in " ".join(text.getvalue().split())
+
+
+def test_nothing_is_left_out_where_no_prefill_is_played():
+    assert all(figures.exposed is None for figures in figures_of(measured()).values())
+
+
 def text_of(cases: list[Case]) -> str:
     shown = StringIO()
     report.show(shape(), cases, Console(width=200, file=shown), shares_clock=True)
@@ -166,8 +199,10 @@ def test_the_path_is_what_the_records_say():
 
 def accounts() -> tuple[list[Sent], list[Received]]:
     sent = [
-        Sent((1.0, 2.0), (1e-6, 2e-6), 0.5, ({"a": 10, "b": 20}, {"a": 10}), (3, 4), (Way("direct", "", 40),)),
-        Sent((0.5, 2.5), (3e-6, 4e-6), 0.25, ({"a": 5}, {}), (1, 0), (Way("staged", "", 5),)),
+        Sent(
+            (1.0, 2.0), (2.0, 4.5), (1e-6, 2e-6), 0.5, ({"a": 10, "b": 20}, {"a": 10}), (3, 4), (Way("direct", "", 40),)
+        ),
+        Sent((0.5, 2.5), (1.5, 4.75), (3e-6, 4e-6), 0.25, ({"a": 5}, {}), (1, 0), (Way("staged", "", 5),)),
     ]
     return sent, [Received("a", (3.0, 5.0), 0.1), Received("b", (4.0, 4.5), 0.15)]
 
@@ -176,6 +211,7 @@ def test_times_run_from_the_first_submit_to_the_last_arrival_of_all_ranks():
     result = combined(*accounts(), in_flight=2, asked_at=None)
     assert result.seconds == 4.5
     assert result.latencies_s == (3.5, 3.0)
+    assert result.exposed_s == (2.0, 0.25), "from the last submit of any rank to the last arrival"
     assert result.num_bytes == 45
     assert result.cpu_s == pytest.approx(1.0)
     assert result.descriptors == (4, 4)

@@ -163,7 +163,9 @@ class Ranks:
                     return commands.Received("receiver", (self._now + 1,) * count, 0.5)
                 way = commands.Way("staged", "asked for", 10)
                 bytes_sent = ({"receiver": 10},) * count
-                return commands.Sent((self._now,) * count, (1e-6,) * count, 0.5, bytes_sent, (1,) * count, (way,))
+                return commands.Sent(
+                    (self._now,) * count, (self._now,) * count, (1e-6,) * count, 0.5, bytes_sent, (1,) * count, (way,)
+                )
             case commands.Check():
                 return commands.Found(Checked(100))
             case commands.Listen():

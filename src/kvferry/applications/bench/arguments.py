@@ -47,6 +47,16 @@ class Workload:
     in_flight: Annotated[int, typer.Option(help="Requests submitted and not yet sent at a time.")] = 4
     repetitions: Annotated[int, typer.Option(help="Rounds, in each of which every variant has a turn.")] = 3
     seconds: Annotated[float, typer.Option(help="Begin further rounds for so long.")] = 0.0
+    layer_time_ms: Annotated[
+        float,
+        typer.Option(
+            help="Play a prefill that computes one request at a time, so long for each layer, and measure what of a "
+            "transfer is left when it is through: sent whole, and layer by layer."
+        ),
+    ] = 0.0
+    layer_ranges: Annotated[
+        int, typer.Option(help="With --layer-time-ms, in how many ranges of layers a request is sent.")
+    ] = 8
     plant_wrong_byte: Annotated[
         bool, typer.Option("--plant-wrong-byte", help="Change a byte that arrived, to see that the check finds it.")
     ] = False

@@ -142,6 +142,7 @@ class Sent(_Message, frozen=True):
 
     Attributes:
         submitted_at: of every transfer, just before its first chunk.
+        computed_at: of every transfer, just behind its last chunk.
         submit_s: how long every submit took the caller.
         cpu_s: of the whole process, meanwhile.
         sent_bytes: for every transfer, how many went to each receiver.
@@ -150,6 +151,7 @@ class Sent(_Message, frozen=True):
     """
 
     submitted_at: tuple[float, ...]
+    computed_at: tuple[float, ...]
     submit_s: tuple[float, ...]
     cpu_s: float
     sent_bytes: tuple[dict[str, int], ...]

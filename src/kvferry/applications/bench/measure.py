@@ -41,6 +41,8 @@ class Run:
         seconds: from the first submit to the last arrival.
         latencies_s: of every transfer, from its first submit on any rank to its arrival on every rank. Where the two
             sides share no clock both are counted from when the decode side asked; see `combined`.
+        exposed_s: of every transfer, from its last submit on any rank to its arrival on every rank. Empty where the two
+            sides share no clock.
         submit_s: of every submit.
         cpu_s: of all ranks' processes.
         descriptors: of every transfer, over all ranks.
@@ -50,6 +52,7 @@ class Run:
     num_bytes: int
     seconds: float
     latencies_s: tuple[float, ...]
+    exposed_s: tuple[float, ...]
     submit_s: tuple[float, ...]
     cpu_s: float
     descriptors: tuple[int, ...]
@@ -233,7 +236,7 @@ class Measurement:
         result = combined(
             sent,
             received,
-            in_flight=options.in_flight,
+            in_flight=options.at_a_time,
             asked_at=None if self._run_context.shares_clock else asked_at,
         )
         self._request_bytes = result.num_bytes // transfers
@@ -259,11 +262,15 @@ def combined(
         begun = [min(times) for times in zip(*(account.submitted_at for account in sent), strict=True)]
     else:
         begun = [asked_at if number < in_flight else ended[number - in_flight] for number in range(len(ended))]
+    computed = [max(times) for times in zip(*(account.computed_at for account in sent), strict=True)]
     return Run(
         num_bytes=sum(sum(transfer.values()) for account in sent for transfer in account.sent_bytes),
         seconds=max(ended) - min(begun),
         # What two ranks see of one moment differs a little: a transfer never takes less than nothing.
         latencies_s=tuple(max(0.0, end - begin) for begin, end in zip(begun, ended, strict=True)),
+        exposed_s=()
+        if asked_at is not None
+        else tuple(max(0.0, end - through) for through, end in zip(computed, ended, strict=True)),
         submit_s=tuple(seconds for account in sent for seconds in account.submit_s),
         cpu_s=sum(account.cpu_s for account in sent) + sum(account.cpu_s for account in received),
         descriptors=tuple(sum(counts) for counts in zip(*(account.descriptors for account in sent), strict=True)),

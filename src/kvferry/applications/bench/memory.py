@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.applications.bench.options import VARIANTS, BenchOptions, Side
+from kvferry.applications.bench.options import BenchOptions, Side, variant_of
 from kvferry.applications.bench.pool import pool_bytes
 from kvferry.endpoint.prefill.paths import CALIBRATION_BYTES
 from kvferry.errors import SettingsError
@@ -72,7 +72,7 @@ def staging_bytes(options: BenchOptions, side: Side) -> int:
         wanted = settings.gather_workers * ring_bytes + min(ring_bytes, CALIBRATION_BYTES)
     else:
         wanted = options.prefill.tp_size * ring_bytes
-    return sum(VARIANTS[name].may_stage for name in options.variants) * min(wanted, most)
+    return sum(variant_of(name).may_stage for name in options.variants) * min(wanted, most)
 
 
 def available_bytes() -> int | None:

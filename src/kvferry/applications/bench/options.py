@@ -45,16 +45,21 @@ class Variant:
     Attributes:
         name: in tables, and of the engine whose endpoints go this way.
         settings: what these endpoints are told beside what all are told.
+        is_by_layer: whether requests are handed in by ranges of layers, as they are computed.
     """
 
     name: str
     settings: Mapping[str, Any]
+    is_by_layer: bool = False
 
     @property
     def may_stage(self) -> bool:
         """Whether its endpoints may have staging memory."""
         return bool(self.settings["path"] != "direct")
 
+
+BY_LAYER = ", by layer"
+"""Ends the names of variants that send a request as its layers are computed."""
 
 DIRECT = "direct"
 """The variant that the others are compared with."""
@@ -71,6 +76,13 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
     }
 )
 """Measured in turn, in one run. The last is what an endpoint does by itself."""
+
+
+def variant_of(name: str) -> Variant:
+    """The variant of that name, which may end with `BY_LAYER`."""
+    if name.endswith(BY_LAYER):
+        return Variant(name, VARIANTS[name.removesuffix(BY_LAYER)].settings, is_by_layer=True)
+    return VARIANTS[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +142,11 @@ class BenchOptions(Workload):
     def sides(self) -> tuple[Side, Side]:
         """Prefill and decode."""
         return self.prefill, self.decode
+
+    @property
+    def at_a_time(self) -> int:
+        """Requests on their way at a time: a prefill that computes layer by layer computes one."""
+        return 1 if self.layer_time_ms else self.in_flight
 
     def side(self, name: str) -> Side:
         """The side of that name."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.applications.bench.arguments import BenchArguments, Workload
-from kvferry.applications.bench.options import PRESETS, VARIANTS, BenchOptions, Model, Side
+from kvferry.applications.bench.options import BY_LAYER, PRESETS, VARIANTS, BenchOptions, Model, Side
 from kvferry.applications.checks import TOKEN_ORDERS, check_at_least_one, one_of
 from kvferry.errors import ConfigurationError, SettingsError
 from kvferry.layout import Device, Entry, MemoryKind, ShardedComponent, attention_components
@@ -24,12 +24,20 @@ def prepare(arguments: BenchArguments) -> list[BenchOptions]:
     """
     device, variants = checked_device(arguments.device), parse_variants(arguments.variants)
     check_at_least_one(arguments, "prefill_tp", "decode_tp", "decode_page_size")
-    check_at_least_one(arguments, "tokens", "chunks", "requests", "passes", "in_flight", "repetitions")
+    check_at_least_one(arguments, "tokens", "chunks", "requests", "passes", "in_flight", "repetitions", "layer_ranges")
     if arguments.passes > 1 and arguments.requests <= arguments.in_flight:
         raise SettingsError(
             f"--passes {arguments.passes} with --requests {arguments.requests}: pages are used again while --in-flight "
             f"{arguments.in_flight} are on their way, which takes more requests than that"
         )
+    if not 0 <= arguments.layer_time_ms < float("inf"):
+        raise SettingsError(f"--layer-time-ms {arguments.layer_time_ms:g}: it must not be negative, and finite")
+    if arguments.layer_time_ms:
+        variants = tuple(each for name in variants for each in (name, name + BY_LAYER) if name != "synchronous")
+        if not variants:
+            raise SettingsError(
+                "--layer-time-ms with --variants synchronous: nothing is sent while layers are computed"
+            )
     if not 0 <= arguments.seconds < float("inf"):
         raise SettingsError(f"--seconds {arguments.seconds:g}: it must not be negative, and finite")
     model = preset_model(arguments.preset) if arguments.config is None else configured_model(arguments.config)

@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from types import MappingProxyType
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from kvferry.applications.bench import commands, pattern
 from kvferry.applications.bench.limits import BulkReceiver, BulkSender
-from kvferry.applications.bench.options import VARIANTS, BenchOptions, Variant
+from kvferry.applications.bench.options import BY_LAYER, BenchOptions, Variant, variant_of
 from kvferry.applications.bench.pool import Pool, storage_bytes
 from kvferry.applications.bench.storage import Storage, allocate
 from kvferry.cpus import usable_cpus
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
 from kvferry.errors import KVFerryError, PeerDisconnectedError, RegistryError, TransferTimeoutError
-from kvferry.layout import RankCoordinates
+from kvferry.layout import Interval, RankCoordinates
 from kvferry.plan.requests.chunks import GroupPages
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.settings import Settings
@@ -180,7 +180,7 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
                     self._pool.layout,
                     engine=engine_name(command.run, name),
                     coordinates=self._coordinates,
-                    settings=_settings(self._options, registry_url, VARIANTS[name]),
+                    settings=_settings(self._options, registry_url, variant_of(name)),
                     host_registry=registry_url is None,
                 )
             except KVFerryError as error:
@@ -204,19 +204,21 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
 
     def _send(self, timeout_s: float) -> commands.Sent | commands.Failed:
         deadline = time.monotonic() + timeout_s
-        submitted_at, submit_s = [], []
+        submitted_at, computed_at, submit_s = [], [], []
         cpu_before = time.process_time()
         try:
             for number in range(self._num_transfers):
-                if number >= self._options.in_flight:
-                    self._transfers[number - self._options.in_flight].wait(max(0.0, deadline - time.monotonic()))
+                if number >= self._options.at_a_time:
+                    self._transfers[number - self._options.at_a_time].wait(max(0.0, deadline - time.monotonic()))
                     self._open_next()
                 sender = self._transfers[number]
                 submitted_at.append(time.monotonic())
                 for pages, is_last in self._chunks[self._options.source_of(number)]:
-                    before = time.perf_counter()
-                    sender.submit(pages, last=is_last)
-                    submit_s.append(time.perf_counter() - before)
+                    for layers, ends in self._computed(is_last=is_last):
+                        before = time.perf_counter()
+                        sender.submit(pages, last=ends, layers=layers)
+                        submit_s.append(time.perf_counter() - before)
+                computed_at.append(time.monotonic())
             for sender in self._transfers:
                 sender.wait(max(0.0, deadline - time.monotonic()))
         except KVFerryError as error:
@@ -229,12 +231,27 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
                 sent_bytes[-1][write.receiver] = sent_bytes[-1].get(write.receiver, 0) + write.total_bytes
         return commands.Sent(
             submitted_at=tuple(submitted_at),
+            computed_at=tuple(computed_at),
             submit_s=tuple(submit_s),
             cpu_s=cpu_s,
             sent_bytes=tuple(sent_bytes),
             descriptors=tuple(sender.stats.descriptors for sender in self._transfers),
             ways=ways_of(self._transfers),
         )
+
+    def _computed(self, *, is_last: bool) -> Iterator[tuple[Mapping[str, Interval] | None, bool]]:
+        """Yields what there is of a chunk to be handed in, as it is computed, and whether the request ends with it."""
+        layer_s = self._options.layer_time_ms / 1e3
+        through_at = time.monotonic()
+        if not variant_of(self._opened.variant).is_by_layer:
+            _wait_until(through_at + layer_s * self._options.model.num_layers)
+            yield None, is_last
+            return
+        ranges = layer_ranges(self._options)
+        for number, (computed, layers) in enumerate(ranges):
+            through_at += layer_s * computed
+            _wait_until(through_at)
+            yield layers, is_last and number == len(ranges) - 1
 
     def _chunks_of(self, request: int) -> list[tuple[Pages, bool]]:
         """What each submit of a request hands in, and whether it is the last."""
@@ -302,7 +319,7 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
                     self._pool.layout,
                     engine="bench-decode",
                     coordinates=self._coordinates,
-                    settings=_settings(self._options, command.registry_url, VARIANTS[name]),
+                    settings=_settings(self._options, command.registry_url, variant_of(name)),
                 )
                 self.endpoints[name] = self._resources.enter_context(endpoint)
                 endpoint.connect(engine_name(self._run, name))
@@ -344,9 +361,32 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
         )
 
 
+def _wait_until(moment: float) -> None:
+    """Waits as for a device, which takes no processor."""
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
+def layer_ranges(options: BenchOptions) -> list[tuple[float, Mapping[str, Interval]]]:
+    """In which ranges a request is handed in: how many of the model's layers are computed for each, and its layers.
+
+    Components that have fewer layers than the model have as many of them in a range as fall to it.
+    """
+    count = min(options.layer_ranges, options.model.num_layers)
+    ranges: list[tuple[float, Mapping[str, Interval]]] = []
+    for number in range(count):
+        parts: dict[str, Interval] = {}
+        for sharded in options.model.components:
+            total = sharded.component.axes[0].size
+            start, stop = total * number // count, total * (number + 1) // count
+            if start < stop:
+                parts[sharded.component.name] = Interval(start, stop)
+        ranges.append((options.model.num_layers / count, parts))
+    return ranges
+
+
 def engine_name(run: str, variant: str) -> str:
     """How the prefill engine of a variant is registered."""
-    return f"bench-{run}-{variant}"
+    return f"bench-{run}-{variant.replace(BY_LAYER, '-by-layer')}"
 
 
 def ways_of(senders: Iterable[Sender]) -> tuple[commands.Way, ...]:

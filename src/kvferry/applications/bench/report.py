@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry.applications.bench.options import BenchOptions
-from kvferry.applications.bench.summary import GB, Case, Figures, all_exact
+from kvferry.applications.bench.summary import GB, Case, Exposed, Figures, all_exact
 from kvferry.layout import MemoryKind
 
 _FIGURES = (
@@ -27,6 +27,7 @@ _FIGURES = (
     "cpu_s_per_gb",
     "descriptors",
     "bytes_per_request",
+    "exposed",
 )
 
 
@@ -45,10 +46,12 @@ def as_json(options: BenchOptions, cases: Sequence[Case], *, shares_clock: bool)
             "chunks": options.chunks,
             "requests": options.requests,
             "passes": options.passes,
-            "in_flight": options.in_flight,
+            "in_flight": options.at_a_time,
             "transport": options.transport,
             "nixl_threads": options.nixl_threads,
             "latency_from": "submit" if shares_clock else "asking",
+            "layer_time_ms": options.layer_time_ms,
+            "layer_ranges": options.layer_ranges if options.layer_time_ms else None,
             "cases": [case_data(case) for case in cases],
         }
     )
@@ -88,13 +91,22 @@ def _figures_data(figures: Figures | None) -> dict[str, Any]:
         "cpu_s_per_gb": round(figures.cpu_s_per_gb, 4),
         "descriptors": figures.descriptors,
         "bytes_per_request": figures.request_bytes,
+        "exposed": None if figures.exposed is None else _exposed_data(figures.exposed),
+    }
+
+
+def _exposed_data(exposed: Exposed) -> dict[str, Any]:
+    return {
+        "ms": {f"p{number}": round(1e3 * seconds, 3) for number, seconds in exposed.seconds.items()},
+        "share_of_whole": round(exposed.share, 4),
+        "limit_ms": round(1e3 * exposed.limit_s, 3),
     }
 
 
 def show(options: BenchOptions, cases: Sequence[Case], console: Console, *, shares_clock: bool) -> None:
     """The cases for a person."""
     title = (
-        f"{options.model.name}: {options.requests} requests of {options.tokens} tokens, {options.in_flight} in flight, "
+        f"{options.model.name}: {options.requests} requests of {options.tokens} tokens, {options.at_a_time} in flight, "
         f"{options.chunks} chunks each; GB/s are medians, efficiency the median of ratios to the bulk write"
     )
     table = Table(title=title)
@@ -107,6 +119,8 @@ def show(options: BenchOptions, cases: Sequence[Case], console: Console, *, shar
     for case in cases:
         table.add_row(case.name, case.variant, *_cells(case))
     console.print(table)
+    if options.layer_time_ms:
+        console.print(_exposed_table(options, cases))
     since = "its first submit" if shares_clock else "when the decode side asked for it"
     console.print(
         f"submit: p50 / p99 of the caller's time; latency: p50 / p95 / p99 of a request, from {since} to its arrival",
@@ -123,6 +137,26 @@ def show(options: BenchOptions, cases: Sequence[Case], console: Console, *, shar
             )
         else:
             console.print(f"{place}: {escape(case.figures.path)}, {escape(case.figures.why)}", style="dim")
+
+
+def _exposed_table(options: BenchOptions, cases: Sequence[Case]) -> Table:
+    """What is left of transfers when their prompts are computed."""
+    computing_ms = options.layer_time_ms * options.model.num_layers
+    table = Table(
+        title=f"what is left of a transfer when its prompt is computed: {options.model.num_layers} layers of "
+        f"{options.layer_time_ms:g} ms each ({computing_ms:g} ms), sent whole at the end, or in "
+        f"{min(options.layer_ranges, options.model.num_layers)} ranges as they are computed"
+    )
+    table.add_column("case")
+    table.add_column("variant")
+    for name in ("left, ms (p50 / p95)", "of whole", "least possible, ms"):
+        table.add_column(name, justify="right")
+    for case in cases:
+        if case.figures is not None and case.figures.exposed is not None:
+            exposed = case.figures.exposed
+            left = " / ".join(f"{1e3 * seconds:.1f}" for seconds in exposed.seconds.values())
+            table.add_row(case.name, case.variant, left, f"{exposed.share:.2f}", f"{1e3 * exposed.limit_s:.1f}")
+    return table
 
 
 def _cells(case: Case) -> list[str]:

@@ -80,6 +80,11 @@ def run(arguments: BenchArguments, place: Place, *, picture: Path | None, wants_
     """
     if place.role == "prefill" and (picture is not None or wants_json):
         raise SettingsError("--role prefill: the decode side shows the figures; give --json and --plot there")
+    if arguments.layer_time_ms and place.role != "both":
+        raise SettingsError(
+            f"--layer-time-ms with --role {place.role}: what is left of a transfer when its prompt is computed is "
+            "measured by one clock, on one machine"
+        )
     if picture is not None:
         check_picture(picture, option="--plot")
     planned = prepare(arguments)

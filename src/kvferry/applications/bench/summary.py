@@ -10,12 +10,28 @@ import numpy as np
 
 from kvferry.applications.bench.commands import Way
 from kvferry.applications.bench.measure import Measured, Round, Run
-from kvferry.applications.bench.options import DIRECT, BenchOptions
+from kvferry.applications.bench.options import BY_LAYER, DIRECT, BenchOptions, variant_of
 from kvferry.applications.bench.pattern import Checked
 from kvferry.applications.bench.pool import block_bytes
 
 GB = 1e9
 MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class Exposed:
+    """What of a transfer is left when its prompt is computed: what the first token waits for.
+
+    Attributes:
+        seconds: percentiles, by their number.
+        share: median ratio to what is left where the whole prompt is sent at its end, by the same path.
+        limit_s: the least that is possible by the bulk write's throughput: all of it where the whole prompt is sent at
+            its end; else what takes longer than computing, and the last range of layers.
+    """
+
+    seconds: dict[int, float]
+    share: float
+    limit_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +46,7 @@ class Figures:
         submit_s: percentiles, by their number.
         latency_s: likewise.
         descriptors: median of a request's.
+        exposed: where a prefill is played that computes layer by layer.
     """
 
     path: str
@@ -45,6 +62,7 @@ class Figures:
     descriptors: int
     request_bytes: int
     all_latencies_s: tuple[float, ...]
+    exposed: Exposed | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +157,7 @@ def _figures(measured: Measured, variant: str) -> Figures:
     direct = [each.runs[DIRECT].bytes_per_s for each in rounds] if has_direct else None
     latencies = tuple(seconds for run in runs for seconds in run.latencies_s)
     path, why = path_and_why(way for run in runs for way in run.ways)
+    request_bytes = runs[0].num_bytes // len(runs[0].latencies_s)
     return Figures(
         path=path,
         why=why,
@@ -151,8 +170,24 @@ def _figures(measured: Measured, variant: str) -> Figures:
         latency_s=percentiles(latencies, 50, 95, 99),
         cpu_s_per_gb=median(_cpu_s_per_gb(run) for run in runs),
         descriptors=round(median(count for run in runs for count in run.descriptors)),
-        request_bytes=runs[0].num_bytes // len(runs[0].latencies_s),
+        request_bytes=request_bytes,
         all_latencies_s=latencies,
+        exposed=_exposed(measured, variant, request_bytes / median(bulk)) if measured.options.layer_time_ms else None,
+    )
+
+
+def _exposed(measured: Measured, variant: str, wire_s: float) -> Exposed:
+    options, rounds = measured.options, measured.rounds
+    runs, whole = ([each.runs[name] for each in rounds] for name in (variant, variant.removesuffix(BY_LAYER)))
+    limit_s = wire_s
+    if variant_of(variant).is_by_layer:
+        compute_s = options.layer_time_ms / 1e3 * options.model.num_layers
+        ranges = min(options.layer_ranges, options.model.num_layers)
+        limit_s = max(0.0, wire_s - compute_s) + wire_s / ranges
+    return Exposed(
+        seconds=percentiles(tuple(seconds for run in runs for seconds in run.exposed_s), 50, 95),
+        share=median_ratio([median(run.exposed_s) for run in runs], [median(run.exposed_s) for run in whole]),
+        limit_s=limit_s,
     )
 
 
