@@ -1,6 +1,7 @@
 """The cells of the fault matrix, and the few of them that stand for all where there is little time.
 
-Every cell strikes somebody, at a step of a room, on a path, with a fault. All of them belong to the whole proof. The
+Every cell strikes somebody, at a step of a room, on a path, with a fault. The full tier has each fault at each step for
+everybody, on one path or the other in turn: what is struck knows little of the path. The long tier has both paths. The
 quick tier takes a choice in which every pair of two of these occurs, with one exception: of steps and faults, every
 step meets every kind of fault (it ends, it is away for a moment, it is away for long). All pairs of those two alone
 would take 80 cells.
@@ -66,7 +67,7 @@ def all_cases() -> Iterator[FaultCase]:
 
     The registry matters before two ranks have connected, and must not matter in the middle of a room.
     """
-    for path in ("staged", "direct"):
+    for path in PATHS:
         for role in (Role.PREFILL_RANK, Role.DECODE_RANK):
             for step, fault in itertools.product(Step, Fault):
                 yield FaultCase(role, step, path, fault)
@@ -91,6 +92,21 @@ def covering(cases: Sequence[Case], covered_by: Callable[[Case], set[Hashable]])
     return chosen
 
 
+PATHS = ("staged", "direct")
+
+
+@cache
+def full_cases() -> frozenset[FaultCase]:
+    """Returns those of the full tier: of each pair of cells that differ in the path alone one, in turn, or both."""
+    steps, faults = list(Step), list(KINDS)
+    # From step to step, and from fault to fault, the path changes.
+    return quick_cases() | {
+        case
+        for case in all_cases()
+        if case.path == PATHS[(steps.index(case.step) + faults.index(case.fault)) % len(PATHS)]
+    }
+
+
 @cache
 def quick_cases() -> frozenset[FaultCase]:
     """Returns those of the quick tier."""
@@ -98,7 +114,7 @@ def quick_cases() -> frozenset[FaultCase]:
 
 
 def cells(role: Role, *steps: Step) -> list[ParameterSet]:
-    """Returns the parameters path, step and fault of a role's cells; those beyond the quick tier are marked.
+    """Returns the parameters path, step and fault of a role's cells, marked with their tiers.
 
     Args:
         steps: which; all if none is given.
@@ -109,8 +125,14 @@ def cells(role: Role, *steps: Step) -> list[ParameterSet]:
             case.step,
             case.fault,
             id=f"{case.path}-{case.step.name}-{case.fault.name}".lower(),
-            marks=() if case in quick_cases() else pytest.mark.full,
+            marks=_marks(case),
         )
         for case in all_cases()
         if case.role is role and (not steps or case.step in steps)
     ]
+
+
+def _marks(case: FaultCase) -> tuple[pytest.MarkDecorator, ...]:
+    if case in quick_cases():
+        return ()
+    return (pytest.mark.full if case in full_cases() else pytest.mark.long,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from tests.support.matrix import KINDS, FaultCase, Role, all_cases, covering, quick_cases
+from tests.support.matrix import KINDS, PATHS, FaultCase, Role, all_cases, covering, full_cases, quick_cases
 from tests.support.victims import Step
 
 
@@ -22,6 +22,20 @@ def test_there_are_few_of_many():
     assert len(set(all_cases())) == len(list(all_cases())) == 280
     assert len(quick_cases()) < 40
     assert {case.role for case in quick_cases()} == set(Role)
+
+
+def test_the_full_tier_has_every_fault_at_every_step_for_everybody_and_the_long_one_both_paths():
+    cases, full = list(all_cases()), full_cases()
+    assert {(case.role, case.step, case.fault) for case in full} == {
+        (each.role, each.step, each.fault) for each in cases
+    }
+    assert quick_cases() <= full
+    assert len(full) < 170
+    for role, path in itertools.product(Role, PATHS):
+        of_both = {case.step for case in full if (case.role, case.path) == (role, path)}
+        assert of_both == {case.step for case in cases if case.role is role}, "either path at every step"
+        of_both_faults = {case.fault for case in full if (case.role, case.path) == (role, path)}
+        assert of_both_faults == {case.fault for case in cases if case.role is role}, "either path with every fault"
 
 
 def test_a_choice_covers_all_takes_what_adds_most_and_is_the_same_again():
