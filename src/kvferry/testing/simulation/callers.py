@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.errors import RoomExistsError
+from kvferry.layout import Interval
 from kvferry.testing.simulation.circumstances import WAITS
 from kvferry.testing.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
 from kvferry.testing.simulation.processes import Process
@@ -180,15 +181,32 @@ class Callers:
 
     def _submit(self, side: SendSide) -> None:
         assert side.sender is not None
-        count = side.chunks.pop(0)
-        is_last = not side.chunks
+        if not side.ranges:
+            side.ranges = self._ranges(side)
+        count, layers = side.chunks[0], side.ranges.pop(0)
+        is_last = len(side.chunks) == 1 and not side.ranges
         side.sender.submit(
             side.pages[side.position : side.position + count],
             start=None,
             last=is_last,
             aux=side.request.aux if is_last else None,
+            layers=layers,
         )
-        side.position += count
+        if not side.ranges:
+            side.position += side.chunks.pop(0)
         self._world.note(
-            "%s: %s submits %d pages%s", side.process.name, side.request, count, ", the last" if is_last else ""
-        )
+            "%s: %s submits %d pages%s%s",
+            side.process.name, side.request, count, "" if layers is None else f", layers {layers}",
+            ", the last" if is_last else "",
+        )  # fmt: skip
+
+    def _ranges(self, side: SendSide) -> list[Interval | None]:
+        """The ranges of layers in which a chunk is handed in; None for all at once."""
+        layers = self._world.circumstances.layers
+        if layers == 1 or not self._world.hands_layers_in:
+            return [None]
+        draw = random.Random(f"{self._world.seed} layers of {side.request.number} {side.process.rank} {side.position}")
+        cut = draw.randint(1, layers - 1)
+        ranges = [Interval(0, cut), Interval(cut, layers)]
+        draw.shuffle(ranges)
+        return [*ranges]

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
 from kvferry.errors import UnknownRoomError
+from kvferry.layout import Interval
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.testing.simulation.memory import HEAD_DIM, HEADS, KINDS, MOST_TOKENS, Contents
 from kvferry.testing.simulation.processes import Process
@@ -66,12 +67,14 @@ class SendSide(RankSide):
     Attributes:
         chunks: pages of every chunk that was not handed in yet.
         sender: once its caller has opened the room.
+        ranges: ranges of layers of the first of them that are still to be handed in.
         position: pages that were handed in.
         waits_since: since when its caller has waited for pages; None if it never did.
         may_be_late: whether that was so long that decode ranks may have given the request up.
     """
 
     chunks: list[int]
+    ranges: list[Interval | None] = field(default_factory=list)
     sender: Sender | None = None
     position: int = 0
     waits_since: float | None = None

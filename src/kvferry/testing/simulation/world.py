@@ -56,6 +56,7 @@ class World:
         registry: where processes find each other.
         pods: what an orchestrator knows of the processes.
         raised: what endpoints logged of errors that they did not expect.
+        hands_layers_in: whether callers hand chunks in by ranges of layers.
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class World:
         self._wire_is_busy_until = 0.0
         self._known_threads: list[tuple[Process, Thread, bool]] | None = None
         self._kinds = (self._turn, self._bytes, self._notification, self._callers.act)
+        # Chances of their own, so that other worlds are as they were without them.
+        self.hands_layers_in = random.Random(f"{seed} hands layers in").random() < 0.2
         self._hides_processes = random.Random(f"{seed} hides processes").random() < 0.25
 
     @property
