@@ -571,6 +571,13 @@ CATALOGUE = (
         "tests/unit/engines/test_quoted_refusals.py",
     ),
     PlantedFault(
+        "SGLang: a prefill server that was started again is looked for where its registry was",
+        "engines/sglang/directory.py",
+        "            if view.registrations or not self._has_moved(name, place):\n",
+        "            if True:\n",
+        "tests/unit/engines/test_sglang_parts.py",
+    ),
+    PlantedFault(
         "what vLLM does not show of kvferry's log stays hidden",
         "engines/vllm/log_handlers.py",
         "        hidden.addHandler(handler)\n",

@@ -10,7 +10,8 @@ from __future__ import annotations
 import platform
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import httpx
@@ -113,44 +114,98 @@ def registry_url(bootstrap_address: str, announcement: Announcement, settings: S
     return str(httpx.URL(scheme=scheme, host=host, port=announcement.registry_port))
 
 
-class Directory(RegistryClient):
-    """The registries of all prefill engines that requests have named, as one."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an engine is registered.
 
-    def __init__(self, settings: Settings) -> None:
+    Attributes:
+        registry: a client of its registry.
+        bootstrap_address: of the bootstrap server that announced it.
+    """
+
+    registry: RegistryClient
+    bootstrap_address: str
+
+
+class Directory(RegistryClient):
+    """The registries of all prefill engines that requests have named, as one.
+
+    A prefill server that is started again may have its registry elsewhere. Where a registry cannot be reached, or does
+    not know the engine, its bootstrap server is asked once more before that counts.
+    """
+
+    def __init__(self, settings: Settings, moved: Callable[[str], None] = lambda _: None) -> None:
+        """Knows no engine yet.
+
+        Args:
+            moved: called with a bootstrap server's address when what it announces has changed, on any thread.
+        """
         super().__init__(settings.registry_address)
         self._settings = settings
-        # Guards the clients: the threads that look up prefill servers add, the endpoint's look up ranks.
-        self._clients_lock = threading.Lock()
-        self._by_engine: dict[str, RegistryClient] = {}
+        self._moved = moved
+        # Guards the places: the threads that look up prefill servers add, the endpoint's look up ranks.
+        self._places_lock = threading.Lock()
+        self._places: dict[str, _Place] = {}
 
-    def add(self, engine: str, url: str) -> None:
-        """Remembers where an engine is registered."""
-        with self._clients_lock:
-            known = self._by_engine.get(engine)
-            if known is not None and known.url == url.rstrip("/"):
-                return
-            self._by_engine[engine] = create_registry_client(self._settings, url)
-        if known is not None:
-            known.close()
+    def add(self, engine: str, url: str, bootstrap_address: str) -> None:
+        """Remembers where an engine is registered.
+
+        Args:
+            url: its registry's address.
+            bootstrap_address: host and port of the bootstrap server that announced it.
+        """
+        with self._places_lock:
+            known = self._places.get(engine)
+            is_known = known is not None and known.registry.url == url.rstrip("/")
+            registry = known.registry if known and is_known else create_registry_client(self._settings, url)
+            self._places[engine] = _Place(registry, bootstrap_address)
+        if known is not None and not is_known:
+            known.registry.close()
 
     def url_for(self, engine: str) -> str:
         """Returns the address of an engine's registry, see `RegistryClient.url_for`."""
-        with self._clients_lock:
-            client = self._by_engine.get(engine)
-        return self.url if client is None else client.url
+        place = self._place(engine)
+        return self.url if place is None else place.registry.url
 
     def engine(self, name: str) -> EngineView:
         """Returns the live ranks of one engine, see `RegistryClient.engine`."""
-        with self._clients_lock:
-            client = self._by_engine.get(name)
-        if client is None:
+        place = self._place(name)
+        if place is None:
             raise RegistryUnreachableError(f"no request has named a bootstrap server of engine {name!r} yet")
-        return client.engine(name)
+        try:
+            view = place.registry.engine(name)
+        except RegistryError:
+            if not self._has_moved(name, place):
+                raise
+        else:
+            if view.registrations or not self._has_moved(name, place):
+                return view
+        moved = self._place(name) or place
+        return moved.registry.engine(name)
 
     def close(self) -> None:
         """Closes all connections."""
-        with self._clients_lock:
-            clients = list(self._by_engine.values())
-        for client in clients:
-            client.close()
+        with self._places_lock:
+            places = list(self._places.values())
+        for place in places:
+            place.registry.close()
         super().close()
+
+    def _place(self, engine: str) -> _Place | None:
+        with self._places_lock:
+            return self._places.get(engine)
+
+    def _has_moved(self, engine: str, place: _Place) -> bool:
+        """Asks the bootstrap server once more; returns whether the engine is registered elsewhere now."""
+        address = place.bootstrap_address
+        try:
+            announcement = ask(address)
+        except RegistryError:
+            return False  # the server is gone, or not back yet
+        url = registry_url(address, announcement, self._settings)
+        is_elsewhere = announcement.engine == engine and url.rstrip("/") != place.registry.url
+        if is_elsewhere or announcement.engine != engine:
+            self._moved(address)
+        if is_elsewhere:
+            self.add(engine, url, address)
+        return is_elsewhere

@@ -125,7 +125,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
                 fingerprint=fingerprint,
             )
             return
-        self._directory = Directory(settings)
+        self._directory = Directory(settings, moved=self.forget_prefill)
         self._decode = DecodeEndpoint(
             layout,
             engine="sglang-decode",
@@ -233,7 +233,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             said = quoted(RegistryError(answer.body[:200].decode(errors="replace")))
             raise RegistryError(f"the bootstrap server at {address} is not ready (status {answer.status}): {said}")
         info = PrefillServerInfo(**msgspec.json.decode(answer.body))
-        self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings))
+        self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings), address)
         refusal = self._refusal(info, address)
         self._servers[address] = PrefillServer(announcement.engine, info.attn_tp_size, info.page_size, refusal)
         return info
