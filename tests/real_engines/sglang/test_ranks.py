@@ -328,28 +328,6 @@ def test_a_page_that_is_another_ones_shows(pair: Pair):
         request.run()
 
 
-def test_what_is_early_waits_for_what_the_device_has_done(pair: Pair):
-    pair.begin(Model())
-    request = Request(pair, 1)
-    request.ask()
-    wait(request.sent, KVPoll.WaitingForInput)
-    (sender,) = request.senders
-    pages = request.source[0]
-    sender.init(len(pages), request.aux_index)
-    pending = pages[:3]
-    for rank in pair.prefill.ranks:
-        rank.kv[0][0][pending] = 0  # the device has not written it yet
-    sender._early_send_wait_event = object()
-    sender.send(np.array(pending, np.int32))
-    time.sleep(0.2)
-    assert sender.poll() == KVPoll.WaitingForInput
-    for rank in pair.prefill.ranks:
-        rank.fill(request.whole, *request.source)
-    sender.send(np.array(pages[3:], np.int32))
-    wait(request.received, KVPoll.Success)
-    request.check()
-
-
 def test_an_abort_on_the_prefill_side_fails_both(pair: Pair):
     pair.begin(Model(), prefill_tp=2)
     request = Request(pair, 1)

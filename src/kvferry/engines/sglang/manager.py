@@ -21,6 +21,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 from kvferry import DecodeEndpoint, Device, Entry, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
 from kvferry.engines.fingerprint import CacheIdentity
+from kvferry.engines.sglang.device_events import DeviceEvents
 from kvferry.engines.sglang.directory import Directory, ask, difference, get, registry_url
 from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
 from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
@@ -66,6 +67,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     Attributes:
         state_types: what the rank caches beside keys and values.
         metadata_rows: SGLang's metadata buffers.
+        device_events: waits for the device, on a prefill rank.
     """
 
     supports_deferred_decode_kv_release = True
@@ -101,6 +103,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
                 "has as many. KVFERRY_CHECKSUMS=1 on the decode side verifies all, where caches are in CPU memory",
                 self.attn_tp_size,
             )
+        self.device_events = DeviceEvents()
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
         settings = settings_beside(
@@ -141,6 +144,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
     def close(self) -> None:
         """Closes the endpoint, within the settings' close_timeout_s."""
+        self.device_events.close()
         for endpoint in (self._prefill, self._decode):
             if endpoint is not None:
                 endpoint.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from kvferry import GroupPages, Sender, TransferState
 from kvferry.engines.sglang.conditions import current
+from kvferry.engines.sglang.device_events import DeviceEvent
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_SENDER
@@ -26,7 +30,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
     aux_index: int
     conclude_state: int | None
     curr_idx: int
-    _early_send_wait_event: object | None
+    _early_send_wait_event: DeviceEvent | None
 
     def __init__(
         self,
@@ -39,7 +43,9 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._transfer: Sender | None = None
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state
-        self._pending: list[np.ndarray[Any, Any]] = []
+        # Guards what leaves, and in which order: the scheduler hands pages in, and a thread that waits for the device.
+        self._lock = threading.Lock()
+        self._early: deque[np.ndarray[Any, Any]] = deque()  # pages that the device may still write
         self._prefix_pages = 0
         self.num_kv_indices = 0
         try:
@@ -72,16 +78,39 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         if self._transfer is None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return
         pages = page_numbers(kv_indices)  # copied where they are kept
-        if self._early_send_wait_event is not None:
-            # The device may still write pages that come early. The next call comes when it has: they wait for that.
-            self._early_send_wait_event = None
-            self._pending.append(pages.copy())
-            return
-        if self._pending:
-            pages = np.concatenate([*self._pending, pages])
-            self._pending.clear()
+        event, self._early_send_wait_event = self._early_send_wait_event, None
+        with self._lock:
+            if event is not None:
+                self._early.append(pages.copy())
+                self.kv_mgr.device_events.when(event, partial(self._computed, self._early[-1]))
+                return
+            # SGLang calls without an event once the device is through with all that it handed in before.
+            if self._early:
+                pages = np.concatenate([*self._early, pages])
+                self._early.clear()
+            self._hand_in(pages, state_indices, may_end=True)
+
+    def _computed(self, pages: np.ndarray[Any, Any], problem: Exception | None) -> None:
+        """Hands in pages that came early, unless they have left with others since. On the thread of the events."""
+        with self._lock:
+            if not self._early or self._early[0] is not pages or self._transfer is None:
+                return
+            if problem is None:
+                self._early.popleft()
+                self._hand_in(pages, None, may_end=False)
+            else:
+                self._early.clear()
+                self._transfer.abort(f"the device failed: {problem}")
+
+    def _hand_in(self, pages: np.ndarray[Any, Any], state_indices: list[Any] | None, *, may_end: bool) -> None:
+        """Hands in the next pages, and with the last ones all the rest. Must be called with the lock.
+
+        Args:
+            may_end: whether the request ends with them if they are the last ones.
+        """
+        assert self._transfer is not None
         start, self.curr_idx = self.curr_idx, self.curr_idx + len(pages)
-        is_last = self.curr_idx == self.num_kv_indices
+        is_last = may_end and self.curr_idx == self.num_kv_indices
         groups = {KV_GROUP: GroupPages(pages, self._prefix_pages + start)}
         aux = None
         try:
@@ -112,12 +141,12 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
     def abort(self) -> None:
         """Aborts the transfer. SGLang reuses the pages at once: what is still read from them is discarded."""
         super().abort()
-        give_up(self._transfer, "SGLang gave the request up")
+        self._give_up("SGLang gave the request up")
 
     def clear(self) -> None:
         """Forgets the request, which SGLang is done with."""
         super().clear()
-        give_up(self._transfer, "SGLang is through with the request")
+        self._give_up("SGLang is through with the request")
 
     def get_transfer_metric(self) -> KVTransferMetric:
         """Returns how much was transferred, and how long that took."""
@@ -128,6 +157,11 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
                 begun = min(each.submitted_at for each in writes)
                 self._transfer_metric.transfer_latency_s = max(each.done_at for each in writes) - begun
         return self._transfer_metric
+
+    def _give_up(self, reason: str) -> None:
+        with self._lock:
+            self._early.clear()
+            give_up(self._transfer, reason)
 
     def _look(self) -> None:
         """Copies the transfer's state to the manager's table, where SGLang's own code reads it, once it has changed."""
