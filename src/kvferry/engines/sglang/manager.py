@@ -33,7 +33,7 @@ from kvferry.engines.sglang.plugin import engine_version
 from kvferry.engines.sglang.pools import caches_of
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.engines.sglang.versions import kv_layout
-from kvferry.errors import IncompatiblePeerError, RegistryError, UsageError, quoted
+from kvferry.errors import IncompatiblePeerError, RegistryError, TransferError, UsageError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +68,11 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         state_types: what the rank caches beside keys and values.
         metadata_rows: SGLang's metadata buffers.
         device_events: waits for the device, on a prefill rank.
+        is_released: whether SGLang has given the memory of the caches away, for now: there is no endpoint then.
     """
 
     supports_deferred_decode_kv_release = True
+    supports_role_switch = True
 
     def __init__(
         self,
@@ -106,48 +108,62 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.device_events = DeviceEvents()
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
-        settings = settings_beside(
+        self.is_released = False
+        self._settings = settings_beside(
             envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         )
         model = ModelConfig.from_server_args(server_args)
         totals = totals_by_layer(loaded_modules()) if self.attn_tp_size > 1 else {}  # one rank has all heads
         caches = caches_of(args, model, mambaish_config(model), totals, place=self._coordinates)
-        fingerprint = _identity(args, model).fingerprint()
-        layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
-        self._uncut = [each.name for each in layout.components if each.entry is Entry.PAGE]
-        if disaggregation_mode is DisaggregationMode.PREFILL:
-            address = self._own_bootstrap_address()
-            announcement = ask(address)
-            where = settings.model_copy(update={"registry_url": registry_url(address, announcement, settings)})
-            self._prefill = PrefillEndpoint(
-                layout,
-                engine=announcement.engine,
-                coordinates=self._coordinates,
-                settings=where,
-                host_registry=False,
-                fingerprint=fingerprint,
-            )
-            return
-        self._directory = Directory(settings, moved=self.forget_prefill)
-        self._decode = DecodeEndpoint(
-            layout,
-            engine="sglang-decode",
-            coordinates=self._coordinates,
-            settings=settings,
-            registry=self._directory,
-            fingerprint=fingerprint,
-        )
+        self._fingerprint = _identity(args, model).fingerprint()
+        self._layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
+        self._uncut = [each.name for each in self._layout.components if each.entry is Entry.PAGE]
         self._helper = ThreadPoolExecutor(4, "kvferry-sglang-look-up")
         self._look_ups: dict[str, Future[PrefillServerInfo]] = {}
         self._servers: dict[str, PrefillServer] = {}  # by bootstrap address
         self._receivers: dict[int, Receiver] = {}
+        self._open()
+
+    # ---- the endpoint, which lives as long as the caches are in memory -------------------------------------------
+
+    def register_buffer_to_engine(self) -> None:
+        """Makes the endpoint anew, once SGLang has the memory of the caches back."""
+        if self.is_released:
+            self._open()
+            self.is_released = False
+
+    def deregister_buffer_to_engine(self) -> None:
+        """Closes the endpoint, before SGLang gives the memory of the caches away.
+
+        Raises:
+            TransferError: if something may still write to the caches, or read them: SGLang must not go on then.
+        """
+        if self.is_released:
+            return
+        self.is_released = True
+        self._close_endpoints()
+        self._receivers.clear()
+
+    def teardown(self) -> None:
+        """Ends what the manager has, before SGLang makes one for the server's other role.
+
+        Raises:
+            TransferError: as `deregister_buffer_to_engine`. SGLang calls the server unhealthy then.
+        """
+        try:
+            self.deregister_buffer_to_engine()
+        finally:
+            self.close()
 
     def close(self) -> None:
-        """Closes the endpoint, within the settings' close_timeout_s."""
+        """Closes the endpoint, within the settings' close_timeout_s, and ends all threads."""
         self.device_events.close()
-        for endpoint in (self._prefill, self._decode):
-            if endpoint is not None:
-                endpoint.close()
+        for endpoint in self._endpoints:
+            endpoint.close()
+        self._helper.shutdown(wait=False, cancel_futures=True)
+        recomputing = getattr(self, "_prefill_recompute_executor", None)  # SGLang's, on a decode rank
+        if recomputing is not None:
+            recomputing.shutdown(wait=False, cancel_futures=True)
         # SGLang's manager has a socket that nothing here uses. Left to the garbage collector, a context can wait for
         # its socket for ever, in whatever thread it is collected.
         self._zmq_ctx.destroy(linger=0)
@@ -163,6 +179,48 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         """The endpoint of a decode rank."""
         assert self._decode is not None
         return self._decode
+
+    @property
+    def _endpoints(self) -> tuple[PrefillEndpoint | DecodeEndpoint, ...]:
+        return tuple(each for each in (self._prefill, self._decode) if each is not None)
+
+    def _open(self) -> None:
+        if self.disaggregation_mode is DisaggregationMode.PREFILL:
+            address = self._own_bootstrap_address()
+            announcement = ask(address)
+            where = self._settings.model_copy(
+                update={"registry_url": registry_url(address, announcement, self._settings)}
+            )
+            self._prefill = PrefillEndpoint(
+                self._layout,
+                engine=announcement.engine,
+                coordinates=self._coordinates,
+                settings=where,
+                host_registry=False,
+                fingerprint=self._fingerprint,
+            )
+            return
+        self._directory = Directory(self._settings, moved=self.forget_prefill)
+        self.prefill_info_table.clear()  # another directory knows no server: each is looked up anew
+        self._look_ups.clear()
+        self._decode = DecodeEndpoint(
+            self._layout,
+            engine="sglang-decode",
+            coordinates=self._coordinates,
+            settings=self._settings,
+            registry=self._directory,
+            fingerprint=self._fingerprint,
+        )
+
+    def _close_endpoints(self) -> None:
+        for endpoint in self._endpoints:
+            endpoint.close()
+            if pages := endpoint.status().quarantined_pages:
+                raise TransferError(
+                    f"{pages} pages of SGLang's caches may still be {'read' if self._prefill else 'written'} by a "
+                    f"transfer that has ended here, {self._settings.close_timeout_s:g} s (KVFERRY_CLOSE_TIMEOUT_S) "
+                    "after it was told to stop: their memory must not be given away"
+                )
 
     # ---- prefill servers, as a decode rank knows them ---------------------------------------------------------------
 

@@ -71,6 +71,11 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         prefix_tokens = decode_prefix_len or 0
         total_pages = prefix_tokens // self.kv_mgr.kv_args.page_size + len(pages)
         try:
+            if self.kv_mgr.is_released:
+                raise UsageError(
+                    "the memory of SGLang's caches was given away (release_memory_occupation), and is not back yet "
+                    "(resume_memory_occupation)"
+                )
             if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
                 raise UsageError("kvferry does not write to host memory for SGLang yet")
             states = state_pages(self.kv_mgr.state_types, state_indices, total_pages, last=pages)

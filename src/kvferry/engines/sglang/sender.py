@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
-        """Opens the room."""
+        """Opens the room, unless the caches have no memory for now."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._transfer: Sender | None = None
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state
@@ -48,14 +49,31 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         self._early: deque[np.ndarray[Any, Any]] = deque()  # pages that the device may still write
         self._prefix_pages = 0
         self.num_kv_indices = 0
+        self._depends_on: Mapping[str, bytes] = {}
+        self._opens_later = mgr.is_released  # with the first poll after SGLang has the memory of its caches back
         try:
-            self._transfer = mgr.prefill.open(bootstrap_room, depends_on=current(CREATE_SENDER).depends_on)
+            self._depends_on = current(CREATE_SENDER).depends_on
         except KVFerryError as error:
-            mgr.prefill.refuse(bootstrap_room, str(error))
-            self._fail(str(error))
+            self._refuse(str(error))
             return
-        if mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang has refused it
-            self._transfer.abort(mgr.failure_records.get(bootstrap_room, "SGLang refused the request"))
+        if not self._opens_later:
+            self._open()
+
+    def _open(self) -> None:
+        """Opens the room."""
+        room = self.bootstrap_room
+        try:
+            self._transfer = self.kv_mgr.prefill.open(room, depends_on=self._depends_on)
+        except KVFerryError as error:
+            self._refuse(str(error))
+            return
+        if self.kv_mgr.request_status.get(room) == KVPoll.Failed:  # SGLang has refused it
+            self._transfer.abort(self.kv_mgr.failure_records.get(room, "SGLang refused the request"))
+
+    def _refuse(self, reason: str) -> None:
+        self.kv_mgr.prefill.refuse(self.bootstrap_room, reason)
+        self._opens_later = False
+        self._fail(reason)
 
     def pop_decode_prefix_len(self) -> int:
         """Returns how many tokens the decode side holds already, in whole pages of this side.
@@ -125,6 +143,9 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
 
     def poll(self) -> int:
         """Returns the state of the transfer."""
+        if self._opens_later and not self.kv_mgr.is_released:
+            self._opens_later = False
+            self._open()
         if self._transfer is not None and self._transfer.state is not self._seen:
             self._look()
         return self._conclude(self.kv_mgr.check_status)
@@ -159,6 +180,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         return self._transfer_metric
 
     def _give_up(self, reason: str) -> None:
+        self._opens_later = False
         with self._lock:
             self._early.clear()
             give_up(self._transfer, reason)
