@@ -138,6 +138,58 @@ def test_memory_does_not_go_while_something_may_still_use_it(
             manager.deregister_buffer_to_engine()
 
 
+# ---- requests that the decode side retracted, and that the prefill side computes again ------------------------------
+
+
+def test_a_late_refusal_to_compute_again_fails_nobody(pair: Pair):
+    """SGLang asks by HTTP. The answer may come when the cache is there, or the number is another request's."""
+    pair.begin(Model())
+    (manager,) = pair.decode.managers
+    first = Request(pair, 1)
+    first.ask()
+    wait(first.sent, KVPoll.WaitingForInput)
+    first.send()
+    eventually("the cache is there", lambda: first.receivers[0].is_over)
+    manager._fail_prefill_recompute(first.receivers[0], "status 500")
+    wait(first.received, KVPoll.Success)
+    wait(first.sent, KVPoll.Success)
+    first.check()
+    first.clear()
+    again = Request(pair, 1)  # of the same request: its number stays
+    wait(again.received, KVPoll.WaitingForInput)
+    for late in (
+        manager._fail_prefill_recompute,
+        lambda receiver, _: receiver.abort(),
+        lambda receiver, _: receiver.clear(),
+    ):
+        late(first.receivers[0], "status 500")
+    again.ask()
+    wait(again.sent, KVPoll.WaitingForInput)
+    again.send()
+    wait(again.received, KVPoll.Success)
+    again.check()
+    assert not manager.failure_records
+
+
+def test_a_prefill_server_that_does_not_compute_again_fails_the_request(pair: Pair):
+    pair.begin(Model())
+    (manager,) = pair.decode.managers
+    receiver = pair.receiver(manager, 1)
+    receiver.send_metadata(np.arange(3, dtype=np.int32), 0)
+    manager._fail_prefill_recompute(receiver, "PD retract rebootstrap /generate failed for rid=a (status=500).")
+    assert_fails(lambda: [receiver.poll()], [receiver], "/generate failed for rid=a .status=500.")
+    eventually("its pages are safe", lambda: manager.is_abort_release_safe(1, 1))
+
+
+def test_where_a_prefill_server_takes_requests_is_known_while_another_request_fails(pair: Pair):
+    """A failure makes the next request look the server up again; SGLang's own then finds no address to ask at."""
+    pair.begin(Model())
+    (manager,) = pair.decode.managers
+    receiver = pair.receiver(manager, 1)
+    manager.forget_prefill(pair.address)
+    assert manager._resolve_rebootstrap_prefill_url(receiver) == "http://127.0.0.1:1"
+
+
 # ---- --enable-pd-role-switch ---------------------------------------------------------------------------------------
 
 

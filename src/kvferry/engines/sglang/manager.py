@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -31,6 +30,7 @@ from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.options import check_options
 from kvferry.engines.sglang.plugin import engine_version
 from kvferry.engines.sglang.pools import caches_of
+from kvferry.engines.sglang.prefill_server import PrefillServer, http_url
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.engines.sglang.versions import kv_layout
 from kvferry.errors import IncompatiblePeerError, RegistryError, TransferError, UsageError, quoted
@@ -42,23 +42,6 @@ _FIRST_CONTACT_S = 0.1
 later."""
 
 _ANY_RANK = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillServer:
-    """What a decode rank has looked up of a prefill server.
-
-    Attributes:
-        engine: its name.
-        attn_tp_size: how many tensor-parallel ranks it has.
-        page_tokens: tokens in its pages; None if it does not say.
-        refusal: why the two cannot work together; None if they can.
-    """
-
-    engine: str
-    attn_tp_size: int
-    page_tokens: int | None
-    refusal: str | None
 
 
 class KVFerryManager(CommonKVManager):  # type: ignore[misc]
@@ -296,8 +279,13 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             raise RegistryError(f"the bootstrap server at {address} is not ready (status {answer.status}): {said}")
         info = PrefillServerInfo(**msgspec.json.decode(answer.body))
         self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings), address)
-        refusal = self._refusal(info, address)
-        self._servers[address] = PrefillServer(announcement.engine, info.attn_tp_size, info.page_size, refusal)
+        self._servers[address] = PrefillServer(
+            engine=announcement.engine,
+            http_url=http_url(address, info),
+            attn_tp_size=info.attn_tp_size,
+            page_tokens=info.page_size,
+            refusal=self._refusal(info, address),
+        )
         return info
 
     def _refusal(self, info: PrefillServerInfo, address: str) -> str | None:
@@ -332,6 +320,25 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         """Forgets a failed room whose pages SGLang has taken back."""
         self._receivers.pop(bootstrap_room, None)
+
+    # ---- requests that were retracted, and that the prefill side computes again -----------------------------------
+
+    def _resolve_rebootstrap_prefill_url(self, kv_receiver: Any) -> str | None:
+        """Returns where the request's prefill server takes requests.
+
+        SGLang's own knows none while a prefill server is to be looked up again, as after another request's failure.
+        """
+        server = self._servers.get(kv_receiver.bootstrap_addr)
+        return server.http_url if server is not None else None
+
+    def _fail_prefill_recompute(self, kv_receiver: Any, reason: str) -> None:
+        """Fails a request that the prefill server would not compute again, on a thread of SGLang's.
+
+        Its answer may come when the request has its cache, or its room's number is another's.
+        """
+        if kv_receiver.is_over:
+            return
+        super()._fail_prefill_recompute(kv_receiver, reason)
 
     # ---- this rank --------------------------------------------------------------------------------------------------
 

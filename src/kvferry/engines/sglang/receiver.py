@@ -122,11 +122,18 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.abort_notified = self._transfer is not None
 
     def clear(self) -> None:
-        """Forgets the request, which SGLang is done with."""
+        """Forgets the request, which SGLang is done with. From then on the room's number may be another request's."""
         super().clear()
         give_up(self._transfer, "SGLang is through with the request")
         self._refuse("SGLang is through with the request, and never had pages for it")
         self.kv_mgr.received(self.bootstrap_room)
+        self._owns_bootstrap_room = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether SGLang is done with the request, or it has its cache."""
+        has_cache = self._transfer is not None and self._transfer.state is TransferState.SUCCESS
+        return has_cache or not self._owns_bootstrap_room
 
     def is_abort_release_safe(self) -> bool:
         """Whether no write can reach the pages any more."""
