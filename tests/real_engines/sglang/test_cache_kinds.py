@@ -68,9 +68,11 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
         ({"enable_dsa_cache_layer_split": True}, "--enable-dsa-cache-layer-split"),
         ({"pp_size": 2}, "pipeline stages on the decode side"),
-        ({"enable_hisparse": True}, r"--enable-hisparse \(KV caches in host memory\)"),
+        (
+            {"enable_hisparse": True},
+            r"--enable-hisparse \(keys and values in host memory, and their index on the device",
+        ),
         ({"enable_unified_memory": True}, "--enable-unified-memory"),
-        ({"disaggregation_decode_host_receive_threshold": 0.5}, "host-receive-threshold below 1"),
         ({"ib_device": "mlx5_0"}, r"--disaggregation-ib-device mlx5_0 \(.*KVFERRY_NIXL_DEVICE, such as mlx5_0:1\)"),
     ],
 )

@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
-import msgspec
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
@@ -18,30 +17,29 @@ from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
-from kvferry import DecodeEndpoint, Device, Entry, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
+from kvferry import DecodeEndpoint, Device, Entry, MemoryKind, PrefillEndpoint, RankCoordinates, RankLayout, Receiver
 from kvferry.engines.fingerprint import CacheIdentity
 from kvferry.engines.sglang.device_events import DeviceEvents
-from kvferry.engines.sglang.directory import Directory, ask, difference, get, registry_url
+from kvferry.engines.sglang.directory import Directory, ask, difference, registry_url
 from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
 from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
+from kvferry.engines.sglang.host_memory import host_arguments
 from kvferry.engines.sglang.identity import cache_identity
 from kvferry.engines.sglang.layouts import describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.options import check_options
 from kvferry.engines.sglang.plugin import engine_version
 from kvferry.engines.sglang.pools import caches_of
-from kvferry.engines.sglang.prefill_server import PrefillServer, http_url
+from kvferry.engines.sglang.prefill_server import PrefillServer, described, http_url
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.engines.sglang.versions import kv_layout
-from kvferry.errors import IncompatiblePeerError, RegistryError, TransferError, UsageError, quoted
+from kvferry.errors import IncompatiblePeerError, TransferError, UsageError
 
 log = logging.getLogger(__name__)
 
 _FIRST_CONTACT_S = 0.1
 """How long the scheduler waits for the first look-up of a prefill server; then it goes on, and tries again a second
 later."""
-
-_ANY_RANK = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 
 
 class KVFerryManager(CommonKVManager):  # type: ignore[misc]
@@ -91,6 +89,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.device_events = DeviceEvents()
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
+        self._host: DecodeEndpoint | None = None
         self.is_released = False
         self._settings = settings_beside(
             envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
@@ -100,6 +99,12 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         caches = caches_of(args, model, mambaish_config(model), totals, place=self._coordinates)
         self._fingerprint = _identity(args, model).fingerprint()
         self._layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
+        host = host_arguments(args)
+        self.supports_host_destination = host is not None
+        self._host_layout: RankLayout | None = None
+        if host is not None:
+            caches = caches_of(host, model, None, totals, place=self._coordinates)
+            self._host_layout = describe(caches, self._coordinates, Device(MemoryKind.DRAM))
         self._uncut = [each.name for each in self._layout.components if each.entry is Entry.PAGE]
         self._helper = ThreadPoolExecutor(4, "kvferry-sglang-look-up")
         self._look_ups: dict[str, Future[PrefillServerInfo]] = {}
@@ -164,8 +169,15 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         return self._decode
 
     @property
+    def host(self) -> DecodeEndpoint:
+        """The endpoint of a decode rank that receives into host memory."""
+        if self._host is None:
+            raise UsageError("SGLang did not say where a request's cache could be in host memory")
+        return self._host
+
+    @property
     def _endpoints(self) -> tuple[PrefillEndpoint | DecodeEndpoint, ...]:
-        return tuple(each for each in (self._prefill, self._decode) if each is not None)
+        return tuple(each for each in (self._prefill, self._decode, self._host) if each is not None)
 
     def _open(self) -> None:
         if self.disaggregation_mode is DisaggregationMode.PREFILL:
@@ -186,9 +198,14 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._directory = Directory(self._settings, moved=self.forget_prefill)
         self.prefill_info_table.clear()  # another directory knows no server: each is looked up anew
         self._look_ups.clear()
-        self._decode = DecodeEndpoint(
-            self._layout,
-            engine="sglang-decode",
+        self._decode = self._receiving(self._layout, "sglang-decode")
+        if self._host_layout is not None:
+            self._host = self._receiving(self._host_layout, "sglang-decode-host")
+
+    def _receiving(self, layout: RankLayout, engine: str) -> DecodeEndpoint:
+        return DecodeEndpoint(
+            layout,
+            engine=engine,
             coordinates=self._coordinates,
             settings=self._settings,
             registry=self._directory,
@@ -273,11 +290,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     def _look_up(self, address: str) -> PrefillServerInfo:
         """Looks up the prefill server behind a bootstrap server. Runs in the background."""
         announcement = ask(address)
-        answer = get(address, f"/route?{_ANY_RANK}")
-        if answer.status != 200:
-            said = quoted(RegistryError(answer.body[:200].decode(errors="replace")))
-            raise RegistryError(f"the bootstrap server at {address} is not ready (status {answer.status}): {said}")
-        info = PrefillServerInfo(**msgspec.json.decode(answer.body))
+        info = described(address)
         self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings), address)
         self._servers[address] = PrefillServer(
             engine=announcement.engine,

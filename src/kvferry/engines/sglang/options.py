@@ -68,11 +68,10 @@ def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
         "server in Rust there, and not with the bootstrap server)": (
             not is_decode and envs.SGLANG_RUST_SERVER.get() and parallel.attn_dp_size > 1
         ),
-        "--enable-hisparse (KV caches in host memory)": get_memory().enable_hisparse,
-        "--enable-unified-memory": get_memory().enable_unified_memory,
-        "--disaggregation-decode-host-receive-threshold below 1": (
-            is_decode and disagg.disaggregation_decode_host_receive_threshold < 1
+        "--enable-hisparse (keys and values in host memory, and their index on the device under other numbers)": (
+            get_memory().enable_hisparse
         ),
+        "--enable-unified-memory": get_memory().enable_unified_memory,
         f"--disaggregation-ib-device {args.ib_device} (kvferry's network device, as UCX calls it, is "
         "KVFERRY_NIXL_DEVICE, such as mlx5_0:1)": bool(args.ib_device),
         **refused(

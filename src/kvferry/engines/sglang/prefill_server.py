@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.utils.network import NetworkAddress
+
+from kvferry.engines.sglang.directory import get
+from kvferry.errors import RegistryError, quoted
+
+_ANY_RANK = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,22 @@ class PrefillServer:
     attn_tp_size: int
     page_tokens: int | None
     refusal: str | None
+
+
+def described(bootstrap_address: str) -> PrefillServerInfo:
+    """Requests what a prefill server's bootstrap server says of it.
+
+    Raises:
+        RegistryUnreachableError: if nothing answers.
+        RegistryError: if the server is not ready.
+    """
+    answer = get(bootstrap_address, f"/route?{_ANY_RANK}")
+    if answer.status != 200:
+        said = quoted(RegistryError(answer.body[:200].decode(errors="replace")))
+        raise RegistryError(
+            f"the bootstrap server at {bootstrap_address} is not ready (status {answer.status}): {said}"
+        )
+    return PrefillServerInfo(**msgspec.json.decode(answer.body))
 
 
 def http_url(bootstrap_address: str, info: PrefillServerInfo) -> str | None:

@@ -40,6 +40,11 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         except KVFerryError as error:
             self._problem = error
 
+    @property
+    def supports_host_destination(self) -> bool:
+        """Whether SGLang may give pages of its host pools."""
+        return self.kv_mgr.supports_host_destination
+
     def init(self, prefill_dp_rank: int) -> None:
         """Takes the prefill engine's name from the look-up of its server."""
         if self.conclude_state == KVPoll.Failed:
@@ -64,7 +69,11 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         destination: KVTransferDestination = KVTransferDestination.DEVICE,
         device_kv_indices: Any = None,
     ) -> None:
-        """Opens the room, and so requests the cache."""
+        """Opens the room, and so requests the cache.
+
+        Args:
+            destination: where the pages are: page numbers of the host's pools are not the device's.
+        """
         if self.conclude_state == KVPoll.Failed:
             return
         pages = page_numbers(kv_indices)  # copied, and checked, where the room is opened
@@ -76,10 +85,12 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
                     "the memory of SGLang's caches was given away (release_memory_occupation), and is not back yet "
                     "(resume_memory_occupation)"
                 )
-            if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
-                raise UsageError("kvferry does not write to host memory for SGLang yet")
+            if device_kv_indices is not None:
+                raise UsageError("kvferry does not write to host memory and to the device in one room of SGLang's")
+            into_host = destination != KVTransferDestination.DEVICE
+            endpoint = self.kv_mgr.host if into_host else self.kv_mgr.decode
             states = state_pages(self.kv_mgr.state_types, state_indices, total_pages, last=pages)
-            self._transfer = self.kv_mgr.decode.open(
+            self._transfer = endpoint.open(
                 self.bootstrap_room,
                 {KV_GROUP: GroupPages(pages), **states},
                 engine=self._engine,
