@@ -31,6 +31,9 @@ pytestmark = pytest.mark.timeout(900)
 MOST_TOKENS = 1024
 """What a decode engine's pool has: too little for all that the tests' prompts generate."""
 
+IDLE_S = 1.0
+"""How long after its last output an engine is idle, which SGLang wants of both: else it ends, or refuses."""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -83,8 +86,18 @@ class Two:
         self.prefill.outputs()
         return self.decode.outputs()
 
+    @staticmethod
+    def release_and_resume(engines: Sequence[EngineProcess]) -> None:
+        """Has the memory of their caches go, and come back."""
+        time.sleep(IDLE_S)
+        for engine in engines:
+            engine.ask("release_memory_occupation", ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+        for engine in engines:
+            engine.ask("resume_memory_occupation", ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+
     def switch(self) -> None:
         """Each takes the other's role."""
+        time.sleep(IDLE_S)
         for engine, role in ((self.prefill, "decode"), (self.decode, "prefill")):
             answer = engine.ask("pd_role_switch", PdRoleSwitchReqInput(new_role=role, decode_cuda_graph_memory_gb=0.0))
             assert answer.success, answer.message
@@ -146,14 +159,15 @@ def test_a_request_that_is_retracted_for_want_of_memory_goes_on(two: Two, undivi
 
 
 def test_a_paused_server_has_retracted_requests_computed_again_under_their_numbers(two: Two, undivided: EngineProcess):
-    """As in training by reinforcement: weights are exchanged meanwhile, and nothing of the old cache may be used."""
+    """As in training by reinforcement: weights are exchanged meanwhile, and memory goes the second time."""
     given = prompts(2, 3, shortest=40, longest=150)
     with two.prefill_server() as asked:
         rooms = two.submit(given, 150)
         two.prefill.outputs()
-        for _ in range(2):
+        for engines in ([], two.engines):
             time.sleep(0.4)
             two.decode.ask("pause_generation", PauseGenerationReqInput(mode="retract"))
+            two.release_and_resume(engines)
             two.decode.ask("continue_generation", ContinueGenerationReqInput())
         found = two.decode.outputs()
     assert_equal(found, undivided.generate(given, 150))
@@ -181,10 +195,7 @@ def test_memory_goes_and_comes_back(two: Two, undivided: EngineProcess):
     given = prompts(4, 6, longest=150)
     expected = undivided.generate(given, TOKENS)
     for engines in (two.engines, two.engines[:1], two.engines[1:]):
-        for engine in engines:
-            engine.ask("release_memory_occupation", ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
-        for engine in engines:
-            engine.ask("resume_memory_occupation", ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+        two.release_and_resume(engines)
         assert_equal(two.run(given), expected)
 
 

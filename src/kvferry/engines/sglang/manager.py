@@ -54,6 +54,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
     supports_deferred_decode_kv_release = True
     supports_role_switch = True
+    supports_host_destination = False  # but for ranks that have host pools
 
     def __init__(
         self,
@@ -349,9 +350,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
         Its answer may come when the request has its cache, or its room's number is another's.
         """
-        if kv_receiver.is_over:
-            return
-        super()._fail_prefill_recompute(kv_receiver, reason)
+        if not kv_receiver.is_over:
+            kv_receiver.fail(reason)
 
     # ---- this rank --------------------------------------------------------------------------------------------------
 

@@ -123,6 +123,11 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             self.conclude_state = status
         return int(status)
 
+    def fail(self, reason: str) -> None:
+        """Fails the request on both sides. May be called from any thread: whoever polls it meanwhile has the reason."""
+        self._fail(reason)
+        self.ensure_abort_notified()
+
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Aborts the transfer on both sides; its pages come back when the manager allows it.
 
