@@ -25,6 +25,8 @@ ROUTE = "/kvferry"
 """The bootstrap server's path for announcements."""
 
 _ANSWER_S = 5.0
+_ANSWER_AGAIN_S = 2.0
+"""Where look-ups of other engines wait behind it: as long as a registry has."""
 _MOST_ANSWER_BYTES = 2**20
 """SGLang's have some hundred bytes."""
 
@@ -64,36 +66,38 @@ def difference(address: str, pairs: Iterable[tuple[str, object, object]]) -> str
     return f"the prefill server at {address} and this one differ: {'; '.join(problems)}" if problems else None
 
 
-def get(bootstrap_address: str, path: str) -> Answer:
+def get(bootstrap_address: str, path: str, timeout_s: float = _ANSWER_S) -> Answer:
     """Requests a path of a bootstrap server; reads no more of its answer than one can have, and decodes nothing.
 
     Args:
         bootstrap_address: host and port. Requests name it: anybody may answer there.
+        timeout_s: the longest wait.
 
     Raises:
         RegistryUnreachableError: if nothing answers, or what answers does not end.
     """
     url = f"http://{bootstrap_address}{path}"
     try:
-        with httpx.Client(timeout=_ANSWER_S, trust_env=False) as client:
-            return request(client, url, most_bytes=_MOST_ANSWER_BYTES, timeout_s=_ANSWER_S)
+        with httpx.Client(timeout=timeout_s, trust_env=False) as client:
+            return request(client, url, most_bytes=_MOST_ANSWER_BYTES, timeout_s=timeout_s)
     except httpx.HTTPError as error:
         raise RegistryUnreachableError(
             f"the bootstrap server at {bootstrap_address} cannot be reached: {error}"
         ) from error
 
 
-def ask(bootstrap_address: str) -> Announcement:
+def ask(bootstrap_address: str, timeout_s: float = _ANSWER_S) -> Announcement:
     """Requests a bootstrap server's announcement.
 
     Args:
         bootstrap_address: host and port.
+        timeout_s: the longest wait.
 
     Raises:
         RegistryUnreachableError: if nothing answers.
         RegistryError: if the bootstrap server does not run kvferry.
     """
-    answer = get(bootstrap_address, ROUTE)
+    answer = get(bootstrap_address, ROUTE, timeout_s)
     try:
         if answer.status == 200:
             return _ANNOUNCEMENT.decode(answer.body)
@@ -199,7 +203,7 @@ class Directory(RegistryClient):
         """Asks the bootstrap server once more; returns whether the engine is registered elsewhere now."""
         address = place.bootstrap_address
         try:
-            announcement = ask(address)
+            announcement = ask(address, _ANSWER_AGAIN_S)
         except RegistryError:
             return False  # the server is gone, or not back yet
         url = registry_url(address, announcement, self._settings)
