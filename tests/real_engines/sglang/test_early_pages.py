@@ -7,11 +7,14 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from tests.real_engines.sglang.crossings import WAIT_S, Request, wait
 from tests.real_engines.sglang.ranks import Model, Rank
 from tests.real_engines.sglang.test_ranks import Pair, assert_fails, assert_reusable, pair
 from tests.support.waiting import eventually
+
+from kvferry.engines.sglang.manager import KVFerryManager
 
 pytestmark = pytest.mark.timeout(40)
 
@@ -106,6 +109,34 @@ def test_what_is_early_leaves_with_the_next_pages_if_these_come_first(pair: Pair
     again.compute()
     again.event.happen()
     again.end(3)
+
+
+def test_page_numbers_may_come_later_than_the_call(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """SGLang's scheduler need not wait for the device to copy them, in its last call either."""
+    pair.begin(Model(window_layers=2))
+    assert not pair.sender(pair.prefill.managers[0], 7).supports_host_tensor_indices  # which takes pinned memory
+    monkeypatch.setattr(KVFerryManager, "is_on_device", True)
+    request = Request(pair, 1)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    (sender,) = request.senders
+    assert sender.supports_host_tensor_indices
+    sender.init(request.pages, request.aux_index)
+    numbers = [torch.full((count,), 39, dtype=torch.int64) for count in (3, request.pages - 3)]
+    copied, computed = [DeviceEvent(), DeviceEvent()], DeviceEvent()
+    sender._early_send_wait_event = computed
+    sender.send(numbers[0], None, indices_event=copied[0])
+    sender.send(numbers[1], request.state_indices(request.source), indices_event=copied[1])
+    pages = torch.tensor(request.source[0])
+    for event in (*copied, computed):
+        time.sleep(0.1)
+        assert sender.poll() == KVPoll.WaitingForInput
+        numbers[0][:], numbers[1][:] = pages[:3], pages[3:]
+        event.happen()
+    wait(request.received, KVPoll.Success)
+    wait(request.sent, KVPoll.Success)
+    request.check()
+    request.clear()
 
 
 def test_what_is_early_does_not_leave_once_the_request_has_ended(pair: Pair):

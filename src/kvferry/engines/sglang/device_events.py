@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 log = logging.getLogger(__name__)
@@ -18,6 +19,18 @@ class DeviceEvent(Protocol):
 
     def synchronize(self) -> None:
         """Waits until the device has come to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf:
+    """The event after several events."""
+
+    events: Sequence[DeviceEvent]
+
+    def synchronize(self) -> None:
+        """Waits until the device has come to all of them."""
+        for event in self.events:
+            event.synchronize()
 
 
 class DeviceEvents:

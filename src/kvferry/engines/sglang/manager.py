@@ -158,6 +158,11 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._zmq_ctx.destroy(linger=0)
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether the caches are in a device's memory, and not in the CPU's."""
+        return self._layout.device.kind is MemoryKind.VRAM
+
+    @property
     def prefill(self) -> PrefillEndpoint:
         """The endpoint of a prefill rank."""
         assert self._prefill is not None

@@ -5,22 +5,37 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from kvferry import GroupPages, Sender, TransferState
 from kvferry.engines.sglang.conditions import current
-from kvferry.engines.sglang.device_events import DeviceEvent
+from kvferry.engines.sglang.device_events import AllOf, DeviceEvent
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_SENDER
 from kvferry.engines.sglang.transfers import POLLS, give_up, page_numbers, state_pages
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import KVFerryError
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """What SGLang hands in at once.
+
+    Attributes:
+        pages: page numbers.
+        state_indices: what it hands in beside keys and values.
+        may_end: whether the request ends with it if its pages are the last ones.
+    """
+
+    pages: Any
+    state_indices: list[Any] | None
+    may_end: bool
 
 
 @completed
@@ -46,7 +61,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state
         # Guards what leaves, and in which order: the scheduler hands pages in, and a thread that waits for the device.
         self._lock = threading.Lock()
-        self._early: deque[np.ndarray[Any, Any]] = deque()  # pages that the device may still write
+        self._early: deque[_Chunk] = deque()  # what the device may still write
         self._prefix_pages = 0
         self.num_kv_indices = 0
         self._depends_on: Mapping[str, bytes] = {}
@@ -75,6 +90,11 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         self._opens_later = False
         self._fail(reason)
 
+    @property
+    def supports_host_tensor_indices(self) -> bool:
+        """Whether SGLang may hand page numbers in before the device has written them, and so need not wait for it."""
+        return self.kv_mgr.is_on_device
+
     def pop_decode_prefix_len(self) -> int:
         """Returns how many tokens the decode side holds already, in whole pages of this side.
 
@@ -90,51 +110,53 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         kv_indices: Any,
         state_indices: list[Any] | None = None,
         num_kv_tokens: int | None = None,
-        indices_event: object | None = None,
+        indices_event: DeviceEvent | None = None,
     ) -> None:
-        """Hands the next pages of the request in."""
+        """Hands the next pages of the request in.
+
+        Args:
+            indices_event: after it the device has written the page numbers; None if they are there.
+        """
         if self._transfer is None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return
-        pages = page_numbers(kv_indices)  # copied where they are kept
-        event, self._early_send_wait_event = self._early_send_wait_event, None
+        chunk = _Chunk(kv_indices, state_indices, may_end=self._early_send_wait_event is None)
+        events = [each for each in (self._early_send_wait_event, indices_event) if each is not None]
+        self._early_send_wait_event = None
         with self._lock:
-            if event is not None:
-                self._early.append(pages.copy())
-                self.kv_mgr.device_events.when(event, partial(self._computed, self._early[-1]))
+            if events:
+                if indices_event is None:
+                    chunk.pages = page_numbers(kv_indices).copy()  # SGLang may use its array again
+                self._early.append(chunk)
+                self.kv_mgr.device_events.when(AllOf(events), partial(self._computed, chunk))
                 return
             # SGLang calls without an event once the device is through with all that it handed in before.
-            if self._early:
-                pages = np.concatenate([*self._early, pages])
-                self._early.clear()
-            self._hand_in(pages, state_indices, may_end=True)
+            self._early.append(chunk)
+            while self._early:
+                self._hand_in(self._early.popleft())
 
-    def _computed(self, pages: np.ndarray[Any, Any], problem: Exception | None) -> None:
-        """Hands in pages that came early, unless they have left with others since. On the thread of the events."""
+    def _computed(self, chunk: _Chunk, problem: Exception | None) -> None:
+        """Hands in a chunk that came early, unless it has left with others since. On the thread of the events."""
         with self._lock:
-            if not self._early or self._early[0] is not pages or self._transfer is None:
+            if not self._early or self._early[0] is not chunk or self._transfer is None:
                 return
             if problem is None:
-                self._early.popleft()
-                self._hand_in(pages, None, may_end=False)
+                self._hand_in(self._early.popleft())
             else:
                 self._early.clear()
                 self._transfer.abort(f"the device failed: {problem}")
 
-    def _hand_in(self, pages: np.ndarray[Any, Any], state_indices: list[Any] | None, *, may_end: bool) -> None:
-        """Hands in the next pages, and with the last ones all the rest. Must be called with the lock.
-
-        Args:
-            may_end: whether the request ends with them if they are the last ones.
-        """
+    def _hand_in(self, chunk: _Chunk) -> None:
+        """Hands in the next pages, and with the last ones all the rest. Must be called with the lock."""
         assert self._transfer is not None
+        pages = page_numbers(chunk.pages)  # copied where they are kept
         start, self.curr_idx = self.curr_idx, self.curr_idx + len(pages)
-        is_last = may_end and self.curr_idx == self.num_kv_indices
+        is_last = chunk.may_end and self.curr_idx == self.num_kv_indices
         groups = {KV_GROUP: GroupPages(pages, self._prefix_pages + start)}
         aux = None
         try:
             if is_last:
                 total = self._prefix_pages + self.num_kv_indices
-                groups |= state_pages(self.kv_mgr.state_types, state_indices, total, last=pages)
+                groups |= state_pages(self.kv_mgr.state_types, chunk.state_indices, total, last=pages)
                 aux = self.kv_mgr.metadata_rows.read(self.aux_index)
             self._transfer.submit(groups, last=is_last, aux=aux)
         except KVFerryError as error:
