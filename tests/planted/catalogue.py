@@ -571,6 +571,20 @@ CATALOGUE = (
         "tests/unit/engines/test_quoted_refusals.py",
     ),
     PlantedFault(
+        "SGLang: a device that fails is taken for one that is through with the pages",
+        "engines/sglang/device_events.py",
+        "        return error\n",
+        "        return None\n",
+        "tests/unit/engines/test_sglang_device_events.py",
+    ),
+    PlantedFault(
+        "SGLang: a prefill server that was started again is looked for where its registry was",
+        "engines/sglang/directory.py",
+        "            if view.registrations or not self._has_moved(name, place):\n",
+        "            if True:\n",
+        "tests/unit/engines/test_sglang_parts.py",
+    ),
+    PlantedFault(
         "what vLLM does not show of kvferry's log stays hidden",
         "engines/vllm/log_handlers.py",
         "        hidden.addHandler(handler)\n",

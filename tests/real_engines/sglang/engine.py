@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import sys
@@ -79,10 +80,12 @@ class Output:
     Attributes:
         tokens: that were generated.
         error: why it failed; None if it did not.
+        retractions: how often the engine has taken it back while it generated.
     """
 
     tokens: tuple[int, ...]
     error: str | None
+    retractions: int = 0
 
 
 def disaggregated(mode: str, port: int, backend: str = "kvferry", **more: Any) -> dict[str, Any]:
@@ -126,12 +129,20 @@ def _run(pipe: Connection, shape: Shape) -> None:
             answer = [Output((), str(error))] * len(arguments["input_ids"])
         pipe.send(("generated", answer))
 
+    def ask(name: str, arguments: tuple[Any, ...]) -> Any:
+        coroutine = getattr(engine.tokenizer_manager, name)(*arguments)
+        if not engine.loop.is_running():
+            return engine.loop.run_until_complete(coroutine)
+        return asyncio.run_coroutine_threadsafe(coroutine, engine.loop).result(ANSWER_S)
+
     with ThreadPoolExecutor(1) as generating:
         while True:
             what, arguments = pipe.recv()
             if what == "abort":
                 abort = partial(engine.tokenizer_manager.abort_request, abort_all=True)
                 engine.loop.call_soon_threadsafe(abort)
+            elif what == "ask":
+                pipe.send(("answered", ask(*arguments)))
             else:
                 generating.submit(generate, arguments)
 
@@ -147,7 +158,7 @@ def _forking() -> Iterator[None]:
 def _output(each: dict[str, Any]) -> Output:
     reason = each["meta_info"]["finish_reason"]
     error = reason.get("message", "aborted") if reason["type"] == "abort" else None
-    return Output(tuple(each.get("output_ids") or ()), error)
+    return Output(tuple(each.get("output_ids") or ()), error, each["meta_info"].get("num_retractions", 0))
 
 
 class EngineProcess:
@@ -203,6 +214,13 @@ class EngineProcess:
     def abort(self) -> None:
         """Gives up whatever is going on."""
         self._pipe.send(("abort", None))
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Calls a method of the engine's TokenizerManager; not while outputs are due."""
+        self._pipe.send(("ask", (name, arguments)))
+        kind, answer = self._take(ANSWER_S)
+        assert kind == "answered", (kind, answer)
+        return answer
 
     def kill(self) -> None:
         """Ends the engine and all of its processes, without a word."""

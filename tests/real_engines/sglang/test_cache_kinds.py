@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.arg_groups import pd_disaggregation_hook
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.mem_cache import memory_pool
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, place
@@ -67,17 +68,44 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
         ({"enable_dsa_cache_layer_split": True}, "--enable-dsa-cache-layer-split"),
         ({"pp_size": 2}, "pipeline stages on the decode side"),
-        ({"enable_hisparse": True}, r"--enable-hisparse \(KV caches in host memory\)"),
+        (
+            {"enable_hisparse": True},
+            r"--enable-hisparse \(keys and values in host memory, and their index on the device",
+        ),
         ({"enable_unified_memory": True}, "--enable-unified-memory"),
-        ({"enable_pd_role_switch": True}, "--enable-pd-role-switch"),
-        ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete"),
-        ({"disaggregation_decode_host_receive_threshold": 0.5}, "host-receive-threshold below 1"),
         ({"ib_device": "mlx5_0"}, r"--disaggregation-ib-device mlx5_0 \(.*KVFERRY_NIXL_DEVICE, such as mlx5_0:1\)"),
     ],
 )
 def test_what_kvferry_does_not_do_is_refused_at_the_start(on: Any, changed: dict[str, Any], words: str):
     with pytest.raises(UsageError, match=f"kvferry does not do this with SGLang yet: .*{words}"):
         on(**changed)
+
+
+def test_what_sglang_does_with_mooncake_alone_is_refused_as_sglangs(on: Any):
+    words = "SGLang itself does not do this with kvferry: --disaggregation-decode-allocation-policy prefill_complete"
+    with pytest.raises(UsageError, match=f"{words} .*mooncake.*Use early"):
+        on(disaggregation_decode_allocation_policy="prefill_complete")
+
+
+@pytest.mark.parametrize("backend", ["kvferry", "nixl"])
+def test_sglang_refuses_prefill_complete_by_the_backends_name(monkeypatch: pytest.MonkeyPatch, backend: str):
+    """If it did no more, our own refusal would have no reason."""
+    sizes = dict.fromkeys(("pp_size", "attn_cp_size", "dcp_size", "tp_size", "dp_size"), 1)
+    features = ("enable_dp_attention", "enable_pdmux", "enable_pd_role_switch", "encoder_only", "language_only")
+    caches = ("enable_hisparse", "enable_hierarchical_cache", "disaggregation_decode_enable_radix_cache")
+    given = SimpleNamespace(
+        **sizes,
+        **dict.fromkeys((*features, *caches), False),
+        decoupled_spec_role="null",
+        disaggregation_mode="decode",
+        disaggregation_transfer_backend="mooncake",
+        disaggregation_decode_host_receive_threshold=1.0,
+    )
+    monkeypatch.setattr(pd_disaggregation_hook, "resolving_view", lambda options: options)
+    pd_disaggregation_hook._validate_prefill_complete(given)
+    given.disaggregation_transfer_backend = backend
+    with pytest.raises(ValueError, match=r"does not yet support transfer backends other than Mooncake$"):
+        pd_disaggregation_hook._validate_prefill_complete(given)
 
 
 def test_a_variable_that_kvferry_does_not_read_is_said(

@@ -8,8 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from tests.support.http import Served
+from tests.support.registered_ranks import rank
 
+from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.engines.sglang.directory import Announcement, Directory, ask, engine_name, registry_url
 from kvferry.engines.sglang.metadata_rows import MetadataRows
@@ -17,6 +20,9 @@ from kvferry.engines.sglang.settings import PluginSettings, settings_beside
 from kvferry.errors import IncompatiblePeerError, KVFerryError, RegistryError, RegistryUnreachableError
 from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.settings import Settings
+
+NOBODY = "127.0.0.1:1"
+"""A bootstrap server that is not there."""
 
 
 def rows_of(*tables: np.ndarray) -> MetadataRows:
@@ -126,13 +132,71 @@ def test_a_directory_asks_the_registry_of_the_engine():
         directory = Directory(Settings())
         with pytest.raises(RegistryUnreachableError, match="no request has named a bootstrap server of engine 'a'"):
             directory.engine("a")
-        directory.add("a", one.url)
-        directory.add("b", other.url)
+        directory.add("a", one.url, NOBODY)
+        directory.add("b", other.url, NOBODY)
         assert [directory.url_for(name) for name in ("a", "b", "c")] == [one.url, other.url, directory.url]
         other.close()
         assert directory.engine("a").registrations == ()
         with pytest.raises(RegistryUnreachableError):
             directory.engine("b")
-        directory.add("b", one.url)  # it has come back elsewhere
+        directory.add("b", one.url, NOBODY)  # it has come back elsewhere
         assert directory.engine("b").registrations == ()
+        directory.close()
+
+
+class Announced:
+    """A bootstrap server that announces an engine, and counts how often it was asked."""
+
+    def __init__(self, engine: str, port: int) -> None:
+        self.engine, self.port, self.times_asked = engine, port, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.times_asked += scope["type"] == "http"
+        body = msgspec.json.encode(Announcement(self.engine, self.port))
+        await Response(body)(scope, receive, send)
+
+
+@pytest.mark.parametrize("old", ["is gone", "belongs to others now"])
+def test_a_restarted_server_is_found_where_its_registry_is_now(old: str):
+    """A registry whose port nobody has set gets another one with every start."""
+    moved: list[str] = []
+    with RegistryServer("127.0.0.1", 0) as before, RegistryServer("127.0.0.1", 0) as now:
+        RegistryClient(now.url).register(rank(engine="a"))
+        announced = Announced("a", now.address[1])
+        with Served(announced) as bootstrap:
+            directory = Directory(Settings(), moved=moved.append)
+            directory.add("a", before.url, bootstrap.address)
+            if old == "is gone":
+                before.close()
+            assert [each.engine for each in directory.engine("a").registrations] == ["a"]
+            assert directory.url_for("a") == now.url
+            assert (moved, announced.times_asked) == ([bootstrap.address], 1)
+            directory.engine("a")
+            assert announced.times_asked == 1  # who is there is not looked for
+        directory.close()
+
+
+def test_a_server_that_has_not_moved_is_missed_where_it_is():
+    with RegistryServer("127.0.0.1", 0) as registry, Served(Announced("a", registry.address[1])) as bootstrap:
+        directory = Directory(Settings())
+        directory.add("a", registry.url, bootstrap.address)
+        assert directory.engine("a").registrations == ()
+        bootstrap.close()
+        assert directory.engine("a").registrations == ()
+        registry.close()
+        with pytest.raises(RegistryUnreachableError, match=str(registry.address[1])):
+            directory.engine("a")
+        directory.close()
+
+
+def test_another_engine_behind_the_same_bootstrap_server_is_not_taken_for_the_one_that_was_there():
+    moved: list[str] = []
+    with RegistryServer("127.0.0.1", 0) as one, RegistryServer("127.0.0.1", 0) as other:
+        RegistryClient(other.url).register(rank(engine="b"))
+        with Served(Announced("b", other.address[1])) as bootstrap:
+            directory = Directory(Settings(), moved=moved.append)
+            directory.add("a", one.url, bootstrap.address)
+            assert directory.engine("a").registrations == ()
+            assert directory.url_for("a") == one.url
+            assert moved == [bootstrap.address]  # the next request looks the server up anew
         directory.close()

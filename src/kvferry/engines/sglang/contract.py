@@ -88,6 +88,16 @@ _MANAGER: tuple[Line, ...] = (
             "record_failure": 3,
         }.items()
     ),
+    Attributes(
+        f"{_BASE}:BaseKVManager",
+        ("supports_role_switch", "teardown"),
+        "a server may take the other role, since our manager has them",
+    ),
+    *(
+        Mentions(f"{queue}.{event}_memory_occupation", ("kv_manager", called), "our endpoint is gone meanwhile")
+        for queue in (f"{_PREFILL}:PrefillBootstrapQueue", f"{_DECODE}:DecodePreallocQueue")
+        for event, called in (("release", "deregister_buffer_to_engine"), ("resume", "register_buffer_to_engine"))
+    ),
     Mentions(
         f"{_COMMON}:CommonKVManager.__init__",
         (

@@ -10,7 +10,8 @@ from __future__ import annotations
 import platform
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import httpx
@@ -24,6 +25,8 @@ ROUTE = "/kvferry"
 """The bootstrap server's path for announcements."""
 
 _ANSWER_S = 5.0
+_ANSWER_AGAIN_S = 2.0
+"""Where look-ups of other engines wait behind it: as long as a registry has."""
 _MOST_ANSWER_BYTES = 2**20
 """SGLang's have some hundred bytes."""
 
@@ -63,36 +66,38 @@ def difference(address: str, pairs: Iterable[tuple[str, object, object]]) -> str
     return f"the prefill server at {address} and this one differ: {'; '.join(problems)}" if problems else None
 
 
-def get(bootstrap_address: str, path: str) -> Answer:
+def get(bootstrap_address: str, path: str, timeout_s: float = _ANSWER_S) -> Answer:
     """Requests a path of a bootstrap server; reads no more of its answer than one can have, and decodes nothing.
 
     Args:
         bootstrap_address: host and port. Requests name it: anybody may answer there.
+        timeout_s: the longest wait.
 
     Raises:
         RegistryUnreachableError: if nothing answers, or what answers does not end.
     """
     url = f"http://{bootstrap_address}{path}"
     try:
-        with httpx.Client(timeout=_ANSWER_S, trust_env=False) as client:
-            return request(client, url, most_bytes=_MOST_ANSWER_BYTES, timeout_s=_ANSWER_S)
+        with httpx.Client(timeout=timeout_s, trust_env=False) as client:
+            return request(client, url, most_bytes=_MOST_ANSWER_BYTES, timeout_s=timeout_s)
     except httpx.HTTPError as error:
         raise RegistryUnreachableError(
             f"the bootstrap server at {bootstrap_address} cannot be reached: {error}"
         ) from error
 
 
-def ask(bootstrap_address: str) -> Announcement:
+def ask(bootstrap_address: str, timeout_s: float = _ANSWER_S) -> Announcement:
     """Requests a bootstrap server's announcement.
 
     Args:
         bootstrap_address: host and port.
+        timeout_s: the longest wait.
 
     Raises:
         RegistryUnreachableError: if nothing answers.
         RegistryError: if the bootstrap server does not run kvferry.
     """
-    answer = get(bootstrap_address, ROUTE)
+    answer = get(bootstrap_address, ROUTE, timeout_s)
     try:
         if answer.status == 200:
             return _ANNOUNCEMENT.decode(answer.body)
@@ -113,44 +118,98 @@ def registry_url(bootstrap_address: str, announcement: Announcement, settings: S
     return str(httpx.URL(scheme=scheme, host=host, port=announcement.registry_port))
 
 
-class Directory(RegistryClient):
-    """The registries of all prefill engines that requests have named, as one."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an engine is registered.
 
-    def __init__(self, settings: Settings) -> None:
+    Attributes:
+        registry: a client of its registry.
+        bootstrap_address: of the bootstrap server that announced it.
+    """
+
+    registry: RegistryClient
+    bootstrap_address: str
+
+
+class Directory(RegistryClient):
+    """The registries of all prefill engines that requests have named, as one.
+
+    A prefill server that is started again may have its registry elsewhere. Where a registry cannot be reached, or does
+    not know the engine, its bootstrap server is asked once more before that counts.
+    """
+
+    def __init__(self, settings: Settings, moved: Callable[[str], None] = lambda _: None) -> None:
+        """Knows no engine yet.
+
+        Args:
+            moved: called with a bootstrap server's address when what it announces has changed, on any thread.
+        """
         super().__init__(settings.registry_address)
         self._settings = settings
-        # Guards the clients: the threads that look up prefill servers add, the endpoint's look up ranks.
-        self._clients_lock = threading.Lock()
-        self._by_engine: dict[str, RegistryClient] = {}
+        self._moved = moved
+        # Guards the places: the threads that look up prefill servers add, the endpoint's look up ranks.
+        self._places_lock = threading.Lock()
+        self._places: dict[str, _Place] = {}
 
-    def add(self, engine: str, url: str) -> None:
-        """Remembers where an engine is registered."""
-        with self._clients_lock:
-            known = self._by_engine.get(engine)
-            if known is not None and known.url == url.rstrip("/"):
-                return
-            self._by_engine[engine] = create_registry_client(self._settings, url)
-        if known is not None:
-            known.close()
+    def add(self, engine: str, url: str, bootstrap_address: str) -> None:
+        """Remembers where an engine is registered.
+
+        Args:
+            url: its registry's address.
+            bootstrap_address: host and port of the bootstrap server that announced it.
+        """
+        with self._places_lock:
+            known = self._places.get(engine)
+            is_known = known is not None and known.registry.url == url.rstrip("/")
+            registry = known.registry if known and is_known else create_registry_client(self._settings, url)
+            self._places[engine] = _Place(registry, bootstrap_address)
+        if known is not None and not is_known:
+            known.registry.close()
 
     def url_for(self, engine: str) -> str:
         """Returns the address of an engine's registry, see `RegistryClient.url_for`."""
-        with self._clients_lock:
-            client = self._by_engine.get(engine)
-        return self.url if client is None else client.url
+        place = self._place(engine)
+        return self.url if place is None else place.registry.url
 
     def engine(self, name: str) -> EngineView:
         """Returns the live ranks of one engine, see `RegistryClient.engine`."""
-        with self._clients_lock:
-            client = self._by_engine.get(name)
-        if client is None:
+        place = self._place(name)
+        if place is None:
             raise RegistryUnreachableError(f"no request has named a bootstrap server of engine {name!r} yet")
-        return client.engine(name)
+        try:
+            view = place.registry.engine(name)
+        except RegistryError:
+            if not self._has_moved(name, place):
+                raise
+        else:
+            if view.registrations or not self._has_moved(name, place):
+                return view
+        moved = self._place(name) or place
+        return moved.registry.engine(name)
 
     def close(self) -> None:
         """Closes all connections."""
-        with self._clients_lock:
-            clients = list(self._by_engine.values())
-        for client in clients:
-            client.close()
+        with self._places_lock:
+            places = list(self._places.values())
+        for place in places:
+            place.registry.close()
         super().close()
+
+    def _place(self, engine: str) -> _Place | None:
+        with self._places_lock:
+            return self._places.get(engine)
+
+    def _has_moved(self, engine: str, place: _Place) -> bool:
+        """Asks the bootstrap server once more; returns whether the engine is registered elsewhere now."""
+        address = place.bootstrap_address
+        try:
+            announcement = ask(address, _ANSWER_AGAIN_S)
+        except RegistryError:
+            return False  # the server is gone, or not back yet
+        url = registry_url(address, announcement, self._settings)
+        is_elsewhere = announcement.engine == engine and url.rstrip("/") != place.registry.url
+        if is_elsewhere or announcement.engine != engine:
+            self._moved(address)
+        if is_elsewhere:
+            self.add(engine, url, address)
+        return is_elsewhere

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
@@ -19,45 +17,29 @@ from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
-from kvferry import DecodeEndpoint, Device, Entry, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
+from kvferry import DecodeEndpoint, Device, Entry, MemoryKind, PrefillEndpoint, RankCoordinates, RankLayout, Receiver
 from kvferry.engines.fingerprint import CacheIdentity
-from kvferry.engines.sglang.directory import Directory, ask, difference, get, registry_url
+from kvferry.engines.sglang.device_events import DeviceEvents
+from kvferry.engines.sglang.directory import Directory, ask, difference, registry_url
 from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
 from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
+from kvferry.engines.sglang.host_memory import host_arguments
 from kvferry.engines.sglang.identity import cache_identity
 from kvferry.engines.sglang.layouts import describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.options import check_options
 from kvferry.engines.sglang.plugin import engine_version
 from kvferry.engines.sglang.pools import caches_of
+from kvferry.engines.sglang.prefill_server import PrefillServer, described, http_url
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.engines.sglang.versions import kv_layout
-from kvferry.errors import IncompatiblePeerError, RegistryError, UsageError, quoted
+from kvferry.errors import IncompatiblePeerError, TransferError, UsageError
 
 log = logging.getLogger(__name__)
 
 _FIRST_CONTACT_S = 0.1
 """How long the scheduler waits for the first look-up of a prefill server; then it goes on, and tries again a second
 later."""
-
-_ANY_RANK = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillServer:
-    """What a decode rank has looked up of a prefill server.
-
-    Attributes:
-        engine: its name.
-        attn_tp_size: how many tensor-parallel ranks it has.
-        page_tokens: tokens in its pages; None if it does not say.
-        refusal: why the two cannot work together; None if they can.
-    """
-
-    engine: str
-    attn_tp_size: int
-    page_tokens: int | None
-    refusal: str | None
 
 
 class KVFerryManager(CommonKVManager):  # type: ignore[misc]
@@ -66,9 +48,13 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     Attributes:
         state_types: what the rank caches beside keys and values.
         metadata_rows: SGLang's metadata buffers.
+        device_events: waits for the device, on a prefill rank.
+        is_released: whether SGLang has given the memory of the caches away, for now: there is no endpoint then.
     """
 
     supports_deferred_decode_kv_release = True
+    supports_role_switch = True
+    supports_host_destination = False  # but for ranks that have host pools
 
     def __init__(
         self,
@@ -101,52 +87,80 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
                 "has as many. KVFERRY_CHECKSUMS=1 on the decode side verifies all, where caches are in CPU memory",
                 self.attn_tp_size,
             )
+        self.device_events = DeviceEvents()
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
-        settings = settings_beside(
+        self._host: DecodeEndpoint | None = None
+        self.is_released = False
+        self._settings = settings_beside(
             envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         )
         model = ModelConfig.from_server_args(server_args)
         totals = totals_by_layer(loaded_modules()) if self.attn_tp_size > 1 else {}  # one rank has all heads
         caches = caches_of(args, model, mambaish_config(model), totals, place=self._coordinates)
-        fingerprint = _identity(args, model).fingerprint()
-        layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
-        self._uncut = [each.name for each in layout.components if each.entry is Entry.PAGE]
-        if disaggregation_mode is DisaggregationMode.PREFILL:
-            address = self._own_bootstrap_address()
-            announcement = ask(address)
-            where = settings.model_copy(update={"registry_url": registry_url(address, announcement, settings)})
-            self._prefill = PrefillEndpoint(
-                layout,
-                engine=announcement.engine,
-                coordinates=self._coordinates,
-                settings=where,
-                host_registry=False,
-                fingerprint=fingerprint,
-            )
-            return
-        self._directory = Directory(settings)
-        self._decode = DecodeEndpoint(
-            layout,
-            engine="sglang-decode",
-            coordinates=self._coordinates,
-            settings=settings,
-            registry=self._directory,
-            fingerprint=fingerprint,
-        )
+        self._fingerprint = _identity(args, model).fingerprint()
+        self._layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
+        host = host_arguments(args)
+        self.supports_host_destination = host is not None
+        self._host_layout: RankLayout | None = None
+        if host is not None:
+            caches = caches_of(host, model, None, totals, place=self._coordinates)
+            self._host_layout = describe(caches, self._coordinates, Device(MemoryKind.DRAM))
+        self._uncut = [each.name for each in self._layout.components if each.entry is Entry.PAGE]
         self._helper = ThreadPoolExecutor(4, "kvferry-sglang-look-up")
         self._look_ups: dict[str, Future[PrefillServerInfo]] = {}
         self._servers: dict[str, PrefillServer] = {}  # by bootstrap address
         self._receivers: dict[int, Receiver] = {}
+        self._open()
+
+    # ---- the endpoint, which lives as long as the caches are in memory -------------------------------------------
+
+    def register_buffer_to_engine(self) -> None:
+        """Makes the endpoint anew, once SGLang has the memory of the caches back."""
+        if self.is_released:
+            self._open()
+            self.is_released = False
+
+    def deregister_buffer_to_engine(self) -> None:
+        """Closes the endpoint, before SGLang gives the memory of the caches away.
+
+        Raises:
+            TransferError: if something may still write to the caches, or read them: SGLang must not go on then.
+        """
+        if self.is_released:
+            return
+        self.is_released = True
+        self._close_endpoints()
+        self._receivers.clear()
+
+    def teardown(self) -> None:
+        """Ends what the manager has, before SGLang makes one for the server's other role.
+
+        Raises:
+            TransferError: as `deregister_buffer_to_engine`. SGLang calls the server unhealthy then.
+        """
+        try:
+            self.deregister_buffer_to_engine()
+        finally:
+            self.close()
 
     def close(self) -> None:
-        """Closes the endpoint, within the settings' close_timeout_s."""
-        for endpoint in (self._prefill, self._decode):
-            if endpoint is not None:
-                endpoint.close()
+        """Closes the endpoint, within the settings' close_timeout_s, and ends all threads."""
+        self.device_events.close()
+        for endpoint in self._endpoints:
+            endpoint.close()
+        self._helper.shutdown(wait=False, cancel_futures=True)
+        recomputing = getattr(self, "_prefill_recompute_executor", None)  # SGLang's, on a decode rank
+        if recomputing is not None:
+            recomputing.shutdown(wait=False, cancel_futures=True)
         # SGLang's manager has a socket that nothing here uses. Left to the garbage collector, a context can wait for
         # its socket for ever, in whatever thread it is collected.
         self._zmq_ctx.destroy(linger=0)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the caches are in a device's memory, and not in the CPU's."""
+        return self._layout.device.kind is MemoryKind.VRAM
 
     @property
     def prefill(self) -> PrefillEndpoint:
@@ -159,6 +173,60 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         """The endpoint of a decode rank."""
         assert self._decode is not None
         return self._decode
+
+    @property
+    def host(self) -> DecodeEndpoint:
+        """The endpoint of a decode rank that receives into host memory."""
+        if self._host is None:
+            raise UsageError("SGLang did not say where a request's cache could be in host memory")
+        return self._host
+
+    @property
+    def _endpoints(self) -> tuple[PrefillEndpoint | DecodeEndpoint, ...]:
+        return tuple(each for each in (self._prefill, self._decode, self._host) if each is not None)
+
+    def _open(self) -> None:
+        if self.disaggregation_mode is DisaggregationMode.PREFILL:
+            address = self._own_bootstrap_address()
+            announcement = ask(address)
+            where = self._settings.model_copy(
+                update={"registry_url": registry_url(address, announcement, self._settings)}
+            )
+            self._prefill = PrefillEndpoint(
+                self._layout,
+                engine=announcement.engine,
+                coordinates=self._coordinates,
+                settings=where,
+                host_registry=False,
+                fingerprint=self._fingerprint,
+            )
+            return
+        self._directory = Directory(self._settings, moved=self.forget_prefill)
+        self.prefill_info_table.clear()  # another directory knows no server: each is looked up anew
+        self._look_ups.clear()
+        self._decode = self._receiving(self._layout, "sglang-decode")
+        if self._host_layout is not None:
+            self._host = self._receiving(self._host_layout, "sglang-decode-host")
+
+    def _receiving(self, layout: RankLayout, engine: str) -> DecodeEndpoint:
+        return DecodeEndpoint(
+            layout,
+            engine=engine,
+            coordinates=self._coordinates,
+            settings=self._settings,
+            registry=self._directory,
+            fingerprint=self._fingerprint,
+        )
+
+    def _close_endpoints(self) -> None:
+        for endpoint in self._endpoints:
+            endpoint.close()
+            if pages := endpoint.status().quarantined_pages:
+                raise TransferError(
+                    f"{pages} pages of SGLang's caches may still be {'read' if self._prefill else 'written'} by a "
+                    f"transfer that has ended here, {self._settings.close_timeout_s:g} s (KVFERRY_CLOSE_TIMEOUT_S) "
+                    "after it was told to stop: their memory must not be given away"
+                )
 
     # ---- prefill servers, as a decode rank knows them ---------------------------------------------------------------
 
@@ -228,14 +296,15 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     def _look_up(self, address: str) -> PrefillServerInfo:
         """Looks up the prefill server behind a bootstrap server. Runs in the background."""
         announcement = ask(address)
-        answer = get(address, f"/route?{_ANY_RANK}")
-        if answer.status != 200:
-            said = quoted(RegistryError(answer.body[:200].decode(errors="replace")))
-            raise RegistryError(f"the bootstrap server at {address} is not ready (status {answer.status}): {said}")
-        info = PrefillServerInfo(**msgspec.json.decode(answer.body))
-        self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings))
-        refusal = self._refusal(info, address)
-        self._servers[address] = PrefillServer(announcement.engine, info.attn_tp_size, info.page_size, refusal)
+        info = described(address)
+        self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings), address)
+        self._servers[address] = PrefillServer(
+            engine=announcement.engine,
+            http_url=http_url(address, info),
+            attn_tp_size=info.attn_tp_size,
+            page_tokens=info.page_size,
+            refusal=self._refusal(info, address),
+        )
         return info
 
     def _refusal(self, info: PrefillServerInfo, address: str) -> str | None:
@@ -270,6 +339,24 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         """Forgets a failed room whose pages SGLang has taken back."""
         self._receivers.pop(bootstrap_room, None)
+
+    # ---- requests that were retracted, and that the prefill side computes again -----------------------------------
+
+    def _resolve_rebootstrap_prefill_url(self, kv_receiver: Any) -> str | None:
+        """Returns where the request's prefill server takes requests.
+
+        SGLang's own knows none while a prefill server is to be looked up again, as after another request's failure.
+        """
+        server = self._servers.get(kv_receiver.bootstrap_addr)
+        return server.http_url if server is not None else None
+
+    def _fail_prefill_recompute(self, kv_receiver: Any, reason: str) -> None:
+        """Fails a request that the prefill server would not compute again, on a thread of SGLang's.
+
+        Its answer may come when the request has its cache, or its room's number is another's.
+        """
+        if not kv_receiver.is_over:
+            kv_receiver.fail(reason)
 
     # ---- this rank --------------------------------------------------------------------------------------------------
 

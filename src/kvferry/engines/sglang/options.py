@@ -38,6 +38,12 @@ def check_options(args: KVArgs, mode: DisaggregationMode) -> None:
     Raises:
         UsageError: naming every such option.
     """
+    if get_disagg().disaggregation_decode_allocation_policy != "early":
+        raise UsageError(
+            "SGLang itself does not do this with kvferry: --disaggregation-decode-allocation-policy prefill_complete "
+            "is for --disaggregation-transfer-backend mooncake alone, and SGLang refuses every other name before it "
+            "looks for a plug-in's. Use early"
+        )
     if found := [*_refused(args, mode)]:
         raise UsageError(f"kvferry does not do this with SGLang yet: {'; '.join(found)}")
     for name, instead in INSTEAD.items():
@@ -62,15 +68,10 @@ def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
         "server in Rust there, and not with the bootstrap server)": (
             not is_decode and envs.SGLANG_RUST_SERVER.get() and parallel.attn_dp_size > 1
         ),
-        "--enable-hisparse (KV caches in host memory)": get_memory().enable_hisparse,
+        "--enable-hisparse (keys and values in host memory, and their index on the device under other numbers)": (
+            get_memory().enable_hisparse
+        ),
         "--enable-unified-memory": get_memory().enable_unified_memory,
-        "--enable-pd-role-switch": disagg.enable_pd_role_switch,
-        "--disaggregation-decode-allocation-policy prefill_complete": (
-            disagg.disaggregation_decode_allocation_policy != "early"
-        ),
-        "--disaggregation-decode-host-receive-threshold below 1": (
-            is_decode and disagg.disaggregation_decode_host_receive_threshold < 1
-        ),
         f"--disaggregation-ib-device {args.ib_device} (kvferry's network device, as UCX calls it, is "
         "KVFERRY_NIXL_DEVICE, such as mlx5_0:1)": bool(args.ib_device),
         **refused(

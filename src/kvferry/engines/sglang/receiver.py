@@ -40,6 +40,11 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         except KVFerryError as error:
             self._problem = error
 
+    @property
+    def supports_host_destination(self) -> bool:
+        """Whether SGLang may give pages of its host pools."""
+        return self.kv_mgr.supports_host_destination
+
     def init(self, prefill_dp_rank: int) -> None:
         """Takes the prefill engine's name from the look-up of its server."""
         if self.conclude_state == KVPoll.Failed:
@@ -64,17 +69,28 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         destination: KVTransferDestination = KVTransferDestination.DEVICE,
         device_kv_indices: Any = None,
     ) -> None:
-        """Opens the room, and so requests the cache."""
+        """Opens the room, and so requests the cache.
+
+        Args:
+            destination: where the pages are: page numbers of the host's pools are not the device's.
+        """
         if self.conclude_state == KVPoll.Failed:
             return
         pages = page_numbers(kv_indices)  # copied, and checked, where the room is opened
         prefix_tokens = decode_prefix_len or 0
         total_pages = prefix_tokens // self.kv_mgr.kv_args.page_size + len(pages)
         try:
-            if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
-                raise UsageError("kvferry does not write to host memory for SGLang yet")
+            if self.kv_mgr.is_released:
+                raise UsageError(
+                    "the memory of SGLang's caches was given away (release_memory_occupation), and is not back yet "
+                    "(resume_memory_occupation)"
+                )
+            if device_kv_indices is not None:
+                raise UsageError("kvferry does not write to host memory and to the device in one room of SGLang's")
+            into_host = destination != KVTransferDestination.DEVICE
+            endpoint = self.kv_mgr.host if into_host else self.kv_mgr.decode
             states = state_pages(self.kv_mgr.state_types, state_indices, total_pages, last=pages)
-            self._transfer = self.kv_mgr.decode.open(
+            self._transfer = endpoint.open(
                 self.bootstrap_room,
                 {KV_GROUP: GroupPages(pages), **states},
                 engine=self._engine,
@@ -107,6 +123,11 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             self.conclude_state = status
         return int(status)
 
+    def fail(self, reason: str) -> None:
+        """Fails the request on both sides. May be called from any thread: whoever polls it meanwhile has the reason."""
+        self._fail(reason)
+        self.ensure_abort_notified()
+
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Aborts the transfer on both sides; its pages come back when the manager allows it.
 
@@ -117,11 +138,18 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.abort_notified = self._transfer is not None
 
     def clear(self) -> None:
-        """Forgets the request, which SGLang is done with."""
+        """Forgets the request, which SGLang is done with. From then on the room's number may be another request's."""
         super().clear()
         give_up(self._transfer, "SGLang is through with the request")
         self._refuse("SGLang is through with the request, and never had pages for it")
         self.kv_mgr.received(self.bootstrap_room)
+        self._owns_bootstrap_room = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether SGLang is done with the request, or it has its cache."""
+        has_cache = self._transfer is not None and self._transfer.state is TransferState.SUCCESS
+        return has_cache or not self._owns_bootstrap_room
 
     def is_abort_release_safe(self) -> bool:
         """Whether no write can reach the pages any more."""

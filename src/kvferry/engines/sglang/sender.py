@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from kvferry import GroupPages, Sender, TransferState
 from kvferry.engines.sglang.conditions import current
+from kvferry.engines.sglang.device_events import AllOf, DeviceEvent
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_SENDER
 from kvferry.engines.sglang.transfers import POLLS, give_up, page_numbers, state_pages
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import KVFerryError
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """What SGLang hands in at once.
+
+    Attributes:
+        pages: page numbers.
+        state_indices: what it hands in beside keys and values.
+        may_end: whether the request ends with it if its pages are the last ones.
+    """
+
+    pages: Any
+    state_indices: list[Any] | None
+    may_end: bool
 
 
 @completed
@@ -26,7 +46,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
     aux_index: int
     conclude_state: int | None
     curr_idx: int
-    _early_send_wait_event: object | None
+    _early_send_wait_event: DeviceEvent | None
 
     def __init__(
         self,
@@ -35,21 +55,45 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
-        """Opens the room."""
+        """Opens the room, unless the caches have no memory for now."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._transfer: Sender | None = None
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state
-        self._pending: list[np.ndarray[Any, Any]] = []
+        # Guards what leaves, and in which order: the scheduler hands pages in, and a thread that waits for the device.
+        self._lock = threading.Lock()
+        self._early: deque[_Chunk] = deque()  # what the device may still write
         self._prefix_pages = 0
         self.num_kv_indices = 0
+        self._depends_on: Mapping[str, bytes] = {}
+        self._opens_later = mgr.is_released  # with the first poll after SGLang has the memory of its caches back
         try:
-            self._transfer = mgr.prefill.open(bootstrap_room, depends_on=current(CREATE_SENDER).depends_on)
+            self._depends_on = current(CREATE_SENDER).depends_on
         except KVFerryError as error:
-            mgr.prefill.refuse(bootstrap_room, str(error))
-            self._fail(str(error))
+            self._refuse(str(error))
             return
-        if mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang has refused it
-            self._transfer.abort(mgr.failure_records.get(bootstrap_room, "SGLang refused the request"))
+        if not self._opens_later:
+            self._open()
+
+    def _open(self) -> None:
+        """Opens the room."""
+        room = self.bootstrap_room
+        try:
+            self._transfer = self.kv_mgr.prefill.open(room, depends_on=self._depends_on)
+        except KVFerryError as error:
+            self._refuse(str(error))
+            return
+        if self.kv_mgr.request_status.get(room) == KVPoll.Failed:  # SGLang has refused it
+            self._transfer.abort(self.kv_mgr.failure_records.get(room, "SGLang refused the request"))
+
+    def _refuse(self, reason: str) -> None:
+        self.kv_mgr.prefill.refuse(self.bootstrap_room, reason)
+        self._opens_later = False
+        self._fail(reason)
+
+    @property
+    def supports_host_tensor_indices(self) -> bool:
+        """Whether SGLang may hand page numbers in before the device has written them, and so need not wait for it."""
+        return self.kv_mgr.is_on_device
 
     def pop_decode_prefix_len(self) -> int:
         """Returns how many tokens the decode side holds already, in whole pages of this side.
@@ -66,28 +110,53 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         kv_indices: Any,
         state_indices: list[Any] | None = None,
         num_kv_tokens: int | None = None,
-        indices_event: object | None = None,
+        indices_event: DeviceEvent | None = None,
     ) -> None:
-        """Hands the next pages of the request in."""
+        """Hands the next pages of the request in.
+
+        Args:
+            indices_event: after it the device has written the page numbers; None if they are there.
+        """
         if self._transfer is None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return
-        pages = page_numbers(kv_indices)  # copied where they are kept
-        if self._early_send_wait_event is not None:
-            # The device may still write pages that come early. The next call comes when it has: they wait for that.
-            self._early_send_wait_event = None
-            self._pending.append(pages.copy())
-            return
-        if self._pending:
-            pages = np.concatenate([*self._pending, pages])
-            self._pending.clear()
+        chunk = _Chunk(kv_indices, state_indices, may_end=self._early_send_wait_event is None)
+        events = [each for each in (self._early_send_wait_event, indices_event) if each is not None]
+        self._early_send_wait_event = None
+        with self._lock:
+            if events:
+                if indices_event is None:
+                    chunk.pages = page_numbers(kv_indices).copy()  # SGLang may use its array again
+                self._early.append(chunk)
+                self.kv_mgr.device_events.when(AllOf(events), partial(self._computed, chunk))
+                return
+            # SGLang calls without an event once the device is through with all that it handed in before.
+            self._early.append(chunk)
+            while self._early:
+                self._hand_in(self._early.popleft())
+
+    def _computed(self, chunk: _Chunk, problem: Exception | None) -> None:
+        """Hands in a chunk that came early, unless it has left with others since. On the thread of the events."""
+        with self._lock:
+            if not self._early or self._early[0] is not chunk or self._transfer is None:
+                return
+            if problem is None:
+                self._hand_in(self._early.popleft())
+            else:
+                self._early.clear()
+                self._transfer.abort(f"the device failed: {problem}")
+
+    def _hand_in(self, chunk: _Chunk) -> None:
+        """Hands in the next pages, and with the last ones all the rest. Must be called with the lock."""
+        assert self._transfer is not None
+        pages = page_numbers(chunk.pages)  # copied where they are kept
         start, self.curr_idx = self.curr_idx, self.curr_idx + len(pages)
-        is_last = self.curr_idx == self.num_kv_indices
+        is_last = chunk.may_end and self.curr_idx == self.num_kv_indices
         groups = {KV_GROUP: GroupPages(pages, self._prefix_pages + start)}
         aux = None
         try:
             if is_last:
                 total = self._prefix_pages + self.num_kv_indices
-                groups |= state_pages(self.kv_mgr.state_types, state_indices, total, last=pages)
+                groups |= state_pages(self.kv_mgr.state_types, chunk.state_indices, total, last=pages)
                 aux = self.kv_mgr.metadata_rows.read(self.aux_index)
             self._transfer.submit(groups, last=is_last, aux=aux)
         except KVFerryError as error:
@@ -96,6 +165,9 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
 
     def poll(self) -> int:
         """Returns the state of the transfer."""
+        if self._opens_later and not self.kv_mgr.is_released:
+            self._opens_later = False
+            self._open()
         if self._transfer is not None and self._transfer.state is not self._seen:
             self._look()
         return self._conclude(self.kv_mgr.check_status)
@@ -112,12 +184,12 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
     def abort(self) -> None:
         """Aborts the transfer. SGLang reuses the pages at once: what is still read from them is discarded."""
         super().abort()
-        give_up(self._transfer, "SGLang gave the request up")
+        self._give_up("SGLang gave the request up")
 
     def clear(self) -> None:
         """Forgets the request, which SGLang is done with."""
         super().clear()
-        give_up(self._transfer, "SGLang is through with the request")
+        self._give_up("SGLang is through with the request")
 
     def get_transfer_metric(self) -> KVTransferMetric:
         """Returns how much was transferred, and how long that took."""
@@ -128,6 +200,12 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
                 begun = min(each.submitted_at for each in writes)
                 self._transfer_metric.transfer_latency_s = max(each.done_at for each in writes) - begun
         return self._transfer_metric
+
+    def _give_up(self, reason: str) -> None:
+        self._opens_later = False
+        with self._lock:
+            self._early.clear()
+            give_up(self._transfer, reason)
 
     def _look(self) -> None:
         """Copies the transfer's state to the manager's table, where SGLang's own code reads it, once it has changed."""

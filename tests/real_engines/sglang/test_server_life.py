@@ -1,0 +1,274 @@
+"""What SGLang does with a server's manager while the server lives: memory that goes and comes back, another role."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from sglang.srt.disaggregation.base.conn import KVPoll
+from tests.real_engines.sglang.crossings import Members, Request, wait
+from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
+from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
+from tests.support.waiting import eventually
+
+from kvferry.applications.up.supervision import free_ports, refuse_taken
+from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
+from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.errors import TransferError
+from kvferry.transport.inprocess import InProcessTransport
+
+pytestmark = pytest.mark.timeout(60)
+
+__all__ = ["pair"]  # a fixture
+
+
+# ---- release_memory_occupation and resume_memory_occupation ----------------------------------------------------------
+
+
+def release(*managers: KVFerryManager) -> None:
+    """As SGLang's queues do, before the memory of the caches goes."""
+    for manager in managers:
+        assert hasattr(manager, "deregister_buffer_to_engine")  # SGLang goes on where there is none
+        manager.deregister_buffer_to_engine()
+
+
+def resume(*managers: KVFerryManager) -> None:
+    for manager in managers:
+        assert hasattr(manager, "register_buffer_to_engine")
+        manager.register_buffer_to_engine()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_memory_goes_and_comes_back(pair: Pair, monkeypatch: pytest.MonkeyPatch, side: str, path: str):
+    monkeypatch.setenv("KVFERRY_PATH", path)
+    pair.begin(Model(window_layers=2), prefill_tp=2)
+    sides = {"prefill": pair.prefill.managers, "decode": pair.decode.managers}
+    managers = [each for name, of in sides.items() for each in of if side in (name, "both")]
+    Request(pair, 1).run()
+    for room in (2, 3):
+        endpoints = [each.prefill if each in pair.prefill.managers else each.decode for each in managers]
+        release(*managers)
+        assert all(not each.is_healthy for each in endpoints)
+        release(*managers)  # SGLang may be asked again
+        resume(*managers)
+        resume(*managers)
+        Request(pair, room).run()
+
+
+def test_what_is_released_is_registered_nowhere(pair: Pair):
+    pair.begin(Model())
+    Request(pair, 1).run()
+    (prefill,), (decode,) = pair.prefill.managers, pair.decode.managers
+    engine = prefill.prefill.engine
+    assert decode._directory.engine(engine).registrations
+    release(prefill)
+    assert not decode._directory.engine(engine).registrations
+    resume(prefill)
+    eventually("it is registered again", lambda: decode._directory.engine(engine).registrations)
+
+
+def test_a_request_that_comes_while_memory_is_away_is_served_when_it_is_back(pair: Pair):
+    """SGLang takes requests while it is paused, and makes their senders."""
+    pair.begin(Model())
+    release(*pair.prefill.managers)
+    request = Request(pair, 1)
+    given_up = pair.sender(pair.prefill.managers[0], 2)
+    assert request.sent() == [KVPoll.Bootstrapping]
+    request.ask()
+    given_up.abort()
+    resume(*pair.prefill.managers)
+    assert given_up.poll() == KVPoll.Failed
+    wait(request.sent, KVPoll.WaitingForInput)
+    assert pair.prefill.managers[0].prefill.open_rooms == 1
+    request.send()
+    wait(request.received, KVPoll.Success)
+    wait(request.sent, KVPoll.Success)
+    request.check()
+    request.clear()
+
+
+def test_pages_are_not_asked_for_into_memory_that_is_away(pair: Pair):
+    pair.begin(Model())
+    receiver = pair.receiver(pair.decode.managers[0], 1)
+    release(*pair.decode.managers)
+    receiver.send_metadata(np.arange(3, dtype=np.int32), 0)
+    assert_fails(lambda: [receiver.poll()], [receiver], "given away .release_memory_occupation., and is not back yet")
+
+
+def test_a_request_in_the_middle_ends_on_both_sides_before_memory_goes(pair: Pair):
+    pair.begin(Model())
+    request = Request(pair, 1)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    release(*pair.decode.managers)
+    assert_fails(request.sent, request.senders, "the decode endpoint was closed")
+    (rank,) = pair.decode.ranks
+    before = [pool.copy() for kind in rank.kv for pool in kind]
+    for sender in request.senders:
+        sender.clear()
+    resume(*pair.decode.managers)
+    assert all((pool == old).all() for pool, old in zip((p for kind in rank.kv for p in kind), before, strict=True))
+
+
+def begin_a_write_that_hangs(members: Members, hanging: pytest.MonkeyPatch) -> Request:
+    """A request, of which something is being written for as long as it is patched."""
+    request = Request(members, 1)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    hanging.setattr(InProcessTransport, "poll", lambda *_: None)
+    request.send()
+    wait(request.sent, KVPoll.Transferring)
+    return request
+
+
+@pytest.mark.parametrize(("side", "done"), [("prefill", "read"), ("decode", "written")])
+def test_memory_does_not_go_while_something_may_still_use_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, side: str, done: str
+):
+    monkeypatch.setenv("KVFERRY_CLOSE_TIMEOUT_S", "0.5")
+    pair.begin(Model())
+    (manager,) = pair.prefill.managers if side == "prefill" else pair.decode.managers
+    with monkeypatch.context() as hanging:
+        begin_a_write_that_hangs(pair, hanging)
+        words = f"7 pages of SGLang's caches may still be {done}"
+        with pytest.raises(TransferError, match=f"{words}.*KVFERRY_CLOSE_TIMEOUT_S.*must not be given away"):
+            manager.deregister_buffer_to_engine()
+
+
+# ---- requests that the decode side retracted, and that the prefill side computes again ------------------------------
+
+
+def test_a_late_refusal_to_compute_again_fails_nobody(pair: Pair):
+    """SGLang asks by HTTP. The answer may come when the cache is there, or the number is another request's."""
+    pair.begin(Model())
+    (manager,) = pair.decode.managers
+    first = Request(pair, 1)
+    first.ask()
+    wait(first.sent, KVPoll.WaitingForInput)
+    first.send()
+    eventually("the cache is there", lambda: first.receivers[0].is_over)
+    manager._fail_prefill_recompute(first.receivers[0], "status 500")
+    wait(first.received, KVPoll.Success)
+    wait(first.sent, KVPoll.Success)
+    first.check()
+    first.clear()
+    again = Request(pair, 1)  # of the same request: its number stays
+    wait(again.received, KVPoll.WaitingForInput)
+    for late in (
+        manager._fail_prefill_recompute,
+        lambda receiver, _: receiver.abort(),
+        lambda receiver, _: receiver.clear(),
+    ):
+        late(first.receivers[0], "status 500")
+    again.ask()
+    wait(again.sent, KVPoll.WaitingForInput)
+    again.send()
+    wait(again.received, KVPoll.Success)
+    again.check()
+    assert not manager.failure_records
+
+
+def test_a_prefill_server_that_does_not_compute_again_fails_the_request(pair: Pair):
+    pair.begin(Model())
+    (manager,) = pair.decode.managers
+    receiver = pair.receiver(manager, 1)
+    receiver.send_metadata(np.arange(3, dtype=np.int32), 0)
+    manager._fail_prefill_recompute(receiver, "PD retract rebootstrap /generate failed for rid=a (status=500).")
+    assert_fails(lambda: [receiver.poll()], [receiver], "/generate failed for rid=a .status=500.")
+    eventually("its pages are safe", lambda: manager.is_abort_release_safe(1, 1))
+
+
+def test_where_a_prefill_server_takes_requests_is_known_while_another_request_fails(pair: Pair):
+    """A failure makes the next request look the server up again; SGLang's own then finds no address to ask at."""
+    pair.begin(Model())
+    (manager,) = pair.decode.managers
+    receiver = pair.receiver(manager, 1)
+    manager.forget_prefill(pair.address)
+    assert manager._resolve_rebootstrap_prefill_url(receiver) == "http://127.0.0.1:1"
+
+
+# ---- --enable-pd-role-switch ---------------------------------------------------------------------------------------
+
+
+class Switching:
+    """Two servers, each with a bootstrap server of its own, of which one prefills and the other decodes."""
+
+    def __init__(self, pair: Pair, patch: pytest.MonkeyPatch) -> None:
+        (port,) = free_ports(1)
+        self.bootstrap = KVFerryBootstrapServer("127.0.0.1", port)
+        self.model = Model(state_layers=2)
+        # As their requests name them: by the bootstrap server of the one that prefills.
+        self.first: Members = pair
+        self.second = Members(patch, port, self.model)
+        pair.model = self.model
+        self.ranks = [Rank(self.model, tp=1, tp_rank=0) for _ in range(2)]
+
+    def begin(self, prefill: int) -> Members:
+        """Each in its role.
+
+        Args:
+            prefill: which of the two prefills.
+        """
+        members = (self.first, self.second)[prefill]
+        for side in (members.prefill, members.decode):
+            side.ranks.clear()
+            side.managers.clear()
+        members.start(PREFILL, self.ranks[prefill])
+        members.start(DECODE, self.ranks[1 - prefill])
+        return members
+
+    def end(self, members: Members) -> None:
+        """As SGLang does with a manager whose role is over."""
+        for manager in (*members.prefill.managers, *members.decode.managers):
+            assert manager.supports_role_switch
+            manager.teardown()
+            refuse_taken(manager.local_ip, manager.rank_port)
+
+    def close(self) -> None:
+        self.second.close()
+        self.bootstrap.close()
+
+
+@pytest.fixture
+def switching(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Switching]:
+    made = Switching(pair, monkeypatch)
+    yield made
+    made.close()
+
+
+def test_two_servers_take_each_others_role_and_go_back(switching: Switching):
+    threads: list[int] = []
+    for turn in range(5):
+        members = switching.begin(prefill=turn % 2)
+        for room in (1, 2):
+            Request(members, room).run()
+        switching.end(members)
+        threads.append(len([each for each in threading.enumerate() if each.name.startswith("kvferry")]))
+    assert threads[-1] <= threads[1]  # nothing of an earlier role is left
+
+
+def test_a_server_in_another_role_is_not_asked_for_caches(switching: Switching):
+    members = switching.begin(prefill=0)
+    Request(members, 1).run()
+    (prefill,), (decode,) = members.prefill.managers, members.decode.managers
+    prefill.teardown()
+    assert not decode._directory.engine(prefill.prefill.engine).registrations
+    receiver = members.receiver(decode, 2)
+    receiver.send_metadata(np.arange(3, dtype=np.int32), 0, [[1]])
+    assert receiver.poll() == KVPoll.WaitingForInput
+    receiver.abort()
+
+
+def test_a_role_is_not_left_while_pages_may_still_be_written(switching: Switching, monkeypatch: pytest.MonkeyPatch):
+    """SGLang calls the server unhealthy then, and does not go on with the pool."""
+    monkeypatch.setenv("KVFERRY_CLOSE_TIMEOUT_S", "0.5")
+    members = switching.begin(prefill=0)
+    (decode,) = members.decode.managers
+    with monkeypatch.context() as hanging:
+        begin_a_write_that_hangs(members, hanging)
+        with pytest.raises(TransferError, match="8 pages of SGLang's caches may still be written"):
+            decode.teardown()
+    refuse_taken(decode.local_ip, decode.rank_port)
