@@ -349,7 +349,10 @@ def test_a_block_may_be_several_pages_of_the_kernel():
         ((torch.zeros(2, 2), torch.zeros(2, 2)), "has 2 tensors, as of recurrent state"),
         (torch.zeros(BLOCKS, 2, HEADS, BLOCK_TOKENS, CONTENT), r"has shape \(6, 2, 8, 4, 10\)"),
         (torch.zeros(BLOCKS + 1, HEADS, BLOCK_TOKENS, CONTENT), "with a multiple of 6 blocks"),
-        (torch.zeros(BLOCKS, HEADS, BLOCK_TOKENS // 2, CONTENT), "keep one entry for several tokens"),
+        (
+            torch.zeros(BLOCKS, HEADS, BLOCK_TOKENS // 2, CONTENT),
+            "2 entries .* a block has 4 tokens, with an entry for",
+        ),
     ],
 )
 def test_what_cannot_be_described_is_named(cache: object, problem: str):

@@ -19,10 +19,12 @@ class GroupBlocks:
     Attributes:
         start: how many blocks of the request come before them.
         blocks: their numbers. As an array they are pickled, and turned into pages, without a look at each.
+        held_tokens: how many of the request's first tokens are in this group already; None for as many as in others.
     """
 
     start: int
     blocks: NDArray[np.int64] | Sequence[int]
+    held_tokens: int | None = None
 
     def __eq__(self, other: object) -> bool:
         """Whether the other has the same numbers, in whichever form."""
