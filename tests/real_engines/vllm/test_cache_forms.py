@@ -63,10 +63,14 @@ def check(engine: Engine, transfer: Transfer) -> None:
 def test_what_a_model_keeps_arrives(network: LocalNetwork, model: Model, prefill_tp: int, decode_tp: int):
     """Whatever the number of ranks, in prompts that end anywhere, of which the decode side has a part already."""
     with engines(network, model, prefill_tp, decode_tp) as pair:
-        for tokens, seed in [(3, 10_000), (129, 20_000), (769, 0), (1301, 0)]:
+        # Of the last prompt but one, the decode side has what its window begins with.
+        prefixes = []
+        for tokens, seed in [(3, 10_000), (129, 20_000), (769, 0), (800, 0), (1301, 0)]:
             transfer = pair.transfer(tokens, seed)
             assert transfer.tokens == tokens - 1
+            prefixes.append(transfer.prefix)
             check(pair.decode, transfer)
             pair.prefill.manager.free(transfer.received)
             pair.decode.manager.free(transfer.received)
-        assert transfer.prefix >= 512, "the prefix cache had a part of the last prompt"
+        assert prefixes[:3] == [0, 0, 0]
+        assert all(prefix >= 768 for prefix in prefixes[3:])
