@@ -1,6 +1,6 @@
 """Caches whose keys, values and scales a backend keeps apart in a block, against views as its kernels have them.
 
-`tests/real_engines/vllm/test_cache_forms.py` compares with the backends' own functions, where these can be imported.
+`tests/real_engines/vllm/test_cache_parts.py` compares with the backends' own functions, where these can be imported.
 """
 
 from __future__ import annotations
