@@ -91,6 +91,7 @@ def test_an_order_depends_on_the_pages_of_a_kernel_and_on_whether_they_are_shuff
     [
         (ATTENTION, None, "kv"),
         ("model.layers.3.attn", "sparse", "kv"),
+        ("model.layers.3.self_attn.1.attn", "sparse", "self_attn.1.attn"),
         (INDEX, "indexer", "self_attn.indexer.k_cache"),
         ("model.layers.3.self_attn.index", "indexer", "self_attn.index"),
         ("model.layers.3.attn.swa_cache", "sparse", "attn.swa_cache"),
@@ -170,6 +171,20 @@ def test_two_caches_of_one_number_and_one_kind_are_refused():
     caches = {name: (torch.zeros(BLOCKS, 1, TOKENS, 12), BY_TOKEN) for name in (ATTENTION, f"{ATTENTION}2")}
     with pytest.raises(LayoutError, match="have the same number"):
         described(caches)
+
+
+def test_two_attentions_of_a_decoder_layer_are_two_components():
+    """As in LongCat-Flash."""
+    names = [f"model.layers.{number}.self_attn.{which}.attn" for number in range(3) for which in range(2)]
+    caches = {
+        name: (torch.zeros(BLOCKS, 1, TOKENS, 12), forms_of(name, spec("MLAAttentionSpec"), None, "X")[0])
+        for name in names
+    }
+    layout = described(caches)
+    assert {shard.component.name: shard.box[0] for shard in layout.shards} == {
+        "self_attn.0.attn": Interval(0, 3),
+        "self_attn.1.attn": Interval(0, 3),
+    }
 
 
 def test_caches_that_differ_in_their_order_alone_are_refused():

@@ -81,12 +81,14 @@ def role_of(name: str, spec: Any) -> str:
     """Returns what a layer's cache is beside the others of the same decoder layer.
 
     It follows from the layer alone, so that ranks that hold other layers call it the same. vLLM names modules that are
-    nothing but a cache so: `indexer.k_cache`, `swa_cache`, `compressor.state_cache`.
+    nothing but a cache so: `indexer.k_cache`, `swa_cache`, `compressor.state_cache`. LongCat-Flash has two attentions in
+    a decoder layer, and a second number in their names.
     """
     numbered = re.search(r"(?:^|\.)\d+\.(.+)$", name)
     behind = name if numbered is None else numbered[1]
     is_indexer = getattr(getattr(spec, "cache_role", None), "value", None) == "indexer"
-    return behind if is_indexer or behind.endswith("cache") else ATTENTION
+    is_one_of_several = re.search(r"(?:^|\.)\d+(?:\.|$)", behind) is not None
+    return behind if is_indexer or is_one_of_several or behind.endswith("cache") else ATTENTION
 
 
 def is_latent(spec: Any) -> bool:

@@ -159,11 +159,13 @@ class _Layer:
 def layer_number(name: str) -> int:
     """Returns the number in a layer's name, such as 3 in 'model.layers.3.self_attn.attn'.
 
+    A second one tells several of one decoder layer apart, as in 'model.layers.3.self_attn.1.attn'.
+
     Raises:
-        LayoutError: if there is not exactly one.
+        LayoutError: if there are none, or more.
     """
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
-    if len(numbers) != 1:
+    if len(numbers) not in (1, 2):
         raise LayoutError(f"layer {name!r} has {len(numbers)} numbers in its name, so that its place cannot be told")
     return int(numbers[0])
 
