@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.support.shown import collected, files_of, problems
 from vllm import SamplingParams
+from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionBackend
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -19,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
@@ -34,9 +36,10 @@ from vllm.v1.request import Request
 from kvferry import Interval, RankCoordinates
 from kvferry.engines.cache_kinds import names_missing
 from kvferry.engines.vllm.cache_kinds import KINDS
-from kvferry.engines.vllm.connector import KVFerryConnector, groups_of, heads_of
-from kvferry.engines.vllm.layouts import HeldHeads
+from kvferry.engines.vllm.connector import KVFerryConnector, cache_forms, groups_of, heads_of
+from kvferry.engines.vllm.layouts import HeldHeads, ModelShape, describe
 from kvferry.errors import LayoutError
+from kvferry.layout import Entry
 
 BASES = {"KVCacheSpec"}
 """What no layer keeps by itself."""
@@ -113,6 +116,40 @@ def test_vllm_gives_away_no_block_of_a_prompt_that_is_attended_to_as_a_whole():
     (kept,) = manager.get_blocks("a").blocks
     assert not any(block.is_null for block in kept[:7]), "those of the prompt"
     assert any(block.is_null for block in kept[7:])
+
+
+@pytest.mark.shows("vllm", "HiddenStateCacheSpec")
+def test_hidden_states_are_a_drafts_and_the_same_on_every_rank():
+    """As vLLM names and sizes the layer that keeps them: a head for each layer that they are those of."""
+    model, hidden = "model.layers.0.attn", "cache_only_layers.1"
+    spec = HiddenStateCacheSpec(block_size=16, num_kv_heads=3, head_size=128, dtype=torch.bfloat16)
+    backed = SimpleNamespace(get_attn_backend=lambda: CacheOnlyAttentionBackend)
+    kept = KVCacheConfig(
+        4, [], [KVCacheGroupSpec([model], FullAttentionSpec(**SIZES)), KVCacheGroupSpec([hidden], spec)]
+    )
+    vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={model: backed, hidden: backed})
+    )
+    layouts = []
+    for tp in (1, 2):
+        coordinates = RankCoordinates(tp_rank=tp - 1, tp_size=tp)
+        heads = heads_of(vllm_config, kept, coordinates)
+        assert heads[hidden] == HeldHeads(3, Interval(0, 3))
+        caches = {name: torch.zeros(4, heads, 16, 128) for name, heads in ((model, 2), (hidden, 3))}
+        layouts.append(
+            describe(
+                caches,
+                groups_of(kept),
+                ModelShape(1, drafts=(hidden,)),
+                coordinates,
+                heads={**heads, model: HeldHeads(2 * tp, Interval(2 * tp - 2, 2 * tp))},
+                forms=cache_forms(vllm_config, kept),
+                num_blocks=4,
+            ).layout
+        )
+    found = {each.name: each for each in layouts[1].components}
+    assert (found["draft"].is_optional, found["draft"].entry) == (True, Entry.TOKEN)
+    assert found["draft"] == next(each for each in layouts[0].components if each.name == "draft")
 
 
 def test_vllm_cannot_make_the_manager_of_sinks():

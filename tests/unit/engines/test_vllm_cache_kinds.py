@@ -47,7 +47,7 @@ def test_a_kind_that_nobody_has_thought_of_is_refused_by_name():
         "know. It transfers FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec, "
         "UniformTypeKVCacheSpecs, MambaSpec, AttentionSpec with num_head_slots, AttentionSpec with kv_quant_mode, "
         "AttentionSpec with tokens_per_state, MLAAttentionSpec with cache_role indexer, SlidingWindowMLASpec, "
-        "CircularBufferSpec, RSWASpec; serve this model without kvferry"
+        "CircularBufferSpec, HiddenStateCacheSpec, RSWASpec; serve this model without kvferry"
     )
 
 

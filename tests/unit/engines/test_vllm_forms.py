@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.engines.vllm.forms import CacheForm, forms_of, is_latent, role_of
+from kvferry.engines.vllm.forms import CacheForm, forms_of, is_the_same_everywhere, role_of
 from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
 from kvferry.engines.vllm.states import WHOLE_REQUEST, ring_of
 from kvferry.errors import IncompatiblePeerError, LayoutError
@@ -91,6 +91,7 @@ def test_an_order_depends_on_the_pages_of_a_kernel_and_on_whether_they_are_shuff
     [
         (ATTENTION, None, "kv"),
         ("model.layers.3.attn", "sparse", "kv"),
+        ("cache_only_layers.3", None, "kv"),
         ("model.layers.3.self_attn.1.attn", "sparse", "self_attn.1.attn"),
         (INDEX, "indexer", "self_attn.indexer.k_cache"),
         ("model.layers.3.self_attn.index", "indexer", "self_attn.index"),
@@ -109,10 +110,11 @@ def test_what_a_cache_is_beside_others_follows_from_its_own_name(name: str, role
         (spec("SlidingWindowMLASpec"), True),
         (spec("MLAAttentionSpec", num_kv_heads=2), False),
         (spec(num_kv_heads=1), False),
+        (spec("HiddenStateCacheSpec", num_kv_heads=3), True),
     ],
 )
-def test_latents_are_those_of_their_specs(made: Any, expected: bool):
-    assert is_latent(made) is expected
+def test_what_every_rank_has_is_told_by_its_spec(made: Any, expected: bool):
+    assert is_the_same_everywhere(made) is expected
 
 
 def described(

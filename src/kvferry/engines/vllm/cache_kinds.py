@@ -97,6 +97,12 @@ KINDS = CacheKinds(
             "recurrent state",
         ),
         CacheKind(
+            "HiddenStateCacheSpec",
+            "hidden states that another connector reads (`extract_hidden_states`)",
+            f"{_REAL}test_cache_kinds.py::test_hidden_states_are_a_drafts_and_the_same_on_every_rank",
+            transfer="as a draft model's, once: every rank has the same",
+        ),
+        CacheKind(
             "RSWASpec",
             "a prompt, and the last tokens after it",
             f"{_REAL}test_cache_kinds.py::test_vllm_gives_away_no_block_of_a_prompt_that_is_attended_to_as_a_whole",
@@ -127,7 +133,6 @@ KINDS = CacheKinds(
                     "vLLM 0.32 cannot make the manager of such caches, with a connector or without: its "
                     "SinkFullAttentionManager takes no needs_kv_cache_zeroing",
                 ),
-                ("HiddenStateCacheSpec", "hidden states", "they are written to be read by another connector"),
                 ("HiSparseHotSpec", "a request's hot part of a sparse cache", "it is made anew from the host's cache"),
                 (
                     "HiSparseResidentSpec",

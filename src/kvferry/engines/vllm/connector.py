@@ -33,7 +33,7 @@ from kvferry.engines.vllm.buffers import buffer_notice
 from kvferry.engines.vllm.cache_kinds import check_on_device, check_transferred
 from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.drafts import draft_layers
-from kvferry.engines.vllm.forms import CacheForm, forms_of, is_latent, role_of
+from kvferry.engines.vllm.forms import CacheForm, forms_of, is_the_same_everywhere, role_of
 from kvferry.engines.vllm.guards import held_back_tokens, refuse_what_would_be_wrong
 from kvferry.engines.vllm.heads import CachedHeads, held_heads
 from kvferry.engines.vllm.identity import (
@@ -393,7 +393,7 @@ def heads_of(
         name: CachedHeads(
             spec.num_kv_heads,
             not all(form.has_heads for form in forms[name]),
-            1 if is_latent(spec) else spec.max_tp_shards,
+            1 if is_the_same_everywhere(spec) else spec.max_tp_shards,
         )
         for group in kv_cache_config.transfer_groups
         for name, spec in layer_specs(group).items()

@@ -71,9 +71,8 @@ def forms_of(name: str, spec: Any, layer: Any, backend: str) -> tuple[CacheForm,
             for part in parts
         )
     if spec.num_head_slots is not None or _is_opaque(spec):
-        is_latent_alone = is_latent(spec)
-        part = None if is_latent_alone else CachePart.in_one_piece
-        return (CacheForm(role, per_entry, order, has_heads=is_latent_alone, part=part),)
+        has_heads = is_the_same_everywhere(spec)
+        return (CacheForm(role, per_entry, order, has_heads, None if has_heads else CachePart.in_one_piece),)
     return (CacheForm(role, per_entry, order if per_entry > 1 else None),)
 
 
@@ -81,23 +80,24 @@ def role_of(name: str, spec: Any) -> str:
     """Returns what a layer's cache is beside the others of the same decoder layer.
 
     It follows from the layer alone, so that ranks that hold other layers call it the same. vLLM names modules that are
-    nothing but a cache so: `indexer.k_cache`, `swa_cache`, `compressor.state_cache`. LongCat-Flash has two attentions in
-    a decoder layer, and a second number in their names.
+    nothing but a cache so: `indexer.k_cache`, `swa_cache`, `compressor.state_cache`. LongCat-Flash has two attentions
+    in a decoder layer, and a second number in their names.
     """
-    numbered = re.search(r"(?:^|\.)\d+\.(.+)$", name)
-    behind = name if numbered is None else numbered[1]
+    numbered = re.search(r"(?:^|\.)\d+(?:\.(.+))?$", name)
+    behind = name if numbered is None else numbered[1] or ""
     is_indexer = getattr(getattr(spec, "cache_role", None), "value", None) == "indexer"
     is_one_of_several = re.search(r"(?:^|\.)\d+(?:\.|$)", behind) is not None
     return behind if is_indexer or is_one_of_several or behind.endswith("cache") else ATTENTION
 
 
-def is_latent(spec: Any) -> bool:
-    """Whether a cache has one vector for a token (or group of tokens) and layer, which every rank has.
+def is_the_same_everywhere(spec: Any) -> bool:
+    """Whether every rank has all of a cache: one vector for a token (or group of tokens) and layer, or hidden states.
 
     vLLM's own NIXL connector takes caches of these specs so. Most say it themselves (`max_tp_shards`); the indexers of
     MiniMax-M3 and Qwen4 and the latents of DeepSeek-V4.1 do not, and are made by projections that are not divided.
     """
-    return "MLA" in type(spec).__name__ and spec.num_kv_heads == 1
+    kind = type(spec).__name__
+    return ("MLA" in kind and spec.num_kv_heads == 1) or kind == "HiddenStateCacheSpec"
 
 
 def _is_opaque(spec: Any) -> bool:
