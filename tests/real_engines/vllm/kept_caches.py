@@ -236,6 +236,8 @@ MODELS = (
     DeepseekV41("deepseek v4.1", 2, 128, "fp8_ds_mla", "BLNHC"),
     Qwen4("qwen4", 2, 32, "auto", "BLHNC"),
 )
+LAYERS_OUTSIDE = Qwen4("qwen4, layers outside", 2, 32, "auto", "LBHNC")
+"""In this order vLLM makes all pages alike, by larger blocks and rings: how large follows from the heads on a rank."""
 
 
 @dataclass

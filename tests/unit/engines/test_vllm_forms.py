@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.crossing import cross
 
+from kvferry import GroupPages
 from kvferry.engines.vllm.forms import CacheForm, forms_of, is_the_same_everywhere, role_of
 from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
 from kvferry.engines.vllm.states import WHOLE_REQUEST, ring_of
@@ -17,6 +19,7 @@ from kvferry.layout import Entry, Interval, RankCoordinates
 from kvferry.layout.shard import RankLayout
 from kvferry.plan import check_exchangeable
 from kvferry.plan.proof import prove
+from kvferry.testing.network import LocalNetwork
 
 ATTENTION, INDEX = "model.layers.1.self_attn.attn", "model.layers.1.self_attn.indexer.k_cache"
 TOKENS, BLOCKS = 8, 5
@@ -29,6 +32,7 @@ def spec(kind: str = "FullAttentionSpec", *, mode: str = "NONE", role: str | Non
         "state_content_bytes": None,
         "tokens_per_state": 1,
         "head_size": 64,
+        "head_size_v": 0 if "MLA" in kind else 64,
         "dtype": torch.bfloat16,
         "kv_quant_mode": SimpleNamespace(name=mode),
         "cache_role": SimpleNamespace(value=role),
@@ -58,7 +62,8 @@ LATENTS: dict[str, Any] = {"kind": "MLAAttentionSpec", "dtype": torch.uint8}
             CacheForm(packing="vLLM's THEIRS"),
         ),
         (spec(**LATENTS), CacheForm(packing="vLLM's THEIRS")),
-        (spec("MLAAttentionSpec", tokens_per_state=4), CacheForm("kv", Fraction(4), "vLLM's THEIRS")),
+        (spec("MLAAttentionSpec", tokens_per_state=5), CacheForm("kv", Fraction(5), "vLLM's THEIRS")),
+        (spec(**LATENTS, tokens_per_state=4), CacheForm("kv", Fraction(4), "vLLM's THEIRS")),
         (spec(tokens_per_state=Fraction(1, 4)), CacheForm("kv", Fraction(1, 4))),
     ],
 )
@@ -199,35 +204,87 @@ def test_caches_that_differ_in_their_order_alone_are_refused():
         described(caches)
 
 
-def compressed(tokens: int, ratio: Fraction, pages_per_block: int = 1) -> RankLayout:
+def compressed(tokens: int, ratio: int, *, pages_per_block: int = 1, is_packed: bool = False) -> RankLayout:
+    """Entries of 8 numbers, each for so many tokens."""
     name = "model.layers.0.attn"
-    shape = (BLOCKS * pages_per_block, 1, int(tokens / pages_per_block / ratio), 6)
-    form = CacheForm(tokens_per_entry=ratio, packing="vLLM's" if ratio > 1 else None)
+    made = spec("MLAAttentionSpec", tokens_per_state=ratio, head_size=8 if not is_packed else 8 * ratio + 1)
+    (form,) = forms_of(name, made, SimpleNamespace(), "THEIRS")
+    shape = (BLOCKS * pages_per_block, 1, tokens // pages_per_block // ratio, made.head_size)
     return described({name: (torch.zeros(shape), form)}, groups=(CacheGroup("group 0", (name,), tokens),))
 
 
 @pytest.mark.parametrize("pages_per_block", [1, 2])
-def test_an_entry_for_several_tokens_is_in_a_page_of_as_many_tokens_as_its_block(pages_per_block: int):
-    (shard,) = compressed(16, Fraction(4), pages_per_block).shards
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_an_entry_for_several_tokens_is_in_a_page_of_as_many_tokens_as_its_block(is_packed: bool, pages_per_block: int):
+    (shard,) = compressed(16, 4, pages_per_block=pages_per_block, is_packed=is_packed).shards
     assert shard.component.name == "kv, an entry for 4 tokens"
-    assert (shard.component.entry, shard.paging.page_tokens) == (Entry.PAGE, 16 // pages_per_block)
-    assert shard.component.axes[-1].size == 4 // pages_per_block * 6
+    assert shard.component.entry is (Entry.PAGE if is_packed else Entry.TOKEN)
+    assert shard.paging.page_tokens == 16 // pages_per_block
+    assert shard.component.axes[-1].size == (4 // pages_per_block * 33 if is_packed else 2)
 
 
-def test_entries_for_other_numbers_of_tokens_and_pages_of_other_sizes_are_refused():
+def test_entries_for_other_numbers_of_tokens_are_refused():
     with pytest.raises(IncompatiblePeerError, match=r"an entry for 4 tokens.*an entry for 8 tokens"):
-        check_exchangeable(
-            compressed(16, Fraction(4)), compressed(16, Fraction(8)), source_name="a", destination_name="b"
-        )
+        check_exchangeable(compressed(16, 4), compressed(16, 8), source_name="a", destination_name="b")
+
+
+def test_entries_that_cannot_be_cut_into_tokens_are_refused_with_pages_of_another_size():
     with pytest.raises(IncompatiblePeerError, match=r"16 tokens a page.*32 tokens a page"):
         check_exchangeable(
-            compressed(16, Fraction(4)), compressed(32, Fraction(4)), source_name="a", destination_name="b"
+            compressed(16, 4, is_packed=True), compressed(32, 4, is_packed=True), source_name="a", destination_name="b"
         )
+
+
+@pytest.mark.parametrize("tokens", [16, 27, 45, 64])
+@pytest.mark.parametrize("prefix", [0, 8, 12])
+def test_every_entry_whose_tokens_are_all_there_arrives_in_pages_of_another_size(tokens: int, prefix: int):
+    name, ratio, content = "model.layers.0.attn", 4, 8
+    made = spec("MLAAttentionSpec", tokens_per_state=ratio, head_size=content)
+    (form,) = forms_of(name, made, SimpleNamespace(), "THEIRS")
+
+    def side(page: int) -> tuple[torch.Tensor, RankLayout, list[int]]:
+        cache = torch.zeros(8, 1, page // ratio, content)
+        layout = describe(
+            {name: cache},
+            (CacheGroup("group 0", (name,), page),),
+            ModelShape(1),
+            RankCoordinates(),
+            heads={name: HeldHeads(1, Interval(0, 1))},
+            forms={name: (form,)},
+            num_blocks=8,
+        ).layout
+        return cache, layout, [7 - index for index in range(-(-tokens // page))]
+
+    here, here_layout, blocks = side(16)
+    there, there_layout, own_blocks = side(32)
+    entries = tokens // ratio
+    whole = torch.arange(1, entries * content + 1, dtype=torch.float32).view(entries, content)
+    for entry in range(entries):
+        here[blocks[entry * ratio // 16], 0, entry % (16 // ratio)] = whole[entry]
+    with LocalNetwork() as network:
+        cross(
+            network,
+            [here_layout],
+            [there_layout],
+            sent={"group 0": GroupPages(blocks)},
+            received={"group 0": GroupPages(own_blocks[prefix // 32 :])},
+            tokens=tokens,
+            prefix_tokens=prefix,
+        )
+    for entry in range(entries):
+        found = there[own_blocks[entry * ratio // 32], 0, entry % (32 // ratio)]
+        assert torch.equal(found, whole[entry] if entry * ratio >= prefix else torch.zeros(content))
+
+
+def doubled(tokens: int) -> RankLayout:
+    name, form = "model.layers.0.attn", CacheForm(tokens_per_entry=Fraction(1, 2))
+    cache = torch.zeros(BLOCKS, 1, 2 * tokens, 6)
+    return described({name: (cache, form)}, groups=(CacheGroup("group 0", (name,), tokens),))
 
 
 def test_several_entries_for_a_token_are_cut_between_tokens():
     """So that blocks of other sizes can be exchanged."""
-    here, there = compressed(8, Fraction(1, 2)), compressed(16, Fraction(1, 2))
+    here, there = doubled(8), doubled(16)
     (shard,) = here.shards
     assert shard.component.name == "kv, 2 entries a token"
     assert [axis.size for axis in shard.component.axes] == [3, 1, 2, 6]

@@ -75,7 +75,7 @@ KINDS = CacheKinds(
             "AttentionSpec with tokens_per_state",
             "one entry for several tokens, or several entries for one",
             f"{_FORMS}test_what_a_model_keeps_arrives",
-            transfer="several for one as keys and values are; one for several in pages of one size on both sides",
+            transfer="as keys and values are, between pages of any size; of one size where they are quantised as above",
         ),
         CacheKind(
             "MLAAttentionSpec with cache_role indexer",

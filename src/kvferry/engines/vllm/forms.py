@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from kvferry import geometry
@@ -73,7 +74,12 @@ def forms_of(name: str, spec: Any, layer: Any, backend: str) -> tuple[CacheForm,
     if spec.num_head_slots is not None or _is_opaque(spec):
         has_heads = is_the_same_everywhere(spec)
         return (CacheForm(role, per_entry, order, has_heads, None if has_heads else CachePart.in_one_piece),)
-    return (CacheForm(role, per_entry, order if per_entry > 1 else None),)
+    if per_entry > 1:
+        tokens = int(per_entry)
+        if _content(spec) % tokens:
+            return (CacheForm(role, per_entry, order),)
+        return (CacheForm(role, per_entry, part=partial(CachePart.spread, tokens)),)
+    return (CacheForm(role, per_entry),)
 
 
 def role_of(name: str, spec: Any) -> str:
@@ -111,6 +117,12 @@ def _is_opaque(spec: Any) -> bool:
     if mode.endswith("_PER_TOKEN_HEAD"):
         return False
     return bool(_BY_TOKEN.get(getattr(spec, "cache_dtype_str", None) or "") != content)
+
+
+def _content(spec: Any) -> int:
+    """Returns how many elements an entry has in a head."""
+    content = spec.state_content_bytes
+    return int(spec.head_size + spec.head_size_v if content is None else content // spec.dtype.itemsize)
 
 
 def _kernel_page(layer: Any) -> str:

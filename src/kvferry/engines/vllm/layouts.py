@@ -275,8 +275,7 @@ def _layer(
         group=group,
         heads=heads,
         form=form,
-        # Entries for several tokens lie in pages of whole ones: a page of another size has others.
-        packing=form.packing or model.packing or ("vLLM's" if form.tokens_per_entry > 1 else None),
+        packing=form.packing or model.packing,
         page_tokens=group.block_tokens // pages_per_block,
         cache=cache,
         view=view,

@@ -30,6 +30,16 @@ class CachePart:
     is_packed: bool
 
     @staticmethod
+    def spread(tokens: int, cache: Any) -> Any:
+        """Returns a view in which each of so many tokens has a part of the entry that they share.
+
+        So entries are cut between tokens, in pages of any size. An entry of which not all tokens are there yet is one
+        that the engine has not made, and makes when they are.
+        """
+        pages, heads, entries, content = cache.shape
+        return cache.view(pages, heads, entries * tokens, content // tokens)
+
+    @staticmethod
     def in_one_piece(cache: Any) -> Any:
         """Returns a view in which what lies together in a block is the content of its entries.
 
