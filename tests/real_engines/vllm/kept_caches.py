@@ -63,7 +63,7 @@ class Model:
         layers: how many decoder layers it has.
         block_tokens: tokens in a block of its attention.
         cache_dtype: vLLM's `--kv-cache-dtype`.
-        layout: vLLM's order of layers, blocks, heads and tokens.
+        layout: one of the orders of layers, blocks, heads and tokens that its backends take.
     """
 
     name: str
@@ -236,8 +236,6 @@ MODELS = (
     DeepseekV41("deepseek v4.1", 2, 128, "fp8_ds_mla", "BLNHC"),
     Qwen4("qwen4", 2, 32, "auto", "BLHNC"),
 )
-LAYERS_OUTSIDE = Qwen4("qwen4, layers outside", 2, 32, "auto", "LBHNC")
-"""In this order vLLM makes all pages alike, by larger blocks and rings: how large follows from the heads on a rank."""
 
 
 @dataclass

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.real_engines.vllm.kept_caches import LAYERS_OUTSIDE, MODELS, Engine, Model, Transfer, engines
+from tests.real_engines.vllm.kept_caches import MODELS, Engine, Model, Transfer, engines
 
 from kvferry import DecodeEndpoint, PrefillEndpoint
 from kvferry.engines.vllm import worker as worker_module
-from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import Entry
-from kvferry.plan import check_exchangeable
 from kvferry.testing.network import LocalNetwork
 
 
@@ -76,25 +74,3 @@ def test_what_a_model_keeps_arrives(network: LocalNetwork, model: Model, prefill
             pair.decode.manager.free(transfer.received)
         assert prefixes[:3] == [0, 0, 0]
         assert all(prefix >= 768 for prefix in prefixes[3:])
-
-
-def test_blocks_and_rings_that_vllm_enlarges_are_exchanged_where_it_enlarges_them_alike(network: LocalNetwork):
-    with engines(network, LAYERS_OUTSIDE, 2, 2) as pair:
-        for tokens, seed in [(3, 10_000), (769, 0), (1301, 20_000)]:
-            transfer = pair.transfer(tokens, seed)
-            check(pair.decode, transfer)
-            pair.prefill.manager.free(transfer.received)
-            pair.decode.manager.free(transfer.received)
-
-
-def test_rings_of_another_size_are_refused_by_name(network: LocalNetwork):
-    with engines(network, LAYERS_OUTSIDE, 2, 1) as pair:
-        sizes = [
-            engine.ranks[0].caches["model.layers.0.self_attn.indexer.raw_key_cache"].shape[2]
-            for engine in (pair.prefill, pair.decode)
-        ]
-        assert sizes == [128, 256]
-        with pytest.raises(IncompatiblePeerError, match=r"axes of 'self_attn.indexer.raw_key_cache'.*128.*256"):
-            check_exchangeable(
-                pair.prefill.described.layout, pair.decode.described.layout, source_name="p", destination_name="d"
-            )
