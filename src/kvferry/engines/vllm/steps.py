@@ -30,7 +30,8 @@ class GroupBlocks:
         """Whether the other has the same numbers, in whichever form."""
         if not isinstance(other, GroupBlocks):
             return NotImplemented
-        return self.start == other.start and np.array_equal(self.blocks, other.blocks)
+        is_like = (self.start, self.held_tokens) == (other.start, other.held_tokens)
+        return is_like and np.array_equal(self.blocks, other.blocks)
 
     __hash__ = None  # type: ignore[assignment]
 
