@@ -284,6 +284,27 @@ CATALOGUE = (
         "tests/unit/engines/test_vllm_scheduling.py",
     ),
     PlantedFault(
+        "vLLM: scales are taken from where another head's values are",
+        "engines/vllm/parts.py",
+        "(heads * tokens * values if are_scales else 0)",
+        "(tokens * values if are_scales else 0)",
+        "tests/unit/engines/test_vllm_parts.py",
+    ),
+    PlantedFault(
+        "vLLM: an index hides the projection that knows the heads beside it",
+        "engines/vllm/heads.py",
+        " and each.most_shards != 1]",
+        "]",
+        "tests/unit/engines/test_vllm_heads.py",
+    ),
+    PlantedFault(
+        "vLLM: a window that no prefix cache keeps is taken for held",
+        "engines/vllm/scheduling.py",
+        "max(prefix_tokens if group.is_prefix_cached else 0, group.first_attended(tokens))",
+        "max(prefix_tokens, group.first_attended(tokens))",
+        "tests/unit/engines/test_vllm_scheduling.py",
+    ),
+    PlantedFault(
         "vLLM: choices copy blocks that have been given to others",
         "engines/vllm/scheduling.py",
         "self._pool.touch(kept)",

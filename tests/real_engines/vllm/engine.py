@@ -249,7 +249,8 @@ class _Engine:
     def draft_layers(self) -> set[str]:
         """The names of a draft model's layers, by vLLM's own account; of the only rank."""
         runner = self.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        return set(runner.drafter._draft_attn_layer_names)
+        drafter = runner.drafter
+        return set(getattr(drafter, "_draft_attn_layer_names", None) or drafter.attn_layer_names)
 
     def draft_blocks(self) -> list[list[bytes]]:
         """Of each of the draft model's layers, digests of the blocks that anything was written to."""

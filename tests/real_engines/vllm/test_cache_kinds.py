@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,26 +11,35 @@ from typing import Any
 import pytest
 import torch
 from tests.support.shown import collected, files_of, problems
+from vllm import SamplingParams
+from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionBackend
 from vllm.v1 import kv_cache_interface
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.request import Request
 
 from kvferry import Interval, RankCoordinates
 from kvferry.engines.cache_kinds import names_missing
 from kvferry.engines.vllm.cache_kinds import KINDS
-from kvferry.engines.vllm.connector import KVFerryConnector, groups_of, heads_of
-from kvferry.engines.vllm.layouts import HeldHeads
+from kvferry.engines.vllm.connector import KVFerryConnector, cache_forms, groups_of, heads_of
+from kvferry.engines.vllm.layouts import HeldHeads, ModelShape, describe
 from kvferry.errors import LayoutError
+from kvferry.layout import Entry
 
 BASES = {"KVCacheSpec"}
 """What no layer keeps by itself."""
@@ -42,10 +52,10 @@ class LocalSpec(FullAttentionSpec):  # type: ignore[misc]
     """A spec of somebody else's, as vLLM's registry lets them add."""
 
 
-def config(*specs: Any) -> KVCacheConfig:
+def config(*specs: Any, num_blocks: int = 4) -> KVCacheConfig:
     """A group for every spec, of one layer."""
     groups = [KVCacheGroupSpec([f"model.layers.{number}.attn"], spec) for number, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def test_every_spec_of_vllms_is_in_the_table_and_nothing_else():
@@ -80,12 +90,81 @@ def test_vllms_own_specs_are_taken_or_refused_by_name():
         (16, None, 32, False),
         (16, None, None, True),
     ]
-    with pytest.raises(LayoutError, match=r"'model.layers.1.attn' keep .* of an encoder \(CrossAttentionSpec\)"):
+    with pytest.raises(
+        LayoutError, match=r"'model.layers.1.attn' keep .* of an encoder \(CrossAttentionSpec\).* with any connector"
+    ):
         groups_of(config(FullAttentionSpec(**SIZES), CrossAttentionSpec(**SIZES)))
     with pytest.raises(LayoutError, match=r"'model.layers.0.attn' keep LocalSpec, which kvferry's plug-in .* not know"):
         groups_of(config(LocalSpec(**SIZES)))
     with pytest.raises(LayoutError, match="keep LocalSpec"):
         groups_of(config(UniformTypeKVCacheSpecs(16, {"model.layers.0.attn": LocalSpec(**SIZES)})))
+
+
+@pytest.mark.shows("vllm", "RSWASpec")
+def test_vllm_gives_away_no_block_of_a_prompt_that_is_attended_to_as_a_whole():
+    """So that a prompt is sent as with full attention; only between it and the last tokens are blocks given away."""
+    spec = RSWASpec(**SIZES, rswa_window=32)
+    (group,) = groups_of(config(spec))
+    assert (group.gives_blocks_away, group.first_attended(300)) == (False, 0)
+    blocks = {"scheduler_block_size": 16, "hash_block_size": 16}
+    manager = KVCacheManager(config(spec, num_blocks=64), 1024, **blocks, enable_caching=False)
+    request = Request("a", list(range(100)), SamplingParams(max_tokens=200), None)
+    for _ in range(20):
+        assert manager.allocate_slots(request, 20) is not None
+        request.append_output_token_ids([1] * 20)
+        request.num_computed_tokens += 20
+    (kept,) = manager.get_blocks("a").blocks
+    assert not any(block.is_null for block in kept[:7]), "those of the prompt"
+    assert any(block.is_null for block in kept[7:])
+
+
+@pytest.mark.shows("vllm", "HiddenStateCacheSpec")
+def test_hidden_states_are_a_drafts_and_the_same_on_every_rank():
+    """As vLLM names and sizes the layer that keeps them: a head for each layer that they are those of."""
+    model, hidden = "model.layers.0.attn", "cache_only_layers.1"
+    spec = HiddenStateCacheSpec(block_size=16, num_kv_heads=3, head_size=128, dtype=torch.bfloat16)
+    backed = SimpleNamespace(get_attn_backend=lambda: CacheOnlyAttentionBackend)
+    kept = KVCacheConfig(
+        4, [], [KVCacheGroupSpec([model], FullAttentionSpec(**SIZES)), KVCacheGroupSpec([hidden], spec)]
+    )
+    vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={model: backed, hidden: backed})
+    )
+    layouts = []
+    for tp in (1, 2):
+        coordinates = RankCoordinates(tp_rank=tp - 1, tp_size=tp)
+        heads = heads_of(vllm_config, kept, coordinates)
+        assert heads[hidden] == HeldHeads(3, Interval(0, 3))
+        caches = {name: torch.zeros(4, heads, 16, 128) for name, heads in ((model, 2), (hidden, 3))}
+        layouts.append(
+            describe(
+                caches,
+                groups_of(kept),
+                ModelShape(1, drafts=(hidden,)),
+                coordinates,
+                heads={**heads, model: HeldHeads(2 * tp, Interval(2 * tp - 2, 2 * tp))},
+                forms=cache_forms(vllm_config, kept),
+                num_blocks=4,
+            ).layout
+        )
+    found = {each.name: each for each in layouts[1].components}
+    assert (found["draft"].is_optional, found["draft"].entry) == (True, Entry.TOKEN)
+    assert found["draft"] == next(each for each in layouts[0].components if each.name == "draft")
+
+
+def test_vllm_cannot_make_the_manager_of_sinks():
+    """With a connector or without one: the reason that is given for refusing them."""
+    spec = SinkFullAttentionSpec(16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sink_len=16)
+    with pytest.raises(TypeError, match="needs_kv_cache_zeroing"):
+        KVCacheManager(config(spec), 1024, scheduler_block_size=16, hash_block_size=16, enable_caching=False)
+    with pytest.raises(LayoutError, match=r"vLLM 0\.32 cannot make the manager"):
+        groups_of(config(spec))
+
+
+def test_vllm_asserts_that_no_connector_serves_a_model_with_an_encoder():
+    """The reason that is given for refusing them."""
+    assert "assert not self.is_encoder_decoder" in inspect.getsource(Scheduler.__init__)
+    assert CrossAttentionSpec in vars(kv_cache_interface).values()
 
 
 def test_heads_are_those_of_each_layers_own_spec(caplog: pytest.LogCaptureFixture):
@@ -96,7 +175,9 @@ def test_heads_are_those_of_each_layers_own_spec(caplog: pytest.LogCaptureFixtur
     kept = config(
         FullAttentionSpec(**SIZES), UniformTypeKVCacheSpecs(16, {"model.layers.1.attn": larger}), slots, latent
     )
-    vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "THEIRS"))
+    context = {f"model.layers.{number}.attn": layer for number in range(4)}
+    vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
     with caplog.at_level(logging.WARNING, "kvferry.engines.vllm.connector"):
         one = heads_of(vllm_config, kept, RankCoordinates())
         two = heads_of(vllm_config, kept, RankCoordinates(tp_rank=1, tp_size=2))

@@ -5,8 +5,9 @@ The draft is the model itself. Every token that it drafts is accepted as long as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from examples.tiny_model import write, write_eagle3
@@ -78,14 +79,24 @@ def test_ranks_of_another_number_get_their_heads_of_the_draft(engines: Engines, 
     assert accepted(engines, Pair(prefill, decode), 10 + decode_tp) == 1
 
 
+def eagle3(folder: Path) -> dict[str, Any]:
+    draft = write_eagle3(folder / "eagle3")
+    return {"method": "eagle3", "model": str(draft), "num_speculative_tokens": DRAFTED}
+
+
+def hidden_states(_: Path) -> dict[str, Any]:
+    kept = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}
+    return {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": kept}
+
+
 @pytest.mark.long
-def test_eagles_layer_arrives_with_the_others(tmp_path: Path):
-    """With random weights it drafts nothing that is accepted: its cache is compared, block by block."""
+@pytest.mark.parametrize("drafting", [eagle3, hidden_states])
+def test_a_drafts_layer_arrives_with_the_others(tmp_path: Path, drafting: Callable[[Path], dict[str, Any]]):
+    """With random weights nothing that is drafted is accepted: its cache is compared, block by block."""
     model = write("qwen3", tmp_path / "qwen3")
-    draft = write_eagle3(tmp_path / "eagle3")
     engines = Engines(model)
     try:
-        speculative = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": DRAFTED}
+        speculative = drafting(tmp_path)
         for begin in (engines.prefill, engines.decode):
             begin(begin.__name__, speculative=speculative)
         engines.alone()

@@ -45,29 +45,10 @@ def test_a_kind_that_nobody_has_thought_of_is_refused_by_name():
     assert str(raised.value) == (
         "layers such as 'model.layers.3.mixer' keep LatentChunkSpec, which kvferry's plug-in for vLLM 0.32 does not "
         "know. It transfers FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec, "
-        "UniformTypeKVCacheSpecs, MambaSpec, AttentionSpec with num_head_slots; serve this model without kvferry"
+        "UniformTypeKVCacheSpecs, MambaSpec, AttentionSpec with num_head_slots, AttentionSpec with kv_quant_mode, "
+        "AttentionSpec with tokens_per_state, MLAAttentionSpec with cache_role indexer, SlidingWindowMLASpec, "
+        "CircularBufferSpec, HiddenStateCacheSpec, RSWASpec; serve this model without kvferry"
     )
-
-
-@pytest.mark.parametrize(
-    ("attributes", "problem"),
-    [
-        pytest.param(
-            {"tokens_per_state": 4},
-            "one entry for several tokens",
-            marks=pytest.mark.shows("vllm", "AttentionSpec with tokens_per_state"),
-        ),
-        pytest.param(
-            {"cache_role": SimpleNamespace(value="indexer")},
-            "keys of a sparse indexer",
-            marks=pytest.mark.shows("vllm", "MLAAttentionSpec with cache_role indexer"),
-        ),
-    ],
-)
-def test_variants_are_told_apart(attributes: dict[str, object], problem: str):
-    check_transferred(spec("MLAAttentionSpec", tokens_per_state=1, cache_role=SimpleNamespace(value="sparse")), LAYER)
-    with pytest.raises(LayoutError, match=problem):
-        check_transferred(spec("MLAAttentionSpec", **attributes), LAYER)
 
 
 @pytest.mark.shows("vllm", "KVCacheGroupSpec with host_resident")

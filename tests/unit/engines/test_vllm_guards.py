@@ -69,18 +69,3 @@ def test_layers_of_one_number_that_are_no_draft_models_are_refused_by_name(draft
     group, model = CacheGroup("group 0", names, block_tokens=16), ModelShape(1, drafts=drafts)
     with pytest.raises(LayoutError, match=r"'model.layers.0.self_attn.attn' and 'mtp.layers.0.* the same number"):
         describe(caches, [group], model, RankCoordinates(), heads=dict.fromkeys(names, None), num_blocks=4)
-
-
-def test_a_draft_model_with_recurrent_state_is_refused_by_name():
-    names = ("model.layers.0.self_attn.attn", "draft_model.layers.0.mixer")
-    groups = [CacheGroup("group 0", names[:1], 16), CacheGroup("group 1", names[1:], 16, has_state=True)]
-    model = ModelShape(1, drafts=names[1:])
-    with pytest.raises(LayoutError, match=r"'draft_model.layers.0.mixer' of the draft model keeps recurrent state"):
-        describe(
-            {names[0]: torch.zeros(4, 2, 16, 8)},
-            groups,
-            model,
-            RankCoordinates(),
-            heads=dict.fromkeys(names, None),
-            num_blocks=4,
-        )

@@ -126,6 +126,16 @@ def test_the_projection_of_another_attention_in_the_same_decoder_layer_is_not_as
     assert list(found.values()) == [HeldHeads(4, Interval(2, 3)), None]
 
 
+def test_an_index_in_the_same_attention_does_not_hide_its_projection():
+    """Every rank has the same of it, whatever makes the keys and values beside it."""
+    place, around = RankCoordinates(tp_rank=5, tp_size=8), SelfAttention(Projection(4, 5, 8))
+    around.index_cache = Layer()
+    both = {NAME: around.attn, "model.layers.0.self_attn.index_cache": around.index_cache}
+    cached = {NAME: CachedHeads(1), "model.layers.0.self_attn.index_cache": CachedHeads(1, most_shards=1)}
+    found = held_heads(cached, both, place, lambda: around.modules())
+    assert list(found.values()) == [HeldHeads(4, Interval(2, 3)), HeldHeads(1, Interval(0, 1))]
+
+
 def test_a_wrapped_projection_is_found():
     """LoRA puts another module around it."""
     wrapper = Module()

@@ -233,6 +233,17 @@ class TestReceiving:
         ]
         assert scheduler.step().receive == []
 
+    def test_a_window_that_no_prefix_cache_keeps_is_fetched_before_the_prefixs_end_too(self):
+        groups = (FULL, WINDOW, replace(WINDOW, name="uncached", is_prefix_cached=False))
+        scheduler, request = Scheduler(*groups), decode_request(14)
+        scheduler.allocate(request, external=1)
+        (wanted,) = scheduler.step().receive
+        assert wanted.groups == {
+            "full": GroupBlocks(3, (103,)),
+            "window": GroupBlocks(3, (153,)),
+            "uncached": GroupBlocks(2, (202, 203), held_tokens=0),
+        }
+
     def test_a_window_that_begins_within_a_block_needs_all_of_it(self):
         scheduler, request = (
             Scheduler(FULL, CacheGroup("window", ("layers.1",), 4, window_tokens=6)),

@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.crossing import cross
 
-from kvferry.engines.vllm.layouts import CacheGroup, KeptStates, ModelShape, describe
-from kvferry.engines.vllm.states import SHARE, State, StateLayer, state_shards, states_of
+from kvferry import GroupPages
+from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
+from kvferry.engines.vllm.states import SHARE, KeptStates, State, StateLayer, state_shards, states_of
 from kvferry.errors import LayoutError
 from kvferry.layout import Entry, Interval, RankCoordinates
 from kvferry.layout.shard import RankLayout, Shard
 from kvferry.plan import check_exchangeable
+from kvferry.testing.network import LocalNetwork
 
 BLOCKS, LAYERS, ROWS, WIDTH = 3, 4, 3, 2
 SIZES = (1, 2, 4)
@@ -108,7 +111,10 @@ def rank_states(kind: Kind, tp: int, rank: int, *, first: bool) -> tuple[tuple[S
 
 def shards_of(kind: Kind, tp: int, rank: int, *, first: bool) -> tuple[list[Shard], list[tuple[Any, ...]]]:
     states, tensors = rank_states(kind, tp, rank, first=first)
-    layers = [StateLayer(number, f"layers.{number}", "group 1", states, each) for number, each in enumerate(tensors)]
+    layers = [
+        StateLayer(number, f"layers.{number}", "group 1", KeptStates(states, each))
+        for number, each in enumerate(tensors)
+    ]
     return [*state_shards(layers, LAYERS, RankCoordinates(tp_rank=rank, tp_size=tp))], tensors
 
 
@@ -157,9 +163,8 @@ def test_what_nobody_knows_is_a_ranks_share():
     states = states_of(made, SimpleNamespace(), RankCoordinates(tp_rank=1, tp_size=2), channels_first=False)
     assert [state.parts for state in states] == [None, None]
     tensors = tuple(torch.zeros(BLOCKS, *shape) for shape in made.shapes)
-    shards = [
-        *state_shards([StateLayer(2, "layers.2", "g", states, tensors)], LAYERS, RankCoordinates(tp_rank=1, tp_size=2))
-    ]
+    layer = StateLayer(2, "layers.2", "g", KeptStates(states, tensors))
+    shards = [*state_shards([layer], LAYERS, RankCoordinates(tp_rank=1, tp_size=2))]
     assert [shard.component.axes[1].name for shard in shards] == [SHARE, SHARE]
     assert {shard.box[1] for shard in shards} == {Interval(1, 2)}
 
@@ -188,7 +193,8 @@ def test_more_states_than_a_kind_has_are_not_cut():
 
 
 def test_a_tensor_that_is_not_what_vllm_says_is_named():
-    layer = StateLayer(0, "model.layers.0.mixer", "g", (State((4, 3)),), (torch.zeros(BLOCKS, 4, 2),))
+    kept = KeptStates((State((4, 3)),), (torch.zeros(BLOCKS, 4, 2),))
+    layer = StateLayer(0, "model.layers.0.mixer", "g", kept)
     with pytest.raises(
         LayoutError, match=r"state 0 of layer 'model.layers.0.mixer' has shape \(4, 2\) where vLLM says"
     ):
@@ -251,9 +257,91 @@ def test_a_share_is_exchanged_with_the_same_number_of_ranks_alone():
     def layout(tp_rank: int, tp_size: int) -> RankLayout:
         coordinates = RankCoordinates(tp_rank=tp_rank, tp_size=tp_size)
         states = states_of(made, None, coordinates, channels_first=False)
-        layer = StateLayer(0, "layers.0", "g", states, tuple(torch.zeros(BLOCKS, *shape) for shape in made.shapes))
+        kept = KeptStates(states, tuple(torch.zeros(BLOCKS, *shape) for shape in made.shapes))
+        layer = StateLayer(0, "layers.0", "g", kept)
         return RankLayout(shards=tuple(state_shards([layer], LAYERS, coordinates)))
 
     check_exchangeable(layout(0, 2), layout(1, 2), source_name="prefill", destination_name="decode")
     with pytest.raises(Exception, match=SHARE):
         check_exchangeable(layout(0, 2), layout(0, 4), source_name="prefill", destination_name="decode")
+
+
+DRAFTS = ("mtp.layers.0.mixer", "mtp.layers.1.attn")
+
+
+def drafting(*, has_draft: bool = True, tp_size: int = 1, tp_rank: int = 0) -> tuple[RankLayout, dict[str, Any]]:
+    """A model of one attention layer, and a draft with Mamba 1 and attention; and the tensors of all of them."""
+    coordinates = RankCoordinates(tp_rank=tp_rank, tp_size=tp_size)
+    made, _, _ = mamba1(tp_size, True)
+    kept = KeptStates(
+        states_of(made, None, coordinates, channels_first=True),
+        tuple(torch.zeros(BLOCKS, *shape) for shape in made.shapes),
+    )
+    names = ("model.layers.0.attn", *DRAFTS[1:]) if has_draft else ("model.layers.0.attn",)
+    caches = {name: torch.zeros(BLOCKS, 1, 4, 10) for name in names}
+    groups = [CacheGroup("pages", names, 4)]
+    if has_draft:
+        groups.append(CacheGroup("state", DRAFTS[:1], 1024, has_state=True))
+    layout = describe(
+        caches,
+        groups,
+        ModelShape(1, drafts=DRAFTS if has_draft else ()),
+        coordinates,
+        heads=dict.fromkeys(names, HeldHeads(1, Interval(0, 1))),
+        states={DRAFTS[0]: kept},
+        num_blocks=BLOCKS,
+    ).layout
+    states = {f"state {number}": tensor for number, tensor in enumerate(kept.tensors)} if has_draft else {}
+    return layout, {**caches, **states}
+
+
+def test_a_drafts_state_is_a_component_of_its_own_that_the_other_side_may_lack():
+    """Its layers are told by their place among the draft's, whatever their numbers."""
+    layout, _ = drafting()
+    found = {each.name: (each.entry, each.is_optional, each.axes[0].size) for each in layout.components}
+    assert found == {
+        "kv": (Entry.TOKEN, False, 1),
+        "draft": (Entry.TOKEN, True, 2),
+        "draft, state 0": (Entry.REQUEST, True, 2),
+        "draft, state 1": (Entry.REQUEST, True, 2),
+    }
+    boxes = {shard.component.name: shard.box[0] for shard in layout.shards}
+    assert (boxes["draft"], boxes["draft, state 0"]) == (Interval(1, 2), Interval(0, 1))
+    for source, destination in ((drafting()[0], drafting(has_draft=False)[0]), (drafting(has_draft=False)[0], layout)):
+        check_exchangeable(source, destination, source_name="theirs", destination_name="ours")
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("sends", "receives"), [(True, True), (True, False), (False, True)])
+def test_a_drafts_state_arrives_where_both_sides_draft(prefill_tp: int, decode_tp: int, sends: bool, receives: bool):
+    prefill = [drafting(has_draft=sends, tp_size=prefill_tp, tp_rank=rank) for rank in range(prefill_tp)]
+    decode = [drafting(has_draft=receives, tp_size=decode_tp, tp_rank=rank) for rank in range(decode_tp)]
+
+    def whole(name: str, shape: tuple[int, ...], tp_size: int) -> torch.Tensor:
+        """The first dimension of state is that which ranks divide."""
+        width = shape[0] * (tp_size if name.startswith("state") else 1)
+        random = np.random.default_rng(sum(name.encode()))
+        return torch.from_numpy(random.random((width, *shape[1:]), np.float32))
+
+    def own(name: str, shape: tuple[int, ...], tp_size: int, rank: int) -> torch.Tensor:
+        all_of_it = whole(name, shape, tp_size)
+        return all_of_it.chunk(tp_size)[rank] if name.startswith("state") else all_of_it
+
+    for rank, (_, caches) in enumerate(prefill):
+        for name, tensor in caches.items():
+            tensor[1] = own(name, tuple(tensor.shape[1:]), prefill_tp, rank)
+    with LocalNetwork() as network:
+        cross(
+            network,
+            [layout for layout, _ in prefill],
+            [layout for layout, _ in decode],
+            sent={"pages": GroupPages([1]), **({"state": GroupPages([1])} if sends else {})},
+            received={"pages": GroupPages([2]), **({"state": GroupPages([2])} if receives else {})},
+            tokens=4,
+        )
+    for rank, (_, caches) in enumerate(decode):
+        for name, tensor in caches.items():
+            expected = own(name, tuple(tensor.shape[1:]), decode_tp, rank)
+            if name != "model.layers.0.attn" and not sends:
+                expected = torch.zeros_like(expected)
+            assert torch.equal(tensor[2], expected), name

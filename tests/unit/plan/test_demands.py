@@ -86,6 +86,24 @@ def test_pages_stand_for_the_tokens_that_are_missing(pages: list[int], prefix: i
     assert asked(KV, pages, prefix_tokens=prefix, tokens=tokens) == {"kv": expected}
 
 
+@pytest.mark.parametrize(
+    ("own", "expected"), [(None, (40, 40, 41, 5, [9])), (0, (0, 17, 41, 2, [6, 7, 8, 9])), (99, (40, 40, 41, 5, [9]))]
+)
+def test_a_group_may_lack_tokens_that_the_others_have(own: int | None, expected: Any):
+    """As a window that a prefix cache does not keep; and never has it more."""
+    pages = [6, 7, 8, 9] if own == 0 else [9]
+    given = {"kv": [5], "window": GroupPages(pages, held_tokens=own), "state": [1]}
+    found = asked(HYBRID, given, prefix_tokens=40, tokens=41)
+    assert found["window"] == expected
+    assert found["kv"] == (40, 40, 41, 2, [5])
+
+
+def test_a_group_lacks_no_negative_number_of_tokens():
+    given = {"kv": [5], "window": GroupPages([9], held_tokens=-1), "state": [1]}
+    with pytest.raises(PageError, match="group 'window': held_tokens is -1"):
+        asked(HYBRID, given, prefix_tokens=40, tokens=41)
+
+
 def test_pages_may_start_before_the_first_token_that_is_needed():
     pages = GroupPages([1, 2, 3], start=0)
     assert asked(KV, {"kv": pages}, prefix_tokens=20) == {"kv": (20, 20, 48, 0, [1, 2, 3])}

@@ -10,10 +10,8 @@ _UNIT = "tests/unit/engines/test_vllm_layouts.py::"
 _KINDS = "tests/unit/engines/test_vllm_cache_kinds.py::"
 _REAL = "tests/real_engines/vllm/"
 _REFUSED = f"{_KINDS}test_a_kind_that_is_not_transferred_is_refused_in_words"
+_FORMS = f"{_REAL}test_cache_forms.py::"
 
-COMPRESSED = "AttentionSpec with tokens_per_state"
-SLOTS = "AttentionSpec with num_head_slots"
-INDEXER = "MLAAttentionSpec with cache_role indexer"
 HOST = "KVCacheGroupSpec with host_resident"
 
 KINDS = CacheKinds(
@@ -58,22 +56,57 @@ KINDS = CacheKinds(
             "linear attention), else to the same",
         ),
         CacheKind(
-            SLOTS,
+            "AttentionSpec with num_head_slots",
             "keys and values that a backend keeps apart, such as all keys and then all values",
             f"{_UNIT}test_heads_that_nobody_knows_go_to_the_like_rank_alone",
-            transfer="between engines of the same tensor-parallel size",
+            transfer="any tensor-parallel size to any other where the order is known (B12X, ROCM_ATTN), else pages of "
+            "one size between engines of the same tensor-parallel size",
         ),
         CacheKind(
-            COMPRESSED,
+            "AttentionSpec with kv_quant_mode",
+            "values of few bits with their scales",
+            "tests/unit/engines/test_vllm_parts.py::test_every_byte_of_a_page_belongs_to_one_part",
+            transfer="as keys and values where each token's scales lie in its own entry (per-token-head scales, "
+            "fp8_ds_mla and nvfp4_ds_mla of DeepSeek-V3.2); in pages of one size where a page has its scales behind "
+            "its values, cut by head (nvfp4 of FLASHINFER and of MiniMax-M3) or the same on every rank (DeepSeek-V4); "
+            "else in pages of one size between engines of the same tensor-parallel size (turboquant, ultraquant)",
+        ),
+        CacheKind(
+            "AttentionSpec with tokens_per_state",
             "one entry for several tokens, or several entries for one",
-            f"{_KINDS}test_variants_are_told_apart",
-            refusal="blocks of other sizes cannot be cut between tokens",
+            f"{_FORMS}test_what_a_model_keeps_arrives",
+            transfer="as keys and values are, between pages of any size; of one size where they are quantised as above",
         ),
         CacheKind(
-            INDEXER,
+            "MLAAttentionSpec with cache_role indexer",
             "keys of a sparse indexer",
-            f"{_KINDS}test_variants_are_told_apart",
-            refusal="layers have two caches of one number, and only one is described",
+            f"{_FORMS}test_what_a_model_keeps_arrives",
+            transfer="beside the latents, once; in pages of one size where they are quantised",
+        ),
+        CacheKind(
+            "SlidingWindowMLASpec",
+            "latents of the last tokens, and what a compressor has not compressed yet (DeepSeek-V4)",
+            f"{_FORMS}test_what_a_model_keeps_arrives",
+            transfer="as latents, what the next token attends to",
+        ),
+        CacheKind(
+            "CircularBufferSpec",
+            "keys that are still being compressed (DeepSeek-V4.1, GLM-5, Qwen4)",
+            f"{_FORMS}test_what_a_model_keeps_arrives",
+            transfer="one ring a request, of one size on both sides; the prompt ends on the prefill server as with "
+            "recurrent state",
+        ),
+        CacheKind(
+            "HiddenStateCacheSpec",
+            "hidden states that another connector reads (`extract_hidden_states`)",
+            f"{_REAL}test_cache_kinds.py::test_hidden_states_are_a_drafts_and_the_same_on_every_rank",
+            transfer="as a draft model's, once: every rank has the same",
+        ),
+        CacheKind(
+            "RSWASpec",
+            "a prompt, and the last tokens after it",
+            f"{_REAL}test_cache_kinds.py::test_vllm_gives_away_no_block_of_a_prompt_that_is_attended_to_as_a_whole",
+            transfer="the prompt, as with full attention",
         ),
         CacheKind(
             HOST,
@@ -84,17 +117,22 @@ KINDS = CacheKinds(
         *(
             CacheKind(name, meaning, _REFUSED, refusal=refusal)
             for name, meaning, refusal in (
-                ("CrossAttentionSpec", "keys and values of an encoder", "they belong to no token of the prompt"),
-                ("EncoderOnlyAttentionSpec", "nothing between steps", "there is nothing to transfer"),
+                (
+                    "CrossAttentionSpec",
+                    "keys and values of an encoder",
+                    "vLLM serves no encoder-decoder model with any connector: its scheduler asserts so",
+                ),
+                (
+                    "EncoderOnlyAttentionSpec",
+                    "nothing between steps",
+                    "vLLM keeps no blocks for them, so that there is nothing to transfer",
+                ),
                 (
                     "SinkFullAttentionSpec",
                     "keys and values beside learned sinks",
-                    "sinks in blocks are not described yet",
+                    "vLLM 0.32 cannot make the manager of such caches, with a connector or without: its "
+                    "SinkFullAttentionManager takes no needs_kv_cache_zeroing",
                 ),
-                ("SlidingWindowMLASpec", "latents of the last tokens", "only DeepSeek-V4 has them, in packed pages"),
-                ("HiddenStateCacheSpec", "hidden states", "they are written to be read by another connector"),
-                ("RSWASpec", "a prompt and the last tokens after it", "blocks between them are not described yet"),
-                ("CircularBufferSpec", "keys that are still being compressed", "rings are not described yet"),
                 ("HiSparseHotSpec", "a request's hot part of a sparse cache", "it is made anew from the host's cache"),
                 (
                     "HiSparseResidentSpec",
@@ -117,13 +155,7 @@ def check_transferred(spec: Any, layer: str) -> None:
     Raises:
         LayoutError: if it is of a kind that is refused or not known, naming kind and layer.
     """
-    where = f"layers such as {layer!r}"
-    name = type(spec).__name__
-    KINDS.transferred(name, where=where)
-    if name != "MambaSpec" and getattr(spec, "tokens_per_state", 1) != 1:
-        KINDS.transferred(COMPRESSED, where=where)
-    if getattr(getattr(spec, "cache_role", None), "value", None) == "indexer":
-        KINDS.transferred(INDEXER, where=where)
+    KINDS.transferred(type(spec).__name__, where=f"layers such as {layer!r}")
 
 
 def check_on_device(group: Any) -> None:

@@ -29,9 +29,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import RequestStatus
 
 from kvferry import RankCoordinates, Settings
+from kvferry.engines.vllm.buffers import buffer_notice
 from kvferry.engines.vllm.cache_kinds import check_on_device, check_transferred
 from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.drafts import draft_layers
+from kvferry.engines.vllm.forms import CacheForm, forms_of, is_the_same_everywhere, role_of
 from kvferry.engines.vllm.guards import held_back_tokens, refuse_what_would_be_wrong
 from kvferry.engines.vllm.heads import CachedHeads, held_heads
 from kvferry.engines.vllm.identity import (
@@ -41,11 +43,11 @@ from kvferry.engines.vllm.identity import (
     cache_identity,
     multimodal_inputs,
 )
-from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, KeptStates, ModelShape, describe
+from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
 from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.outgoing import Fence
 from kvferry.engines.vllm.scheduling import SchedulerSide
-from kvferry.engines.vllm.states import states_of
+from kvferry.engines.vllm.states import WHOLE_REQUEST, KeptStates, is_ring, ring_of, states_of
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
 
@@ -95,6 +97,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._groups = groups_of(kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        if notice := buffer_notice(transfer.kv_buffer_device, current_platform.device_type):
+            log.warning(notice)
         if role is KVConnectorRole.SCHEDULER:
             conditions = Conditions(compares_content=compares_content(vllm_config, self._settings))
             self._scheduler = SchedulerSide(
@@ -125,7 +129,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             model,
             coordinates,
             heads=heads_of(self._vllm_config, self._kv_cache_config, coordinates),
-            states=kept_states(self._vllm_config, self._kv_cache_config, coordinates),
+            states=kept_states(self._vllm_config, self._kv_cache_config, coordinates, kv_caches),
+            forms=cache_forms(self._vllm_config, self._kv_cache_config),
             num_blocks=self._kv_cache_config.num_blocks,
         )
         self._worker = WorkerSide(
@@ -333,7 +338,7 @@ def cpu_packing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     orders = {
         _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype)
         for spec in specs
-        if not isinstance(spec, MambaSpec)
+        if not is_of_request(spec)
     }
     return f"vLLM's CPU kernels ({', '.join(sorted(orders))})"
 
@@ -383,11 +388,16 @@ def heads_of(
     Raises:
         LayoutError: if what vLLM's objects say contradicts each other.
     """
+    forms = cache_forms(vllm_config, kv_cache_config)
     cached = {
-        name: CachedHeads(spec.num_kv_heads, spec.num_head_slots is not None, spec.max_tp_shards)
+        name: CachedHeads(
+            spec.num_kv_heads,
+            not all(form.has_heads for form in forms[name]),
+            1 if is_the_same_everywhere(spec) else spec.max_tp_shards,
+        )
         for group in kv_cache_config.transfer_groups
         for name, spec in layer_specs(group).items()
-        if not isinstance(spec, MambaSpec)
+        if not is_of_request(spec)
     }
     heads = held_heads(cached, vllm_config.compilation_config.static_forward_context, coordinates)
     if unknown := [name for name, each in heads.items() if each is None]:
@@ -402,19 +412,42 @@ def heads_of(
     return heads
 
 
+def cache_forms(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, tuple[CacheForm, ...]]:
+    """Returns how the cache of every layer is to be read that has an entry for each token, or for several."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {
+        name: forms_of(name, spec, layers[name], backend)
+        for name, (spec, backend) in kept_by_layers(vllm_config, kv_cache_config).items()
+        if not is_of_request(spec)
+    }
+
+
+def is_of_request(spec: KVCacheSpec) -> bool:
+    """Whether what a layer keeps is a request's, in one block, and no token's."""
+    return isinstance(spec, MambaSpec) or is_ring(spec)
+
+
 def kept_states(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, coordinates: RankCoordinates
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    coordinates: RankCoordinates,
+    kv_caches: dict[str, torch.Tensor],
 ) -> dict[str, KeptStates]:
-    """Returns the recurrent state of every layer that has any: vLLM gives its layers the views that kernels use."""
+    """Returns what every layer keeps that keeps something of a request.
+
+    vLLM gives layers with recurrent state the views that kernels use.
+    """
     layers = vllm_config.compilation_config.static_forward_context
     kept = {
         name: KeptStates(
             states_of(spec, layers[name], coordinates, channels_first=is_conv_state_dim_first()),
             tuple(layers[name].kv_cache),
         )
+        if isinstance(spec, MambaSpec)
+        else ring_of(spec, kv_caches[name], role_of(name, spec))
         for group in kv_cache_config.transfer_groups
         for name, spec in layer_specs(group).items()
-        if isinstance(spec, MambaSpec)
+        if is_of_request(spec)
     }
     unknown = [name for name, each in kept.items() if any(state.parts is None for state in each.states)]
     if unknown and coordinates.tp_size > 1:
@@ -438,10 +471,11 @@ def _group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
     return CacheGroup(
         name=name,
         layer_names=tuple(group.layer_names),
-        block_tokens=spec.block_size,
+        block_tokens=WHOLE_REQUEST if is_ring(spec) else spec.block_size,
         window_tokens=None if window is None else max(1, window - 1),
         chunk_tokens=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
-        has_state=isinstance(spec, MambaSpec),
+        has_state=is_of_request(spec),
+        is_prefix_cached=getattr(spec, "prefix_cacheable", True),  # vLLM 0.31 knows no others
     )
 
 

@@ -250,7 +250,7 @@ def _configuration() -> Iterator[Line]:
         "ours refuses context parallelism",
     )
     transfer = "vllm.config.kv_transfer:KVTransferConfig"
-    yield Fields(transfer, ("engine_id", "kv_connector_extra_config"), _READ)
+    yield Fields(transfer, ("engine_id", "kv_buffer_device", "kv_connector_extra_config"), _READ)
     yield Attributes(transfer, ("is_kv_producer", "is_kv_consumer"), _READ)
     yield Call("vllm.config.model:ModelConfig.get_total_num_hidden_layers", 1, (), "the model's shape")
     yield Attributes("vllm.config.model:ModelConfig", ("use_mla",), "any order of blocks will do for latents")

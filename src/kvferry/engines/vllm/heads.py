@@ -89,7 +89,8 @@ def held_heads(
         LayoutError: if two objects contradict each other, naming the layer, both, and what they say.
     """
     is_divided = coordinates.tp_size > 1
-    layers = [attention[name] for name in cached if name in attention]  # vLLM lists other layers too
+    # vLLM lists other layers too; and what is the same on every rank needs no projection, that of an index, say.
+    layers = [attention[name] for name, each in cached.items() if name in attention and each.most_shards != 1]
     tree = _ModuleTree(layers, modules()) if is_divided else None
     found: dict[str, HeldHeads | None] = {}
     for name, layer in cached.items():

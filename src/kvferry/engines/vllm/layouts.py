@@ -4,8 +4,9 @@ Since 0.32, vLLM gives every attention layer's cache as a view of four dimension
 token, content. NHD and HND, layers that share an allocation, blocks that hold all layers: all of it is in the view's
 strides. The content of one token and head is its K and V behind each other, or its latent.
 
-On CPU that is true of sizes only: within a block and head the order of the elements is the kernel's own. Such pages are
-packed: they can be cut by head, and never by token.
+Where the order of the elements within a block and head is the kernel's own, as on CPU and in many quantised caches,
+pages are packed: they can be cut by head, if at all, and never by token. Which caches these are, and which have an
+entry for something else than one token, `forms` says.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from kvferry import (
     geometry,
     shard_from_tensors,
 )
-from kvferry.engines.vllm.states import SHARE, State, StateLayer, state_shards
+from kvferry.engines.vllm.forms import ATTENTION, CacheForm, packed
+from kvferry.engines.vllm.states import SHARE, KeptStates, StateLayer, state_shards
 from kvferry.errors import LayoutError
 
 _DIMENSIONS = "(block, head, token, content)"
@@ -45,7 +47,10 @@ class CacheGroup:
         window_tokens: how many of the last tokens the next one attends to, itself left out; None for all.
         chunk_tokens: the length of the chunks that the request is divided into, where a token attends to those of its
             own chunk alone; None where there are none.
-        has_state: whether its layers keep recurrent state: of a request only the block of its last token counts.
+        has_state: whether its layers keep recurrent state, or a ring: of a request only the block of its last token
+            counts.
+        is_prefix_cached: whether vLLM's prefix cache has blocks of it. If not, nothing of it is there when a request
+            comes.
     """
 
     name: str
@@ -54,6 +59,7 @@ class CacheGroup:
     window_tokens: int | None = None
     chunk_tokens: int | None = None
     has_state: bool = False
+    is_prefix_cached: bool = True
 
     @property
     def gives_blocks_away(self) -> bool:
@@ -81,19 +87,6 @@ class HeldHeads:
 
     total: int
     held: Interval
-
-
-@dataclass(frozen=True, slots=True)
-class KeptStates:
-    """The recurrent state of a layer.
-
-    Attributes:
-        states: what it keeps of a request.
-        tensors: of each state a view of (block, *shape).
-    """
-
-    states: tuple[State, ...]
-    tensors: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +129,9 @@ class _Layer:
         number: of the layer, in the whole model; of a draft model's, in that.
         is_draft: whether it is a draft model's.
         heads: which KV heads the cache has; None where that is not known.
+        form: how the cache is to be read.
+        packing: the name of the order within a page; None where tokens can be told apart.
+        page_tokens: tokens in a page of the tensor.
     """
 
     number: int
@@ -143,16 +139,15 @@ class _Layer:
     name: str
     group: CacheGroup
     heads: HeldHeads | None
+    form: CacheForm
+    packing: str | None
+    page_tokens: int
     cache: Any
     view: TensorGeometry
 
     @property
-    def page_tokens(self) -> int:
-        return self.view.shape[2]
-
-    @property
     def content(self) -> int:
-        """Elements that one token has in one head."""
+        """Elements that one entry has in one head."""
         return self.view.shape[3]
 
     @property
@@ -164,11 +159,13 @@ class _Layer:
 def layer_number(name: str) -> int:
     """Returns the number in a layer's name, such as 3 in 'model.layers.3.self_attn.attn'.
 
+    A second one tells several of one decoder layer apart, as in 'model.layers.3.self_attn.1.attn'.
+
     Raises:
-        LayoutError: if there is not exactly one.
+        LayoutError: if there are none, or more.
     """
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
-    if len(numbers) != 1:
+    if len(numbers) not in (1, 2):
         raise LayoutError(f"layer {name!r} has {len(numbers)} numbers in its name, so that its place cannot be told")
     return int(numbers[0])
 
@@ -181,6 +178,7 @@ def describe(
     *,
     heads: Mapping[str, HeldHeads | None],
     states: Mapping[str, KeptStates] | None = None,
+    forms: Mapping[str, Sequence[CacheForm]] | None = None,
     num_blocks: int,
 ) -> DescribedCaches:
     """Describes a worker's caches.
@@ -196,6 +194,7 @@ def describe(
         caches: by layer name, views of (block, head, token, content). Layers in no group use another one's.
         heads: by layer name, which of its KV heads this rank holds; None where that is not known.
         states: by layer name, what layers with recurrent state keep.
+        forms: by layer name, how its cache is to be read, part by part; as one of attention where nothing is said.
         num_blocks: in every block table.
 
     Raises:
@@ -204,29 +203,25 @@ def describe(
     attention, recurrent = [[group for group in groups if group.has_state is has] for has in (False, True)]
     layers = sorted(
         (
-            _layer(name, group, model, caches, heads.get(name), num_blocks)
+            _layer(name, form, group, model, caches, heads.get(name), num_blocks)
             for group in attention
             for name in group.layer_names
+            for form in (forms or {}).get(name, (CacheForm(),))
         ),
         key=lambda layer: (layer.is_draft, layer.number),
     )
     if not layers and not recurrent:
         raise LayoutError("this worker has no KV cache that could be transferred")
-    for low, high in pairwise(layers):
-        if (low.is_draft, low.number) == (high.is_draft, high.number):
-            raise LayoutError(f"layers {low.name!r} and {high.name!r} have the same number")
     shards = []
     for name, kind in _components(layers).items():
+        for low, high in pairwise(kind):
+            if low.number == high.number:
+                raise LayoutError(f"layers {low.name!r} and {high.name!r} have the same number")
         component = _component(name, kind[0], model, coordinates)
         shards += [_shard(component, run, coordinates) for run in _runs(kind)]
     per_block = {layer.group.name: layer.view.shape[0] // num_blocks for layer in layers}
     if recurrent:
-        if drafts := [name for group in recurrent for name in group.layer_names if name in model.drafts]:
-            raise LayoutError(
-                f"layer {drafts[0]!r} of the draft model keeps recurrent state, which kvferry does not transfer: let "
-                "this server draft without that model"
-            )
-        shards += state_shards(_state_layers(recurrent, states or {}), model.layers, coordinates)
+        shards += state_shards(_state_layers(recurrent, states or {}, model), model.layers, coordinates)
         per_block |= dict.fromkeys((group.name for group in recurrent), 1)
     has_chunks = any(group.chunk_tokens is not None for group in attention)
     return DescribedCaches(RankLayout(shards=tuple(shards)), per_block, has_chunks)
@@ -234,6 +229,7 @@ def describe(
 
 def _layer(
     name: str,
+    form: CacheForm,
     group: CacheGroup,
     model: ModelShape,
     caches: Mapping[str, Any],
@@ -251,58 +247,83 @@ def _layer(
             f"multiple of {num_blocks} blocks"
         )
     pages_per_block = view.shape[0] // num_blocks
-    if view.shape[2] * pages_per_block != group.block_tokens:
+    if view.shape[2] * pages_per_block * form.tokens_per_entry != group.block_tokens:
         raise LayoutError(
             f"the cache of layer {name!r} has shape {view.shape}: {view.shape[2]} entries in each of {pages_per_block} "
-            f"pages where a block has {group.block_tokens} tokens. Caches that keep one entry for several tokens "
-            "cannot be described"
+            f"pages where a block has {group.block_tokens} tokens, with {form.entries_in_words or 'an entry for each'}"
         )
+    if form.part is not None:
+        cache = form.part(cache)
+        view = geometry(cache)
+    heads = heads if form.has_heads else None
     if heads is not None and view.shape[1] != len(heads.held):
         raise LayoutError(
             f"the cache of layer {name!r} has {view.shape[1]} heads where this rank holds {heads.held} of the layer's "
             f"{heads.total}"
         )
+    number = _number(name, model)
     is_draft = name in model.drafts
-    number = model.drafts.index(name) if is_draft else layer_number(name)
     if not is_draft and number >= model.layers:
         raise LayoutError(
             f"layer {name!r} has a number behind those of the model's {model.layers} layers and is no draft model's by "
             "what vLLM has loaded: whose it is cannot be told"
         )
-    return _Layer(number, is_draft, name, group, heads, cache, view)
+    return _Layer(
+        number=number,
+        is_draft=is_draft,
+        name=name,
+        group=group,
+        heads=heads,
+        form=form,
+        packing=form.packing or model.packing,
+        page_tokens=group.block_tokens // pages_per_block,
+        cache=cache,
+        view=view,
+    )
 
 
-def _state_layers(groups: Sequence[CacheGroup], states: Mapping[str, KeptStates]) -> list[StateLayer]:
+def _number(name: str, model: ModelShape) -> int:
+    return model.drafts.index(name) if name in model.drafts else layer_number(name)
+
+
+def _state_layers(
+    groups: Sequence[CacheGroup], states: Mapping[str, KeptStates], model: ModelShape
+) -> list[StateLayer]:
     return sorted(
         (
-            StateLayer(layer_number(name), name, group.name, states[name].states, states[name].tensors)
+            StateLayer(_number(name, model), name, group.name, states[name], len(model.drafts) * (name in model.drafts))
             for group in groups
             for name in group.layer_names
         ),
-        key=lambda layer: layer.number,
+        key=lambda layer: (layer.drafts, layer.number),
     )
 
 
 def _components(layers: Sequence[_Layer]) -> dict[str, list[_Layer]]:
     """Groups layers into components, by names that do not depend on how an engine is divided."""
-    kinds: dict[str, dict[tuple[str, int, str], list[_Layer]]] = {}
+    kinds: dict[str, dict[tuple[Any, ...], list[_Layer]]] = {}
     for layer in layers:
-        name = "draft" if layer.is_draft else "kv"
+        name = "draft" if layer.is_draft else layer.form.role
+        if layer.is_draft and layer.form.role != ATTENTION:
+            name += f", {layer.form.role}"
+        if entries := layer.form.entries_in_words:
+            name += f", {entries}"
         if layer.group.window_tokens is not None:
             name += f", window {layer.group.window_tokens}"
         if layer.group.chunk_tokens is not None:
             name += f", chunk {layer.group.chunk_tokens}"
-        form = layer.heads_in_words, layer.content, layer.view.dtype
+        form = layer.heads_in_words, layer.content, layer.view.dtype, layer.packing
         kinds.setdefault(name, {}).setdefault(form, []).append(layer)
     named: dict[str, list[_Layer]] = {}
     for base, by_form in kinds.items():
         has_several_heads, has_several_contents = (len({form[part] for form in by_form}) > 1 for part in (0, 1))
-        for (heads, content, _), members in by_form.items():
+        for (heads, content, *_), members in by_form.items():
             name = base + (f", {heads}" if has_several_heads else "")
             name += f", {content} a head" if has_several_contents else ""
             if name in named:
                 raise LayoutError(
-                    f"layers {named[name][0].name!r} and {members[0].name!r} differ in their element type alone"
+                    f"layers {named[name][0].name!r} and {members[0].name!r} differ in the type of their elements, or "
+                    "the order within a block, alone"
                 )
             named[name] = members
     return named
@@ -310,25 +331,29 @@ def _components(layers: Sequence[_Layer]) -> dict[str, list[_Layer]]:
 
 def _component(name: str, first: _Layer, model: ModelShape, coordinates: RankCoordinates) -> Component:
     """Returns the component of layers that are like the first of them."""
-    is_packed = model.packing is not None
     heads: tuple[Axis, ...]
     if first.heads is None:
         heads = (Axis(SHARE, coordinates.tp_size), Axis("head", first.view.shape[1]))
     else:
         heads = (Axis("head", first.heads.total),)
+    entries = (Axis("entry", _entries_of_token(first)),) if _entries_of_token(first) > 1 else ()
+    content = (*entries, Axis("content", first.content))
+    if first.packing is not None:
+        content = (Axis("packed", first.content * first.view.shape[2]),)
     return Component(
         name=name,
-        axes=(
-            Axis("layer", len(model.drafts) if first.is_draft else model.layers),
-            *heads,
-            Axis("packed", first.content * first.page_tokens) if is_packed else Axis("content", first.content),
-        ),
+        axes=(Axis("layer", len(model.drafts) if first.is_draft else model.layers), *heads, *content),
         dtype=first.view.dtype,
-        entry=Entry.PAGE if is_packed else Entry.TOKEN,
+        entry=Entry.TOKEN if first.packing is None else Entry.PAGE,
         window_tokens=_most_needed(first.group),
-        packing=f"{model.packing}, {first.page_tokens} tokens a page" if is_packed else None,
+        packing=None if first.packing is None else f"{first.packing}, {first.page_tokens} tokens a page",
         is_optional=first.is_draft,
     )
+
+
+def _entries_of_token(layer: _Layer) -> int:
+    """Returns how many entries a token has at most: 1 as well where an entry stands for several tokens."""
+    return max(1, layer.view.shape[2] // layer.page_tokens)
 
 
 def _most_needed(group: CacheGroup) -> int | None:
@@ -354,8 +379,11 @@ def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoor
     first = layers[0]
     held = {"layer": Interval(first.number, first.number + len(layers))}
     is_packed = component.entry is Entry.PAGE
-    views = [_packed(layer) if is_packed else layer.cache for layer in layers]
+    views = [packed(layer.cache, layer.name) if is_packed else layer.cache for layer in layers]
     dims: tuple[str, ...] = ("page", "head", "packed") if is_packed else ("page", "head", "token", "content")
+    if not is_packed and _entries_of_token(first) > 1:
+        views = [view.unflatten(2, (first.page_tokens, -1)) for view in views]
+        dims = ("page", "head", "token", "entry", "content")
     if first.heads is None:
         held[SHARE] = Interval(coordinates.tp_rank, coordinates.tp_rank + 1)
         views, dims = [view[:, None] for view in views], ("page", SHARE, *dims[1:])
@@ -369,15 +397,3 @@ def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoor
         group=first.group.name,
         page_tokens=first.page_tokens if is_packed else None,
     )
-
-
-def _packed(layer: _Layer) -> Any:
-    """Returns a view of (page, head, everything else)."""
-    pages, heads, _, _ = layer.view.shape
-    try:
-        return layer.cache.view(pages, heads, -1)
-    except RuntimeError as error:
-        raise LayoutError(
-            f"the cache of layer {layer.name!r} has strides {layer.view.strides}: the pages of this backend are "
-            "packed, so that tokens and content must lie behind each other"
-        ) from error

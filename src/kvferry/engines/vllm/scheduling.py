@@ -270,7 +270,10 @@ class SchedulerSide:
             first, stop = self._needed(group, there - tokens, there)
             if not tokens:
                 first = stop
-            groups[group.name] = _numbers(_position(group, first), table[first:stop])
+            groups[group.name] = replace(
+                _numbers(_position(group, first), table[first:stop]),
+                held_tokens=None if group.is_prefix_cached or not tokens else 0,
+            )
             if len(groups[group.name].blocks) < stop - first:
                 problem = f"vLLM keeps no block for some of the tokens before token {there} in group {group.name!r}"
         return BlocksToReceive(
@@ -336,7 +339,7 @@ class SchedulerSide:
         if group.has_state:
             stop = -(-tokens // group.block_tokens)
             return max(0, stop - 1), stop
-        first = max(prefix_tokens, group.first_attended(tokens))
+        first = max(prefix_tokens if group.is_prefix_cached else 0, group.first_attended(tokens))
         return first // group.block_tokens, -(-tokens // group.block_tokens)
 
     # ---- every step ---------------------------------------------------------------------------------------------

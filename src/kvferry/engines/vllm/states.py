@@ -1,4 +1,4 @@
-"""Recurrent state: what a layer keeps of a whole request, and not of each token. Mamba, gated delta nets, convolutions.
+"""What a layer keeps of a whole request, and not of each token: recurrent state, and rings of tokens to be compressed.
 
 vLLM keeps the states of a layer behind each other in one block of a request's block table, that of its last token:
 what a convolution has seen last, and what was summed up. Ranks divide a state along one of its dimensions, in parts
@@ -8,6 +8,7 @@ Where it does not say, the state is its rank's share, which only the rank of the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -15,6 +16,9 @@ from typing import Any
 
 from kvferry import Axis, Component, Entry, Interval, RankCoordinates, Shard, geometry, shard_from_tensors
 from kvferry.errors import LayoutError
+
+WHOLE_REQUEST = sys.maxsize
+"""Tokens in the block of what has one block a request, whatever its length."""
 
 SHARE = "tensor-parallel share"
 """The axis of what ranks hold apart from each other where it is not known what that is."""
@@ -48,23 +52,42 @@ class State:
     parts: tuple[Part, ...] | None = None
 
 
+RECURRENT = "state"
+"""What the recurrent state of a layer is called beside other things that it keeps of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStates:
+    """What a layer keeps of a request.
+
+    Attributes:
+        states: in the order in which they lie in a block.
+        tensors: of each state a view of (block, *shape).
+        role: what it is beside other things that the same decoder layer keeps.
+    """
+
+    states: tuple[State, ...]
+    tensors: tuple[Any, ...]
+    role: str = RECURRENT
+
+
 @dataclass(frozen=True, slots=True)
 class StateLayer:
     """A layer that keeps state.
 
     Attributes:
-        number: of the layer, in the whole model.
+        number: of the layer, in the whole model; of a draft model's, among those of the draft.
         name: as vLLM calls it.
         group: the name of its group.
-        states: what it keeps, in the order in which it lies in a block.
-        tensors: of each state a view of (block, *shape).
+        kept: what it keeps.
+        drafts: how many layers the draft model has whose layer it is; 0 for one of the model's.
     """
 
     number: int
     name: str
     group: str
-    states: tuple[State, ...]
-    tensors: tuple[Any, ...]
+    kept: KeptStates
+    drafts: int = 0
 
 
 # ---- what vLLM's layers say -----------------------------------------------------------------------------------------
@@ -91,6 +114,26 @@ def states_of(spec: Any, layer: Any, coordinates: RankCoordinates, *, channels_f
     if parts is None:
         return tuple(State(shape) for shape in shapes)
     return State(shapes[0], channel, parts), _evenly(shapes[1], 0, [shapes[1][0]], coordinates)
+
+
+def is_ring(spec: Any) -> bool:
+    """Whether a layer keeps a ring. By the name of its spec's class, which vLLM 0.31 has not."""
+    return type(spec).__name__ == "CircularBufferSpec"
+
+
+def ring_of(spec: Any, cache: Any, role: str) -> KeptStates:
+    """Returns what a layer keeps in a ring: entries of a request's last tokens, each at its position modulo the size.
+
+    A ring has one block, whatever the request's length, and every rank has the same. It is taken as a whole: where the
+    last token is in it follows from the number of tokens.
+
+    Args:
+        spec: what vLLM says of it (a `CircularBufferSpec`).
+        cache: its tensor, of (block, head slot, entry, content).
+        role: what it is beside the layer's other caches.
+    """
+    shape = spec.num_heads, spec.num_states, spec.state_content_size_bytes // spec.dtype.itemsize
+    return KeptStates((State(shape, 0, (Part(shape[0], Interval(0, shape[0])),)),), (cache,), role)
 
 
 def _parts_of_convolution(
@@ -169,14 +212,15 @@ def state_shards(layers: Sequence[StateLayer], num_layers: int, coordinates: Ran
     for layer in layers:
         for name, piece in _pieces(layer, coordinates):
             # Falcon-H1 numbers layers with state on behind those with attention.
-            numbered = num_layers * (1 + layer.number // num_layers)
+            numbered = layer.drafts or num_layers * (1 + layer.number // num_layers)
             form = geometry(piece.view).dtype, (Axis("layer", numbered), *piece.axes)
             components.setdefault(name, {}).setdefault(form, []).append(piece)
     for base, by_form in components.items():
         for (dtype, axes), pieces in by_form.items():
             sizes = " x ".join(str(axis.size) for axis in axes[1:])
             name = base if len(by_form) == 1 else f"{base}, {sizes} of {dtype}"
-            component = Component(name=name, axes=axes, dtype=dtype, entry=Entry.REQUEST)
+            is_draft = bool(pieces[0].layer.drafts)
+            component = Component(name=name, axes=axes, dtype=dtype, entry=Entry.REQUEST, is_optional=is_draft)
             for run in _runs(pieces):
                 first, last = run[0].layer.number, run[-1].layer.number
                 yield shard_from_tensors(
@@ -190,7 +234,9 @@ def state_shards(layers: Sequence[StateLayer], num_layers: int, coordinates: Ran
 
 def _pieces(layer: StateLayer, coordinates: RankCoordinates) -> Iterator[tuple[str, _Piece]]:
     """Yields what a layer has of each component, by the component's name."""
-    for number, (state, tensor) in enumerate(zip(layer.states, layer.tensors, strict=True)):
+    kept, draft = layer.kept, "draft, " if layer.drafts else ""
+    for number, (state, tensor) in enumerate(zip(kept.states, kept.tensors, strict=True)):
+        base = f"{draft}{kept.role} {number}" if kept.role == RECURRENT else f"{draft}{kept.role}"
         if tuple(tensor.shape[1:]) != state.shape:
             raise LayoutError(
                 f"state {number} of layer {layer.name!r} has shape {tuple(tensor.shape[1:])} where vLLM says "
@@ -200,7 +246,7 @@ def _pieces(layer: StateLayer, coordinates: RankCoordinates) -> Iterator[tuple[s
         if state.parts is None:
             share = {SHARE: Interval(coordinates.tp_rank, coordinates.tp_rank + 1)}
             axes = (Axis(SHARE, coordinates.tp_size), *others)
-            yield f"state {number}", _Piece(layer, tensor[:, None], axes, share)
+            yield base, _Piece(layer, tensor[:, None], axes, share)
             continue
         starts = accumulate((len(part.held) for part in state.parts), initial=0)
         for index, (start, part) in enumerate(zip(starts, state.parts, strict=False)):
@@ -208,7 +254,7 @@ def _pieces(layer: StateLayer, coordinates: RankCoordinates) -> Iterator[tuple[s
                 Axis("channel", part.total) if dimension == state.divided else axis
                 for dimension, axis in enumerate(others)
             )
-            name = f"state {number}" if len(state.parts) == 1 else f"state {number}, part {index}"
+            name = base if len(state.parts) == 1 else f"{base}, part {index}"
             view = tensor.narrow(1 + state.divided, start, len(part.held))
             yield name, _Piece(layer, view, axes, {"channel": part.held})
 

@@ -19,16 +19,19 @@ class GroupBlocks:
     Attributes:
         start: how many blocks of the request come before them.
         blocks: their numbers. As an array they are pickled, and turned into pages, without a look at each.
+        held_tokens: how many of the request's first tokens are in this group already; None for as many as in others.
     """
 
     start: int
     blocks: NDArray[np.int64] | Sequence[int]
+    held_tokens: int | None = None
 
     def __eq__(self, other: object) -> bool:
         """Whether the other has the same numbers, in whichever form."""
         if not isinstance(other, GroupBlocks):
             return NotImplemented
-        return self.start == other.start and np.array_equal(self.blocks, other.blocks)
+        is_like = (self.start, self.held_tokens) == (other.start, other.held_tokens)
+        return is_like and np.array_equal(self.blocks, other.blocks)
 
     __hash__ = None  # type: ignore[assignment]
 

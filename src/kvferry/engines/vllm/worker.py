@@ -208,7 +208,7 @@ class WorkerSide:
             pages = {}
             for name, blocks in receiving.groups.items():
                 part = self._pages(name, blocks, receiving.tokens)
-                pages[name] = GroupPages(part.pages, part.start if len(part.pages) else None)
+                pages[name] = GroupPages(part.pages, part.start if len(part.pages) else None, blocks.held_tokens)
             receiver = self._decode.open(
                 receiving.room,
                 pages,

@@ -31,10 +31,13 @@ class GroupPages:
         pages: page numbers in this rank's pool.
         start: how many pages of the group come before them in the request, on this rank. None continues where the chunk
             before ended, or begins where the request's needs begin.
+        held_tokens: on the decode side, how many of the request's first tokens are here already in this group; None for
+            as many as in the others (prefix_tokens).
     """
 
     pages: ArrayLike
     start: int | None = None
+    held_tokens: int | None = None
 
 
 AnyPages: TypeAlias = "ArrayLike | Mapping[str, ArrayLike | GroupPages]"

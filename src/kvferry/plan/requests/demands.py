@@ -74,12 +74,14 @@ def demands_of(
         numbers = checked_pages(given[group.name].pages, pool_pages=group.num_pages, where=name)
         if len(numbers) > MAX_PAGES:
             raise PageError(f"{name}: {len(numbers)} pages in one request: {MAX_PAGES} at most can be asked for")
+        own = given[group.name].held_tokens
+        held = prefix_tokens if own is None else min(prefix_tokens, _count("held_tokens", own, name))
         if group.has_slots:
             wanted.append(_slot(group, numbers, where=name))
         elif tokens is None:
-            wanted.append(_without_length(layout, group, given[group.name], numbers, prefix_tokens, where=name))
+            wanted.append(_without_length(layout, group, given[group.name], numbers, held, where=name))
         else:
-            wanted.append(_with_length(layout, group, given[group.name], numbers, prefix_tokens, tokens, where=name))
+            wanted.append(_with_length(layout, group, given[group.name], numbers, held, tokens, where=name))
     if (last := max(each.stop for each in wanted)) > MAX_POSITION:
         raise PageError(f"{where}: the pages end with token {last}: no request has more than {MAX_POSITION} tokens")
     return tuple(wanted)

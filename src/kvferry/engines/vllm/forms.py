@@ -1,0 +1,150 @@
+"""How layers' caches are to be read, where a tensor of (block, head, entry, content) does not show it.
+
+Three things are taken for granted of such a tensor that need not be so. A decoder layer may have several caches:
+latents, and the keys of an indexer that chooses among them. An entry may stand for several tokens, or several for one.
+And the bytes of a block may lie in another order than the dimensions say: all values of a block and then their scales,
+for one, which only the kernel can tell token from token. What vLLM says of it, in specs and by the names of layers and
+backends, is gathered here; nothing of vLLM is imported. Where it says nothing, the order is the backend's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+from kvferry import geometry
+from kvferry.engines.vllm.parts import CachePart, parts_of, quant_mode
+from kvferry.errors import LayoutError
+
+ATTENTION = "kv"
+"""What the cache of a layer's attention is called; any other is called by its name behind the layer's number."""
+
+_BY_TOKEN = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+"""Types whose values and scales lie behind each other for each token, and the bytes of one; said in vLLM's
+`mla/flashmla_sparse.py`. DeepSeek-V4's of the same names have other sizes, and a page's scales behind its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheForm:
+    """How a layer's cache, or a part of it, is to be read.
+
+    Attributes:
+        role: what it is beside the layer's other caches.
+        tokens_per_entry: how many tokens an entry stands for; less than one where a token has several.
+        packing: the name of the order within a block where only the kernel knows it; None where tokens can be told
+            apart.
+        has_heads: whether the second dimension are KV heads. If not, the cache is its rank's share of the layer.
+        part: returns what is described of a layer's tensor, again as (block, head, entry, content); None for all.
+    """
+
+    role: str = ATTENTION
+    tokens_per_entry: Fraction = Fraction(1)
+    packing: str | None = None
+    has_heads: bool = True
+    part: Callable[[Any], Any] | None = None
+
+    @property
+    def entries_in_words(self) -> str:
+        """How entries stand to tokens; empty where each token has one."""
+        if self.tokens_per_entry > 1:
+            return f"an entry for {self.tokens_per_entry} tokens"
+        return "" if self.tokens_per_entry == 1 else f"{1 / self.tokens_per_entry} entries a token"
+
+
+def forms_of(name: str, spec: Any, layer: Any, backend: str) -> tuple[CacheForm, ...]:
+    """Returns how a layer's cache is to be read, part by part.
+
+    Args:
+        name: the layer's name.
+        spec: what vLLM says of its cache, as its backend has changed it (an `AttentionSpec`).
+        layer: its module, with its cache.
+        backend: the name of the backend that reads and writes it.
+    """
+    role, per_entry = role_of(name, spec), Fraction(getattr(spec, "tokens_per_state", 1))
+    order = f"vLLM's {backend}{_kernel_page(layer)}"
+    if parts := parts_of(spec, backend):
+        return tuple(
+            CacheForm(f"{role}, {part.name}", per_entry, order if part.is_packed else None, part=part.view)
+            for part in parts
+        )
+    if spec.num_head_slots is not None or _is_opaque(spec):
+        has_heads = is_the_same_everywhere(spec)
+        return (CacheForm(role, per_entry, order, has_heads, None if has_heads else CachePart.in_one_piece),)
+    if per_entry > 1:
+        tokens = int(per_entry)
+        if _content(spec) % tokens:
+            return (CacheForm(role, per_entry, order),)
+        return (CacheForm(role, per_entry, part=partial(CachePart.spread, tokens)),)
+    return (CacheForm(role, per_entry),)
+
+
+def role_of(name: str, spec: Any) -> str:
+    """Returns what a layer's cache is beside the others of the same decoder layer.
+
+    It follows from the layer alone, so that ranks that hold other layers call it the same. vLLM names modules that are
+    nothing but a cache so: `indexer.k_cache`, `swa_cache`, `compressor.state_cache`. LongCat-Flash has two attentions
+    in a decoder layer, and a second number in their names.
+    """
+    numbered = re.search(r"(?:^|\.)\d+(?:\.(.+))?$", name)
+    behind = name if numbered is None else numbered[1] or ""
+    is_indexer = getattr(getattr(spec, "cache_role", None), "value", None) == "indexer"
+    is_one_of_several = re.search(r"(?:^|\.)\d+(?:\.|$)", behind) is not None
+    return behind if is_indexer or is_one_of_several or behind.endswith("cache") else ATTENTION
+
+
+def is_the_same_everywhere(spec: Any) -> bool:
+    """Whether every rank has all of a cache: one vector for a token (or group of tokens) and layer, or hidden states.
+
+    vLLM's own NIXL connector takes caches of these specs so. Most say it themselves (`max_tp_shards`); the indexers of
+    MiniMax-M3 and Qwen4 and the latents of DeepSeek-V4.1 do not, and are made by projections that are not divided.
+    """
+    kind = type(spec).__name__
+    return ("MLA" in kind and spec.num_kv_heads == 1) or kind == "HiddenStateCacheSpec"
+
+
+def _is_opaque(spec: Any) -> bool:
+    """Whether the order of a block's bytes does not follow from its dimensions.
+
+    It does where the content is plain numbers, and where each token's scales are known to lie in its own content.
+    """
+    content, mode = spec.state_content_bytes, quant_mode(spec)
+    if content is None:
+        return str(spec.dtype) == "torch.uint8" and mode == "NONE"  # values and scales, and nobody says which
+    if mode.endswith("_PER_TOKEN_HEAD"):
+        return False
+    return bool(_BY_TOKEN.get(getattr(spec, "cache_dtype_str", None) or "") != content)
+
+
+def _content(spec: Any) -> int:
+    """Returns how many elements an entry has in a head."""
+    content = spec.state_content_bytes
+    return int(spec.head_size + spec.head_size_v if content is None else content // spec.dtype.itemsize)
+
+
+def _kernel_page(layer: Any) -> str:
+    """Names what else an order depends on: into what pages a kernel divides blocks, and whether it shuffles them."""
+    bound: Any = getattr(layer, "kv_cache", None)
+    page = f", in pages of {bound.shape[1]} entries" if getattr(bound, "ndim", 0) == 3 else ""
+    return page + (", shuffled" if getattr(layer, "uses_shuffled_layout", False) else "")
+
+
+def packed(cache: Any, layer: str) -> Any:
+    """Returns a view of (page, head, everything else) of a cache of (page, head, entry, content).
+
+    Args:
+        layer: the layer's name.
+
+    Raises:
+        LayoutError: if entries and content do not lie behind each other.
+    """
+    try:
+        return cache.view(*cache.shape[:2], -1)
+    except RuntimeError as error:
+        raise LayoutError(
+            f"the cache of layer {layer!r} has strides {geometry(cache).strides}: the pages of this backend are "
+            "packed, so that tokens and content must lie behind each other; leave VLLM_KV_CACHE_LAYOUT to kvferry"
+        ) from error
