@@ -447,14 +447,14 @@ CATALOGUE = (
     PlantedFault(
         "SGLang's heads count without its pool",
         "engines/sglang/pools.py",
-        "return claimed if held == claimed // place.tp_size else None",
+        "return claimed if held == claimed // part.count else None",
         "return claimed",
         "tests/unit/engines",
     ),
     PlantedFault(
         "what SGLang does not describe is the same on every rank",
         "engines/sglang/layouts.py",
-        "return Interval(self._tp_rank, self._tp_rank + 1)",
+        "return Interval(part.index, part.index + 1)",
         "return Interval(0, 1)",
         "tests/property/test_described_sglang.py",
     ),

@@ -165,7 +165,13 @@ class Sender(Transfer):
         self.stats = SenderStats(opened_at=now(), last_submitted_at=None, ended_at=None, writes=())
 
     def submit(
-        self, pages: AnyPages, *, start: int | None = None, last: bool = False, aux: bytes | None = None
+        self,
+        pages: AnyPages,
+        *,
+        start: int | None = None,
+        last: bool = False,
+        aux: bytes | None = None,
+        token_part: int | None = None,
     ) -> None:
         """Hands in the next chunk of the request and returns at once, whatever its size.
 
@@ -185,6 +191,9 @@ class Sender(Transfer):
             last: whether the request ends with this chunk, which may be empty.
             aux: with the last chunk: the first token and whatever else the decode side needs, as bytes. Taken from the
                 first rank of the last pipeline stage; the others' is ignored.
+            token_part: which part of the request's tokens the pages hold, for an engine that deals its ranks another
+                part in every request: the first page goes to any rank, and the next ones to those behind it. Every rank
+                then has a part of its own, and says it with every chunk. None for that of the layout.
 
         Raises:
             ChunkError: after the last chunk, or if the chunk does not follow the one before it.
@@ -203,7 +212,9 @@ class Sender(Transfer):
                 )
                 self._observer.refused(full)
                 raise full
-            chunk = self._chunks.hand_in(pages, start=start, is_last=last, aux=aux, now=self._now())
+            chunk = self._chunks.hand_in(
+                pages, start=start, is_last=last, aux=aux, now=self._now(), token_part=token_part
+            )
             self._hand_in(chunk)
         self._report.submitted(self._now() - chunk.submitted_at)
         if self._settle is not None:

@@ -15,11 +15,11 @@ from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_spec
+from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
-from kvferry import DecodeEndpoint, Device, Entry, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
+from kvferry import DecodeEndpoint, Device, Entry, MemoryKind, PrefillEndpoint, Receiver
 from kvferry.engines.fingerprint import CacheIdentity
 from kvferry.engines.sglang.directory import Directory, ask, difference, get, registry_url
 from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
@@ -28,6 +28,7 @@ from kvferry.engines.sglang.identity import cache_identity
 from kvferry.engines.sglang.layouts import describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.options import check_options
+from kvferry.engines.sglang.placement import placement_of
 from kvferry.engines.sglang.plugin import engine_version
 from kvferry.engines.sglang.pools import caches_of
 from kvferry.engines.sglang.settings import settings_beside
@@ -51,12 +52,14 @@ class PrefillServer:
         engine: its name.
         attn_tp_size: how many tensor-parallel ranks it has.
         page_tokens: tokens in its pages; None if it does not say.
+        is_sharded: whether its ranks have a request's pages by turns.
         refusal: why the two cannot work together; None if they can.
     """
 
     engine: str
     attn_tp_size: int
     page_tokens: int | None
+    is_sharded: bool
     refusal: str | None
 
 
@@ -66,6 +69,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     Attributes:
         state_types: what the rank caches beside keys and values.
         metadata_rows: SGLang's metadata buffers.
+        place: where the rank stands.
     """
 
     supports_deferred_decode_kv_release = True
@@ -93,7 +97,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.state_types: tuple[StateType, ...] = tuple(args.state_types)
         self.metadata_rows = MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens))
-        self._coordinates = self._place()
+        self.place = placement_of(self, get_parallel())
+        self.is_dummy_cp_rank = False  # ranks that hold the same take turns: SGLang would have the first one send
         if get_disagg().disaggregation_enable_kv_checksum and self.attn_tp_size > 1 and self.attn_tp_rank == 0:
             log.warning(
                 "--disaggregation-enable-kv-checksum: SGLang's checksum comes with the first token, from the first "
@@ -107,10 +112,10 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         )
         model = ModelConfig.from_server_args(server_args)
-        totals = totals_by_layer(loaded_modules()) if self.attn_tp_size > 1 else {}  # one rank has all heads
-        caches = caches_of(args, model, mambaish_config(model), totals, place=self._coordinates)
+        totals = totals_by_layer(loaded_modules()) if self.place.tp_size > 1 else {}  # one rank has all heads
+        caches = caches_of(args, model, mambaish_config(model), totals, place=self.place)
         fingerprint = _identity(args, model).fingerprint()
-        layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
+        layout = describe(caches, self.place, _device(server_args.device, args.gpu_id))
         self._uncut = [each.name for each in layout.components if each.entry is Entry.PAGE]
         if disaggregation_mode is DisaggregationMode.PREFILL:
             address = self._own_bootstrap_address()
@@ -119,7 +124,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             self._prefill = PrefillEndpoint(
                 layout,
                 engine=announcement.engine,
-                coordinates=self._coordinates,
+                coordinates=self.place.coordinates,
                 settings=where,
                 host_registry=False,
                 fingerprint=fingerprint,
@@ -129,7 +134,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._decode = DecodeEndpoint(
             layout,
             engine="sglang-decode",
-            coordinates=self._coordinates,
+            coordinates=self.place.coordinates,
             settings=settings,
             registry=self._directory,
             fingerprint=fingerprint,
@@ -217,6 +222,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         return (
             server is not None
             and (server.attn_tp_size, server.page_tokens) == (self.attn_tp_size, self.kv_args.page_size)
+            and not server.is_sharded
+            and self.place.token_parts == 1
             and self.attn_tp_rank == 0
         )
 
@@ -235,7 +242,10 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         info = PrefillServerInfo(**msgspec.json.decode(answer.body))
         self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings))
         refusal = self._refusal(info, address)
-        self._servers[address] = PrefillServer(announcement.engine, info.attn_tp_size, info.page_size, refusal)
+        is_sharded = getattr(info, "enable_kv_cache_sharding", False)
+        self._servers[address] = PrefillServer(
+            announcement.engine, info.attn_tp_size, info.page_size, is_sharded, refusal
+        )
         return info
 
     def _refusal(self, info: PrefillServerInfo, address: str) -> str | None:
@@ -246,7 +256,6 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             ("--kv-cache-dtype", info.kv_cache_dtype, self.kv_cache_dtype_str),
             ("KV layout", kv_layout(info), kv_layout(self)),
             ("--disaggregation-decode-allocation-policy", info.decode_allocation_policy, "early"),
-            ("attention context parallelism", info.attn_cp_size, 1),
         )
         return difference(address, pairs)
 
@@ -272,18 +281,6 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._receivers.pop(bootstrap_room, None)
 
     # ---- this rank --------------------------------------------------------------------------------------------------
-
-    def _place(self) -> RankCoordinates:
-        # As SGLang's bootstrap server numbers them.
-        is_system_wide = self.system_dp_size > 1
-        return RankCoordinates(
-            tp_rank=self.attn_tp_rank,
-            tp_size=self.attn_tp_size,
-            pp_rank=self.pp_rank,
-            pp_size=self.pp_size,
-            dp_rank=self.system_dp_rank if is_system_wide else self.attn_dp_rank,
-            dp_size=self.system_dp_size if is_system_wide else self.attn_dp_size,
-        )
 
     def _own_bootstrap_address(self) -> str:
         """Returns the address of this server's own bootstrap server, as `register_to_bootstrap` finds it."""

@@ -92,12 +92,14 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
         parts: its pages, by group.
         is_last: whether the request ends with this chunk.
         aux: the request's aux data, with the last chunk of the rank that sends it.
+        token_part: which part of the request's tokens its pages hold; None for that of the rank's layout.
     """
 
     number: int
     parts: tuple[ChunkPart, ...]
     is_last: bool
     aux: bytes | None = None
+    token_part: int | None = None
 
 
 class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -109,6 +111,7 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
         aux: as of a `Chunk`.
         parts: group, start and page numbers of every part; the numbers are a copy, as bytes of int64.
         submitted_at: when it was handed in.
+        token_part: as of a `Chunk`.
     """
 
     number: int
@@ -116,6 +119,7 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
     is_last: bool
     aux: bytes | None
     submitted_at: float
+    token_part: int | None = None
 
     def chunk(self) -> Chunk:
         """Returns the chunk, with page numbers to compute with. They are not checked yet; see `refuse_impossible`."""
@@ -123,7 +127,7 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
             ChunkPart(group.name, start, np.frombuffer(numbers, np.int64), group.num_pages)
             for group, start, numbers in self.parts
         )
-        return Chunk(self.number, parts, self.is_last, self.aux)
+        return Chunk(self.number, parts, self.is_last, self.aux, self.token_part)
 
 
 class _Progress:
@@ -167,7 +171,16 @@ class ChunkSequence:
         """Whether the last chunk was handed in."""
         return self._complete
 
-    def hand_in(self, pages: AnyPages, *, start: int | None, is_last: bool, aux: bytes | None, now: float) -> HandedIn:
+    def hand_in(
+        self,
+        pages: AnyPages,
+        *,
+        start: int | None,
+        is_last: bool,
+        aux: bytes | None,
+        now: float,
+        token_part: int | None = None,
+    ) -> HandedIn:
         """Copies and numbers the next chunk. A refused chunk changes nothing.
 
         Args:
@@ -176,6 +189,7 @@ class ChunkSequence:
                 chunk may start behind 0 if the decode side holds what comes before, and any chunk of a window if what
                 is left out lies before the window.
             now: the time.
+            token_part: which part of the request's tokens the pages hold, if not that of the rank's layout.
 
         Raises:
             ChunkError: after the last chunk, or if the chunk does not continue the one before.
@@ -203,7 +217,7 @@ class ChunkSequence:
                 progress = self._progress[group.name]
                 progress.next_page = begin + len(numbers) // _PAGE_BYTES
                 progress.has_begun = True
-        handed_in = HandedIn(self._next_number, parts, is_last, aux, now)
+        handed_in = HandedIn(self._next_number, parts, is_last, aux, now, token_part)
         self._next_number += 1
         self._complete = is_last
         return handed_in
