@@ -334,7 +334,7 @@ def place(
     """
     parallel = SimpleNamespace(
         tp_size=tp,
-        tp_rank=tp_rank,
+        tp_rank=changed.get("tp_rank_of_all", tp_rank),
         attn_tp_size=tp,
         attn_tp_rank=tp_rank,
         attn_cp_size=1,

@@ -30,7 +30,7 @@ from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.options import check_options
 from kvferry.engines.sglang.placement import placement_of
 from kvferry.engines.sglang.plugin import engine_version
-from kvferry.engines.sglang.pools import caches_of
+from kvferry.engines.sglang.pools import caches_of, draft_modules
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.engines.sglang.versions import kv_layout
 from kvferry.errors import IncompatiblePeerError, RegistryError, UsageError, quoted
@@ -112,7 +112,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         )
         model = ModelConfig.from_server_args(server_args)
-        totals = totals_by_layer(loaded_modules()) if self.place.tp_size > 1 else {}  # one rank has all heads
+        is_divided = self.place.tp_size > 1  # else a rank has all heads
+        totals = totals_by_layer(loaded_modules(apart_from=draft_modules(args))) if is_divided else {}
         caches = caches_of(args, model, mambaish_config(model), totals, place=self.place)
         fingerprint = _identity(args, model).fingerprint()
         layout = describe(caches, self.place, _device(server_args.device, args.gpu_id))

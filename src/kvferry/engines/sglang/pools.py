@@ -8,7 +8,7 @@ counts only if the pool confirms it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +94,16 @@ def remember_pools(
     kv_args.kvferry_pools = EnginePools(
         token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool, _window.get(), _draft_runner.get()
     )
+
+
+def draft_modules(args: Any) -> Iterable[Any]:
+    """Returns the modules of a rank's draft model; none if it has none.
+
+    Args:
+        args: its KVArgs, to which `remember_pools` has added its pools.
+    """
+    model = getattr(getattr(getattr(args, "kvferry_pools", None), "draft_runner", None), "model", None)
+    return model.modules() if model is not None else ()
 
 
 def caches_of(
