@@ -194,22 +194,23 @@ class Crossing:
         tokens = np.arange(self.tokens)
         return pages[tokens // size] * size + tokens % size
 
-    def run(self, members: slice = slice(None)) -> list[int]:
+    def run(self, members: slice = slice(None), *, senders_of: slice = slice(None)) -> list[int]:
         """Has it cross, and returns how many bytes each prefill rank sent.
 
         Args:
             members: the decode ranks that it goes to, such as those of one data-parallel group.
+            senders_of: the prefill ranks that have it.
         """
         pair, room = self.pair, self.room
         managers, ranks = pair.decode.managers[members], self.ranks[1][members]
-        senders = [pair.sender(each, room, tokens=self.tokens) for each in pair.prefill.managers]
+        senders = [pair.sender(each, room, tokens=self.tokens) for each in pair.prefill.managers[senders_of]]
         receivers = [pair.receiver(each, room, tokens=self.tokens, dp_rank=self.dp_rank) for each in managers]
         destinations = [self._slots(rank, 2) for rank in ranks]
         for receiver, rank, slots in zip(receivers, ranks, destinations, strict=True):
             pages = slots[self.held :: rank.page_slots] // rank.page_slots
             receiver.send_metadata(pages.astype(np.int32), 1, [], decode_prefix_len=self.held)
         wait(lambda: [each.poll() for each in senders], KVPoll.WaitingForInput)
-        for sender, rank, slots in zip(senders, self.ranks[0], self.sources, strict=True):
+        for sender, rank, slots in zip(senders, self.ranks[0][senders_of], self.sources[senders_of], strict=True):
             held = sender.pop_decode_prefix_len()
             assert held == self.held // rank.page_slots * rank.page_slots
             pages = (slots[held :: rank.page_slots] // rank.page_slots).astype(np.int32)

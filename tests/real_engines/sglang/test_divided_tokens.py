@@ -221,6 +221,20 @@ def test_a_group_of_tensor_parallel_ranks_sends_to_each_data_parallel_one(
         Crossing(pair, dp_rank, 27, held=dp_rank * PAGE).run(slice(dp_rank, dp_rank + 1))
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_each_data_parallel_group_sends_its_own_requests(pair: Pair, tp: int):
+    """Two groups of so many ranks each, to one group of two: those of the other group send nothing."""
+    pair.model = KEYS
+    for dp_rank in range(2):
+        for tp_rank in range(tp):
+            where = {"attn_dp_size": 2, "attn_dp_rank": dp_rank, "num_dp_ranks": 2, "tp_size": 2 * tp}
+            pair.start(PREFILL, WholeRank(KEYS, tp=tp, tp_rank=tp_rank, **where))
+    whole(pair, DECODE, KEYS, 2)
+    for dp_rank in (1, 0, 1):
+        group = slice(dp_rank * tp, (dp_rank + 1) * tp)
+        Crossing(pair, 7, 27, dp_rank=dp_rank).run(senders_of=group)
+
+
 # ---- what SGLang itself does not do ---------------------------------------------------------------------------------
 
 

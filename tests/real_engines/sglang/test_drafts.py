@@ -115,7 +115,7 @@ def test_a_draft_model_is_divided_among_context_parallel_ranks(pair: Pair):
     """It knows no context parallelism: SGLang divides its heads among all ranks of a request."""
     for number in range(4):
         cp_rank, tp_rank = divmod(number, 2)
-        where = {"attn_cp_size": 2, "attn_cp_rank": cp_rank, "tp_size": 4, "tp_rank_of_all": number}
+        where: dict[str, Any] = {"attn_cp_size": 2, "attn_cp_rank": cp_rank, "tp_size": 4, "tp_rank_of_all": number}
         rank = DraftedRank(tp=2, tp_rank=tp_rank, heads=4, divided=(number, 4), **where)
         pair.model = rank.model
         pair.start(PREFILL, rank)

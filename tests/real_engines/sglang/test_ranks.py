@@ -334,6 +334,14 @@ def test_sglangs_checksum_is_not_compared_between_pages_of_unequal_size(pair: Pa
     assert not pair.decode.managers[0].should_verify_kv_checksum(pair.address)
 
 
+@pytest.mark.parametrize("stages", [{"prefill_pp": 2}, {"decode_pp": 2}, {"prefill_pp": 2, "decode_pp": 2}])
+def test_sglangs_checksum_is_not_compared_between_pipeline_stages(pair: Pair, stages: dict[str, int]):
+    """It is of the last stage's layers, which have as many bytes as another one's."""
+    pair.begin(Model(layers=4), **stages)
+    Request(pair, 1).run()
+    assert not any(manager.should_verify_kv_checksum(pair.address) for manager in pair.decode.managers)
+
+
 def test_a_request_without_pages_ends(pair: Pair):
     pair.begin(Model())
     request = Request(pair, 1, pages=4, held_pages=4)

@@ -52,14 +52,14 @@ class PrefillServer:
         engine: its name.
         attn_tp_size: how many tensor-parallel ranks it has.
         page_tokens: tokens in its pages; None if it does not say.
-        is_sharded: whether its ranks have a request's pages by turns.
+        is_divided: whether one of its tensor-parallel ranks has a part of the layers, or of a request's pages, alone.
         refusal: why the two cannot work together; None if they can.
     """
 
     engine: str
     attn_tp_size: int
     page_tokens: int | None
-    is_sharded: bool
+    is_divided: bool
     refusal: str | None
 
 
@@ -223,8 +223,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         return (
             server is not None
             and (server.attn_tp_size, server.page_tokens) == (self.attn_tp_size, self.kv_args.page_size)
-            and not server.is_sharded
-            and self.place.token_parts == 1
+            and not server.is_divided
+            and self.pp_size == self.place.token_parts == 1
             and self.attn_tp_rank == 0
         )
 
@@ -243,9 +243,9 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         info = PrefillServerInfo(**msgspec.json.decode(answer.body))
         self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings))
         refusal = self._refusal(info, address)
-        is_sharded = getattr(info, "enable_kv_cache_sharding", False)
+        is_divided = info.pp_size > 1 or getattr(info, "enable_kv_cache_sharding", False)
         self._servers[address] = PrefillServer(
-            announcement.engine, info.attn_tp_size, info.page_size, is_sharded, refusal
+            announcement.engine, info.attn_tp_size, info.page_size, is_divided, refusal
         )
         return info
 

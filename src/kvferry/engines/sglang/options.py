@@ -78,6 +78,9 @@ def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
             is_decode=is_decode,
             has_checksums=disagg.disaggregation_enable_kv_checksum,
             has_rust_server=envs.SGLANG_RUST_SERVER.get(),
+            divides_tokens=(
+                parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1 or parallel.enable_kv_cache_sharding
+            ),
         ),
     }
     return (name for name, is_on in options.items() if is_on)

@@ -138,7 +138,7 @@ def placement_of(manager: Any, parallel: Any) -> Placement:
     """
     tp = Part(manager.attn_tp_rank, manager.attn_tp_size)
     cp = Part(manager.attn_cp_rank, manager.attn_cp_size)
-    dcp = Part(manager.dcp_rank, manager.dcp_size)
+    dcp = Part(parallel.attn_dcp_rank, parallel.attn_dcp_size) if parallel.attn_dcp_size > 1 else Part()
     shard = Part(getattr(manager, "kv_shard_rank", 0), getattr(manager, "kv_shard_size", 1))
     heads, replica, tokens = tp, cp, TokenShare()
     page_tokens: int = manager.kv_args.page_size

@@ -28,8 +28,8 @@ def stages_of(args: Any, model: Any, recurrent: Any, pool: Any) -> tuple[Stage, 
     if name == "SWAKVPool":
         full, windows = model.full_attention_layer_ids, model.swa_attention_layer_ids
         return (
-            _stage(full, pool.full_kv_pool.model_layer_ids, "full attention"),
-            _stage(windows, pool.swa_kv_pool.model_layer_ids, "sliding windows"),
+            _stage(full, getattr(pool.full_kv_pool, "model_layer_ids", None), "full attention"),
+            _stage(windows, getattr(pool.swa_kv_pool, "model_layer_ids", None), "sliding windows"),
             Stage(),
         )
     if name == "HybridLinearKVPool":
@@ -48,13 +48,17 @@ def stages_of(args: Any, model: Any, recurrent: Any, pool: Any) -> tuple[Stage, 
     return Stage(pool.start_layer, model.num_hidden_layers), Stage(), Stage()
 
 
-def _stage(of_model: Sequence[int], held: Sequence[int], kind: str) -> Stage:
+def _stage(of_model: Sequence[int] | None, held: Sequence[int] | None, kind: str) -> Stage:
     """Returns which of a model's layers of one kind a rank has.
 
     Args:
         of_model: their numbers in the whole model, ascending.
         held: those of this rank.
     """
+    if of_model is None or held is None:
+        raise LayoutError(
+            f"SGLang does not say which layers of this pipeline stage have {kind}, nor can it be told: --pp-size 1"
+        )
     numbers = [*of_model]
     if not held:
         return Stage(0, len(numbers))
