@@ -186,6 +186,7 @@ class Crossing:
             StateType.BLOCK_SCALE: given["pages"],
             StateType.BLOCK_SCALE_SWA: given["window"],
             StateType.SWA: given["window"],
+            StateType.MAMBA: given["slots"],
         }
         return [by_type[each] for each in manager.state_types]
 
