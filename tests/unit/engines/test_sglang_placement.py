@@ -93,10 +93,10 @@ def test_sharded_pages_of_latents_go_round_tensor_parallel_ranks():
 
 
 def test_with_decode_context_parallelism_neighbours_have_the_same_heads():
-    place = placement(attn_tp_rank=5, attn_tp_size=8, attn_dcp_rank=1, attn_dcp_size=4)
-    assert place.coordinates == RankCoordinates(tp_rank=1, tp_size=2, cp_rank=1, cp_size=4)
-    assert (place.heads, place.states) == (Part(1, 2), Part(5, 8))
-    assert (place.tokens, place.page_tokens) == (TokenShare(interleaved(4), 1), 4 * PAGE)
+    place = placement(attn_tp_rank=6, attn_tp_size=8, attn_dcp_rank=2, attn_dcp_size=4)
+    assert place.coordinates == RankCoordinates(tp_rank=1, tp_size=2, cp_rank=2, cp_size=4)
+    assert (place.heads, place.states) == (Part(1, 2), Part(6, 8))
+    assert (place.tokens, place.page_tokens) == (TokenShare(interleaved(4), 2), 4 * PAGE)
 
 
 # ---- pages ----------------------------------------------------------------------------------------------------------
