@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import msgspec
 from tests.support.caches import Model, Shape, pool
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -21,6 +22,7 @@ from kvferry import (
     Receiver,
     Sender,
     Settings,
+    TokenShare,
 )
 from kvferry.testing import FaultyTransport, KnownContents, LocalNetwork, Pool
 from kvferry.testing.places import Pages, TakenPages, first_needed, positions_of
@@ -187,6 +189,7 @@ class Requests:
         self, prefill: PrefillEngine, decode: DecodeEngine, *, prefill_dp_rank: int = 0, decode_dp_rank: int = 0
     ) -> None:
         self.prefill, self.decode, self._prefill_dp_rank = prefill, decode, prefill_dp_rank
+        self._are_dealt = False
         self._sources = [
             (pool, endpoint)
             for pool, endpoint in zip(prefill.pools, prefill.endpoints, strict=True)
@@ -197,6 +200,14 @@ class Requests:
             for pool, endpoint in zip(decode.pools, decode.endpoints, strict=True)
             if pool.coordinates.dp_rank == decode_dp_rank
         ]
+
+    def deal(self, by: int) -> None:
+        """Has the next requests' tokens lie so many ranks further on the prefill side than its layouts say."""
+        self._are_dealt = True
+        for memory, _ in self._sources:
+            share = memory.layout.tokens
+            moved = TokenShare(share.partition, (share.part + by) % share.partition.num_parts)
+            memory.layout = msgspec.structs.replace(memory.layout, tokens=moved)
 
     def connect(self) -> None:
         """Connects every decode rank now, so that the first room need not."""
@@ -291,7 +302,8 @@ class Requests:
                     pages[group.name] = GroupPages(own[done:stop], start=done)
                     request.submitted[rank][group.name] = stop
             given = (aux if memory.coordinates.is_aux_writer else b"from another rank") if is_last else None
-            request.senders[rank].submit(pages, last=is_last, aux=given)
+            part = memory.layout.tokens.part if self._are_dealt else None
+            request.senders[rank].submit(pages, last=is_last, aux=given, token_part=part)
 
     def check(self, request: Request) -> None:
         """Every byte of the part that was to be sent is right, on every decode rank."""

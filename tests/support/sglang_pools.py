@@ -38,14 +38,18 @@ def named(name: str, **attributes: Any) -> Any:
 WINDOW_TOKENS = 8
 
 
-def remembered(args: Any, *pools: Any, window_tokens: int | None = WINDOW_TOKENS) -> None:
+def remembered(
+    args: Any, *pools: Any, window_tokens: int | None = WINDOW_TOKENS, draft_runners: Sequence[Any] = ()
+) -> None:
     """Remembers a rank's pools, as while SGLang makes its manager.
 
     Args:
         pools: as for `remember_pools`.
         window_tokens: the scheduler's window.
+        draft_runners: what runs its draft model.
     """
-    queue = SimpleNamespace(scheduler=SimpleNamespace(sliding_window_size=window_tokens))
+    worker = SimpleNamespace(_draft_model_runners=lambda: tuple(draft_runners)) if draft_runners else None
+    queue = SimpleNamespace(scheduler=SimpleNamespace(sliding_window_size=window_tokens, draft_worker=worker))
     around_managers(lambda _: remember_pools(args, *pools), queue)
 
 
@@ -55,6 +59,9 @@ def heads_pool(
     """A MHATokenToKVPool with so many heads on a rank."""
     given = {
         "model_layer_ids": (),
+        "start_layer": 0,
+        "size": 36,
+        "page_size": 4,
         "head_num": held,
         "head_dim": head_bytes // item,
         "v_head_dim": (head_bytes if value_bytes is None else value_bytes) // item,

@@ -175,6 +175,7 @@ class Sender(Transfer):
         aux: bytes | None = None,
         ready: Ready | None = None,
         layers: Layers | None = None,
+        token_part: int | None = None,
     ) -> None:
         """Hands in the next chunk of the request and returns at once, whatever its size.
 
@@ -205,6 +206,9 @@ class Sender(Transfer):
                 handed in. An `Interval` of the model's layers, or a mapping from components to intervals where they
                 have different numbers of layers; None for all. Groups that have none of them are left out. The last
                 chunk is the one with which all layers are there.
+            token_part: which part of the request's tokens the pages hold, for an engine that deals its ranks another
+                part in every request: the first page goes to any rank, and the next ones to those behind it. Every rank
+                then has a part of its own, and says it with every chunk. None for that of the layout.
 
         Raises:
             ChunkError: after the last chunk, or if the chunk does not follow the one before it, in its layers either.
@@ -225,7 +229,14 @@ class Sender(Transfer):
                 self._observer.refused(full)
                 raise full
             chunk = self._chunks.hand_in(
-                pages, start=start, is_last=last, aux=aux, now=self._now(), is_ready=is_ready, layers=layers
+                pages,
+                start=start,
+                is_last=last,
+                aux=aux,
+                now=self._now(),
+                is_ready=is_ready,
+                layers=layers,
+                token_part=token_part,
             )
             self._hand_in(chunk)
         self._report.submitted(self._now() - chunk.submitted_at)

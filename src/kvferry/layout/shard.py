@@ -356,9 +356,10 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
         """A fingerprint of what all ranks of the engine must agree on: components, and how tokens are partitioned.
 
         Groups and their pages are left out: a pipeline stage may hold only those layers of a component that are in one
-        of them.
+        of them. So are components that may be missing: a draft model is on the last stage alone.
         """
-        components = sorted(self.components, key=lambda component: component.name)
+        needed = [component for component in self.components if not component.is_optional]
+        components = sorted(needed, key=lambda component: component.name)
         description = msgspec.json.encode([components, self.tokens.partition])
         return hashlib.sha256(description).hexdigest()[:16]
 

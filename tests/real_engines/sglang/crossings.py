@@ -44,7 +44,8 @@ class Members:
 
     def start(self, mode: Any, rank: Rank, *, pp: int = 1, stage: int = 0) -> None:
         """Starts one rank."""
-        with place(self._patch, self.port, rank.model, tp=rank.tp, tp_rank=rank.tp_rank, pp=pp, pp_rank=stage):
+        where = {"tp": rank.tp, "tp_rank": rank.tp_rank, "pp": pp, "pp_rank": stage, **rank.options}
+        with place(self._patch, self.port, rank.model, **where):
             args = rank.arguments
             args.pp_rank = stage
             manager = KVFerryManager(args, mode, SERVER_ARGS, rank.model.heads is None)
@@ -59,7 +60,7 @@ class Members:
             return sender
 
     def receiver(
-        self, manager: KVFerryManager, room: int, *, tokens: int = 3, salt: str | None = None
+        self, manager: KVFerryManager, room: int, *, tokens: int = 3, salt: str | None = None, dp_rank: int = 0
     ) -> KVFerryReceiver:
         deadline = time.monotonic() + WAIT_S
         while not manager.try_ensure_parallel_info(self.address):
@@ -68,7 +69,7 @@ class Members:
         receiver: KVFerryReceiver = self._made(
             room, lambda: KVFerryReceiver(manager, self.address, room), tokens=tokens, salt=salt
         )
-        receiver.init(0)
+        receiver.init(dp_rank)
         return receiver
 
     def _made(self, room: int, make: Callable[[], Any], *, tokens: int, salt: str | None = None) -> Any:

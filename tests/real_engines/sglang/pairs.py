@@ -104,12 +104,26 @@ def assert_equal(found: Sequence[Output], expected: Sequence[tuple[int, ...]]) -
     assert [each.tokens for each in found] == list(expected)
 
 
-def check_prefill_stages(model: Path, undivided: EngineProcess) -> None:
-    """Two pipeline stages on the prefill side, and one on the other, generate what the undivided engine does."""
+def check_stages(model: Path, undivided: EngineProcess, side: str) -> None:
+    """Two pipeline stages on one side, and one on the other, generate what the undivided engine does.
+
+    Args:
+        side: the one with two: prefill or decode.
+    """
     (port,) = free_ports(1)
-    options = disaggregated("prefill", port, pp_size=2, chunked_prefill_size=128)
-    prefill = EngineProcess(Shape(model, options, {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}))
-    decode = EngineProcess(Shape(model, disaggregated("decode", port)))
+    options: dict[str, dict[str, Any]] = {"prefill": {"chunked_prefill_size": 128}, "decode": {}}
+    options[side]["pp_size"] = 2
+    begun = {
+        mode: EngineProcess(
+            Shape(
+                model,
+                disaggregated(mode, port, **more),
+                {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if mode == side else {},
+            )
+        )
+        for mode, more in options.items()
+    }
+    prefill, decode = begun["prefill"], begun["decode"]
     try:
         given = prompts(11, 6, shortest=20, longest=400)
         rooms = [next(ROOMS) for _ in given]

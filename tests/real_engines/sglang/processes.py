@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,13 +18,19 @@ START_S = 240.0
 MODEL = Model(layers=4, window_layers=2, state_layers=2)
 
 
-def serve(pipe: Connection, mode: str, port: int, tp: int, tp_rank: int) -> None:
-    """One rank, which does what the test says with one request at a time."""
+def serve(
+    pipe: Connection, mode: str, port: int, tp: int, tp_rank: int, options: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """One rank, which does what the test says with one request at a time.
+
+    Args:
+        options: what SGLang's code is told about the rank beside that.
+    """
     os.environ["UCX_TLS"] = "tcp,self,sm"
     members = Members(pytest.MonkeyPatch(), port, MODEL)
     request: Request | None = None
     try:
-        members.start(PREFILL if mode == "prefill" else DECODE, Rank(MODEL, tp=tp, tp_rank=tp_rank))
+        members.start(PREFILL if mode == "prefill" else DECODE, Rank(MODEL, tp=tp, tp_rank=tp_rank, options=options))
         pipe.send(None)
         while True:
             what, arguments = pipe.recv()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,33 +74,53 @@ class Model:
 
     def recurrent(self, tp: int) -> Any:
         """The configuration of the layers with recurrent state, on so many ranks."""
-        groups = self.groups or 0
-        extended = tp if groups % tp else groups
+        layers = {"full_attention_layer_ids": [number_of(0, each) for each in range(self.layers)]}
+        states = [number_of(2, each) for each in range(self.state_layers)]
+        if self.groups is None:
+            return named("Qwen3NextConfig", mamba2_cache_params=SimpleNamespace(layers=states), **layers)
+        extended = tp if self.groups % tp else self.groups
         shape = SimpleNamespace(conv_dim=16 + 2 * 3 * extended, intermediate_size=16, num_heads=4, state_size=3)
-        config = SimpleNamespace(shape=shape)
-        return named("GraniteMoeHybridConfig", mamba2_cache_params=config, mamba_n_groups=groups)
+        config = SimpleNamespace(shape=shape, layers=states)
+        return named("GraniteMoeHybridConfig", mamba2_cache_params=config, mamba_n_groups=self.groups, **layers)
+
+
+def number_of(kind: int, layer: int) -> int:
+    """The number in the model of a layer that has this number among those of its kind: kinds take turns."""
+    return 3 * layer + kind
 
 
 class Rank:
     """One rank's pools, described the way SGLang describes its own."""
 
-    def __init__(self, model: Model, *, tp: int, tp_rank: int, layers: range | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        tp: int,
+        tp_rank: int,
+        stage: tuple[int, int] = (0, 1),
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Makes the pools.
 
         Args:
-            layers: those of a pipeline stage.
+            stage: which pipeline stage it is, of how many.
+            options: what SGLang's code is told about the rank beside that; see `place`.
         """
-        self.model, self.tp, self.tp_rank = model, tp, tp_rank
-        self.layers = range(model.layers) if layers is None else layers
+        self.model, self.tp, self.tp_rank, self.options = model, tp, tp_rank, options
+        self.layers, self.windows, self.states = (
+            range(stage[0] * count // stage[1], (stage[0] + 1) * count // stage[1])
+            for count in (model.layers, model.window_layers, model.state_layers)
+        )
         rows = model.head_bytes * (1 if model.heads is None else len(self._heads(model.heads)))
         kinds = 1 if model.heads is None else 2
         self.kv = [[self._pool(rows) for _ in self.layers] for _ in range(kinds)]
         rows = model.head_bytes * len(self._heads(model.heads_in_windows))
-        self.window = [[self._pool(rows) for _ in range(model.window_layers)] for _ in range(2)]
+        self.window = [[self._pool(rows) for _ in self.windows] for _ in range(2)]
         channels = model.channels // tp
-        self.state = [np.zeros((SLOTS, channels, 6), np.uint8) for _ in range(model.state_layers)]
+        self.state = [np.zeros((SLOTS, channels, 6), np.uint8) for _ in self.states]
         convolved = len(self._convolved)
-        self.convolution = [np.zeros((SLOTS, convolved, 3), np.uint8) for _ in range(model.state_layers)]
+        self.convolution = [np.zeros((SLOTS, convolved, 3), np.uint8) for _ in self.states]
         self.rooms = np.zeros((METADATA_ROWS, 8), np.uint64)
         self.tokens = np.zeros((METADATA_ROWS, 16), np.int32)
 
@@ -122,7 +142,6 @@ class Rank:
         args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = _infos([pool for kind in self.kv for pool in kind])
         args.kv_layer_ids, args.num_draft_entries, args.ib_device = [], 0, None
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = _infos([self.tokens, self.rooms])
-        args.prefill_start_layer = self.layers.start
         args.state_types, args.is_hybrid_mla_backend = [], False
         for name in ("data_ptrs", "data_lens", "item_lens", "dim_per_tensor", "slice_outer_counts", "layer_ids"):
             setattr(args, f"state_{name}", [])
@@ -130,11 +149,12 @@ class Rank:
         if self.model.window_layers:
             self._add_state(args, StateType.SWA, [pool for kind in self.window for pool in kind])
         if self.model.state_layers:
-            layers = self.model.state_layers
+            layers = len(self.states)
+            numbers = [number_of(2, each) for each in self.states]
             self._add_state(args, StateType.MAMBA, [*self.convolution, *self.state])
             args.state_dim_per_tensor[-1] = [each.shape[1] for each in (*self.convolution, *self.state)]
             args.state_slice_outer_counts[-1] = [1] * (2 * layers)
-            args.state_layer_ids[-1] = [*range(layers), *range(layers)]
+            args.state_layer_ids[-1] = [*numbers, *numbers]
             groups = None if self.model.groups else [channels for channels, _ in self.model.blocks]
             args.state_conv_shard_groups[-1] = [groups] * layers + [None] * layers
         requests = SimpleNamespace(mamba_pool=self._mamba_pool)
@@ -145,14 +165,26 @@ class Rank:
     def _pools(self) -> Any:
         """What stands for the pools that SGLang's scheduler has."""
         model = self.model
-        full = named("MLATokenToKVPool")
+        start, size = self.layers.start, (PAGES - 1) * model.page_tokens
+        full = named("MLATokenToKVPool", start_layer=start, size=size, page_size=model.page_tokens)
+        ids = [number_of(0, each) for each in self.layers]
         if model.heads is not None:
-            full = heads_pool(len(self._heads(model.heads)), model.head_bytes, layout=model.order)
+            held = len(self._heads(model.heads))
+            full = heads_pool(
+                held, model.head_bytes, layout=model.order, start_layer=start, model_layer_ids=ids, size=size
+            )
         if model.window_layers:
-            windows = heads_pool(len(self._heads(model.heads_in_windows)), model.head_bytes)
+            windowed = [number_of(1, each) for each in self.windows]
+            held = len(self._heads(model.heads_in_windows))
+            windows = heads_pool(held, model.head_bytes, model_layer_ids=windowed, size=size)
             return named("SWAKVPool", full_kv_pool=full, swa_kv_pool=windows)
         if model.state_layers:
-            return named("HybridLinearKVPool", full_kv_pool=full, mamba_pool=self._mamba_pool)
+            return named(
+                "HybridLinearKVPool",
+                full_kv_pool=full,
+                mamba_pool=self._mamba_pool,
+                full_attention_layer_id_mapping={number: index for index, number in enumerate(ids)},
+            )
         return full
 
     @property
@@ -179,11 +211,11 @@ class Rank:
         first_page = -(-whole.tokens // self.model.page_tokens) - len(window)
         start = min(whole.tokens, first_page * self.model.page_tokens)
         for kind, pools in enumerate(self.window):
-            for layer, pool in enumerate(pools):
+            for layer, pool in zip(self.windows, pools, strict=True):
                 pool[self._places(window, start, whole.tokens)] = self._windowed(whole.window[kind, layer])[start:]
-        for layer, pool in enumerate(self.state):
+        for layer, pool in zip(self.states, self.state, strict=True):
             pool[slot] = whole.state[layer, self._share(self.model.channels)]
-        for layer, pool in enumerate(self.convolution):
+        for layer, pool in zip(self.states, self.convolution, strict=True):
             pool[slot] = whole.convolution[layer, self._convolved]
 
     def check(
@@ -197,12 +229,12 @@ class Rank:
                 np.testing.assert_array_equal(pool[self._places(pages, held_tokens, tokens)], expected)
         start = max(held_tokens, tokens - self.model.window_tokens)
         for kind, pools in enumerate(self.window):
-            for layer, pool in enumerate(pools):
+            for layer, pool in zip(self.windows, pools, strict=True):
                 expected = self._windowed(whole.window[kind, layer])[start:]
                 np.testing.assert_array_equal(pool[self._places(window, start, tokens)], expected)
-        for layer, pool in enumerate(self.state):
+        for layer, pool in zip(self.states, self.state, strict=True):
             np.testing.assert_array_equal(pool[slot], whole.state[layer, self._share(self.model.channels)])
-        for layer, pool in enumerate(self.convolution):
+        for layer, pool in zip(self.states, self.convolution, strict=True):
             np.testing.assert_array_equal(pool[slot], whole.convolution[layer, self._convolved])
 
     def _places(self, pages: Sequence[int], start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -301,6 +333,8 @@ def place(
         changed: options that are different.
     """
     parallel = SimpleNamespace(
+        tp_size=tp,
+        tp_rank=changed.get("tp_rank_of_all", tp_rank),
         attn_tp_size=tp,
         attn_tp_rank=tp_rank,
         attn_cp_size=1,
@@ -331,18 +365,23 @@ def place(
     memory = SimpleNamespace(enable_hisparse=False, enable_unified_memory=False)
     for options in (parallel, disagg, memory):
         vars(options).update({name: value for name, value in changed.items() if name in vars(options)})
+    shard = SimpleNamespace(rank_in_group=changed.get("shard_rank", 0), world_size=changed.get("shard_size", 1))
     config = model_config(model.heads, model.window_heads, window_tokens=model.window_tokens, layers=model.layers)
+    config.full_attention_layer_ids = [number_of(0, each) for each in range(model.layers)]
+    config.swa_attention_layer_ids = [number_of(1, each) for each in range(model.window_layers)]
     with patch.context() as within:  # without `raising` where 0.5.22 asks for nothing
         for module in (conn, options_module):
             within.setattr(module, "get_parallel", lambda: parallel)
             within.setattr(module, "get_disagg", lambda: disagg)
         within.setattr(manager_module, "get_disagg", lambda: disagg)
+        within.setattr(manager_module, "get_parallel", lambda: parallel)
         within.setattr(options_module, "get_memory", lambda: memory)
-        within.setattr(manager_module, "mambaish_config", lambda _: model.recurrent(tp) if model.groups else None)
+        within.setattr(manager_module, "mambaish_config", lambda _: model.recurrent(tp) if model.state_layers else None)
         within.setattr(conn, "get_serving", lambda: SimpleNamespace(host="127.0.0.1", port=1))
         within.setattr(conn, "get_observability", lambda: SimpleNamespace(enable_trace=False), raising=False)
         within.setattr(conn, "get_dsv41_spec_layout", lambda _: None)
         within.setattr(conn, "linear_attn_tp_size", lambda: tp, raising=False)
+        within.setattr(conn, "get_kv_shard_group", lambda _: shard, raising=False)
         within.setattr(conn, "PPConsensusStore", Consensus)
         within.setattr(ModelConfig, "from_server_args", lambda _: config)
         within.setattr(manager_module, "_identity", lambda *_: identity)

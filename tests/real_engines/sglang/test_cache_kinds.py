@@ -63,11 +63,8 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"attn_cp_size": 2}, "attention context parallelism"),
-        ({"attn_dcp_size": 2}, "decode context parallelism"),
-        ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
+        ({"attn_cp_size": 2}, "attention context parallelism on the decode side"),
         ({"enable_dsa_cache_layer_split": True}, "--enable-dsa-cache-layer-split"),
-        ({"pp_size": 2}, "pipeline stages on the decode side"),
         (
             {"enable_hisparse": True},
             r"--enable-hisparse \(keys and values in host memory, and their index on the device",

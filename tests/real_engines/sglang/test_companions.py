@@ -36,11 +36,15 @@ class Part:
         bytes: its items, of which each is a page, or the slot of a request.
         heads: the axis that ranks divide; None where each has all.
         of: what its items are numbered by.
+        total: how many heads there are on all ranks.
+        label: tells its content from others'; None for its number on the rank.
     """
 
     bytes: np.ndarray[Any, Any]
     heads: int | None = None
     of: str = "pages"
+    total: int = 4
+    label: int | None = None
 
 
 def part(tensor: torch.Tensor, *shape: int, heads: int | None = None, of: str = "pages") -> Part:
@@ -69,9 +73,13 @@ class PoolRank(Rank):
         each = self.parts[number]
         shape = list(each.bytes.shape[1:])
         if each.heads is not None:
-            shape[each.heads] = HEADS
-        whole = np.random.default_rng([seed, number, item]).integers(0, 256, shape, np.uint8)
-        return whole if each.heads is None else whole.take(self._heads(HEADS), each.heads)
+            shape[each.heads] = each.total
+        label = number if each.label is None else each.label
+        whole = np.random.default_rng([seed, label, item]).integers(0, 256, shape, np.uint8)
+        return whole if each.heads is None else whole.take(self._heads_of(each), each.heads)
+
+    def _heads_of(self, each: Part) -> range:
+        return self._heads(each.total)
 
 
 def sparse(kpool: int, *, tp: int, tp_rank: int, skipped: bool = False, order: int = 128) -> PoolRank:
@@ -178,6 +186,7 @@ class Crossing:
             StateType.BLOCK_SCALE: given["pages"],
             StateType.BLOCK_SCALE_SWA: given["window"],
             StateType.SWA: given["window"],
+            StateType.MAMBA: given["slots"],
         }
         return [by_type[each] for each in manager.state_types]
 

@@ -10,7 +10,7 @@ import pytest
 from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import EngineProcess, Shape
-from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal, check_prefill_stages
+from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal, check_stages
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)
@@ -227,4 +227,8 @@ def test_kvferry_in_the_place_of_nixl(model: Path, undivided: EngineProcess, tmp
 
 def test_pipeline_stages_on_the_prefill_side(undivided: EngineProcess, model: Path):
     """Without SGLang's own checksums, which are of one stage's bytes."""
-    check_prefill_stages(model, undivided)
+    check_stages(model, undivided, "prefill")
+
+
+def test_pipeline_stages_on_the_decode_side(undivided: EngineProcess, model: Path):
+    check_stages(model, undivided, "decode")

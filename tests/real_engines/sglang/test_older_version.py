@@ -11,7 +11,7 @@ from examples.tiny_model import write
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import EngineProcess, Shape
-from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal, check_prefill_stages
+from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal, check_stages
 from tests.real_engines.sglang.ranks import Model, place
 
 from kvferry.engines.contract import contract_for
@@ -79,7 +79,7 @@ def test_a_request_that_fails_says_why_on_both_sides_and_leaves_nothing(pair: Pa
 
 @pytest.mark.usefixtures("pair")
 def test_pipeline_stages_on_the_prefill_side(model: Path, undivided: EngineProcess):
-    check_prefill_stages(model, undivided)
+    check_stages(model, undivided, "prefill")
 
 
 def test_what_cannot_be_done_with_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):

@@ -44,7 +44,14 @@ class Pair(Members):
         self._bootstrap = KVFerryBootstrapServer("127.0.0.1", self.port)
 
     def begin(
-        self, model: Model, *, prefill_tp: int = 1, decode_tp: int = 1, prefill_pp: int = 1, **decode: Any
+        self,
+        model: Model,
+        *,
+        prefill_tp: int = 1,
+        decode_tp: int = 1,
+        prefill_pp: int = 1,
+        decode_pp: int = 1,
+        **decode: Any,
     ) -> None:
         """Starts both.
 
@@ -52,13 +59,11 @@ class Pair(Members):
             decode: what is different in the decode side's model.
         """
         self.model = model
-        for stage in range(prefill_pp):
-            layers = range(stage * model.layers // prefill_pp, (stage + 1) * model.layers // prefill_pp)
-            for tp_rank in range(prefill_tp):
-                rank = Rank(model, tp=prefill_tp, tp_rank=tp_rank, layers=layers)
-                self.start(PREFILL, rank, pp=prefill_pp, stage=stage)
-        for tp_rank in range(decode_tp):
-            self.start(DECODE, Rank(replace(model, **decode), tp=decode_tp, tp_rank=tp_rank))
+        sides = ((PREFILL, model, prefill_tp, prefill_pp), (DECODE, replace(model, **decode), decode_tp, decode_pp))
+        for mode, of_side, tp, pp in sides:
+            for stage in range(pp):
+                for tp_rank in range(tp):
+                    self.start(mode, Rank(of_side, tp=tp, tp_rank=tp_rank, stage=(stage, pp)), pp=pp, stage=stage)
 
     def restart_prefill(self) -> None:
         """Ends the prefill engine, and starts one at the same bootstrap address: its registry is elsewhere."""
@@ -167,9 +172,42 @@ def test_what_is_closed_lets_go_of_its_port(pair: Pair):
         refuse_taken(manager.local_ip, manager.rank_port)
 
 
-@pytest.mark.parametrize("decode_tp", [1, 2])
-def test_pipeline_stages_send_their_layers(pair: Pair, decode_tp: int):
-    pair.begin(Model(layers=4), prefill_pp=2, decode_tp=decode_tp)
+STAGED = {
+    "heads": Model(layers=4),
+    "latents": Model(layers=4, heads=None, head_bytes=24),
+    "a window": Model(layers=3, window_layers=5, window_heads=2),
+    "recurrent state": Model(layers=4, state_layers=6),
+    "a mixer's groups": Model(layers=2, state_layers=4, groups=4),
+}
+
+
+@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize(("prefill", "decode"), [((1, 2), (2, 1)), ((2, 1), (1, 2)), ((2, 2), (1, 2))])
+@pytest.mark.parametrize("model", STAGED)
+def test_pipeline_stages_send_and_receive_their_layers(
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    prefill: tuple[int, int],
+    decode: tuple[int, int],
+    path: str,
+):
+    """Of every kind, on either side: with other numbers of stages and of tensor-parallel ranks."""
+    monkeypatch.setenv("KVFERRY_PATH", path)
+    (prefill_tp, prefill_pp), (decode_tp, decode_pp) = prefill, decode
+    pair.begin(STAGED[model], prefill_tp=prefill_tp, prefill_pp=prefill_pp, decode_tp=decode_tp, decode_pp=decode_pp)
+    Request(pair, 1).run()
+    Request(pair, 2, held_pages=3).run()
+
+
+def test_any_number_of_stages_meets_any_other(pair: Pair):
+    pair.begin(Model(layers=6, window_layers=6), prefill_pp=3, decode_pp=2)
+    Request(pair, 1).run()
+
+
+@pytest.mark.parametrize(("full", "windows"), [(1, 3), (3, 1)])
+def test_a_stage_may_lack_layers_of_a_kind(pair: Pair, full: int, windows: int):
+    pair.begin(Model(layers=full, window_layers=windows), prefill_pp=2, decode_pp=3)
     Request(pair, 1).run()
 
 
@@ -312,6 +350,14 @@ def test_sglangs_checksum_is_not_compared_between_pages_of_unequal_size(pair: Pa
     pair.begin(Model(), page_tokens=2)
     Request(pair, 1).run()
     assert not pair.decode.managers[0].should_verify_kv_checksum(pair.address)
+
+
+@pytest.mark.parametrize("stages", [{"prefill_pp": 2}, {"decode_pp": 2}, {"prefill_pp": 2, "decode_pp": 2}])
+def test_sglangs_checksum_is_not_compared_between_pipeline_stages(pair: Pair, stages: dict[str, int]):
+    """It is of the last stage's layers, which have as many bytes as another one's."""
+    pair.begin(Model(layers=4), **stages)
+    Request(pair, 1).run()
+    assert not any(manager.should_verify_kv_checksum(pair.address) for manager in pair.decode.managers)
 
 
 def test_a_request_without_pages_ends(pair: Pair):

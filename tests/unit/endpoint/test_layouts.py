@@ -357,6 +357,17 @@ def test_a_source_that_deals_out_blocks_needs_no_length(pair: Callable[..., Requ
         requests.run_tokens(room, tokens, says_tokens=False)
 
 
+@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize("by", [1, 2])
+def test_tokens_may_be_dealt_anew_in_every_request(pair: Callable[..., Requests], path: str, by: int):
+    """An engine may give the first page to any rank: each says which part it has in this request."""
+    requests = pair(PLAIN, partitioned(interleaved(3, 4), tp=2), pages(4), path=path)
+    for room, tokens in enumerate(LENGTHS):
+        requests.deal(by)
+        for prefix_tokens in {0, tokens // 8 * 4}:
+            requests.run_tokens(100 * room + prefix_tokens, tokens, prefix_tokens=prefix_tokens, cuts=(6, 17))
+
+
 def test_a_share_that_is_too_short_is_noticed_although_nobody_says_the_length(pair: Callable[..., Requests]):
     """The decode side counts its last page as full, and no more than that."""
     requests = pair(PLAIN, partitioned(interleaved(2, 4)), pages(16))

@@ -28,6 +28,7 @@ def sparse_pool(layers: int = LAYERS, *, kpool: int = 1) -> Any:
     return named(
         "DSATokenToKVPool",
         layer_num=layers,
+        start_layer=0,
         index_kpool=kpool,
         index_page_size=4,
         index_head_dim=128,
@@ -79,7 +80,7 @@ def test_a_layer_that_takes_another_ones_choice_has_no_index():
 
 def test_a_stages_index_is_that_of_its_layers():
     args = sparse(without=1)
-    args.prefill_start_layer = 3
+    args.kvferry_pools.target.start_layer = 3
     layout = described(args, pp_size=2, pp_rank=1)
     assert [shard.box[0] for shard in layout.shards_of("index")] == [Interval(3, 4), Interval(5, 6)]
     assert layout.shards_of("index")[0].component.axes[0].size == 6

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer
+from kvferry import RankLayout, TokenShare, interleaved
+from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, Stage, StateBuffer, Uncut
 from kvferry.engines.sglang.layouts import SHARE, describe
+from kvferry.engines.sglang.placement import Part, Placement
 from kvferry.errors import LayoutError
 from kvferry.layout import Device, Entry, Interval, MemoryKind, RankCoordinates, Shard
 
@@ -73,11 +75,102 @@ def test_a_window_has_pages_of_its_own():
 
 
 def test_a_draft_models_cache_may_be_missing_on_the_other_side():
-    shards = described(replace(HEADS, draft=buffers(2, first=0x90000)), tp_size=2, tp_rank=1)
+    caches = replace(HEADS, draft=buffers(2, first=0x90000), draft_heads=heads(4))
+    shards = described(caches, tp_size=2, tp_rank=1)
     draft = shards["draft 1"]
     assert draft.component.is_optional
     assert draft.group == shards["k"].group
-    assert draft.box[1] == Interval(1, 2)
+    assert (draft.component.axes[1].size, draft.box[1]) == (4, Interval(2, 4))
+
+
+def test_a_draft_models_heads_that_nobody_counts_are_the_share_of_their_rank():
+    caches = replace(HEADS, draft=buffers(2, first=0x90000), draft_heads=heads(None))
+    draft = described(caches, tp_size=2, tp_rank=1)["draft 0"]
+    assert (draft.component.axes[1].name, draft.box[1]) == (SHARE, Interval(1, 2))
+
+
+def test_a_draft_models_latents_are_whole_everywhere():
+    shards = described(replace(HEADS, draft=buffers(2, first=0x90000)), tp_size=2, tp_rank=1)
+    assert shards["draft 1"].box == (Interval(0, 1), Interval(0, 1), Interval(0, 2 * HEAD_BYTES))
+
+
+def test_a_draft_model_may_be_on_the_last_stage_alone():
+    """All ranks of an engine must agree on their components, but for those that the other side may lack as well."""
+    last = replace(HEADS, draft=buffers(2, first=0x90000), draft_heads=heads(2), kv=Attention(buffers(6), heads(2)))
+    stages = [replace(HEADS, kv=last.kv, first_layer=0, layers=6), replace(last, first_layer=3, layers=6)]
+    layouts = [describe(each, RankCoordinates(pp_size=2, pp_rank=stage), Device()) for stage, each in enumerate(stages)]
+    assert len({layout.digest for layout in layouts}) == 1
+
+
+# ---- pipeline stages ------------------------------------------------------------------------------------------------
+
+
+def test_stages_hold_their_layers_of_every_kind():
+    caches = replace(
+        HEADS,
+        kv=Attention(buffers(6), heads(2)),
+        first_layer=3,
+        layers=6,
+        window=Attention(buffers(4, first=0x90000), heads(2)),
+        window_stage=Stage(4, 9),
+        state=(replace(state(0), blocks=None, address=0xB0000), replace(state(5), blocks=None, address=0xC0000)),
+        state_stage=Stage(6, 8),
+    )
+    shards = described(caches, pp_size=3, pp_rank=1)
+    held = {name: (shard.component.axes[0].size, shard.box[0]) for name, shard in shards.items()}
+    assert held == {
+        "k": (6, Interval(3, 6)),
+        "v": (6, Interval(3, 6)),
+        "window k": (9, Interval(4, 6)),
+        "window v": (9, Interval(4, 6)),
+        "state 0": (8, Interval(6, 8)),
+    }
+
+
+@pytest.mark.parametrize("lacks", ["kv", "window"])
+def test_a_stage_may_lack_layers_of_a_kind(lacks: str):
+    """It names the component all the same, with as many pages as its pool has for none of them."""
+    there = replace(HEADS, kv=Attention(buffers(6), heads(2)), first_layer=0, layers=3, window_stage=Stage(0, 2))
+    there = replace(there, window=Attention(buffers(4, first=0x90000), heads(2)), window_tokens=8)
+    none = Attention(buffers(0), heads(2), pages=77)
+    here = replace(there, kv=none) if lacks == "kv" else replace(there, window=none)
+    layouts = [describe(each, RankCoordinates(pp_size=2), Device()) for each in (here, there)]
+    assert layouts[0].digest == layouts[1].digest
+    name = "k" if lacks == "kv" else "window k"
+    (shard,) = layouts[0].shards_of(name)
+    assert (len(shard.box[0]), shard.paging.num_pages) == (0, 77)
+
+
+# ---- tokens that ranks divide ---------------------------------------------------------------------------------------
+
+
+def apart(caches: Caches) -> RankLayout:
+    part = Part()
+    where = RankCoordinates(cp_size=4, cp_rank=3)
+    return describe(caches, Placement(where, part, part, part, TokenShare(interleaved(4), 3)), Device())
+
+
+LATENTS = Caches(kv=Attention(buffers(3, page_bytes=PAGE_TOKENS * 24), None), page_tokens=PAGE_TOKENS)
+
+
+def test_latents_may_be_divided_by_token():
+    layout = apart(LATENTS)
+    assert layout.tokens == TokenShare(interleaved(4), 3)
+    assert layout.shards[0].box == (Interval(0, 3), Interval(0, 1), Interval(0, 24))
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"draft": buffers(1, first=0x90000)}, "a draft model"),
+        ({"window": Attention(buffers(2, first=0x90000), heads(2)), "window_tokens": 4}, "sliding windows"),
+        ({"scales": Attention(buffers(2, first=0x90000), heads(2))}, "scales of blocks"),
+        ({"uncut": (Uncut("index", (0,), 3, buffers(1, first=0x90000), "an order"),)}, "an index"),
+    ],
+)
+def test_what_sglang_does_not_divide_by_token_is_refused_there(more: dict[str, Any], what: str):
+    with pytest.raises(LayoutError, match=f"4 ranks divide the tokens .*{what}.* leave --dcp-size"):
+        apart(replace(LATENTS, **more))
 
 
 def state(layer: int, **changes: Any) -> StateBuffer:
@@ -148,8 +241,21 @@ def test_the_device_is_kept():
             {"tp_size": 2},
             r"8 channels on rank 0 of 2 are not its parts \[2, 2\] of blocks of \[4, 4\] channels",
         ),
-        (replace(HEADS, state=(state(0),)), {"pp_size": 2}, "--pp-size 1"),
-        (replace(HEADS, draft=buffers(2)), {"pp_size": 2}, "--pp-size 1"),
+        (
+            replace(
+                HEADS,
+                kv=Attention(buffers(6), heads(2)),
+                state=(state(0), state(1), state(0, address=0xC0000, item_bytes=48)),
+                state_stage=Stage(0, 4),
+            ),
+            {"pp_size": 2},
+            r"needs the same kinds of it: \[1, 2\] layers of this stage",
+        ),
+        (
+            replace(LATENTS, kv=Attention(buffers(0), None), layers=3),
+            {"pp_size": 2},
+            "no layer of this pipeline stage has latent",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(caches: Caches, coordinates: dict[str, int], words: str):

@@ -37,11 +37,14 @@ def test_each_version_has_one_contract():
 @pytest.mark.parametrize("is_decode", [False, True])
 def test_what_0_5_22_cannot_do_is_refused(is_decode: bool):
     def found(manager: type, *, is_on: bool) -> list[str]:
-        options = refused(manager, is_decode=is_decode, has_checksums=is_on, has_rust_server=is_on)
+        options = refused(
+            manager, is_decode=is_decode, has_checksums=is_on, has_rust_server=is_on, divides_tokens=is_on
+        )
         return [name.partition(" with ")[0] for name, is_refused in options.items() if is_refused]
 
+    everywhere = ["--disaggregation-enable-kv-checksum", "context parallelism and --enable-kv-cache-sharding"]
     of_prefill_servers = [] if is_decode else ["SGLANG_RUST_SERVER on the prefill side"]
-    assert found(Older, is_on=True) == ["--disaggregation-enable-kv-checksum", *of_prefill_servers]
+    assert found(Older, is_on=True) == [everywhere[0], *of_prefill_servers, everywhere[1]]
     assert found(Older, is_on=False) == found(Newer, is_on=True) == []
 
 

@@ -434,3 +434,42 @@ def test_no_place_is_counted_twice_by_the_tests_own_arithmetic():
     side = Side(TokenShare(zigzag(2), 1), 3, 20, 7)
     places = Counter(side.place(position) for position in side.positions)
     assert set(places.values()) == {1}
+
+
+# ---- parts of the tokens that ranks have in one request -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", range(3))
+@pytest.mark.parametrize("held", [0, 16, 48])
+def test_pages_that_go_round_from_any_rank_all_arrive(first: int, held: int):
+    """Three ranks have pages by turns, and which of them has the first page is each request's own affair."""
+    page, ranks, pages = 16, 3, 7
+    destination = layout(page)
+    missing = [*range(100 + held // page, 100 + pages)]
+    moved: Counter[int] = Counter()
+    for rank in range(ranks):
+        source = layout(page, TokenShare(interleaved(ranks, page), rank))
+        request = request_of(source, destination, missing, prefix=held)
+        part = (rank - first) % ranks
+        mine = [each for each in range(held // page, pages) if each % ranks == part]
+        start = len([each for each in range(held // page) if each % ranks == part])
+        parts = (ChunkPart("kv", start, np.array(mine, np.int64)),)
+        made = Chunk(number=0, parts=parts, is_last=True, token_part=part)
+        assert refused(made, request) is None
+        for move in moves_of(made, request)[Unit.WHOLE]:
+            assert (move.source_pages + 100 == move.destination_pages).all()
+            moved.update(move.destination_pages.tolist())
+    assert moved == Counter(missing)
+
+
+def test_a_part_that_there_is_not_is_refused():
+    request = request_of(layout(16, TokenShare(interleaved(2, 16), 0)), layout(16), [1])
+    made = Chunk(number=0, parts=(), is_last=True, token_part=2)
+    assert "part 2 does not exist" in str(refused(made, request))
+
+
+def test_a_receiver_that_divides_tokens_gets_no_part_of_one_request_alone():
+    share = TokenShare(interleaved(2, 16), 0)
+    request = request_of(layout(16, share), layout(16, share), [1], tokens=32)
+    made = Chunk(number=0, parts=(), is_last=True, token_part=1)
+    assert "must know the rank beforehand" in str(refused(made, request))

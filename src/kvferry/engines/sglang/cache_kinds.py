@@ -18,10 +18,11 @@ _ENGINES = "tests/real_engines/sglang/test_disaggregated.py::test_sixteen_prompt
 _WINDOWS = "tests/real_engines/sglang/test_heads_by_layer.py::test_tokens_are_those_of_the_undivided_engine"
 _MIXER = f"{_POOLS}test_a_mixers_convolution_is_cut_into_x_b_and_c"
 
+_DIVIDED = "tests/real_engines/sglang/test_divided_tokens.py::"
 _COMPANIONS = "tests/real_engines/sglang/test_companions.py::"
 
 _NO_SCALES = "SGLang keeps scales beside it that it does not list for a transfer"
-_SHARDED = "pages lie on several ranks by turns: leave --enable-kv-cache-sharding away"
+_SHARDED = "SGLang itself shards their pages with --disaggregation-transfer-backend mooncake alone"
 _UNIFIED = "all layers share one region: leave --enable-unified-memory away"
 _SPARSE = "the index of sparse attention is not transferred yet"
 _HOST = "pages are in host memory by numbers of their own: leave --enable-hisparse away"
@@ -37,8 +38,6 @@ _REFUSED_POOLS = (
     ("MLATokenToKVPoolFP4", "latents of 4 bits", _NO_SCALES),
     ("NoOpMHATokenToKVPool", "nothing", "there is none: leave --prefill-only-disable-kv-cache away"),
     ("PageMajorMHATokenToKVPool", "keys and values, all layers in a page", _UNIFIED),
-    ("PageInterleaveMHATokenToKVPool", "keys and values, sharded by page", _SHARDED),
-    ("PageInterleaveMLATokenToKVPool", "latents, sharded by page", _SHARDED),
     ("PageInterleaveDSATokenToKVPool", "latents and an index, sharded by page", _SHARDED),
     ("UnifiedMHATokenToKVPool", "keys and values in unified memory", _UNIFIED),
     ("UnifiedMLATokenToKVPool", "latents in unified memory", _UNIFIED),
@@ -51,7 +50,8 @@ _REFUSED_POOLS = (
     (
         "LayerSplitDSATokenToKVPool",
         "latents and an index, layers divided by rank",
-        f"leave --enable-dsa-cache-layer-split away; {_SPARSE}",
+        "SGLang itself divides their layers with --disaggregation-transfer-backend mooncake alone: leave "
+        "--enable-dsa-cache-layer-split away",
     ),
     ("QSATokenToKVPool", "recurrent state and the index of QSA", _SPARSE),
     ("MiniMaxSparseKVPool", "MiniMax's sparse attention", _SPARSE),
@@ -105,6 +105,18 @@ KINDS = CacheKinds(
             "latents",
             _RANKS,
             transfer="once, from ranks that take turns: every rank has the same",
+        ),
+        CacheKind(
+            "PageInterleaveMHATokenToKVPool",
+            "keys and values, whose pages context-parallel ranks have by turns",
+            f"{_DIVIDED}test_pages_that_go_round_arrive",
+            transfer="each page from the rank that has it",
+        ),
+        CacheKind(
+            "PageInterleaveMLATokenToKVPool",
+            "latents, whose pages ranks have by turns",
+            f"{_DIVIDED}test_pages_that_go_round_arrive",
+            transfer="each page from the rank that has it",
         ),
         CacheKind(
             "SWAKVPool",

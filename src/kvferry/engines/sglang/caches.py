@@ -63,15 +63,30 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """Which layers of one kind a rank has, of those that the whole model has.
+
+    Attributes:
+        first: how many of them are on pipeline stages before this one.
+        total: how many the whole model has; None if all are on this rank.
+    """
+
+    first: int = 0
+    total: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """A pool of keys and values, or of latents.
 
     Attributes:
         heads: of keys and values; None for latents.
+        pages: how many the pool has, for a pipeline stage that has none of these layers.
     """
 
     buffers: Buffers
     heads: Heads | None
+    pages: int = 1
 
     def __len__(self) -> int:
         return len(self.buffers)
@@ -152,20 +167,24 @@ class Caches:
         page_tokens: tokens a page, in all pools with pages.
         draft: a draft model's buffers, whose pages have the numbers of the others'.
         draft_packing: the order within the draft's pages, as in `Heads`.
+        draft_heads: those of a draft model; None for latents.
         window: the pool of sliding-window attention, where that has its own.
         window_tokens: how long that window is.
         state: recurrent state.
         scales: of blocks of keys and values, in pages with the numbers of theirs.
         window_scales: of blocks of the window's.
         uncut: what every rank has whole, in pages with the numbers of `kv`, or in slots of requests.
-        first_layer: the number of the first layer on this rank.
-        layers: how many the whole model has; None if all are on this rank.
+        first_layer: the number of the first layer on this rank, of those that `kv` has.
+        layers: how many of these the whole model has; None if all are on this rank.
+        window_stage: which layers with windows the rank has.
+        state_stage: which layers with recurrent state.
     """
 
     kv: Attention
     page_tokens: int
     draft: Buffers = field(default_factory=lambda: Buffers((), (), ()))
     draft_packing: str | None = None
+    draft_heads: Heads | None = None
     window: Attention | None = None
     window_tokens: int | None = None
     state: tuple[StateBuffer, ...] = ()
@@ -174,3 +193,5 @@ class Caches:
     uncut: tuple[Uncut, ...] = ()
     first_layer: int = 0
     layers: int | None = None
+    window_stage: Stage = Stage()
+    state_stage: Stage = Stage()

@@ -103,6 +103,7 @@ _MANAGER: tuple[Line, ...] = (
         (
             *("kv_args", "kv_cache_dtype_str", "kv_layout", "request_status", "failure_records", "prefill_info_table"),
             *("attn_tp_rank", "attn_tp_size", "pp_rank", "pp_size", "attn_dp_rank", "system_dp_rank", "system_dp_size"),
+            *("attn_cp_rank", "attn_cp_size", "attn_dp_size", "kv_shard_rank", "kv_shard_size"),
             *("dist_init_addr", "bootstrap_host", "bootstrap_port", "enable_deferred_decode_kv_release", "_zmq_ctx"),
         ),
         "our manager reads what it sets",
@@ -111,7 +112,7 @@ _MANAGER: tuple[Line, ...] = (
         f"{_BASE}:KVArgs",
         (
             *("kv_data_ptrs", "kv_data_lens", "kv_item_lens", "kv_layer_ids", "kv_layout", "page_size", "gpu_id"),
-            *("aux_data_ptrs", "aux_item_lens", "num_draft_entries", "prefill_start_layer", "ib_device"),
+            *("aux_data_ptrs", "aux_item_lens", "num_draft_entries", "ib_device"),
             *("state_types", "state_data_ptrs", "state_data_lens", "state_item_lens", "state_layer_ids"),
             *("state_dim_per_tensor", "state_slice_outer_counts", "state_conv_shard_groups"),
         ),
@@ -179,6 +180,16 @@ _MANAGER: tuple[Line, ...] = (
             "get_total_num_kv_heads": "self",
             "get_swa_num_kv_heads": "self, tensor_parallel_size",
         }.items()
+    ),
+    Signature(
+        "sglang.srt.disaggregation.utils:filter_kv_indices_for_shard_rank",
+        "*, kv_indices, index_slice, shard_rank, shard_size",
+        "a page's number says which rank has it by this",
+    ),
+    Signature(
+        "sglang.srt.speculative.base_spec_worker:BaseSpecWorker._draft_model_runners",
+        "self",
+        "a draft model's heads are those of the first one that runs it",
     ),
     Call("sglang.srt.configs.hybrid_arch:mambaish_config", 1, (), "the blocks of convolutions are read from it"),
     Fields(
@@ -342,6 +353,10 @@ _NEW_IN_0_5_23 = {
     "k_scale_buffer",
     "disagg_decode_prefix_len",
     "indices_event=",
+    "kv_shard_rank",
+    "kv_shard_size",
+    "filter_kv_indices_for_shard_rank",
+    "_draft_model_runners",
     "device_kv_indices=",
 }
 """Functions, parameters and names that SGLang 0.5.22 has not, or has otherwise; `versions.py` is what comes of it."""

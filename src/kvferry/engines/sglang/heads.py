@@ -14,15 +14,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch.nn import Module
 
 
-def loaded_modules() -> Iterator[Module]:
-    """Yields every module of this process that has been made to the end."""
-    return (each for each in gc.get_objects() if issubclass(type(each), Module) and "_modules" in vars(each))
+def loaded_modules(*, apart_from: Iterable[Module] = ()) -> Iterator[Module]:
+    """Yields every module of this process that has been made to the end.
+
+    Args:
+        apart_from: modules to leave out: those of a draft model, which numbers its layers from 0 again.
+    """
+    others = {id(each) for each in apart_from}
+    return (
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), Module) and "_modules" in vars(each) and id(each) not in others
+    )
 
 
 def totals_by_layer(modules: Iterable[Module]) -> Mapping[int, frozenset[int]]:
     """Returns what is said of each layer: how many KV heads it has over all ranks, by the layer's number.
 
-    A draft model numbers its layers from 0 again: two numbers may be said of one layer then.
+    Two numbers may be said of one layer where another model is in the process.
 
     Args:
         modules: those to look at.

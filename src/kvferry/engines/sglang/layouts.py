@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from kvferry import Axis, Component, Device, Entry, Interval, Paging, RankCoordinates, RankLayout, Shard, split
-from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer, Uncut
+from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, Stage, StateBuffer, Uncut
+from kvferry.engines.sglang.placement import Part, Placement, placed
 from kvferry.errors import LayoutError
 
 KV_GROUP = "kv"
@@ -24,63 +25,91 @@ SHARE = "tensor-parallel share"
 """The axis of what is not cut: as long as there are tensor-parallel ranks, each of which holds the index of its own."""
 
 
-def describe(caches: Caches, coordinates: RankCoordinates, device: Device) -> RankLayout:
+def describe(caches: Caches, where: Placement | RankCoordinates, device: Device) -> RankLayout:
     """Describes a rank's caches.
 
     Raises:
-        LayoutError: if sizes do not fit together, naming them; or if the pipeline is divided and there is more than
-            attention.
+        LayoutError: if sizes do not fit together, naming them; or if tokens are divided among ranks, and there is
+            something that SGLang does not divide so.
     """
-    if coordinates.pp_size > 1 and (caches.window is not None or caches.state or len(caches.draft)):
-        raise LayoutError(
-            "with pipeline stages nothing but full attention can be described: sliding windows in a pool of their own, "
-            "recurrent state and draft models need --pp-size 1"
-        )
-    if not len(caches.kv):
+    place = placed(where)
+    _check_tokens(caches, place)
+    if not len(caches.kv) and caches.layers is None:
         raise LayoutError("this model has no layer with full attention, and kvferry sends requests by their pages")
-    pools = _Pools(caches, coordinates, device)
-    shards = [*pools.attention("", caches.kv, group=KV_GROUP)]
+    pools = _Pools(caches, place, device)
+    stage = Stage(caches.first_layer, caches.layers)
+    shards = [*pools.attention("", caches.kv, stage, group=KV_GROUP)]
     if len(caches.draft):
         shards += pools.draft(caches.draft)
     if caches.window is not None:
-        shards += pools.attention("window ", caches.window, group=WINDOW_GROUP, window_tokens=caches.window_tokens)
+        shards += pools.attention(
+            "window ", caches.window, caches.window_stage, group=WINDOW_GROUP, window_tokens=caches.window_tokens
+        )
     if caches.scales is not None:
-        shards += pools.attention("scale of ", caches.scales, group=KV_GROUP)
+        shards += pools.attention("scale of ", caches.scales, stage, group=KV_GROUP)
     if caches.window_scales is not None:
         shards += pools.attention(
-            "scale of window ", caches.window_scales, group=WINDOW_GROUP, window_tokens=caches.window_tokens
+            "scale of window ",
+            caches.window_scales,
+            caches.window_stage,
+            group=WINDOW_GROUP,
+            window_tokens=caches.window_tokens,
         )
     for each in caches.uncut:
         shards += pools.uncut(each)
     shards += pools.state(caches.state)
-    return RankLayout(shards=tuple(shards))
+    return RankLayout(shards=tuple(shards), tokens=place.tokens)
+
+
+def _check_tokens(caches: Caches, place: Placement) -> None:
+    """Refuses caches with entries for tokens that SGLang keeps whole on ranks that divide a request's tokens."""
+    if place.token_parts == 1:
+        return
+    whole = {
+        "a draft model": len(caches.draft),
+        "sliding windows": caches.window is not None,
+        "scales of blocks": caches.scales is not None or caches.window_scales is not None,
+        "an index of sparse attention": caches.uncut,
+    }
+    if found := [name for name, is_there in whole.items() if is_there]:
+        raise LayoutError(
+            f"{place.token_parts} ranks divide the tokens of a request ({place.tokens.partition}), and {found} are not "
+            "divided so: leave --dcp-size or --enable-kv-cache-sharding away"
+        )
 
 
 class _Pools:
     """Describes one pool after the other."""
 
-    def __init__(self, caches: Caches, coordinates: RankCoordinates, device: Device) -> None:
+    def __init__(self, caches: Caches, place: Placement, device: Device) -> None:
         self._caches = caches
-        self._tp_rank, self._tp_size = coordinates.tp_rank, coordinates.tp_size
+        self._place = place
         self._device = device
         alike = [caches.kv, caches.scales] if caches.scales is not None else [caches.kv]
         paged = [each.buffers for each in alike] + [each.buffers for each in caches.uncut if each.packing is not None]
         # Pools that share page numbers may be rounded up to more pages than another one has.
-        self._kv_pages = min(map(_pages, (*paged, *([caches.draft] if len(caches.draft) else []))))
+        counts = [_pages(each) for each in (*paged, caches.draft) if len(each)]
+        self._kv_pages = min(counts, default=caches.kv.pages)
 
     def attention(
-        self, prefix: str, pool: Attention, *, group: str, window_tokens: int | None = None
+        self, prefix: str, pool: Attention, stage: Stage, *, group: str, window_tokens: int | None = None
     ) -> Iterator[Shard]:
         """Yields the shards of keys and values, or of latents."""
         for name, part, head_bytes in _keys_and_values(pool):
-            row_bytes, layers = self._row_bytes(part, name), self._layers(len(part))
             heads, packing = pool.heads, pool.heads.packing if pool.heads is not None else None
+            row_bytes = self._row_bytes(part, name) if len(part) else heads.held * head_bytes if heads else 0
+            if not row_bytes:
+                raise LayoutError(
+                    f"no layer of this pipeline stage has {prefix}{name}, and nothing says how long it is elsewhere: "
+                    "divide layers so that every stage has one (SGLANG_PP_LAYER_PARTITION)"
+                )
             if heads is not None and row_bytes != heads.held * head_bytes:
                 raise LayoutError(
                     f"{prefix}{name}: {row_bytes} bytes a token are not those of {heads.held} heads of {head_bytes} "
                     "bytes, which SGLang's pool has"
                 )
-            divided, held = self._heads(heads)
+            divided, held = self._heads(heads, self._place.heads)
+            layers = _layers(len(part), stage)
             page = _Page(row_bytes // len(held), self._caches.page_tokens, packing)
             component = Component(
                 name=prefix + name,
@@ -90,23 +119,35 @@ class _Pools:
                 packing=packing,
                 window_tokens=window_tokens,
             )
-            yield self._paged(component, (layers[1], held), part, page, group)
+            pages = self._kv_pages if group == KV_GROUP else _pages(part) if len(part) else pool.pages
+            yield self._paged(component, (layers[1], held), part, page, group, pages)
 
     def draft(self, buffers: Buffers) -> Iterator[Shard]:
-        """Yields the shards of a draft model, uncut: SGLang does not say how many heads it has."""
-        for index in range(len(buffers)):
-            part = buffers[index : index + 1]
-            row_bytes, packing = self._row_bytes(part, f"draft {index}"), self._caches.draft_packing
-            page = _Page(row_bytes, self._caches.page_tokens, packing)
-            component = Component(
-                name=f"draft {index}",
-                axes=(Axis("layer", 1), Axis(SHARE, self._tp_size), page.axis),
-                dtype="uint8",
-                entry=page.entry,
-                packing=packing,
-                is_optional=True,
-            )
-            yield self._paged(component, (Interval(0, 1), self._own), part, page, KV_GROUP)
+        """Yields the shards of a draft model, layer by layer, keys before values."""
+        pool = Attention(buffers, self._caches.draft_heads)
+        packing = self._caches.draft_packing
+        number = 0
+        for _, part, head_bytes in _keys_and_values(pool):
+            divided, held = self._heads(pool.heads, self._place.drafts)
+            for index in range(len(part)):
+                name, layer = f"draft {number}", part[index : index + 1]
+                row_bytes = self._row_bytes(layer, name)
+                if pool.heads is not None and row_bytes != pool.heads.held * head_bytes:
+                    raise LayoutError(
+                        f"{name}: {row_bytes} bytes a token are not those of {pool.heads.held} heads of {head_bytes} "
+                        "bytes, which the draft model's pool has"
+                    )
+                page = _Page(row_bytes // len(held), self._caches.page_tokens, packing)
+                component = Component(
+                    name=name,
+                    axes=(Axis("layer", 1), divided, page.axis),
+                    dtype="uint8",
+                    entry=page.entry,
+                    packing=packing,
+                    is_optional=True,
+                )
+                yield self._paged(component, (Interval(0, 1), held), layer, page, KV_GROUP, self._kv_pages)
+                number += 1
 
     def uncut(self, given: Uncut) -> Iterator[Shard]:
         """Yields the shards of what every rank has whole: one for each run of neighbouring layers that have it."""
@@ -114,7 +155,8 @@ class _Pools:
         if len(sizes) != 1:
             raise LayoutError(f"{given.name}: items have {sorted(sizes)} bytes: as many in every layer are needed")
         (item_bytes,) = sizes
-        total, mine = (given.count, Interval(0, given.count)) if given.is_drafts else self._layers(given.count)
+        stage = Stage() if given.is_drafts else Stage(self._caches.first_layer, self._caches.layers)
+        total, mine = _layers(given.count, stage)
         component = Component(
             name=given.name,
             axes=(Axis("layer", total), Axis("byte", item_bytes)),
@@ -143,8 +185,15 @@ class _Pools:
 
     def state(self, buffers: Sequence[StateBuffer]) -> Iterator[Shard]:
         """Yields the shards of recurrent state."""
-        for number, layers in enumerate(_kinds(buffers)):
+        stage, kinds = self._caches.state_stage, [*_kinds(buffers)]
+        if stage.total is not None and len(counts := {len(layers) for layers in kinds}) > 1:
+            raise LayoutError(
+                f"with pipeline stages every layer with recurrent state needs the same kinds of it: {sorted(counts)} "
+                "layers of this stage have them"
+            )
+        for number, layers in enumerate(kinds):
             first = layers[0]
+            total, mine = _layers(len(layers), stage)
             name = f"state {number}"
             divided = max(1, first.channels) * first.rows
             if first.item_bytes % divided:
@@ -157,13 +206,13 @@ class _Pools:
             for block, (start, axis, held, index_bytes) in enumerate(parts):
                 component = Component(
                     name=name if len(parts) == 1 else f"{name}, block {block}",
-                    axes=(Axis("layer", len(layers)), Axis("row", first.rows), axis, Axis("byte", index_bytes)),
+                    axes=(Axis("layer", total), Axis("row", first.rows), axis, Axis("byte", index_bytes)),
                     dtype="uint8",
                     entry=Entry.REQUEST,
                 )
                 yield Shard(
                     component=component,
-                    box=(Interval(0, len(layers)), Interval(0, first.rows), held, Interval(0, index_bytes)),
+                    box=(mine, Interval(0, first.rows), held, Interval(0, index_bytes)),
                     addresses=tuple(layer.address + start * index_bytes for layer in layers),
                     strides=(row_bytes, index_bytes, 1),
                     paging=Paging(
@@ -178,44 +227,33 @@ class _Pools:
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _own(self) -> Interval:
-        return Interval(self._tp_rank, self._tp_rank + 1)
-
-    def _layers(self, held: int) -> tuple[int, Interval]:
-        """Returns how many layers the model has, and which of them this rank holds."""
-        if self._caches.layers is None:
-            return held, Interval(0, held)
-        first = self._caches.first_layer
-        return self._caches.layers, Interval(first, first + held)
-
-    def _heads(self, heads: Heads | None) -> tuple[Axis, Interval]:
+    def _heads(self, heads: Heads | None, part: Part) -> tuple[Axis, Interval]:
         """Returns the axis that ranks divide, and this rank's part of it."""
         if heads is None:
             return Axis("head", 1), Interval(0, 1)
         if heads.total is None:
-            return Axis(SHARE, self._tp_size), self._own
-        held = split(heads.total, self._tp_size, self._tp_rank)
+            return Axis(SHARE, part.count), _own(part)
+        held = split(heads.total, part.count, part.index)
         if len(held) != heads.held:
             raise LayoutError(
-                f"SGLang's pool has {heads.held} heads on rank {self._tp_rank} of {self._tp_size}: of a model with "
+                f"SGLang's pool has {heads.held} heads on rank {part.index} of {part.count}: of a model with "
                 f"{heads.total} there would be {len(held)}"
             )
         return Axis("head", heads.total), held
 
     def _channels(self, state: StateBuffer, name: str) -> Iterator[tuple[int, Axis, Interval, int]]:
         """Yields, for every block, its start on this rank, its axis, this rank's part of it, and the bytes of one."""
-        row_bytes = state.item_bytes // state.rows
+        row_bytes, part = state.item_bytes // state.rows, self._place.states
         if state.channels == 0:
             yield 0, Axis("channel", 1), Interval(0, 1), row_bytes
             return
         if state.blocks is None:
-            yield 0, Axis(SHARE, self._tp_size), self._own, row_bytes
+            yield 0, Axis(SHARE, part.count), _own(part), row_bytes
             return
-        held = [_held(block, self._tp_size, self._tp_rank) for block in state.blocks]
+        held = [_held(block, part.count, part.index) for block in state.blocks]
         if sum(map(len, held)) != state.channels:
             raise LayoutError(
-                f"recurrent {name}: {state.channels} channels on rank {self._tp_rank} of {self._tp_size} are not its "
+                f"recurrent {name}: {state.channels} channels on rank {part.index} of {part.count} are not its "
                 f"parts {[len(each) for each in held]} of blocks of {[each.channels for each in state.blocks]} channels"
             )
         starts = accumulate(map(len, held), initial=0)
@@ -234,9 +272,15 @@ class _Pools:
         return buffers.item_bytes[0] // tokens
 
     def _paged(
-        self, component: Component, box: tuple[Interval, Interval], buffers: Buffers, page: _Page, group: str
+        self,
+        component: Component,
+        box: tuple[Interval, Interval],
+        buffers: Buffers,
+        page: _Page,
+        group: str,
+        pages: int,
     ) -> Shard:
-        page_bytes = buffers.item_bytes[0]
+        page_bytes = len(box[1]) * page.axis.size * (page.tokens if page.entry is Entry.TOKEN else 1)
         return Shard(
             component=component,
             box=(*box, Interval(0, page.axis.size)),
@@ -244,7 +288,7 @@ class _Pools:
             strides=(page.axis.size, 1),
             paging=Paging(
                 page_tokens=page.tokens,
-                num_pages=self._kv_pages if group == KV_GROUP else _pages(buffers),
+                num_pages=pages,
                 page_stride=page_bytes,
                 token_stride=page_bytes // page.tokens if page.entry is Entry.TOKEN else 0,
             ),
@@ -286,6 +330,18 @@ def _keys_and_values(pool: Attention) -> Iterator[tuple[str, Buffers, int]]:
         raise LayoutError(f"{len(pool)} buffers are not keys and values of as many layers")
     yield "k", pool.buffers[:half], pool.heads.key_bytes
     yield "v", pool.buffers[half:], pool.heads.value_bytes
+
+
+def _layers(held: int, stage: Stage) -> tuple[int, Interval]:
+    """Returns how many layers the model has, and which of them a rank holds."""
+    if stage.total is None:
+        return held, Interval(0, held)
+    return stage.total, Interval(stage.first, stage.first + held)
+
+
+def _own(part: Part) -> Interval:
+    """Returns the index of a rank's own share, where that is all that is known of it."""
+    return Interval(part.index, part.index + 1)
 
 
 def _pages(buffers: Buffers) -> int:

@@ -13,11 +13,11 @@ from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_spec
+from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
-from kvferry import DecodeEndpoint, Device, Entry, MemoryKind, PrefillEndpoint, RankCoordinates, RankLayout, Receiver
+from kvferry import DecodeEndpoint, Device, Entry, MemoryKind, PrefillEndpoint, RankLayout, Receiver
 from kvferry.engines.fingerprint import CacheIdentity
 from kvferry.engines.sglang.device_events import DeviceEvents
 from kvferry.engines.sglang.directory import Directory, ask, difference, registry_url
@@ -28,8 +28,9 @@ from kvferry.engines.sglang.identity import cache_identity
 from kvferry.engines.sglang.layouts import describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.options import check_options
+from kvferry.engines.sglang.placement import placement_of
 from kvferry.engines.sglang.plugin import engine_version
-from kvferry.engines.sglang.pools import caches_of
+from kvferry.engines.sglang.pools import caches_of, draft_modules
 from kvferry.engines.sglang.prefill_server import PrefillServer, described, http_url
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.engines.sglang.versions import kv_layout
@@ -50,6 +51,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         metadata_rows: SGLang's metadata buffers.
         device_events: waits for the device, on a prefill rank.
         is_released: whether SGLang has given the memory of the caches away, for now: there is no endpoint then.
+        place: where the rank stands.
     """
 
     supports_deferred_decode_kv_release = True
@@ -79,7 +81,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.state_types: tuple[StateType, ...] = tuple(args.state_types)
         self.metadata_rows = MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens))
-        self._coordinates = self._place()
+        self.place = placement_of(self, get_parallel())
+        self.is_dummy_cp_rank = False  # ranks that hold the same take turns: SGLang would have the first one send
         if get_disagg().disaggregation_enable_kv_checksum and self.attn_tp_size > 1 and self.attn_tp_rank == 0:
             log.warning(
                 "--disaggregation-enable-kv-checksum: SGLang's checksum comes with the first token, from the first "
@@ -96,16 +99,17 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         )
         model = ModelConfig.from_server_args(server_args)
-        totals = totals_by_layer(loaded_modules()) if self.attn_tp_size > 1 else {}  # one rank has all heads
-        caches = caches_of(args, model, mambaish_config(model), totals, place=self._coordinates)
+        is_divided = self.place.tp_size > 1  # else a rank has all heads
+        totals = totals_by_layer(loaded_modules(apart_from=draft_modules(args))) if is_divided else {}
+        caches = caches_of(args, model, mambaish_config(model), totals, place=self.place)
         self._fingerprint = _identity(args, model).fingerprint()
-        self._layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
+        self._layout = describe(caches, self.place, _device(server_args.device, args.gpu_id))
         host = host_arguments(args)
         self.supports_host_destination = host is not None
         self._host_layout: RankLayout | None = None
         if host is not None:
-            caches = caches_of(host, model, None, totals, place=self._coordinates)
-            self._host_layout = describe(caches, self._coordinates, Device(MemoryKind.DRAM))
+            caches = caches_of(host, model, None, totals, place=self.place)
+            self._host_layout = describe(caches, self.place, Device(MemoryKind.DRAM))
         self._uncut = [each.name for each in self._layout.components if each.entry is Entry.PAGE]
         self._helper = ThreadPoolExecutor(4, "kvferry-sglang-look-up")
         self._look_ups: dict[str, Future[PrefillServerInfo]] = {}
@@ -195,7 +199,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             self._prefill = PrefillEndpoint(
                 self._layout,
                 engine=announcement.engine,
-                coordinates=self._coordinates,
+                coordinates=self.place.coordinates,
                 settings=where,
                 host_registry=False,
                 fingerprint=self._fingerprint,
@@ -212,7 +216,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         return DecodeEndpoint(
             layout,
             engine=engine,
-            coordinates=self._coordinates,
+            coordinates=self.place.coordinates,
             settings=self._settings,
             registry=self._directory,
             fingerprint=self._fingerprint,
@@ -285,6 +289,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         return (
             server is not None
             and (server.attn_tp_size, server.page_tokens) == (self.attn_tp_size, self.kv_args.page_size)
+            and not server.is_divided
+            and self.pp_size == self.place.token_parts == 1
             and self.attn_tp_rank == 0
         )
 
@@ -303,6 +309,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             http_url=http_url(address, info),
             attn_tp_size=info.attn_tp_size,
             page_tokens=info.page_size,
+            is_divided=info.pp_size > 1 or getattr(info, "enable_kv_cache_sharding", False),
             refusal=self._refusal(info, address),
         )
         return info
@@ -315,7 +322,6 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             ("--kv-cache-dtype", info.kv_cache_dtype, self.kv_cache_dtype_str),
             ("KV layout", kv_layout(info), kv_layout(self)),
             ("--disaggregation-decode-allocation-policy", info.decode_allocation_policy, "early"),
-            ("attention context parallelism", info.attn_cp_size, 1),
         )
         return difference(address, pairs)
 
@@ -359,18 +365,6 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             kv_receiver.fail(reason)
 
     # ---- this rank --------------------------------------------------------------------------------------------------
-
-    def _place(self) -> RankCoordinates:
-        # As SGLang's bootstrap server numbers them.
-        is_system_wide = self.system_dp_size > 1
-        return RankCoordinates(
-            tp_rank=self.attn_tp_rank,
-            tp_size=self.attn_tp_size,
-            pp_rank=self.pp_rank,
-            pp_size=self.pp_size,
-            dp_rank=self.system_dp_rank if is_system_wide else self.attn_dp_rank,
-            dp_size=self.system_dp_size if is_system_wide else self.attn_dp_size,
-        )
 
     def _own_bootstrap_address(self) -> str:
         """Returns the address of this server's own bootstrap server, as `register_to_bootstrap` finds it."""

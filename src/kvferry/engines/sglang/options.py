@@ -26,7 +26,7 @@ INSTEAD = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "KVFERRY_HEARTBEAT_INTERVAL_S is the interval",
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "KVFERRY_PEER_TIMEOUT_S says when a silent peer is given up",
     "SGLANG_DISAGGREGATION_ZMQ_SEND_TIMEOUT": "kvferry's messages wait for nobody",
-    "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "attention context parallelism is refused",
+    "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "context-parallel ranks that hold the same take turns, by request",
     "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "KVFERRY_STAGING_RING_MIB limits staging memory",
 }
 """Variables of SGLang's that mean nothing to kvferry, and what does."""
@@ -59,11 +59,11 @@ def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
         "SGLANG_DISAGG_STAGING_BUFFER=1 (kvferry has staging memory of its own: KVFERRY_PATH)": (
             envs.SGLANG_DISAGG_STAGING_BUFFER.get()
         ),
-        "attention context parallelism": parallel.attn_cp_size > 1,
-        "decode context parallelism": parallel.attn_dcp_size > 1,
-        "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
-        "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
-        "pipeline stages on the decode side (they work on the prefill side)": is_decode and parallel.pp_size > 1,
+        "attention context parallelism on the decode side (SGLang's own managers refuse it there, by "
+        "_resolve_rank_mapping)": is_decode and parallel.attn_cp_size > 1,
+        "--enable-dsa-cache-layer-split (SGLang itself allows it with mooncake alone)": (
+            parallel.enable_dsa_cache_layer_split
+        ),
         "SGLANG_RUST_SERVER with data-parallel attention on the prefill side (SGLang registers the ranks with its "
         "server in Rust there, and not with the bootstrap server)": (
             not is_decode and envs.SGLANG_RUST_SERVER.get() and parallel.attn_dp_size > 1
@@ -79,6 +79,9 @@ def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
             is_decode=is_decode,
             has_checksums=disagg.disaggregation_enable_kv_checksum,
             has_rust_server=envs.SGLANG_RUST_SERVER.get(),
+            divides_tokens=(
+                parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1 or parallel.enable_kv_cache_sharding
+            ),
         ),
     }
     return (name for name, is_on in options.items() if is_on)

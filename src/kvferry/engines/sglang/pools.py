@@ -8,22 +8,28 @@ counts only if the pool confirms it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry import RankCoordinates
 from kvferry.engines.sglang.cache_kinds import check_order, check_pool, check_states
-from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer, Uncut
+from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, Stage, StateBuffer, Uncut
 from kvferry.engines.sglang.companions import check_listed, index_of, scales_of, tails_of
 from kvferry.engines.sglang.heads import total_of
+from kvferry.engines.sglang.placement import Part, Placement, placed
+from kvferry.engines.sglang.stages import stages_of
 from kvferry.errors import LayoutError, UsageError
 
 log = logging.getLogger(__name__)
 
 _FULL = "layers with full attention"
 _WINDOWS = "layers with sliding windows"
+_DRAFTS = "layers of the draft model"
+
+_HEADS = ("MHATokenToKVPool", "MHATokenToKVPoolMXFP8", "PageInterleaveMHATokenToKVPool")
+_LATENTS = ("MLATokenToKVPool", "DSATokenToKVPool", "PageInterleaveMLATokenToKVPool")
 
 _GROUPS = {
     "NemotronHConfig": "n_groups",
@@ -43,27 +49,38 @@ class EnginePools:
         draft: those of its draft model; None if it has none.
         requests: which slots requests have; recurrent state is in it, too.
         window_tokens: how many tokens at a request's end the scheduler takes for its window; None if there is none.
+        draft_runner: what runs the draft model; None if nothing does.
     """
 
     target: Any
     draft: Any
     requests: Any
     window_tokens: int | None
+    draft_runner: Any = None
 
 
 _window: ContextVar[int | None] = ContextVar("kvferry window", default=None)
+_draft_runner: ContextVar[Any] = ContextVar("kvferry draft runner", default=None)
 
 
 def around_managers(original: Callable[..., Any], queue: Any, *arguments: Any, **named: Any) -> Any:
-    """The hook around what makes a rank's manager: `remember_pools` takes the window of its scheduler meanwhile.
+    """The hook around what makes a rank's manager: `remember_pools` takes from its scheduler what is known there alone.
 
-    A model's configuration and its code count windows differently, with or without the token that attends.
+    That is the window, since a model's configuration and its code count windows differently, with or without the token
+    that attends; and what runs the draft model.
     """
-    token = _window.set(queue.scheduler.sliding_window_size)
+    token, draft = _window.set(queue.scheduler.sliding_window_size), _draft_runner.set(_runner_of(queue.scheduler))
     try:
         return original(queue, *arguments, **named)
     finally:
         _window.reset(token)
+        _draft_runner.reset(draft)
+
+
+def _runner_of(scheduler: Any) -> Any:
+    """Returns what runs the draft model whose pool SGLang hands out; None if there is none."""
+    runners: tuple[Any, ...] = getattr(getattr(scheduler, "draft_worker", None), "_draft_model_runners", tuple)()
+    return runners[0] if runners else None
 
 
 def remember_pools(
@@ -74,11 +91,28 @@ def remember_pools(
     req_to_token_pool: Any = None,
 ) -> None:
     """Keeps a rank's pools with its KVArgs, for `caches_of`. Called with what `setup_state_kv_args` is called with."""
-    kv_args.kvferry_pools = EnginePools(token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool, _window.get())
+    kv_args.kvferry_pools = EnginePools(
+        token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool, _window.get(), _draft_runner.get()
+    )
+
+
+def draft_modules(args: Any) -> Iterable[Any]:
+    """Returns the modules of a rank's draft model; none if it has none.
+
+    Args:
+        args: its KVArgs, to which `remember_pools` has added its pools.
+    """
+    model = getattr(getattr(getattr(args, "kvferry_pools", None), "draft_runner", None), "model", None)
+    return model.modules() if model is not None else ()
 
 
 def caches_of(
-    args: Any, model: Any, recurrent: Any, totals: Mapping[int, frozenset[int]], *, place: RankCoordinates
+    args: Any,
+    model: Any,
+    recurrent: Any,
+    totals: Mapping[int, frozenset[int]],
+    *,
+    place: Placement | RankCoordinates,
 ) -> Caches:
     """Reads what a rank caches.
 
@@ -100,6 +134,7 @@ def caches_of(
             "SGLang did not say which pools this rank has: its setup_state_kv_args was not wrapped by kvferry's "
             "plug-in. Is it loaded (SGLANG_PLUGINS), and of a version for this SGLang?"
         )
+    place = placed(place)
     check_states(args.state_types)
     name = check_pool(pools.target, "layers of this model")
     main = pools.target.full_kv_pool if hasattr(pools.target, "full_kv_pool") else pools.target
@@ -124,7 +159,7 @@ def caches_of(
             tuple(args.state_item_lens[number]),
         )
         if kind.value == "swa":
-            window = Attention(given, _heads_of(windowed, claims[1], place, _WINDOWS))
+            window = Attention(given, _heads_of(windowed, claims[1], place, _WINDOWS), _pages_of(windowed))
             if pools.window_tokens is None:
                 raise LayoutError("SGLang lists layers with sliding windows, and its scheduler no window")
         elif kind.value in ("block_scale", "block_scale_swa"):
@@ -133,10 +168,12 @@ def caches_of(
             scales[kind.value] = Attention(given, scales_of(pool, _heads_of(pool, claimed, place, which)))
         else:
             state = tuple(_state_buffers(args, number, given, _mamba_pool(pools), recurrent, place))
+    stages = stages_of(args, model, recurrent, pools.target) if place.pp_size > 1 else (Stage(), Stage(), Stage())
     return Caches(
-        kv=Attention(kv[: len(kv) - drafts], _heads_of(main, claims[0], place, _FULL)),
+        kv=Attention(kv[: len(kv) - drafts], _heads_of(main, claims[0], place, _FULL), _pages_of(main)),
         draft=kv[len(kv) - drafts :],
         draft_packing=_draft_packing(pools.draft),
+        draft_heads=_draft_heads(pools, place) if drafts else None,
         page_tokens=args.page_size,
         window=window,
         window_tokens=pools.window_tokens if window is not None else None,
@@ -144,8 +181,10 @@ def caches_of(
         scales=scales.get("block_scale"),
         window_scales=scales.get("block_scale_swa"),
         uncut=tuple(uncut),
-        first_layer=args.prefill_start_layer if place.pp_size > 1 else 0,
-        layers=model.num_hidden_layers if place.pp_size > 1 else None,
+        first_layer=stages[0].first,
+        layers=stages[0].total,
+        window_stage=stages[1],
+        state_stage=stages[2],
     )
 
 
@@ -167,7 +206,7 @@ def _claimed_heads(
     return first, second
 
 
-def _heads_of(pool: Any, claimed: int | None, place: RankCoordinates, which: str) -> Heads | None:
+def _heads_of(pool: Any, claimed: int | None, place: Placement, which: str) -> Heads | None:
     """Returns the heads of a pool's layers; None for latents.
 
     Args:
@@ -178,21 +217,21 @@ def _heads_of(pool: Any, claimed: int | None, place: RankCoordinates, which: str
         LayoutError: if kvferry does not transfer such pools.
     """
     name = check_pool(pool, which)
-    if name in ("MLATokenToKVPool", "DSATokenToKVPool") and which == _FULL:
+    if name in _LATENTS and which == _FULL:
         return None
-    if name not in ("MHATokenToKVPool", "MHATokenToKVPoolMXFP8"):
+    if name not in _HEADS:
         raise LayoutError(f"{which} keep their cache in a {name}, which kvferry knows elsewhere, but not for them")
     packing = _packing(pool, which)
     item = pool.store_dtype.itemsize
-    total = _total(claimed, pool.head_num, place)
+    total = _total(claimed, pool.head_num, place.heads)
     if total is None:
         log.warning(
             "SGLang's pool of %s has %d KV heads on rank %d of %d, and the model does not say how many there are in "
             "each of these layers (%s): caches can be exchanged with as many tensor-parallel ranks only",
             which,
             pool.head_num,
-            place.tp_rank,
-            place.tp_size,
+            place.heads.index,
+            place.heads.count,
             "layers differ" if claimed is None else f"it says {claimed}",
         )
     return Heads(pool.head_num, total, pool.head_dim * item, pool.v_head_dim * item, packing)
@@ -210,27 +249,57 @@ def _packing(pool: Any, which: str) -> str | None:
     return f"SGLang's {pool.kv_cache_layout}, elements of {pool.store_dtype.itemsize} bytes"
 
 
+def _draft_pool(pool: Any) -> Any:
+    """Returns the part of a draft model's pool that SGLang lists; None where that keeps latents.
+
+    Raises:
+        LayoutError: if kvferry does not transfer such pools.
+    """
+    name = check_pool(pool, _DRAFTS)
+    inner = pool.full_kv_pool if name in ("SWAKVPool", "HybridLinearKVPool") else pool
+    return inner if check_pool(inner, _DRAFTS) == "MHATokenToKVPool" else None
+
+
 def _draft_packing(pool: Any) -> str | None:
+    inner = _draft_pool(pool) if pool is not None else None
+    return _packing(inner, _DRAFTS) if inner is not None else None
+
+
+def _draft_heads(pools: EnginePools, place: Placement) -> Heads | None:
+    """Returns the heads of a draft model's layers; None for latents, of which every rank has the same."""
+    pool = _draft_pool(pools.draft)
     if pool is None:
         return None
-    which = "layers of the draft model"
-    name = check_pool(pool, which)
-    inner = pool.full_kv_pool if name in ("SWAKVPool", "HybridLinearKVPool") else pool
-    return _packing(inner, which) if check_pool(inner, which) == "MHATokenToKVPool" else None
+    config = getattr(pools.draft_runner, "model_config", None)
+    claimed = config.get_total_num_kv_heads() if config is not None else None
+    item = pool.store_dtype.itemsize
+    return Heads(
+        pool.head_num,
+        _total(claimed, pool.head_num, place.drafts),
+        pool.head_dim * item,
+        pool.v_head_dim * item,
+        _draft_packing(pools.draft),
+    )
 
 
-def _total(claimed: int | None, held: int, place: RankCoordinates) -> int | None:
+def _pages_of(pool: Any) -> int:
+    """Returns how many pages a pool has, with the one that SGLang keeps for padding."""
+    size, page_tokens = getattr(pool, "size", 0), getattr(pool, "page_size", 1)
+    return max(1, (size + page_tokens) // page_tokens)
+
+
+def _total(claimed: int | None, held: int, part: Part) -> int | None:
     """Returns how many heads the whole model has; None if the configuration and the pool do not agree.
 
     Ranks either divide heads evenly, or evenly share each of them.
     """
-    if place.tp_size == 1:
+    if part.count == 1:
         return held
     if not claimed:
         return None
-    if claimed % place.tp_size == 0:
-        return claimed if held == claimed // place.tp_size else None
-    return claimed if place.tp_size % claimed == 0 and held == 1 else None
+    if claimed % part.count == 0:
+        return claimed if held == claimed // part.count else None
+    return claimed if part.count % claimed == 0 and held == 1 else None
 
 
 # ---- recurrent state ------------------------------------------------------------------------------------------------
@@ -251,7 +320,7 @@ def _mamba_pool(pools: EnginePools) -> Any:
 
 
 def _state_buffers(
-    args: Any, number: int, given: Buffers, pool: Any, recurrent: Any, place: RankCoordinates
+    args: Any, number: int, given: Buffers, pool: Any, recurrent: Any, place: Placement
 ) -> Iterator[StateBuffer]:
     count = len(given)
     layers = args.state_layer_ids[number] or range(count)
@@ -264,9 +333,9 @@ def _state_buffers(
     for index, address in enumerate(given.addresses):
         blocks: tuple[Block, ...] | None = None
         if address in convolutions:
-            blocks = _convolution(channels[index], groups[index], recurrent, place.tp_size)
+            blocks = _convolution(channels[index], groups[index], recurrent, place.states.count)
         elif address in heads:
-            total = channels[index] * place.tp_size
+            total = channels[index] * place.states.count
             blocks = (Block(total, total),)
         yield StateBuffer(
             address=address,

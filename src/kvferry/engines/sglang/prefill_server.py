@@ -23,6 +23,7 @@ class PrefillServer:
         http_url: where it takes requests; None if it does not say.
         attn_tp_size: how many tensor-parallel ranks it has.
         page_tokens: tokens in its pages; None if it does not say.
+        is_divided: whether one of its tensor-parallel ranks has a part of the layers, or of a request's pages, alone.
         refusal: why the two cannot work together; None if they can.
     """
 
@@ -30,6 +31,7 @@ class PrefillServer:
     http_url: str | None
     attn_tp_size: int
     page_tokens: int | None
+    is_divided: bool
     refusal: str | None
 
 

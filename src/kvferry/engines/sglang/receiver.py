@@ -12,6 +12,7 @@ from kvferry.engines.sglang.conditions import Prompt, current
 from kvferry.engines.sglang.layouts import KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_RECEIVER
+from kvferry.engines.sglang.placement import Placement
 from kvferry.engines.sglang.transfers import POLLS, give_up, page_numbers, state_pages
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import KVFerryError, UsageError
@@ -78,7 +79,9 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             return
         pages = page_numbers(kv_indices)  # copied, and checked, where the room is opened
         prefix_tokens = decode_prefix_len or 0
-        total_pages = prefix_tokens // self.kv_mgr.kv_args.page_size + len(pages)
+        place = self.kv_mgr.place
+        prefix_pages = prefix_tokens // place.page_tokens
+        total_pages = prefix_pages + len(pages)
         try:
             if self.kv_mgr.is_released:
                 raise UsageError(
@@ -90,15 +93,16 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             into_host = destination != KVTransferDestination.DEVICE
             endpoint = self.kv_mgr.host if into_host else self.kv_mgr.decode
             states = state_pages(self.kv_mgr.state_types, state_indices, total_pages, last=pages)
+            kept = place.kept(pages, first=prefix_pages, tokens=self._prompt.tokens)
             self._transfer = endpoint.open(
                 self.bootstrap_room,
-                {KV_GROUP: GroupPages(pages), **states},
+                {KV_GROUP: GroupPages(kept.pages), **states},
                 engine=self._engine,
                 prefill_dp_rank=self.prefill_dp_rank,
                 prefix_tokens=prefix_tokens,
-                # Pages of another size do not fill this side's last one. Pages of the same size move whole: SGLang's
-                # checksums are of whole pages.
-                tokens=self._prompt.tokens if self.kv_mgr.has_other_pages(self.bootstrap_addr) else None,
+                # Pages of another size do not fill this side's last one, and of that, ranks that divide pages have
+                # unequal parts. Pages of the same size move whole: SGLang's checksums are of whole pages.
+                tokens=self._prompt.tokens if self._counts_tokens(place) else None,
                 depends_on=self._prompt.depends_on,
             )
         except KVFerryError as error:
@@ -154,6 +158,10 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
     def is_abort_release_safe(self) -> bool:
         """Whether no write can reach the pages any more."""
         return self._transfer is None or self._transfer.pages_reusable
+
+    def _counts_tokens(self, place: Placement) -> bool:
+        """Whether pages alone do not say what is missing here."""
+        return place.token_parts > 1 or self.kv_mgr.has_other_pages(self.bootstrap_addr)
 
     def _status_of(self, transfer: Receiver) -> int:
         state = transfer.state

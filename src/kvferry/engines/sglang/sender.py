@@ -63,11 +63,15 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._early: deque[_Chunk] = deque()  # what the device may still write
         self._prefix_pages = 0
+        self._tokens = 0
+        self._token_part: int | None = None
         self.num_kv_indices = 0
         self._depends_on: Mapping[str, bytes] = {}
         self._opens_later = mgr.is_released  # with the first poll after SGLang has the memory of its caches back
         try:
-            self._depends_on = current(CREATE_SENDER).depends_on
+            prompt = current(CREATE_SENDER)
+            self._tokens = prompt.tokens
+            self._depends_on = prompt.depends_on
         except KVFerryError as error:
             self._refuse(str(error))
             return
@@ -101,7 +105,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         SGLang hands in, and digests, only what follows.
         """
         held = self._transfer.prefix_tokens if self._transfer is not None else None
-        page_tokens: int = self.kv_mgr.kv_args.page_size
+        page_tokens = self.kv_mgr.place.page_tokens
         self._prefix_pages = (held or 0) // page_tokens
         return self._prefix_pages * page_tokens
 
@@ -151,14 +155,16 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         pages = page_numbers(chunk.pages)  # copied where they are kept
         start, self.curr_idx = self.curr_idx, self.curr_idx + len(pages)
         is_last = chunk.may_end and self.curr_idx == self.num_kv_indices
-        groups = {KV_GROUP: GroupPages(pages, self._prefix_pages + start)}
         aux = None
         try:
+            kept = self.kv_mgr.place.kept(pages, first=self._prefix_pages + start, tokens=self._tokens)
+            groups = {KV_GROUP: GroupPages(kept.pages, kept.start)}
+            self._token_part = self._token_part if kept.token_part is None else kept.token_part
             if is_last:
                 total = self._prefix_pages + self.num_kv_indices
                 groups |= state_pages(self.kv_mgr.state_types, chunk.state_indices, total, last=pages)
                 aux = self.kv_mgr.metadata_rows.read(self.aux_index)
-            self._transfer.submit(groups, last=is_last, aux=aux)
+            self._transfer.submit(groups, last=is_last, aux=aux, token_part=self._token_part)
         except KVFerryError as error:
             self._transfer.abort(str(error))
             self._fail(str(error))

@@ -58,7 +58,9 @@ _ADDED: dict[str, Any] = {
 }
 
 
-def refused(manager: type, *, is_decode: bool, has_checksums: bool, has_rust_server: bool) -> dict[str, bool]:
+def refused(
+    manager: type, *, is_decode: bool, has_checksums: bool, has_rust_server: bool, divides_tokens: bool
+) -> dict[str, bool]:
     """Returns options that 0.5.22 does not let us do, and whether each is on.
 
     Args:
@@ -66,6 +68,7 @@ def refused(manager: type, *, is_decode: bool, has_checksums: bool, has_rust_ser
         is_decode: whether the server is a decode server.
         has_checksums: whether SGLang is to compare checksums.
         has_rust_server: whether SGLang's server is the one in Rust.
+        divides_tokens: whether ranks compute, or keep, other tokens of a request than others.
     """
     if hasattr(manager, "should_verify_kv_checksum"):
         return {}
@@ -76,4 +79,6 @@ def refused(manager: type, *, is_decode: bool, has_checksums: bool, has_rust_ser
         "finds what it would)": has_checksums,
         "SGLANG_RUST_SERVER on the prefill side with SGLang 0.5.22, which starts no bootstrap server but its own "
         "there": has_rust_server and not is_decode,
+        "context parallelism and --enable-kv-cache-sharding with SGLang 0.5.22, whose managers do not say which tokens "
+        "a rank has": divides_tokens,
     }

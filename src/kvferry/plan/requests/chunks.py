@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import structs
 from numpy.typing import ArrayLike, NDArray
 
 from kvferry.errors import ChunkError, PageError
@@ -97,6 +98,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
         is_last: whether the request ends with this chunk.
         aux: the request's aux data, with the last chunk of the rank that sends it.
         layers: the layers that it has of its pages, by component; None for all.
+        token_part: which part of the request's tokens its pages hold; None for that of the rank's layout.
     """
 
     number: int
@@ -104,6 +106,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     is_last: bool
     aux: bytes | None = None
     layers: Mapping[str, Interval] | None = None
+    token_part: int | None = None
 
 
 class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -117,6 +120,7 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
         submitted_at: when it was handed in.
         is_ready: returns whether the pages hold what is to be sent; None if they do.
         layers: as of a `Chunk`.
+        token_part: as of a `Chunk`.
     """
 
     number: int
@@ -126,6 +130,7 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
     submitted_at: float
     is_ready: Callable[[], bool] | None = None
     layers: Mapping[str, Interval] | None = None
+    token_part: int | None = None
 
     def chunk(self) -> Chunk:
         """Returns the chunk, with page numbers to compute with. They are not checked yet; see `refuse_impossible`."""
@@ -133,7 +138,7 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
             ChunkPart(group.name, start, np.frombuffer(numbers, np.int64), group.num_pages)
             for group, start, numbers in self.parts
         )
-        return Chunk(self.number, parts, self.is_last, self.aux, self.layers)
+        return Chunk(self.number, parts, self.is_last, self.aux, self.layers, self.token_part)
 
 
 class _Progress:
@@ -191,6 +196,7 @@ class ChunkSequence:
         now: float,
         is_ready: Callable[[], bool] | None = None,
         layers: Layers | None = None,
+        token_part: int | None = None,
     ) -> HandedIn:
         """Copies and numbers the next chunk. A refused chunk changes nothing.
 
@@ -202,6 +208,7 @@ class ChunkSequence:
             now: the time.
             is_ready: as of a `HandedIn`.
             layers: the layers that the chunk has of its pages; None for all.
+            token_part: which part of the request's tokens the pages hold, if not that of the rank's layout.
 
         Raises:
             ChunkError: after the last chunk, or if the chunk does not continue the one before; also in its layers.
@@ -210,7 +217,8 @@ class ChunkSequence:
         if self._complete:
             raise ChunkError(_after_the_last(self._where))
         if layers is not None or self._is_layered:
-            return self._hand_in_layers(layers, pages, start, is_last=is_last, aux=aux, now=now, is_ready=is_ready)
+            handed_in = self._some_layers(layers, pages, start, is_last=is_last, aux=aux, now=now)
+            return structs.replace(handed_in, is_ready=is_ready, token_part=token_part)
         only = self._only
         parts: tuple[tuple[PageGroup, int, bytes], ...]
         if (
@@ -231,25 +239,15 @@ class ChunkSequence:
                 progress = self._progress[group.name]
                 progress.next_page = begin + len(numbers) // _PAGE_BYTES
                 progress.has_begun = True
-        handed_in = HandedIn(self._next_number, parts, is_last, aux, now, is_ready)
+        handed_in = HandedIn(self._next_number, parts, is_last, aux, now, is_ready, layers=None, token_part=token_part)
         self._next_number += 1
         self._complete = is_last
         return handed_in
 
-    def _hand_in_layers(
-        self,
-        layers: Layers | None,
-        pages: AnyPages,
-        start: int | None,
-        *,
-        is_last: bool,
-        aux: bytes | None,
-        now: float,
-        is_ready: Callable[[], bool] | None,
+    def _some_layers(
+        self, layers: Layers | None, pages: AnyPages, start: int | None, *, is_last: bool, aux: bytes | None, now: float
     ) -> HandedIn:
         """Like `hand_in`, for a request of which any chunk has some layers alone."""
-        if self._complete:
-            raise ChunkError(_after_the_last(self._where))
         components = tuple({shard.component.name: shard.component for shard in self._shards}.values())
         whole = {component.name: Interval(0, component.axes[0].size) for component in components}
         meant = whole if layers is None else layers_by_component(layers, components, where=self._where)
@@ -273,7 +271,7 @@ class ChunkSequence:
             progress.next_page = begin + (len(numbers) // _PAGE_BYTES if is_through else 0)
             progress.has_begun = True
         self._is_layered = True
-        handed_in = HandedIn(self._next_number, tuple(parts), is_last, aux, now, is_ready, meant)
+        handed_in = HandedIn(self._next_number, tuple(parts), is_last, aux, now, layers=meant)
         self._next_number += 1
         self._complete = is_last
         return handed_in

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvferry.errors import PageError, UsageError
-from kvferry.layout import Interval
+from kvferry.errors import LayoutError, PageError, UsageError
+from kvferry.layout import Interval, TokenShare
 from kvferry.plan import Demand, Route, Unit, Units, needed_locally, places, segments_between, units_of
 from kvferry.plan.requests.chunks import Chunk, ChunkPart, Pages
 from kvferry.plan.requests.demands import GroupRequest
@@ -76,10 +76,10 @@ def check_chunk(chunk: Chunk, request: ReceiverRequest, next_pages: Mapping[str,
         where: begins error messages.
 
     Raises:
-        PageError: if they do not.
+        PageError: if they do not, or name a part of the tokens that the rank cannot have.
     """
     parts = {part.group: part for part in chunk.parts}
-    for route in request.routes:
+    for route in _routes(chunk, request, where):
         name = where if len(request.wanted) == 1 else f"{where}, group {route.source_group!r}"
         demand = request.wanted[route.destination_group].demand
         try:
@@ -107,6 +107,34 @@ def check_chunk(chunk: Chunk, request: ReceiverRequest, next_pages: Mapping[str,
             )
 
 
+def _routes(chunk: Chunk, request: ReceiverRequest, where: str) -> tuple[Route, ...]:
+    """Returns a receiver's routes, from the part of the request's tokens that a chunk is of.
+
+    Raises:
+        PageError: if there is no such part; or if the receiver divides tokens as well, so that it was elected whom it
+            gets which part from.
+    """
+    if chunk.token_part is None:
+        return request.routes
+    routes = []
+    for route in request.routes:
+        if route.has_slots:
+            routes.append(route)
+            continue
+        if not route.destination_share.partition.is_whole:
+            raise PageError(
+                f"{where}: this rank has part {chunk.token_part} of the tokens in this request and another one in "
+                f"others, but the receiver has a part alone ({route.destination_share.partition}), and must know the "
+                "rank beforehand that has the same tokens"
+            )
+        try:
+            share = TokenShare(route.source_share.partition, chunk.token_part)
+        except LayoutError as error:
+            raise PageError(f"{where}: {error}") from error
+        routes.append(replace(route, source_share=share))
+    return tuple(routes)
+
+
 def _least(request: ReceiverRequest, route: Route, demand: Demand) -> int:
     """Returns the local position up to which a source rank must submit what a receiver needs.
 
@@ -123,7 +151,7 @@ def moves_of(chunk: Chunk, request: ReceiverRequest) -> dict[Unit, tuple[Move, .
     """Returns which part of a chunk goes to a receiver, by the unit in which it is moved."""
     parts = {part.group: part for part in chunk.parts}
     moves: dict[Unit, list[Move]] = {Unit.WHOLE: [], Unit.TOKEN: []}
-    for number, route in enumerate(request.routes):
+    for number, route in enumerate(_routes(chunk, request, "")):
         part, wanted = parts.get(route.source_group), request.wanted[route.destination_group]
         if part is None or not request.has_any(number, chunk.layers):
             continue

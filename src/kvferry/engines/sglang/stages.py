@@ -1,0 +1,71 @@
+"""Which layers of each kind a pipeline stage has: full attention, sliding windows, recurrent state.
+
+A stage has neighbouring layers of the model, and of each kind as many as are among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvferry.engines.sglang.caches import Stage
+from kvferry.errors import LayoutError
+
+
+def stages_of(args: Any, model: Any, recurrent: Any, pool: Any) -> tuple[Stage, Stage, Stage]:
+    """Returns the layers of a stage with full attention, those with windows, and those with recurrent state.
+
+    Args:
+        args: the rank's KVArgs.
+        model: its ModelConfig.
+        recurrent: the configuration of its layers with recurrent state; None if it has none.
+        pool: what the rank keeps keys and values in.
+
+    Raises:
+        LayoutError: if SGLang does not say which layers are of which kind.
+    """
+    name = type(pool).__name__
+    if name == "SWAKVPool":
+        full, windows = model.full_attention_layer_ids, model.swa_attention_layer_ids
+        return (
+            _stage(full, getattr(pool.full_kv_pool, "model_layer_ids", None), "full attention"),
+            _stage(windows, getattr(pool.swa_kv_pool, "model_layer_ids", None), "sliding windows"),
+            Stage(),
+        )
+    if name == "HybridLinearKVPool":
+        full, states = recurrent.full_attention_layer_ids, recurrent.mamba2_cache_params.layers
+        held = sorted({layer for each in args.state_layer_ids for layer in each})
+        if not held:
+            raise LayoutError(
+                "no layer of this pipeline stage has recurrent state, and nothing says how long it is elsewhere: "
+                "divide layers so that every stage has one (SGLANG_PP_LAYER_PARTITION)"
+            )
+        return (
+            _stage(full, [*pool.full_attention_layer_id_mapping], "full attention"),
+            Stage(),
+            _stage(states, held, "recurrent state"),
+        )
+    return Stage(pool.start_layer, model.num_hidden_layers), Stage(), Stage()
+
+
+def _stage(of_model: Sequence[int] | None, held: Sequence[int] | None, kind: str) -> Stage:
+    """Returns which of a model's layers of one kind a rank has.
+
+    Args:
+        of_model: their numbers in the whole model, ascending.
+        held: those of this rank.
+    """
+    if of_model is None or held is None:
+        raise LayoutError(
+            f"SGLang does not say which layers of this pipeline stage have {kind}, nor can it be told: --pp-size 1"
+        )
+    numbers = [*of_model]
+    if not held:
+        return Stage(0, len(numbers))
+    first = numbers.index(held[0]) if held[0] in numbers else -1
+    if first < 0 or numbers[first : first + len(held)] != [*held]:
+        raise LayoutError(
+            f"this pipeline stage has layers {[*held]} with {kind}, which are not neighbours among the model's "
+            f"{numbers}"
+        )
+    return Stage(first, len(numbers))
