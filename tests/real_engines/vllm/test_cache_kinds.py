@@ -42,6 +42,9 @@ class LocalSpec(FullAttentionSpec):  # type: ignore[misc]
     """A spec of somebody else's, as vLLM's registry lets them add."""
 
 
+ALONE = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+
+
 def config(*specs: Any) -> KVCacheConfig:
     """A group for every spec, of one layer."""
     groups = [KVCacheGroupSpec([f"model.layers.{number}.attn"], spec) for number, spec in enumerate(specs)]
@@ -72,7 +75,8 @@ def test_vllms_own_specs_are_taken_or_refused_by_name():
             SlidingWindowSpec(**SIZES, sliding_window=8),
             ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=32),
             MambaSpec(16, ((4, 4),), (torch.float32,)),
-        )
+        ),
+        ALONE,
     )
     assert [(group.block_tokens, group.window_tokens, group.chunk_tokens, group.has_state) for group in taken] == [
         (16, None, None, False),
@@ -81,11 +85,11 @@ def test_vllms_own_specs_are_taken_or_refused_by_name():
         (16, None, None, True),
     ]
     with pytest.raises(LayoutError, match=r"'model.layers.1.attn' keep .* of an encoder \(CrossAttentionSpec\)"):
-        groups_of(config(FullAttentionSpec(**SIZES), CrossAttentionSpec(**SIZES)))
+        groups_of(config(FullAttentionSpec(**SIZES), CrossAttentionSpec(**SIZES)), ALONE)
     with pytest.raises(LayoutError, match=r"'model.layers.0.attn' keep LocalSpec, which kvferry's plug-in .* not know"):
-        groups_of(config(LocalSpec(**SIZES)))
+        groups_of(config(LocalSpec(**SIZES)), ALONE)
     with pytest.raises(LayoutError, match="keep LocalSpec"):
-        groups_of(config(UniformTypeKVCacheSpecs(16, {"model.layers.0.attn": LocalSpec(**SIZES)})))
+        groups_of(config(UniformTypeKVCacheSpecs(16, {"model.layers.0.attn": LocalSpec(**SIZES)})), ALONE)
 
 
 def test_heads_are_those_of_each_layers_own_spec(caplog: pytest.LogCaptureFixture):

@@ -45,12 +45,13 @@ from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, KeptStates, Mode
 from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.outgoing import Fence
 from kvferry.engines.vllm.scheduling import SchedulerSide
+from kvferry.engines.vllm.shares import check_turns, sharing_ranks, worker_place
 from kvferry.engines.vllm.states import states_of
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -92,7 +93,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine: str = transfer.engine_id
         # Defaults follow from the processors that the endpoints' threads may use, not from the main thread's.
         self._settings = on_all_processors(lambda: Settings(**transfer.kv_connector_extra_config))
-        self._groups = groups_of(kv_cache_config)
+        self._groups = groups_of(kv_cache_config, vllm_config.parallel_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -117,21 +118,23 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describes and registers this worker's caches and starts its endpoints; at the start, where it may wait."""
-        coordinates = coordinates_of()
+        place = worker_place(self._vllm_config.parallel_config)
+        check_turns(self._groups, place.tokens)
         model = model_shape(self._vllm_config, self._kv_cache_config)
         described = describe(
             kv_caches,
             self._groups,
             model,
-            coordinates,
-            heads=heads_of(self._vllm_config, self._kv_cache_config, coordinates),
-            states=kept_states(self._vllm_config, self._kv_cache_config, coordinates),
+            place.in_model,
+            heads=heads_of(self._vllm_config, self._kv_cache_config, place.in_model),
+            states=kept_states(self._vllm_config, self._kv_cache_config, place.in_model),
             num_blocks=self._kv_cache_config.num_blocks,
+            tokens=place.tokens,
         )
         self._worker = WorkerSide(
             described,
             BlockCopier(kv_caches, self._groups, self._kv_cache_config.num_blocks),
-            coordinates,
+            place.in_engine,
             self._settings,
             engine=self._engine,
             sends=self._kv_transfer_config.is_kv_producer,
@@ -299,19 +302,6 @@ def fence() -> Fence | None:
     return reached
 
 
-def coordinates_of() -> RankCoordinates:
-    """Returns a worker's place. Each engine of a data-parallel deployment is one of its own, with its own name."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-    tensor, pipeline = get_tp_group(), get_pp_group()
-    return RankCoordinates(
-        tp_rank=tensor.rank_in_group,
-        tp_size=tensor.world_size,
-        pp_rank=pipeline.rank_in_group,
-        pp_size=pipeline.world_size,
-    )
-
-
 def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelShape:
     """Returns what the whole model has."""
     model = vllm_config.model_config
@@ -354,13 +344,15 @@ def compares_content(vllm_config: VllmConfig, settings: Settings) -> bool:
     return not is_waived and multimodal_inputs(vllm_config) != BY_PLACE
 
 
-def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
+def groups_of(kv_cache_config: KVCacheConfig, parallel_config: ParallelConfig) -> tuple[CacheGroup, ...]:
     """Returns the groups that are transferred.
 
     Raises:
         LayoutError: if one has something that cannot be described.
+        SettingsError: if ranks share tokens in a version of vLLM that does not say of which groups.
     """
-    return tuple(_group(f"group {number}", group) for number, group in enumerate(kv_cache_config.transfer_groups))
+    groups = enumerate(kv_cache_config.transfer_groups)
+    return tuple(_group(f"group {number}", group, parallel_config) for number, group in groups)
 
 
 def first_spec(spec: KVCacheSpec) -> KVCacheSpec:
@@ -429,7 +421,7 @@ def kept_states(
     return kept
 
 
-def _group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
+def _group(name: str, group: KVCacheGroupSpec, parallel_config: ParallelConfig) -> CacheGroup:
     check_on_device(group)
     for layer, each in layer_specs(group).items():
         check_transferred(each, layer)
@@ -442,6 +434,7 @@ def _group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
         window_tokens=None if window is None else max(1, window - 1),
         chunk_tokens=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
         has_state=isinstance(spec, MambaSpec),
+        token_ranks=sharing_ranks(group.kv_cache_spec, parallel_config),
     )
 
 

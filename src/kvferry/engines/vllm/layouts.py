@@ -25,6 +25,7 @@ from kvferry import (
     RankLayout,
     Shard,
     TensorGeometry,
+    TokenShare,
     geometry,
     shard_from_tensors,
 )
@@ -41,11 +42,12 @@ class CacheGroup:
     Attributes:
         name: what the group is called in layouts; no other group of the rank has the same.
         layer_names: as vLLM calls them.
-        block_tokens: tokens in a block of the block table.
+        block_tokens: tokens in a block on one rank.
         window_tokens: how many of the last tokens the next one attends to, itself left out; None for all.
         chunk_tokens: the length of the chunks that the request is divided into, where a token attends to those of its
             own chunk alone; None where there are none.
         has_state: whether its layers keep recurrent state: of a request only the block of its last token counts.
+        token_ranks: how many ranks share a request's tokens; each of them has a block of every number.
     """
 
     name: str
@@ -54,6 +56,12 @@ class CacheGroup:
     window_tokens: int | None = None
     chunk_tokens: int | None = None
     has_state: bool = False
+    token_ranks: int = 1
+
+    @property
+    def table_tokens(self) -> int:
+        """How many tokens of a request a number of the block table stands for, on all ranks that share them."""
+        return self.block_tokens * self.token_ranks
 
     @property
     def gives_blocks_away(self) -> bool:
@@ -182,6 +190,7 @@ def describe(
     heads: Mapping[str, HeldHeads | None],
     states: Mapping[str, KeptStates] | None = None,
     num_blocks: int,
+    tokens: TokenShare = TokenShare(),  # noqa: B008 - immutable
 ) -> DescribedCaches:
     """Describes a worker's caches.
 
@@ -197,6 +206,7 @@ def describe(
         heads: by layer name, which of its KV heads this rank holds; None where that is not known.
         states: by layer name, what layers with recurrent state keep.
         num_blocks: in every block table.
+        tokens: which of a request's tokens this rank keeps.
 
     Raises:
         LayoutError: if a cache is something else, naming layer and shape; or if nothing of the kind is known here.
@@ -229,7 +239,7 @@ def describe(
         shards += state_shards(_state_layers(recurrent, states or {}), model.layers, coordinates)
         per_block |= dict.fromkeys((group.name for group in recurrent), 1)
     has_chunks = any(group.chunk_tokens is not None for group in attention)
-    return DescribedCaches(RankLayout(shards=tuple(shards)), per_block, has_chunks)
+    return DescribedCaches(RankLayout(shards=tuple(shards), tokens=tokens), per_block, has_chunks)
 
 
 def _layer(

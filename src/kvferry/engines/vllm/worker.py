@@ -77,7 +77,8 @@ class WorkerSide:
         self._copier = copier
         self._pages_per_block = described.pages_per_block
         self._has_chunks = described.has_chunks
-        self._page_tokens = {group.name: group.page_tokens for group in described.layout.groups}
+        self._layout_groups = {group.name: group for group in described.layout.groups}
+        self._tokens = described.layout.tokens
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
         self._outgoing: OutgoingRequests | None = None
@@ -207,7 +208,7 @@ class WorkerSide:
                 return
             pages = {}
             for name, blocks in receiving.groups.items():
-                part = self._pages(name, blocks, receiving.tokens)
+                part = self._pages(name, blocks, receiving.tokens, receiving.prefix_tokens)
                 pages[name] = GroupPages(part.pages, part.start if len(part.pages) else None)
             receiver = self._decode.open(
                 receiving.room,
@@ -231,14 +232,24 @@ class WorkerSide:
             receiver.add_change_callback(partial(self._changed.append, request))
             self._changed.append(request)  # it may have changed before
 
-    def _pages(self, group: str, given: GroupBlocks, tokens: int) -> PagesToSend:
-        """Returns the pages of blocks, as far as the request's tokens reach."""
+    def _pages(self, group: str, given: GroupBlocks, tokens: int, prefix_tokens: int = 0) -> PagesToSend:
+        """Returns the pages of blocks, as far as what this rank keeps of the request's tokens reaches.
+
+        There are none where it keeps nothing of those behind the prefix.
+        """
         ratio = self._pages_per_block[group]
         start = given.start * ratio
         blocks = np.asarray(given.blocks, np.int64)
         pages = (blocks[:, np.newaxis] * ratio + np.arange(ratio)).reshape(-1)
-        most = -(-tokens // self._page_tokens[group]) - start
+        kept, held = self._kept(group, tokens), self._kept(group, prefix_tokens)
+        most = -(-kept // self._layout_groups[group].page_tokens) - start if held < kept else 0
         return PagesToSend(start, pages[: max(0, most)])
+
+    def _kept(self, group: str, tokens: int) -> int:
+        """Returns how many of a request's first tokens this rank keeps; of those of a state's group it is all."""
+        if self._layout_groups[group].has_slots:
+            return tokens
+        return self._tokens.held_before(tokens, block=self._tokens.partition.block(tokens))
 
 
 def on_all_processors(function: Callable[[], Result]) -> Result:
