@@ -277,6 +277,34 @@ CATALOGUE = (
         "tests/unit/engines/test_vllm_scheduling.py",
     ),
     PlantedFault(
+        "a stage of vLLM's names components by its own layers alone",
+        "engines/vllm/layouts.py",
+        "named(everywhere([*forms, *kept]))",
+        "named([*forms, *kept])",
+        "tests/unit/engines/test_vllm_stages.py",
+    ),
+    PlantedFault(
+        "a stage of vLLM's hands in blocks of layers that it lacks",
+        "engines/vllm/worker.py",
+        " if name in self._pages_per_block)",
+        ")",
+        "tests/unit/engines/test_vllm_stages.py",
+    ),
+    PlantedFault(
+        "a component's name leaves out what tells it from those of other stages",
+        "engines/vllm/forms.py",
+        "len(set(values)) > 1 for values",
+        "len(set(values)) > 2 for values",
+        "tests/unit/engines/test_vllm_stages.py",
+    ),
+    PlantedFault(
+        "a stage of vLLM's is compared by its own layers alone",
+        "engines/vllm/connector.py",
+        "stages = of_all_stages((list(kept.values()), drafts))",
+        "stages = [(list(kept.values()), drafts)]",
+        "tests/unit/engines/test_vllm_connector.py",
+    ),
+    PlantedFault(
         "a number of vLLM's block table stands for one rank's tokens alone",
         "engines/vllm/layouts.py",
         "return self.block_tokens * self.token_ranks",
@@ -419,8 +447,8 @@ CATALOGUE = (
     PlantedFault(
         "layers of several numbers of KV heads are one component",
         "engines/vllm/layouts.py",
-        "form = layer.heads_in_words, layer.content, layer.view.dtype",
-        'form = "heads", layer.content, layer.view.dtype',
+        'distinctions = layer.heads_in_words, f"{layer.content} a head"',
+        'distinctions = "heads", f"{layer.content} a head"',
         "tests/unit/engines tests/property/test_described_engines.py",
     ),
     PlantedFault(

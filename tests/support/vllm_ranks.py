@@ -19,7 +19,8 @@ import torch
 from kvferry import DecodeEndpoint, PrefillEndpoint, split
 from kvferry.engines.fingerprint import request_conditions
 from kvferry.engines.vllm import worker as worker_module
-from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, KeptStates, ModelShape, describe
+from kvferry.engines.vllm.forms import Form
+from kvferry.engines.vllm.layouts import CacheGroup, DescribedCaches, HeldHeads, KeptStates, ModelShape, describe
 from kvferry.engines.vllm.parameters import ROOM
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.shares import GroupRank, Place, check_turns, place_of
@@ -168,7 +169,7 @@ class Engine:
         Args:
             layers: of the model; as many as the kinds name if None.
         """
-        self.kinds, self.deployment, self._slots = kinds, deployment, slots
+        self.name, self.kinds, self.deployment, self._slots = name, kinds, deployment, slots
         self.layers = layers or 1 + max(layer for kind in kinds if not kind.is_draft for layer in kind.layers)
         self.stages = deployment.stages or (range(self.layers),)
         self.scheduler = SchedulerSide(
@@ -188,6 +189,7 @@ class Engine:
             for tp in range(deployment.tp)
         ]
         self.workers: list[WorkerSide] = []
+        self._forms = [form for rank in self.ranks for form in self._told(rank)]
         try:
             for rank in self.ranks:
                 self.workers.append(self._worker(rank, network, name, sends=sends))
@@ -246,10 +248,9 @@ class Engine:
         return Rank(place, caches, heads)
 
     def _worker(self, rank: Rank, network: LocalNetwork, name: str, *, sends: bool) -> WorkerSide:
-        groups = self._groups(rank.place.in_model.pp_rank)
-        check_turns(groups, rank.place.tokens)
+        check_turns(self._groups(rank.place.in_model.pp_rank), rank.place.tokens)
         return WorkerSide(
-            self._described(rank, groups),
+            self._described(rank, everywhere=lambda _: self._forms),
             cast(Any, None),
             rank.place.in_engine,
             network.settings(),
@@ -259,7 +260,20 @@ class Engine:
             fingerprint={},
         )
 
-    def _described(self, rank: Rank, groups: Sequence[CacheGroup]) -> Any:
+    def _told(self, rank: Rank) -> list[Form]:
+        """What a rank says to the other stages."""
+        told: list[Form] = []
+
+        def listen(own: list[Form]) -> list[Form]:
+            told.extend(own)
+            raise TimeoutError("no other stage is there yet")
+
+        with pytest.raises(TimeoutError):
+            self._described(rank, everywhere=listen)
+        return told
+
+    def _described(self, rank: Rank, *, everywhere: Callable[[list[Form]], list[Form]]) -> DescribedCaches:
+        groups = self._groups(rank.place.in_model.pp_rank)
         totals = {
             kind.name(layer): STATE_CHANNELS if kind.has_state else kind.heads
             for kind in self.kinds
@@ -282,6 +296,7 @@ class Engine:
             states=states,
             num_blocks=BLOCKS,
             tokens=rank.place.tokens,
+            everywhere=everywhere,
         )
 
     def _model(self, rank: Rank) -> ModelShape:
@@ -369,10 +384,11 @@ class Engine:
             ratio = self.deployment.pages_per_block
             others = [page for page in range(BLOCKS * ratio) if page // ratio not in own]
             assert float(cache[others].max()) == UNTOUCHED, f"another request's blocks of layer {layer}"
-        assert seen or prefix >= tokens, "nothing was looked at"
         for rank, kind, layer, state in self.states(name):
             held = rank.heads[kind.name(layer)]
+            seen += 1
             assert torch.equal(state, state_value(kind, layer, tokens)[held.start : held.stop]), f"state of {layer}"
+        assert seen or prefix >= tokens, "nothing was looked at"
 
     def wipe(self) -> None:
         for rank in self.ranks:
@@ -422,7 +438,7 @@ def transfer(prefill: Engine, decode: Engine, tokens: int, prefix: int, *, step:
     """Sends a prompt's cache, computed in steps; the decode side has a prefix of it."""
     name, room, prompt = f"{tokens}-{prefix}", tokens * 100 + prefix, list(range(tokens))
     sent = Request(name, tokens, {"do_remote_decode": True, ROOM: room}, prompt, _all_token_ids=list(prompt))
-    there_parameters = {"do_remote_prefill": True, "remote_engine_id": "prefill", ROOM: room}
+    there_parameters = {"do_remote_prefill": True, "remote_engine_id": prefill.name, ROOM: room}
     received = Request(name, tokens, there_parameters, list(prompt))
     prefill.scheduler.came_in(cast(Any, sent))
     missing = decode.scheduler.tokens_elsewhere(received, prefix)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.engines.vllm.forms import named
 from kvferry.engines.vllm.layouts import CacheGroup, KeptStates, ModelShape, describe
-from kvferry.engines.vllm.states import SHARE, State, StateLayer, state_shards, states_of
+from kvferry.engines.vllm.states import SHARE, State, StateLayer, state_forms, state_shards, states_of
 from kvferry.errors import LayoutError
 from kvferry.layout import Entry, Interval, RankCoordinates
 from kvferry.layout.shard import RankLayout, Shard
@@ -106,10 +107,17 @@ def rank_states(kind: Kind, tp: int, rank: int, *, first: bool) -> tuple[tuple[S
     return states, layers
 
 
+def shards_from(layers: Sequence[StateLayer], coordinates: RankCoordinates) -> list[Shard]:
+    """The shards of layers that are all of the model's that keep state."""
+    forms = state_forms(layers, LAYERS, coordinates)
+    components = named(forms)
+    return [shard for form, pieces in forms.items() for shard in state_shards(components[form], pieces)]
+
+
 def shards_of(kind: Kind, tp: int, rank: int, *, first: bool) -> tuple[list[Shard], list[tuple[Any, ...]]]:
     states, tensors = rank_states(kind, tp, rank, first=first)
     layers = [StateLayer(number, f"layers.{number}", "group 1", states, each) for number, each in enumerate(tensors)]
-    return [*state_shards(layers, LAYERS, RankCoordinates(tp_rank=rank, tp_size=tp))], tensors
+    return shards_from(layers, RankCoordinates(tp_rank=rank, tp_size=tp)), tensors
 
 
 def values(shard: Shard, layer: int, memory: tuple[Any, ...]) -> np.ndarray:
@@ -157,9 +165,7 @@ def test_what_nobody_knows_is_a_ranks_share():
     states = states_of(made, SimpleNamespace(), RankCoordinates(tp_rank=1, tp_size=2), channels_first=False)
     assert [state.parts for state in states] == [None, None]
     tensors = tuple(torch.zeros(BLOCKS, *shape) for shape in made.shapes)
-    shards = [
-        *state_shards([StateLayer(2, "layers.2", "g", states, tensors)], LAYERS, RankCoordinates(tp_rank=1, tp_size=2))
-    ]
+    shards = [*shards_from([StateLayer(2, "layers.2", "g", states, tensors)], RankCoordinates(tp_rank=1, tp_size=2))]
     assert [shard.component.axes[1].name for shard in shards] == [SHARE, SHARE]
     assert {shard.box[1] for shard in shards} == {Interval(1, 2)}
 
@@ -192,7 +198,7 @@ def test_a_tensor_that_is_not_what_vllm_says_is_named():
     with pytest.raises(
         LayoutError, match=r"state 0 of layer 'model.layers.0.mixer' has shape \(4, 2\) where vLLM says"
     ):
-        list(state_shards([layer], LAYERS, RankCoordinates()))
+        shards_from([layer], RankCoordinates())
 
 
 def described(numbers: list[int], *, tp_rank: int = 0, tp_size: int = 1) -> RankLayout:
@@ -252,7 +258,7 @@ def test_a_share_is_exchanged_with_the_same_number_of_ranks_alone():
         coordinates = RankCoordinates(tp_rank=tp_rank, tp_size=tp_size)
         states = states_of(made, None, coordinates, channels_first=False)
         layer = StateLayer(0, "layers.0", "g", states, tuple(torch.zeros(BLOCKS, *shape) for shape in made.shapes))
-        return RankLayout(shards=tuple(state_shards([layer], LAYERS, coordinates)))
+        return RankLayout(shards=tuple(shards_from([layer], coordinates)))
 
     check_exchangeable(layout(0, 2), layout(1, 2), source_name="prefill", destination_name="decode")
     with pytest.raises(Exception, match=SHARE):

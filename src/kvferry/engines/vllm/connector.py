@@ -6,6 +6,7 @@ Set `kv_connector` to "KVFerryConnector" and `kv_connector_module_path` to "kvfe
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,7 @@ from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.outgoing import Fence
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.shares import check_turns, sharing_ranks, worker_place
+from kvferry.engines.vllm.stages import of_all_stages
 from kvferry.engines.vllm.states import states_of
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
@@ -130,6 +132,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             states=kept_states(self._vllm_config, self._kv_cache_config, place.in_model),
             num_blocks=self._kv_cache_config.num_blocks,
             tokens=place.tokens,
+            everywhere=lambda forms: chain.from_iterable(of_all_stages(forms)),
         )
         self._worker = WorkerSide(
             described,
@@ -143,12 +146,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def _fingerprint(self, model: ModelShape) -> dict[str, str]:
-        """Returns what this worker's caches are beyond their layout."""
+        """Returns what the engine's caches are beyond their layout: the same on every worker."""
         kept = kept_by_layers(self._vllm_config, self._kv_cache_config)
+        drafts = [kept.pop(name) for name in model.drafts]
+        stages = of_all_stages((list(kept.values()), drafts))
         identity = cache_identity(
             self._vllm_config,
-            [each for name, each in kept.items() if name not in model.drafts],
-            draft_layers=[kept[name] for name in model.drafts],
+            [each for layers, _ in stages for each in layers],
+            draft_layers=[each for _, drafts in stages for each in drafts],
             version=vllm.__version__,
             fp8_dtype=str(current_platform.fp8_dtype()),
             packing=model.packing,

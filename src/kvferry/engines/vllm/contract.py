@@ -258,6 +258,7 @@ def _configuration() -> Iterator[Line]:
     for name in ("get_tp_group", "get_pp_group"):
         yield Call(f"{state}:{name}", 0, (), "a worker's place")
     yield Fields(f"{state}:GroupCoordinator", ("rank_in_group", "world_size"), "a worker's place")
+    yield Fields(f"{state}:GroupCoordinator", ("cpu_group",), "pipeline stages tell each other what they have")
 
 
 def _context_parallelism() -> Iterator[Line]:

@@ -11,7 +11,7 @@ packed: they can be cut by head, and never by token.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -29,7 +29,8 @@ from kvferry import (
     geometry,
     shard_from_tensors,
 )
-from kvferry.engines.vllm.states import SHARE, State, StateLayer, state_shards
+from kvferry.engines.vllm.forms import Form, named, with_those_elsewhere
+from kvferry.engines.vllm.states import SHARE, State, StateLayer, state_forms, state_shards
 from kvferry.errors import LayoutError
 
 _DIMENSIONS = "(block, head, token, content)"
@@ -191,6 +192,7 @@ def describe(
     states: Mapping[str, KeptStates] | None = None,
     num_blocks: int,
     tokens: TokenShare = TokenShare(),  # noqa: B008 - immutable
+    everywhere: Callable[[list[Form]], Iterable[Form]] = lambda forms: forms,
 ) -> DescribedCaches:
     """Describes a worker's caches.
 
@@ -207,6 +209,7 @@ def describe(
         states: by layer name, what layers with recurrent state keep.
         num_blocks: in every block table.
         tokens: which of a request's tokens this rank keeps.
+        everywhere: returns what the layers of all pipeline stages keep, given what those of this one do.
 
     Raises:
         LayoutError: if a cache is something else, naming layer and shape; or if nothing of the kind is known here.
@@ -220,24 +223,24 @@ def describe(
         ),
         key=lambda layer: (layer.is_draft, layer.number),
     )
-    if not layers and not recurrent:
-        raise LayoutError("this worker has no KV cache that could be transferred")
     for low, high in pairwise(layers):
         if (low.is_draft, low.number) == (high.is_draft, high.number):
             raise LayoutError(f"layers {low.name!r} and {high.name!r} have the same number")
-    shards = []
-    for name, kind in _components(layers).items():
-        component = _component(name, kind[0], model, coordinates)
-        shards += [_shard(component, run, coordinates) for run in _runs(kind)]
     per_block = {layer.group.name: layer.view.shape[0] // num_blocks for layer in layers}
-    if recurrent:
-        if drafts := [name for group in recurrent for name in group.layer_names if name in model.drafts]:
-            raise LayoutError(
-                f"layer {drafts[0]!r} of the draft model keeps recurrent state, which kvferry does not transfer: let "
-                "this server draft without that model"
-            )
-        shards += state_shards(_state_layers(recurrent, states or {}), model.layers, coordinates)
-        per_block |= dict.fromkeys((group.name for group in recurrent), 1)
+    if drafts := [name for group in recurrent for name in group.layer_names if name in model.drafts]:
+        raise LayoutError(
+            f"layer {drafts[0]!r} of the draft model keeps recurrent state, which kvferry does not transfer: let "
+            "this server draft without that model"
+        )
+    per_block |= dict.fromkeys((group.name for group in recurrent if group.layer_names), 1)
+    forms = _forms(layers, model, coordinates)
+    kept = state_forms(_state_layers(recurrent, states or {}), model.layers, coordinates)
+    components = named(everywhere([*forms, *kept]))
+    if not components:
+        raise LayoutError("this worker has no KV cache that could be transferred")
+    shards = [_shard(components[form], run, coordinates) for form, alike in forms.items() for run in _runs(alike)]
+    shards += [shard for form, pieces in kept.items() for shard in state_shards(components[form], pieces)]
+    shards = list(with_those_elsewhere(shards, components.values()))
     has_chunks = any(group.chunk_tokens is not None for group in attention)
     return DescribedCaches(RankLayout(shards=tuple(shards), tokens=tokens), per_block, has_chunks)
 
@@ -293,29 +296,19 @@ def _state_layers(groups: Sequence[CacheGroup], states: Mapping[str, KeptStates]
     )
 
 
-def _components(layers: Sequence[_Layer]) -> dict[str, list[_Layer]]:
-    """Groups layers into components, by names that do not depend on how an engine is divided."""
-    kinds: dict[str, dict[tuple[str, int, str], list[_Layer]]] = {}
+def _forms(layers: Sequence[_Layer], model: ModelShape, coordinates: RankCoordinates) -> dict[Form, list[_Layer]]:
+    """Groups layers by what they keep."""
+    forms: dict[Form, list[_Layer]] = {}
     for layer in layers:
-        name = "draft" if layer.is_draft else "kv"
+        kind = "draft" if layer.is_draft else "kv"
         if layer.group.window_tokens is not None:
-            name += f", window {layer.group.window_tokens}"
+            kind += f", window {layer.group.window_tokens}"
         if layer.group.chunk_tokens is not None:
-            name += f", chunk {layer.group.chunk_tokens}"
-        form = layer.heads_in_words, layer.content, layer.view.dtype
-        kinds.setdefault(name, {}).setdefault(form, []).append(layer)
-    named: dict[str, list[_Layer]] = {}
-    for base, by_form in kinds.items():
-        has_several_heads, has_several_contents = (len({form[part] for form in by_form}) > 1 for part in (0, 1))
-        for (heads, content, _), members in by_form.items():
-            name = base + (f", {heads}" if has_several_heads else "")
-            name += f", {content} a head" if has_several_contents else ""
-            if name in named:
-                raise LayoutError(
-                    f"layers {named[name][0].name!r} and {members[0].name!r} differ in their element type alone"
-                )
-            named[name] = members
-    return named
+            kind += f", chunk {layer.group.chunk_tokens}"
+        distinctions = layer.heads_in_words, f"{layer.content} a head"
+        form = Form(kind, distinctions, _component(kind, layer, model, coordinates), layer.name)
+        forms.setdefault(form, []).append(layer)
+    return forms
 
 
 def _component(name: str, first: _Layer, model: ModelShape, coordinates: RankCoordinates) -> Component:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -184,7 +184,7 @@ class WorkerSide:
     def _send(self, sending: BlocksToSend, fence: Fence | None) -> None:
         if self._prefill is None or self._outgoing is None or sending.request in self._unreported:
             return
-        pages = {name: self._pages(name, blocks, sending.tokens) for name, blocks in sending.groups.items()}
+        pages = {name: self._pages(name, blocks, sending.tokens) for name, blocks in self._here(sending.groups)}
         try:
             open_sender = partial(
                 self._prefill.open, sending.room, tokens=sending.tokens, depends_on=sending.depends_on
@@ -207,7 +207,7 @@ class WorkerSide:
                 self._copied.add(request)
                 return
             pages = {}
-            for name, blocks in receiving.groups.items():
+            for name, blocks in self._here(receiving.groups):
                 part = self._pages(name, blocks, receiving.tokens, receiving.prefix_tokens)
                 pages[name] = GroupPages(part.pages, part.start if len(part.pages) else None)
             receiver = self._decode.open(
@@ -231,6 +231,10 @@ class WorkerSide:
             self._incoming[request] = receiver
             receiver.add_change_callback(partial(self._changed.append, request))
             self._changed.append(request)  # it may have changed before
+
+    def _here(self, groups: Mapping[str, GroupBlocks]) -> Iterator[tuple[str, GroupBlocks]]:
+        """Yields the groups of which this pipeline stage has layers."""
+        return ((name, blocks) for name, blocks in groups.items() if name in self._pages_per_block)
 
     def _pages(self, group: str, given: GroupBlocks, tokens: int, prefix_tokens: int = 0) -> PagesToSend:
         """Returns the pages of blocks, as far as what this rank keeps of the request's tokens reaches.
