@@ -277,6 +277,27 @@ CATALOGUE = (
         "tests/unit/engines/test_vllm_scheduling.py",
     ),
     PlantedFault(
+        "what every rank has whole is taken for a share",
+        "layout/shard.py",
+        "if group.has_slots or group.has_every_token else",
+        "if group.has_slots else",
+        "tests/unit/layout tests/unit/plan/test_proof.py tests/unit/engines/test_vllm_shares.py",
+    ),
+    PlantedFault(
+        "a draft that no ranks of vLLM's share is described as a share",
+        "engines/vllm/layouts.py",
+        "has_every_token=first.group.token_ranks == 1 and not tokens.partition.is_whole",
+        "has_every_token=False",
+        "tests/unit/engines/test_vllm_shares.py",
+    ),
+    PlantedFault(
+        "a receiver looks for units of what it has whole in its share",
+        "plan/requests/placing.py",
+        "return self._layout.share_of(self._layout.group(route.destination_group))",
+        "return self._layout.tokens",
+        "tests/unit/plan/test_placing.py",
+    ),
+    PlantedFault(
         "a stage of vLLM's names components by its own layers alone",
         "engines/vllm/layouts.py",
         "named(everywhere([*forms, *kept]))",
@@ -321,8 +342,8 @@ CATALOGUE = (
     PlantedFault(
         "a rank of vLLM's names pages for all tokens where it keeps a share",
         "engines/vllm/worker.py",
-        "if self._layout_groups[group].has_slots:",
-        "if True:",
+        "return share.held_before(tokens, block=share.partition.block(tokens))",
+        "return tokens",
         "tests/unit/engines/test_vllm_shares.py",
     ),
     PlantedFault(

@@ -371,7 +371,7 @@ class Engine:
         seen = 0
         for rank, kind, layer, cache, cells in self.cells(name, tokens):
             held = rank.heads[kind.name(layer)]
-            for token in range(0 if kind.is_shared else prefix, tokens):
+            for token in range(tokens):
                 if not len(cells[token]) or token < kind.first_attended(tokens):
                     continue
                 expected = value(kind, layer, token)[held.start : held.stop]
@@ -413,9 +413,9 @@ def state_value(kind: Kind, layer: int, tokens: int) -> torch.Tensor:
 
 
 @contextmanager
-def plugged_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalNetwork]:
+def plugged_in(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[LocalNetwork]:
     """A network on which the workers' endpoints find each other."""
-    with LocalNetwork() as found:
+    with LocalNetwork(**settings) as found:
         for kind in (PrefillEndpoint, DecodeEndpoint):
 
             def begin(layout: Any, kind: Any = kind, **more: Any) -> Any:

@@ -7,6 +7,7 @@ prefixes, and its kernels run in Triton's interpreter.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import gcd, lcm
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID, get_dcp_local_seq_lens
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 from vllm.v1.request import Request as VllmRequest
 
@@ -34,6 +35,8 @@ from kvferry.testing.network import LocalNetwork
 
 LATENTS = (Kind((0, 1), heads=1),)
 TWO_HEADS = (Kind((0, 1), heads=2),)
+DRAFTING = (*LATENTS, Kind((0,), heads=4, is_draft=True, is_shared=False))
+"""Each rank of decode context parallelism has all of the draft's cache, as of DFlash's."""
 
 
 @pytest.fixture
@@ -88,11 +91,15 @@ class ManagedEngine(Engine):
         config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         sizes = SimpleNamespace(decode_context_parallel_size=made.dcp, prefill_context_parallel_size=made.pcp)
         assert groups_of(config, sizes) == self._groups(None), "vLLM's own words for it are understood so"
-        span = made.block_tokens * made.dcp
+        spans = [resolve_dcp_kv_block_size(group.kv_cache_spec, made.dcp) for group in groups]
         self.manager = KVCacheManager(
-            config, max_model_len=1024, scheduler_block_size=span, hash_block_size=span, dcp_world_size=made.dcp
+            config,
+            max_model_len=1024,
+            scheduler_block_size=lcm(*spans),
+            hash_block_size=gcd(*spans),
+            dcp_world_size=made.dcp,
         )
-        self._hasher = get_request_block_hasher(span, sha256)
+        self._hasher = get_request_block_hasher(gcd(*spans), sha256)
         self._hits: dict[int, Any] = {}
         self._running: list[VllmRequest] = []
 
@@ -126,6 +133,7 @@ class ManagedEngine(Engine):
 
 def spec_of(kind: Kind, block_tokens: int) -> Any:
     sizes: dict[str, Any] = {"block_size": block_tokens, "num_kv_heads": kind.heads, "dtype": torch.float32}
+    sizes["dcp_sharded"] = kind.is_shared
     if kind.heads == 1:
         return MLAAttentionSpec(**sizes, head_size=6)
     return FullAttentionSpec(**sizes, head_size=3)
@@ -138,6 +146,8 @@ def spec_of(kind: Kind, block_tokens: int) -> Any:
         (TWO_HEADS, Deployment(tp=2), Deployment(tp=4, dcp=2, turn=4)),
         (LATENTS, Deployment(tp=4, dcp=4, turn=4), Deployment(tp=2, dcp=2, turn=1)),
         (LATENTS, Deployment(tp=2, dcp=2, turn=8, block_tokens=8), Deployment(tp=4, dcp=4, turn=2)),
+        (DRAFTING, Deployment(tp=4, dcp=2, turn=4), Deployment()),
+        (DRAFTING, Deployment(), Deployment(tp=4, dcp=4, turn=2)),
         (LATENTS, Deployment(pcp=2), Deployment()),
         (LATENTS, Deployment(tp=2, pcp=2, dcp=4, turn=2), Deployment(tp=2)),
         (LATENTS, Deployment(), Deployment(pcp=2, dcp=2, turn=4)),

@@ -22,9 +22,9 @@ LATENTS = (Kind((0, 1), heads=1),)
 TWO_HEADS = (Kind((0, 1), heads=2),)
 
 
-@pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalNetwork]:
-    with plugged_in(monkeypatch) as found:
+@pytest.fixture(params=["direct", "staged"])
+def network(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[LocalNetwork]:
+    with plugged_in(monkeypatch, path=request.param) as found:
         yield found
 
 
@@ -107,6 +107,23 @@ def test_recurrent_state_is_divided_by_tensor_parallelism_alone(
         prefill.close()
 
 
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        (Deployment(tp=4, dcp=2, turn=2), Deployment()),
+        (Deployment(tp=2), Deployment(tp=4, dcp=4, turn=4)),
+        (Deployment(tp=4, dcp=4, turn=1), Deployment(tp=4, dcp=2, turn=4)),
+        (Deployment(tp=2, dcp=2, turn=4, stages=(range(1), range(1, 2))), Deployment(pcp=2, dcp=2, turn=2)),
+    ],
+    ids=str,
+)
+def test_a_draft_whose_tokens_no_ranks_share_is_whole_on_each(
+    network: LocalNetwork, here: Deployment, there: Deployment
+):
+    """As DFlash drafts beside latents: each rank of decode context parallelism has all of the draft's cache."""
+    cross(network, (Kind((0, 1), heads=1), Kind((0,), heads=4, is_draft=True, is_shared=False)), here, there)
+
+
 # ---- places -----------------------------------------------------------------------------------------------------
 
 
@@ -151,9 +168,9 @@ def test_another_order_of_ranks_is_refused():
 def test_turns_that_do_not_divide_a_block_are_refused(caplog: pytest.LogCaptureFixture):
     """vLLM compares them with the size that is configured alone, and before the deprecated option takes effect."""
     shared, whole = (CacheGroup("group 0", ("model.layers.0.attn",), 24, token_ranks=ranks) for ranks in (2, 1))
-    check_turns([shared], TokenShare(interleaved(2, 24)))
+    check_turns([shared, whole], TokenShare(interleaved(2, 24)))
     assert not caplog.text
-    check_turns([shared], TokenShare(interleaved(2, 8)))
+    check_turns([shared, whole], TokenShare(interleaved(2, 8)))
     assert "ranks take 8 tokens in turns" in caplog.text
     assert "--cp-kv-cache-interleave-size 24" in caplog.text
     check_turns([whole], TokenShare(interleaved(2, 16)))

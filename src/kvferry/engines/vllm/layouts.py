@@ -238,7 +238,9 @@ def describe(
     components = named(everywhere([*forms, *kept]))
     if not components:
         raise LayoutError("this worker has no KV cache that could be transferred")
-    shards = [_shard(components[form], run, coordinates) for form, alike in forms.items() for run in _runs(alike)]
+    shards = [
+        _shard(components[form], run, coordinates, tokens) for form, alike in forms.items() for run in _runs(alike)
+    ]
     shards += [shard for form, pieces in kept.items() for shard in state_shards(components[form], pieces)]
     shards = list(with_those_elsewhere(shards, components.values()))
     has_chunks = any(group.chunk_tokens is not None for group in attention)
@@ -353,7 +355,7 @@ def _runs(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
     yield run
 
 
-def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoordinates) -> Shard:
+def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoordinates, tokens: TokenShare) -> Shard:
     first = layers[0]
     held = {"layer": Interval(first.number, first.number + len(layers))}
     is_packed = component.entry is Entry.PAGE
@@ -371,6 +373,7 @@ def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoor
         held=held,
         group=first.group.name,
         page_tokens=first.page_tokens if is_packed else None,
+        has_every_token=first.group.token_ranks == 1 and not tokens.partition.is_whole,
     )
 
 

@@ -149,13 +149,6 @@ def check_turns(groups: Sequence[CacheGroup], tokens: TokenShare) -> None:
             turn,
             shared[0].block_tokens,
         )
-    for group in groups:
-        if shared and group.token_ranks == 1 and not group.has_state:
-            raise LayoutError(
-                f"every rank keeps all tokens of {group.name}, such as a draft's, where ranks share those of the "
-                "others: this is not described yet; let this server draft without a model, or without context "
-                "parallelism"
-            )
     for group in shared:
         if turn is not None and group.block_tokens % turn:
             raise LayoutError(

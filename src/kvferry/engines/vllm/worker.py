@@ -78,7 +78,7 @@ class WorkerSide:
         self._pages_per_block = described.pages_per_block
         self._has_chunks = described.has_chunks
         self._layout_groups = {group.name: group for group in described.layout.groups}
-        self._tokens = described.layout.tokens
+        self._share_of = described.layout.share_of
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
         self._outgoing: OutgoingRequests | None = None
@@ -250,10 +250,9 @@ class WorkerSide:
         return PagesToSend(start, pages[: max(0, most)])
 
     def _kept(self, group: str, tokens: int) -> int:
-        """Returns how many of a request's first tokens this rank keeps; of those of a state's group it is all."""
-        if self._layout_groups[group].has_slots:
-            return tokens
-        return self._tokens.held_before(tokens, block=self._tokens.partition.block(tokens))
+        """Returns how many of a request's first tokens this rank keeps."""
+        share = self._share_of(self._layout_groups[group])
+        return share.held_before(tokens, block=share.partition.block(tokens))
 
 
 def on_all_processors(function: Callable[[], Result]) -> Result:
