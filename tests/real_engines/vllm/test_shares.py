@@ -6,9 +6,10 @@ prefixes, and its kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from math import gcd, lcm
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +20,17 @@ import vllm.v1.worker.gpu.block_table as second_runner
 import vllm.v1.worker.gpu.buffer_utils as second_buffers
 from tests.support.vllm_ranks import BLOCKS, Deployment, Engine, Kind, Request, dealt, plugged_in, transfer
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, model, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID, get_dcp_local_seq_lens
+from vllm.v1.core import single_type_kv_cache_manager
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 from vllm.v1.request import Request as VllmRequest
+from vllm.v1.worker.gpu import pcp_manager
 
 from kvferry.engines.vllm.connector import groups_of
 from kvferry.engines.vllm.shares import GroupRank, place_of
@@ -247,3 +250,29 @@ def test_vllm_numbers_ranks_as_places_count_on_it(
     numbers = [each.in_engine.engine_rank for each in places]
     assert sorted(numbers) == list(range(tp * pcp * pp)), "every worker has a number of its own"
     assert {each.in_engine.pp_size for each in places} == {pp}
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        (single_type_kv_cache_manager, "DCP not support sliding window attn now"),
+        (single_type_kv_cache_manager, "DCP not support chunked local attn now"),
+        (model, "Decode context parallelism for GQA/MQA requires "),
+        (model, "`--tensor-parallel-size` ("),
+        (pcp_manager, "MRV2 PCP currently supports MLA models only."),
+        (pcp_manager, "MRV2 PCP + DCP supports sparse MLA models only."),
+    ],
+)
+def test_what_the_docs_say_that_vllm_forbids_it_forbids_in_these_words(where: ModuleType, words: str):
+    """What it comes to allow is then to be tried here."""
+    assert words in inspect.getsource(where)
+
+
+def test_the_deprecated_option_has_taken_effect_when_a_connector_is_made():
+    parallel = SimpleNamespace(
+        decode_context_parallel_size=2, dcp_kv_cache_interleave_size=16, cp_kv_cache_interleave_size=1
+    )
+    VllmConfig.adjust_dcp_kv_cache_interleave_size(
+        SimpleNamespace(parallel_config=parallel, kv_transfer_config=None), None
+    )
+    assert parallel.cp_kv_cache_interleave_size == 16

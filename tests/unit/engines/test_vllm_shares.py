@@ -6,15 +6,16 @@ Requests go through the whole plug-in, and which rank has a token is dealt out o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from tests.support.vllm_ranks import Deployment, Engine, Kind, plugged_in, transfer
 
 from kvferry import RankCoordinates, TokenShare, interleaved
 from kvferry.engines.vllm.layouts import CacheGroup
-from kvferry.engines.vllm.shares import GroupRank, check_turns, place_of, sharing_ranks
+from kvferry.engines.vllm.shares import GroupRank, check_turns, place_of, sharing_ranks, worker_place
 from kvferry.errors import LayoutError, SettingsError
 from kvferry.testing.network import LocalNetwork
 
@@ -176,6 +177,25 @@ def test_turns_that_do_not_divide_a_block_are_refused(caplog: pytest.LogCaptureF
     check_turns([whole], TokenShare(interleaved(2, 16)))
     with pytest.raises(LayoutError, match=r"take 16 tokens in turns .* the blocks of 24 tokens in group 0"):
         check_turns([shared], TokenShare(interleaved(2, 16)))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_worker_asks_vllm_where_it_stands(monkeypatch: pytest.MonkeyPatch, shares: bool):
+    """Groups of ranks of context parallelism are asked for where there is any: older versions may not have them."""
+    state = ModuleType("vllm.distributed.parallel_state")
+    groups = {"tp": (3, 4), "pp": (1, 2)} | ({"pcp": (1, 2), "dcp": (3, 4)} if shares else {})
+    for name, (rank, size) in groups.items():
+        group = SimpleNamespace(rank_in_group=rank, world_size=size)
+        vars(state)[f"get_{name}_group"] = lambda group=group: group
+    package = ModuleType("vllm.distributed")
+    vars(package)["parallel_state"] = state
+    for module in (ModuleType("vllm"), package, state):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    sizes = configured(4, 2) if shares else configured(1)
+    sizes.cp_kv_cache_interleave_size = 16
+    tensor, pipeline = GroupRank(3, 4), GroupRank(1, 2)
+    context = (GroupRank(1, 2), GroupRank(3, 4), 16) if shares else (GroupRank(0, 1), GroupRank(0, 1), 1)
+    assert worker_place(sizes) == place_of(tensor, pipeline, *context)
 
 
 def configured(decode: int, prefill: int = 1) -> SimpleNamespace:
