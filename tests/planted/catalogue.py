@@ -319,6 +319,13 @@ CATALOGUE = (
         "tests/unit/engines/test_vllm_stages.py",
     ),
     PlantedFault(
+        "a stage of vLLM's that fails lets the others wait",
+        "engines/vllm/stages.py",
+        "if stages > 1:",
+        "if stages > 2:",
+        "tests/unit/engines/test_vllm_stages.py",
+    ),
+    PlantedFault(
         "a stage of vLLM's is compared by its own layers alone",
         "engines/vllm/connector.py",
         "stages = of_all_stages((list(kept.values()), drafts))",

@@ -5,15 +5,20 @@ Requests go through the whole plug-in; every stage has vLLM's groups, without th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
+from threading import Barrier, local
+from typing import Any
 
 import pytest
 from tests.support.vllm_ranks import Deployment, Engine, Kind, plugged_in, transfer
 
 from kvferry import Axis, Component, RankCoordinates
+from kvferry.engines.vllm import stages as stages_module
 from kvferry.engines.vllm.forms import Form, named
 from kvferry.engines.vllm.layouts import CacheGroup, ModelShape, describe
+from kvferry.engines.vllm.stages import OtherStageError, of_all_stages, telling_problems
 from kvferry.errors import LayoutError
 from kvferry.testing.network import LocalNetwork
 
@@ -112,3 +117,68 @@ def test_a_stage_without_any_layers_lists_what_the_others_have():
     )  # fmt: skip
     assert [(shard.component.name, len(shard.box[0])) for shard in found.layout.shards] == [("kv", 0)]
     assert not found.pages_per_block
+
+
+# ---- what stages tell each other ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Runs a function for each of two stages at once; returns what each has returned or raised."""
+    told: dict[int, Any] = {}
+    meeting = Barrier(2, timeout=10)
+    own = local()
+
+    def gathered(given: Any) -> list[Any]:
+        told[own.number] = given
+        meeting.wait()
+        found = [told[number] for number in (0, 1)]
+        meeting.wait()
+        return found
+
+    monkeypatch.setattr(stages_module, "_gathered", gathered)
+
+    def run(function: Callable[[int], Any]) -> list[Any]:
+        def stage(number: int) -> Any:
+            own.number = number
+            try:
+                with telling_problems(2):
+                    return function(number)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(stage, (0, 1)))
+
+    return run
+
+
+def test_each_stage_gets_what_all_have_told(stages: Callable[..., list[Any]]):
+    assert stages(lambda number: [of_all_stages(number), of_all_stages(-number)]) == [[[0, 1], [0, -1]]] * 2
+
+
+@pytest.mark.parametrize("told_before", [0, 1])
+def test_a_stage_that_fails_keeps_the_others_from_waiting(stages: Callable[..., list[Any]], told_before: int):
+    def start(number: int) -> None:
+        for _ in range(told_before):
+            of_all_stages(number)
+        if number == 1:
+            raise LayoutError("layer 3 has no cache")
+        of_all_stages(number)
+
+    other, failed = stages(start)
+    assert str(failed) == "layer 3 has no cache"
+    assert isinstance(other, OtherStageError)
+    assert str(other) == "pipeline stage 1 cannot take part: layer 3 has no cache"
+
+
+def test_stages_that_all_fail_each_say_why(stages: Callable[..., list[Any]]):
+    def fail(number: int) -> None:
+        raise LayoutError(f"stage {number}")
+
+    assert [str(each) for each in stages(fail)] == ["stage 0", "stage 1"]
+
+
+def test_a_single_stage_has_nobody_to_tell():
+    with pytest.raises(LayoutError, match="alone"), telling_problems(1):
+        raise LayoutError("alone")

@@ -47,7 +47,7 @@ from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.outgoing import Fence
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.shares import check_turns, sharing_ranks, worker_place
-from kvferry.engines.vllm.stages import of_all_stages
+from kvferry.engines.vllm.stages import of_all_stages, telling_problems
 from kvferry.engines.vllm.states import states_of
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
@@ -95,10 +95,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine: str = transfer.engine_id
         # Defaults follow from the processors that the endpoints' threads may use, not from the main thread's.
         self._settings = on_all_processors(lambda: Settings(**transfer.kv_connector_extra_config))
-        self._groups = groups_of(kv_cache_config, vllm_config.parallel_config)
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._stages = 1 if is_scheduler else vllm_config.parallel_config.pipeline_parallel_size
+        with telling_problems(self._stages):
+            self._groups = groups_of(kv_cache_config, vllm_config.parallel_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        if role is KVConnectorRole.SCHEDULER:
+        if is_scheduler:
             conditions = Conditions(compares_content=compares_content(vllm_config, self._settings))
             self._scheduler = SchedulerSide(
                 self._groups,
@@ -120,20 +123,22 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describes and registers this worker's caches and starts its endpoints; at the start, where it may wait."""
-        place = worker_place(self._vllm_config.parallel_config)
-        check_turns(self._groups, place.tokens)
-        model = model_shape(self._vllm_config, self._kv_cache_config)
-        described = describe(
-            kv_caches,
-            self._groups,
-            model,
-            place.in_model,
-            heads=heads_of(self._vllm_config, self._kv_cache_config, place.in_model),
-            states=kept_states(self._vllm_config, self._kv_cache_config, place.in_model),
-            num_blocks=self._kv_cache_config.num_blocks,
-            tokens=place.tokens,
-            everywhere=lambda forms: chain.from_iterable(of_all_stages(forms)),
-        )
+        with telling_problems(self._stages):
+            place = worker_place(self._vllm_config.parallel_config)
+            check_turns(self._groups, place.tokens)
+            model = model_shape(self._vllm_config, self._kv_cache_config)
+            described = describe(
+                kv_caches,
+                self._groups,
+                model,
+                place.in_model,
+                heads=heads_of(self._vllm_config, self._kv_cache_config, place.in_model),
+                states=kept_states(self._vllm_config, self._kv_cache_config, place.in_model),
+                num_blocks=self._kv_cache_config.num_blocks,
+                tokens=place.tokens,
+                everywhere=lambda forms: chain.from_iterable(of_all_stages(forms)),
+            )
+            fingerprint = self._fingerprint(model)
         self._worker = WorkerSide(
             described,
             BlockCopier(kv_caches, self._groups, self._kv_cache_config.num_blocks),
@@ -142,7 +147,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             engine=self._engine,
             sends=self._kv_transfer_config.is_kv_producer,
             receives=self._kv_transfer_config.is_kv_consumer,
-            fingerprint=self._fingerprint(model),
+            fingerprint=fingerprint,
         )
 
     def _fingerprint(self, model: ModelShape) -> dict[str, str]:

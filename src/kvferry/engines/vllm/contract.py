@@ -246,8 +246,8 @@ def _configuration() -> Iterator[Line]:
     yield Fields("vllm.config.aux_output:AuxOutputConfig", ("enable_return_routed_experts",), "ours refuses it")
     yield Fields(
         "vllm.config.parallel:ParallelConfig",
-        ("decode_context_parallel_size", "prefill_context_parallel_size"),
-        "which ranks share tokens",
+        ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"),
+        "which ranks share tokens and layers",
     )
     transfer = "vllm.config.kv_transfer:KVTransferConfig"
     yield Fields(transfer, ("engine_id", "kv_connector_extra_config"), _READ)
